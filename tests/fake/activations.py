@@ -1,15 +1,16 @@
-"""What is foretold of the activations of a pipeline's ranks."""
+"""What is predicted of the activations of a fake world's ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 
 from plait.cluster.mesh import build_mesh
-from plait.config.resolving.resolve import load, resolve
+from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.dryrun.dry_model import rank_activations, token_batch
-from plait.losses.loss import causal_lm_loss
+from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import RankActivations
 from plait.parallel.micro_batches import default_forward
@@ -18,24 +19,40 @@ from tests.parity import cases
 LENGTH, LAYERS = 16, 4
 
 
+def predicted_activations(
+    model: nn.Module, resolved: Resolved, *, samples: int = 2, length: int = LENGTH
+) -> tuple[RankActivations, ...]:
+    """Of every rank of the pipeline, before anything is applied to the model."""
+    blocks, chunk, compute = (
+        find_blocks(model),
+        resolved.loss_chunk_tokens,
+        resolved.precision.compute,
+    )
+    loss: dict[str, Any] = {}
+    if chunk:
+        loss = {
+            "loss_fn": ChunkedCausalLMLoss(chunk_tokens=chunk),
+            "forward": deferred(default_forward, model),
+        }
+    return rank_activations(
+        model,
+        blocks=blocks,
+        pipeline=resolved.pipeline.plan(resolved.context(model=model, blocks=blocks)),
+        mesh=build_mesh(resolved.layout),
+        batch=token_batch(samples, length),
+        tensor_parallel=resolved.tensor_parallel,
+        context_parallel=resolved.context_parallel,
+        tiled_mlp=resolved.tiled_mlp,
+        recompute=resolved.recompute,
+        offloads=resolved.activation_offload.blocks,
+        compute_dtype=getattr(torch, compute) if compute else None,
+        **loss,
+    )
+
+
 def foretold(
     config: dict[str, Any], world: int, dtype: torch.dtype = torch.float32
 ) -> tuple[RankActivations, ...]:
-    """Of every rank of the pipeline."""
-    resolved = resolve(load(config), world_size=world)
+    """Of a Llama with four layers."""
     model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)
-    pipeline = resolved.pipeline.plan(resolved.context(model=model, blocks=find_blocks(model)))
-    assert pipeline is not None
-    return rank_activations(
-        model,
-        blocks=find_blocks(model),
-        pipeline=pipeline,
-        mesh=build_mesh(resolved.layout),
-        batch=token_batch(2, LENGTH),
-        tensor_parallel=resolved.tensor_parallel,
-        recompute=resolved.recompute,
-        offloads=resolved.activation_offload.blocks,
-        compute_dtype=None,
-        loss_fn=causal_lm_loss,
-        forward=default_forward,
-    )
+    return predicted_activations(model, resolve(load(config), world_size=world))

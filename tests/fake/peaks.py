@@ -9,10 +9,9 @@ import torch
 
 import plait
 from plait.cluster.mesh import build_mesh
-from plait.config.resolving.resolve import load, resolve
 from plait.dryrun.predicted_peak import PredictedPeak, predict_peak_on
 from plait.parallel.accounting.peak import PEAK_KINDS
-from tests.fake.worlds import FakeWorld
+from tests.fake.worlds import FakeWorld, batch, resolved_of, world_of
 from tests.measured.memory import MeasuredPeak, measure_peak
 from tests.parity import cases
 
@@ -49,26 +48,20 @@ def settings(
     }
 
 
-def data(accumulation: int) -> dict[str, torch.Tensor]:
-    """One rank's step."""
-    ids = torch.arange(SAMPLES * accumulation * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
 def predicted_and_measured(
     start: FakeWorld, kind: str, config: dict[str, Any], *, tied: bool = False
 ) -> tuple[PredictedPeak, MeasuredPeak]:
     """On rank 0."""
-    degrees = config["parallel"]
-    world = degrees["tp"] * degrees["dp_replicate"] * degrees["dp_shard"]
-    start(world)
-    resolved = resolve(load(config), world_size=world)
+    start(world_of(config))
+    resolved = resolved_of(config)
     model = cases.build(kind, tied=tied, dtype=torch.float32)
     predicted = predict_peak_on(
         build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH
     )
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    return predicted, measure_peak(engine, data(config["gradient_accumulation_steps"]))
+    return predicted, measure_peak(
+        engine, batch(config["gradient_accumulation_steps"], samples=SAMPLES, length=LENGTH)
+    )
 
 
 def check(predicted: PredictedPeak, measured: MeasuredPeak) -> None:

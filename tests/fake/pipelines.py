@@ -11,15 +11,14 @@ import plait
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.engine import Engine
 from plait.engine.single_rank import predict_messages
-from plait.model.blocks import find_blocks
-from plait.model.facts import ModelFacts, model_facts
-from plait.model.plans import make_plan
+from plait.model.facts import ModelFacts
 from plait.model.stages import StageCut
 from plait.parallel.accounting.ledger import Ledger, after_block_backward, after_root_backward
 from plait.parallel.order import account_all
 from plait.parallel.pipeline.estimates import facts_of_rank, stage_counts
 from plait.parallel.schedules.schedule import Action, Kind, Schedule
 from plait.parallel.techniques.pipeline_parallel import PipelinePlan
+from tests.fake.worlds import batch, facts_of
 from tests.parity import cases
 from tests.parity.pipelines import layers_of
 
@@ -32,21 +31,12 @@ def build(
     """An engine of one rank of the fake world, in float32; embeddings are tied."""
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=layers or layers_of(config))
     resolved = resolve(load(config), world_size=world)
-    blocks, tp = find_blocks(model), resolved.layout.tp
-    facts = model_facts(
-        model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
-    )
+    facts = facts_of(model, resolved)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     found = engine.parts.plans.pipeline
     assert found is not None and engine.sharded.pipeline is not None
     predict_messages(engine.model, engine.parts, engine.sharded.pipeline, batch(1, length=length))
     return engine, resolved, facts, found
-
-
-def batch(accumulation: int, *, length: int = LENGTH) -> dict[str, torch.Tensor]:
-    """One rank's step."""
-    ids = torch.arange(2 * accumulation * length).view(-1, length) % cases.VOCABULARY
-    return {"input_ids": ids, "labels": ids}
 
 
 def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelinePlan, rank: int) -> Ledger:
@@ -65,8 +55,7 @@ def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelinePlan, ran
         ledger=ledger,
     )
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
-    techniques = resolved.techniques
-    return account_all(techniques, ledger.with_(stage=counts), own)
+    return account_all(resolved.techniques, ledger.with_(stage=counts), own)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,9 @@
 """A Llama block under tensor parallelism next to the same block split by hand with torch's own styles: collectives, bytes and operators
 (level L1)."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,20 +14,18 @@ from tests.measured.traffic import count_traffic
 class Operators(TorchDispatchMode):
     """Counts what reaches the dispatcher on plain tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def count(
-    model: nn.Module, *, sequence: bool
-) -> tuple[dict[str, int], dict[str, int], Counter[str]]:
+def count(model, *, sequence):
     """(calls, bytes, operators) of one forward and backward of the first block."""
     for _ in range(2):  # DTensor's caches are warm in the second
         with count_traffic() as traffic, Operators() as operators:
@@ -44,7 +37,7 @@ def count(
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
-def test_no_more_than_by_hand(fake_world: Callable[..., None], sequence: bool) -> None:
+def test_no_more_than_by_hand(fake_world, sequence):
     """The same collectives and bytes, and no more operators, besides 1 % for the adapters of torch 2.11."""
     fake_world(RANKS)
     our_calls, our_bytes, our_operators = count(by_plait(sequence=sequence), sequence=sequence)

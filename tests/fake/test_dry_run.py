@@ -1,10 +1,6 @@
 """`plait dryrun`: what it prints and writes, which rank and which layout it runs, and what it refuses."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +22,13 @@ FIXED = ("--fix", "pp=1,tp=1,stage=3,dp_shard=8,micro_batch=2")
 """Leaves little to search."""
 
 
-def config(tmp_path: Path, **changes: Any) -> str:
+def config(tmp_path, **changes):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(MODEL | changes), encoding="utf-8")
     return str(file)
 
 
-def run_file(tmp_path: Path, **parallel: Any) -> str:
+def run_file(tmp_path, **parallel):
     file = tmp_path / "run.json"
     tree = {
         "train_micro_batch_size_per_gpu": 2,
@@ -47,20 +43,19 @@ def run_file(tmp_path: Path, **parallel: Any) -> str:
     return str(file)
 
 
-def run(*arguments: str) -> int:
-    """The command's exit code."""
+def run(*arguments):
     try:
         return int(main(["dryrun", *arguments]) or 0)
     except SystemExit as end:
         return int(end.code or 0)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def told(capsys, *arguments):
     assert run(*arguments, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_winner(tmp_path, capsys):
     found = told(capsys, "--model", config(tmp_path), *PLAN)
     assert found["world_size"] == 8 and found["rank"] == 0
     for kind in ("parameters", "optimizer", "peak"):
@@ -69,9 +64,7 @@ def test_the_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["flops"] > 0 and found["operators"][0]["calls"] > 0
 
 
-def test_what_is_fixed_changes_the_traffic(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_fixed_changes_the_traffic(tmp_path, capsys):
     found = told(
         capsys, "--model", config(tmp_path), *PLAN, "--fix", "tp=2,pp=1,stage=3,dp_shard=4"
     )
@@ -79,9 +72,7 @@ def test_what_is_fixed_changes_the_traffic(
     assert axes["dp_shard", "all_gather"] == 4 and {axis for axis, _ in axes} >= {"tp", "dp_shard"}
 
 
-def test_a_file_that_fixes_its_layout_is_run_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_fixes_its_layout_is_run_as_it_is(tmp_path, capsys):
     file = run_file(tmp_path, pp=2, tp=2)
     arguments = (file, "--world-size", "8", "--gpu", "h100")
     first = told(capsys, *arguments, "--rank", "0")
@@ -102,9 +93,7 @@ def test_a_file_that_fixes_its_layout_is_run_as_it_is(
     )
 
 
-def test_a_whole_step_has_more_calls_and_the_same_peak(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_step_has_more_calls_and_the_same_peak(tmp_path, capsys):
     common = (
         "--model",
         config(tmp_path),
@@ -121,28 +110,24 @@ def test_a_whole_step_has_more_calls_and_the_same_peak(
     assert part["flops"] * 2 == whole["flops"]
 
 
-def test_a_rank_that_the_layout_does_not_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_the_layout_does_not_have(tmp_path, capsys):
     assert run("--model", config(tmp_path), *PLAN, *FIXED, "--rank", "8") == 2
     assert "the layout has ranks 0 to 7" in capsys.readouterr().err
 
 
-def test_a_model_that_transformers_does_not_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_transformers_does_not_have(tmp_path, capsys):
     assert run("--model", config(tmp_path, model_type="llamma"), *PLAN, *FIXED) == 2
     assert "did you mean llama" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
-def test_kernels_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_need_a_gpu(tmp_path, capsys):
     assert run("--model", config(tmp_path), *PLAN, *FIXED, "--on-device") == 2
     assert "needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_gpu(tmp_path, capsys):
     """Not run anywhere yet: no GPU was at hand when it was written."""
     found = told(capsys, "--model", config(tmp_path), *PLAN, "--on-device")
     assert (

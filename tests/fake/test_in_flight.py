@@ -1,12 +1,6 @@
 """Activations of a pipeline's rank: what is foretold of every action of its row is what a real step holds then, to the byte."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 
 from plait._torch.groups import delivered_at_once
 from plait.config.resolving.resolve import load, resolve
@@ -14,25 +8,17 @@ from plait.errors import ConfigError
 from plait.sizes import GIB
 from tests.fake import pipelines
 from tests.fake.activations import LAYERS, LENGTH, foretold
-from tests.fake.worlds import FakeWorld
+from tests.fake.worlds import batch
 from tests.measured.memory import measure_in_flight
-from tests.parity import cases
 from tests.parity.pipelines import SCHEDULES, settings
 
 
-def data() -> dict[str, torch.Tensor]:
-    """A step of four micro-batches."""
-    ids = torch.arange(8 * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def with_budget(config: dict[str, Any], budget: int) -> dict[str, Any]:
-    """The configuration with a budget in bytes."""
+def with_budget(config, budget):
     section = {"budget_gib": budget / GIB, "sequence_length": LENGTH}
     return {**config, "parallel": {**config["parallel"], "recompute": section}}
 
 
-def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share: float) -> None:
+def check(start, world, rank, config, share):
     """With a budget of `share` between the least and what is held without recompute, on this rank."""
     start(world, rank)
     ranks = foretold(config, world)
@@ -45,14 +31,14 @@ def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share
         layers=LAYERS,
         length=LENGTH,
     )
-    chosen = engine.parts.recompute_modes
+    chosen, data = engine.parts.recompute_modes, batch(4, length=LENGTH)
     assert at.most(chosen) <= engine.config.recompute.budget_bytes
     with delivered_at_once():
-        measured = measure_in_flight(engine, data()).after
+        measured = measure_in_flight(engine, data).after
     predicted = at.held_after(chosen)
     assert [action for action, _ in measured] == [action for action, _ in predicted]
     # The step's own 0-dimensional numbers come on top of activations: a loss and a weight per micro-batch, and a factor.
-    numbers_bytes = 16 * len(data()["input_ids"])
+    numbers_bytes = 16 * len(data["input_ids"])
     excess = [held - expected for (_, held), (_, expected) in zip(measured, predicted, strict=True)]
     assert min(excess) >= 0 and max(excess) <= numbers_bytes, excess
     assert max(held for _, held in measured) <= at.most(chosen) + numbers_bytes
@@ -72,7 +58,7 @@ def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share
         for rank in (0, 1)
     ],
 )
-def test_every_schedule(fake_world: FakeWorld, schedule: str, rank: int) -> None:
+def test_every_schedule(fake_world, schedule, rank):
     """Several stages on a rank, in a row and in a V; backwards in halves."""
     check(fake_world, 2, rank, settings(0, 4, schedule, pp=2), 0.6 if rank else 0.3)
 
@@ -88,13 +74,11 @@ def test_every_schedule(fake_world: FakeWorld, schedule: str, rank: int) -> None
     ],
     ids=["tp", "sp", "pp 4"],
 )
-def test_with_other_axes(
-    fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]
-) -> None:
+def test_with_other_axes(fake_world, world, rank, config):
     check(fake_world, world, rank, config, 0.4)
 
 
-def test_a_rank_with_more_in_flight_recomputes_more(fake_world: FakeWorld) -> None:
+def test_a_rank_with_more_in_flight_recomputes_more(fake_world):
     """Each for itself: the first rank of 1F1B holds four micro-batches and the last one."""
     fake_world(4, 0)
     ranks = foretold(settings(0, 8, "1f1b", pp=4), 4)
@@ -105,7 +89,7 @@ def test_a_rank_with_more_in_flight_recomputes_more(fake_world: FakeWorld) -> No
     assert ranks[0].most(ranks[0].solve(budget) or ()) <= budget < ranks[0].most(("none",))
 
 
-def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world: FakeWorld) -> None:
+def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world):
     """With the numbers of the ranks that cannot, also where this one could."""
     fake_world(2, 0)
     config = settings(0, 4, "1f1b", pp=2)
@@ -123,7 +107,7 @@ def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world: FakeWorld) -> 
 @pytest.mark.parametrize(
     ("schedule", "rank"), [pytest.param("interleaved-1f1b", 1, marks=pytest.mark.proof), ("zbv", 1)]
 )
-def test_with_a_store(fake_world: FakeWorld, tmp_path: Path, schedule: str, rank: int) -> None:
+def test_with_a_store(fake_world, tmp_path, schedule, rank):
     """Half of the blocks put what they save into files; the budget is solved for the others and for what stays of those."""
     offload = {"fraction": 0.5, "device": "disk", "path": str(tmp_path)}
     check(fake_world, 2, rank, settings(0, 4, schedule, pp=2, activation_offload=offload), 0.4)

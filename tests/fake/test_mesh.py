@@ -1,9 +1,5 @@
 """Groups over several axes exist before anyone asks for them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,9 +8,7 @@ from plait.cluster.layout import TOKEN_AXES, Layout
 from plait.cluster.mesh import Groups, build_mesh
 
 
-def test_no_group_is_made_after_the_mesh(
-    fake_world: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_group_is_made_after_the_mesh(fake_world, monkeypatch):
     """B5: making one is collective over all ranks, and in a pipeline only some stages may want that of gradients split twice."""
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)
     fake_world(layout.world_size)
@@ -25,7 +19,7 @@ def test_no_group_is_made_after_the_mesh(
         + Groups(stages=(both,)),
     )
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise AssertionError("a group is made")
 
     monkeypatch.setattr(dist, "new_group", refuse)
@@ -63,7 +57,7 @@ def test_no_group_is_made_after_the_mesh(
             ask()
 
 
-def test_cp_has_groups_and_none_where_its_degree_is_1(fake_world: Callable[..., None]) -> None:
+def test_cp_has_groups_and_none_where_its_degree_is_1(fake_world):
     """The batch is summed over cp too, and the norm, and a layout without cp has the groups that it had."""
     for layout, ranks in (
         (Layout(dp_shard=2, cp=2, tp=2), [0, 2, 4, 6]),

@@ -1,8 +1,6 @@
 """The most that a rank holds during a whole step: foretold, it is within 2 % of what torch's own tracker finds in a real step."""
 
-from __future__ import annotations
-
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -15,71 +13,32 @@ from plait.engine.single_rank import run_single_rank
 from plait.errors import InputError
 from tests.covers import cover
 from tests.fake import pipelines
-from tests.fake.peaks import (
-    LENGTH,
-    SAMPLES,
-    TOLERANCE,
-    check,
-    data,
-    predicted_and_measured,
-    settings,
-)
-from tests.fake.worlds import FakeWorld
+from tests.fake.peaks import LENGTH, SAMPLES, TOLERANCE, check, predicted_and_measured, settings
+from tests.fake.worlds import batch
 from tests.measured.memory import measure_peak
 from tests.parity import cases
 from tests.parity.pipelines import LAYERS, named
 from tests.parity.pipelines import settings as pipeline_settings
 
-COVER = [
-    # kind, ZeRO stage, tp, accumulation, bf16, recompute
-    ("llama", 0, 1, 1, False, "none"),
-    ("llama", 0, 1, 2, True, "full"),
-    ("llama", 1, 1, 2, False, "selective"),
-    ("llama", 2, 2, 1, True, "none"),
-    ("llama", 3, 1, 2, True, "full"),
-    ("llama", 3, 2, 1, False, "selective"),
-    ("gpt2", 0, 2, 2, False, "none"),
-    ("gpt2", 1, 1, 1, True, "full"),
-    ("gpt2", 2, 1, 2, False, "none"),
-    ("gpt2", 3, 1, 1, False, "full"),
-    ("gpt2", 3, 2, 2, True, "selective"),
-    ("qwen3", 0, 1, 2, False, "selective"),
-    ("qwen3", 1, 2, 2, True, "none"),
-    ("qwen3", 2, 1, 1, False, "full"),
-    ("qwen3", 3, 1, 1, True, "none"),
-]
-WHOLE = [
-    (kind, stage, tp, accumulation, bf16, mode)
-    for kind in ("llama", "gpt2", "qwen3")
-    for stage in (0, 1, 2, 3)
-    for tp in (1, 2)
-    for accumulation in (1, 2)
-    for bf16 in (False, True)
-    for mode in ("none", "selective", "full")
-]
-FIELDS = ("kind", "stage", "tp", "accumulation", "bf16", "mode")
+STAGES = product(
+    ("llama", "gpt2", "qwen3"),
+    (0, 1, 2, 3),
+    (1, 2),
+    (1, 2),
+    (False, True),
+    ("none", "selective", "full"),
+)
 
 
-@pytest.mark.parametrize(FIELDS, COVER)
-def test_peak(
-    fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str
-) -> None:
-    """A cover of the matrix."""
+@pytest.mark.parametrize(
+    ("kind", "stage", "tp", "accumulation", "bf16", "mode"), cover(STAGES, strength=1)
+)
+def test_peak(fake_world, kind, stage, tp, accumulation, bf16, mode):
     config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
     check(*predicted_and_measured(fake_world, kind, config))
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize(FIELDS, WHOLE)
-def test_peak_everywhere(
-    fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str
-) -> None:
-    """The matrix."""
-    config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
-    check(*predicted_and_measured(fake_world, kind, config))
-
-
-OTHERS: dict[str, dict[str, Any]] = {
+OTHERS = {
     "one process": settings(stage=0, accumulation=2, parallel={"dp_replicate": 1}),
     "one process, bf16": settings(stage=2, accumulation=2, bf16=True, parallel={"dp_shard": 1}),
     "hybrid": settings(stage=2, accumulation=2, bf16=True, parallel={"dp_replicate": 2}),
@@ -87,25 +46,21 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bf16 on the wire": settings(stage=0, communication_data_type="bf16"),
     "loss in pieces": settings(stage=3, parallel={"loss_chunk_tokens": 8}),
     "MLP in tiles": settings(stage=3, parallel={"mlp_tile_tokens": 4}),
-    "MLP in tiles, recomputed": settings(
-        stage=2, tp=2, recompute="full", parallel={"mlp_tile_tokens": 4, "sequence_parallel": True}
-    ),
+    "MLP in tiles, recomputed": settings(stage=2, tp=2, recompute="full", parallel={"mlp_tile_tokens": 4, "sequence_parallel": True}),
     "SGD": settings(stage=2, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}),
-    "Adam without a fused kernel": settings(
-        stage=0, optimizer={"type": "Adam", "params": {"lr": 0.1, "fused": False, "foreach": True}}
-    ),
+    "Adam without a fused kernel": settings(stage=0, optimizer={"type": "Adam", "params": {"lr": 0.1, "fused": False, "foreach": True}}),
     "sequence parallel": settings(stage=3, tp=2, bf16=True, parallel={"sequence_parallel": True}),
     "three ranks": settings(stage=3, parallel={"dp_shard": 3}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_settings(fake_world: FakeWorld, name: str) -> None:
+def test_other_settings(fake_world, name):
     """Hybrid sharding, one process, optimizers with temporaries, the loss in pieces."""
     check(*predicted_and_measured(fake_world, "llama", OTHERS[name], tied=name == "three ranks"))
 
 
-def test_the_optimizers_temporaries_are_counted(fake_world: FakeWorld) -> None:
+def test_the_optimizers_temporaries_are_counted(fake_world):
     """They are the peak where the activations are small."""
     config = OTHERS["Adam without a fused kernel"]
     predicted, _ = predicted_and_measured(fake_world, "llama", config)
@@ -125,21 +80,10 @@ PIPELINES = [
     (4, 2, pipeline_settings(2, 4, "dualpipev", pp=2, dp_shard=2)),
     (4, 1, pipeline_settings(0, 4, "1f1b", pp=2, dp_replicate=2)),
     (4, 2, pipeline_settings(2, 4, "zbv", pp=2, dp_shard=2, recompute={"mode": "full"})),
-    (
-        4,
-        0,
-        pipeline_settings(
-            0,
-            4,
-            "1f1b",
-            pp=2,
-            dp_replicate=2,
-            recompute={"budget_gib": 6.5e-4, "sequence_length": LENGTH},
-        ),
-    ),
+    (4, 0, pipeline_settings(0, 4, "1f1b", pp=2, dp_replicate=2, recompute={"budget_gib": 6.5e-4, "sequence_length": LENGTH})),
     (16, 13, pipeline_settings(1, 4, "zbv", pp=2, dp_shard=4, tp=2)),
     (12, 0, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=3, tp=2, sequence_parallel=True)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -158,7 +102,7 @@ PIPELINES = [
         name=lambda world, rank, config: f"rank{rank}-{named(config)}",
     ),
 )
-def test_pipelines(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
+def test_pipelines(fake_world, world, rank, config):
     """Micro-batches in flight, several stages on a rank, backwards in halves."""
     fake_world(world, rank)
     resolved = resolve(load(config), world_size=world)
@@ -168,11 +112,16 @@ def test_pipelines(fake_world: FakeWorld, world: int, rank: int, config: dict[st
     )
     engine, *_ = pipelines.build(config, world, layers=LAYERS, length=LENGTH)
     with delivered_at_once():
-        check(predicted, measure_peak(engine, data(config["gradient_accumulation_steps"])))
+        check(
+            predicted,
+            measure_peak(
+                engine, batch(config["gradient_accumulation_steps"], samples=SAMPLES, length=LENGTH)
+            ),
+        )
 
 
 @pytest.mark.parametrize(("stage", "pp"), cover([(0, 2), (3, 1), (0, 1), (3, 2)], strength=1))
-def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
+def test_a_rehearsal_finds_the_same(stage, pp):
     """On fake tensors, with the real collectives, stages and optimizer."""
     shard = 2 if stage else 1
     config = pipeline_settings(stage, 2, "1f1b", pp=pp, dp_shard=shard)
@@ -197,8 +146,7 @@ def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
     ],
 )
-def test_what_is_not_foretold_is_said(more: dict[str, Any]) -> None:
-    """By name, and never guessed."""
+def test_what_is_not_foretold_is_said(more):
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, **more}), world_size=2)
     assert why_not_predicted(resolved)
     with pytest.raises(InputError, match="not predicted"):

@@ -1,19 +1,11 @@
 """Bytes of a pipeline's rank, measured, equal the ledger's: states, traffic, and what is unsharded after every computation."""
 
-from __future__ import annotations
-
-from collections.abc import Hashable
-from typing import Any
-
 import pytest
 
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
-from plait.parallel.schedules.schedule import Action
 from tests.covers import cover
-from tests.fake.pipelines import UnshardedBytes, batch, build, predicted, unsharded_after
-from tests.fake.worlds import FakeWorld
-from tests.measured.memory import measure_step
-from tests.measured.traffic import count_traffic
+from tests.fake.pipelines import UnshardedBytes, build, predicted, unsharded_after
+from tests.fake.worlds import STATES, FakeRank, batch, check_bytes
 from tests.parity.pipelines import SCHEDULES, named, settings
 
 BF16 = {"enabled": True, "check_grad_overflow": False}
@@ -21,17 +13,8 @@ BF16 = {"enabled": True, "check_grad_overflow": False}
 
 
 CASES = [
-    *(
-        (4, rank, settings(stage, 4, schedule, pp=2, dp_shard=2))
-        for stage in (1, 2)
-        for schedule in SCHEDULES
-        for rank in (0, 2)
-    ),
-    *(
-        (4, rank, settings(3, 4, schedule, pp=2, dp_shard=2))
-        for schedule in SCHEDULES[:4]
-        for rank in (0, 2)
-    ),
+    *((4, rank, settings(stage, 4, schedule, pp=2, dp_shard=2)) for stage in (1, 2) for schedule in SCHEDULES for rank in (0, 2)),
+    *((4, rank, settings(3, 4, schedule, pp=2, dp_shard=2)) for schedule in SCHEDULES[:4] for rank in (0, 2)),
     (12, 4, settings(3, 6, "1f1b", pp=4, dp_shard=3)),
     (12, 7, settings(2, 6, "1f1b", pp=4, dp_shard=3, bf16=BF16)),
     (8, 6, settings(2, 4, "zbv", pp=2, dp_shard=4, bf16=BF16)),
@@ -42,28 +25,18 @@ CASES = [
     (12, 0, settings(3, 4, "1f1b", pp=2, dp_shard=3, tp=2, sequence_parallel=True)),
     (20, 19, settings(2, 4, "interleaved-1f1b", pp=2, dp_shard=5, tp=2, sequence_parallel=True)),
     (1024, 1016, settings(3, 16, "1f1b", pp=8, dp_shard=128)),
-]
+]  # fmt: skip
 
 
-def features(world: int, rank: int, config: dict[str, Any]) -> frozenset[Hashable]:
+def features(world, rank, config):
     """What decides the bytes of a pipeline's rank."""
-    degrees, schedule, stage = (
-        config["parallel"],
-        config["parallel"]["pipeline"]["schedule"],
-        config["zero_optimization"]["stage"],
-    )
-    end = rank == 0, rank == world // 2
-    return frozenset(
-        {
-            (schedule, min(stage, 2)),
-            (schedule, end),
-            (stage, end),
-            *((axis, stage) for axis in degrees if axis != "pipeline"),
-        }
-    )
+    degrees, stage = config["parallel"], config["zero_optimization"]["stage"]
+    schedule, end = degrees["pipeline"]["schedule"], (rank == 0, rank == world // 2)
+    axes = {(axis, stage) for axis in degrees if axis != "pipeline"}
+    return frozenset({(schedule, min(stage, 2)), (schedule, end), (stage, end), *axes})
 
 
-def few(cases: list[tuple[int, int, dict[str, Any]]]) -> list[Any]:
+def few(cases):
     return cover(
         cases,
         strength=1,
@@ -73,23 +46,14 @@ def few(cases: list[tuple[int, int, dict[str, Any]]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("world", "rank", "config"), few(CASES))
-def test_states_and_traffic(
-    fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]
-) -> None:
+def test_states_and_traffic(fake_world, world, rank, config):
     """Exact, every kind."""
     fake_world(world, rank)
     engine, resolved, facts, pipeline = build(config, world)
-    data = batch(config["gradient_accumulation_steps"])
-    held = measure_step(engine, data)
-    with count_traffic() as traffic:
-        engine.train_batch(data)
     ledger = predicted(resolved, facts, pipeline, rank)
-    states = ("parameters", "gradients", "optimizer")
-    assert {kind: held[kind] for kind in states} == {
-        kind: int(ledger.memory[kind][0]) for kind in states
-    }
-    sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
-    assert sent == {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+    check_bytes(
+        FakeRank(engine, ledger, batch(config["gradient_accumulation_steps"])), kinds=STATES
+    )
 
 
 SHARDED = [
@@ -100,17 +64,15 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("world", "rank", "config"), few(SHARDED))
-def test_what_is_unsharded_after_every_computation(
-    fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]
-) -> None:
+def test_what_is_unsharded_after_every_computation(fake_world, world, rank, config):
     """ZeRO's meaning in bytes, which a pipeline must not lose: between micro-batches stage 2 holds no whole gradients, stage 3 no whole
     blocks."""
     fake_world(world, rank)
     engine, resolved, facts, pipeline = build(config, world)
     assert engine.sharded.pipeline is not None
-    found: list[UnshardedBytes] = []
+    found = []
 
-    def look(action: Action, done: bool) -> None:
+    def look(action, done):
         if done:
             found.append(
                 UnshardedBytes(

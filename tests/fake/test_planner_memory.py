@@ -1,16 +1,12 @@
 """What the planner believes that blocks and loss keep against the dry run of the real model, for three families, all modes, tp and sp."""
 
-from __future__ import annotations
-
-from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.planner_memory.layouts import CASES, MODELS, Case, compare, describe
+from benchmarks.planner_memory.layouts import CASES, MODELS, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.dryrun.dry_model import MODES, rank_activations, token_batch
@@ -23,7 +19,6 @@ from plait.planner.memory import layer_activations
 from plait.planner.models import Model, from_config
 from plait.planner.request import Request, job_of
 from tests.covers import cover
-from tests.fake.worlds import FakeWorld
 
 transformers = pytest.importorskip("transformers")
 SAMPLES, LENGTH = 2, 320  # no size of the model, so that bytes of one are not taken for the other's
@@ -47,9 +42,7 @@ SHAPES = {
         strength=1,
     ),
 )
-def test_bytes_of_a_block_and_of_the_loss(
-    fake_world: FakeWorld, kind: str, tp: int, sp: bool
-) -> None:
+def test_bytes_of_a_block_and_of_the_loss(fake_world, kind, tp, sp):
     """Of GPT-2 not with sp, which shards its sequences by other regions."""
     fields = {"model_type": kind, **SHAPES[kind]}
     fake_world(tp)
@@ -97,35 +90,17 @@ _SIZES = {
     "intermediate_size": 1792,
 }
 GUESSED = {
-    "mixtral": {
-        **_SIZES,
-        "num_key_value_heads": 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    "mixtral": {**_SIZES, "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
     # Values as wide as keys, of which torch's kernel for CPU cores computes attention; and narrower ones, where it has none.
     "deepseek_v3": {**_SIZES, "num_key_value_heads": 8, **LATENT, "v_head_dim": 96},
-    "deepseek_v3 with narrow values": {
-        **_SIZES,
-        "num_key_value_heads": 8,
-        **LATENT,
-        "v_head_dim": 64,
-    },
-    "deepseek_v3 without query rank": {
-        **_SIZES,
-        "num_key_value_heads": 8,
-        **LATENT,
-        "v_head_dim": 96,
-        "q_lora_rank": None,
-    },
-}
+    "deepseek_v3 with narrow values": {**_SIZES, "num_key_value_heads": 8, **LATENT, "v_head_dim": 64},
+    "deepseek_v3 without query rank": {**_SIZES, "num_key_value_heads": 8, **LATENT, "v_head_dim": 96, "q_lora_rank": None},
+}  # fmt: skip
 """Blocks that are not counted to the byte."""
 
 
 @pytest.mark.parametrize("name", GUESSED)
-def test_bytes_of_blocks_with_experts_and_latent_attention(
-    fake_world: FakeWorld, name: str
-) -> None:
+def test_bytes_of_blocks_with_experts_and_latent_attention(fake_world, name):
     """With every second product exactly: routed experts keep none of theirs."""
     kind = name.split()[0]
     fields = {"model_type": kind, **GUESSED[name]}
@@ -159,27 +134,20 @@ def test_bytes_of_blocks_with_experts_and_latent_attention(
         ), mode
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "falcon": {name: value for name, value in _SIZES.items() if name != "intermediate_size"},
     "gemma2": {**_SIZES, "num_key_value_heads": 4, "head_dim": 64},
     **{kind: {**_SIZES, "num_key_value_heads": 4} for kind in ("olmo2", "nemotron", "gpt_oss")},
     "glm4": {**_SIZES, "num_key_value_heads": 4, "pad_token_id": 0},
     "persimmon": _SIZES,
-    "gptj": {
-        "n_embd": 512,
-        "n_layer": 4,
-        "n_head": 8,
-        "vocab_size": 4096,
-        "n_positions": 512,
-        "rotary_dim": 32,
-    },
-}
+    "gptj": {"n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 4096, "n_positions": 512, "rotary_dim": 32},
+}  # fmt: skip
 """Whose blocks are counted at the plan: each keeps what no formula of Llama's or GPT-2's kind has."""
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_bytes_of_blocks_that_are_counted(fake_world: FakeWorld, kind: str, precision: str) -> None:
+def test_bytes_of_blocks_that_are_counted(fake_world, kind, precision):
     """On GPUs: where torch's kernels for CPU cores and those differ, formulas say so, and none of these does."""
     if (kind, precision) == ("gpt_oss", "fp32"):
         pytest.skip("torch's grouped product of experts takes no float32")
@@ -201,31 +169,20 @@ _SMALL = {
     "vocab_size": 100,
     "intermediate_size": 128,
 }
-DROPPED: dict[str, dict[str, Any]] = {
+DROPPED = {
     "roformer": _SMALL,
     "gpt_neox_japanese": {**_SMALL, "intermediate_multiple_size": 3},
-    "git": {
-        **_SMALL,
-        "pad_token_id": 0,
-        "vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2},
-    },
-    "xglm": {
-        "d_model": 64,
-        "num_layers": 2,
-        "attention_heads": 4,
-        "ffn_dim": 128,
-        "vocab_size": 100,
-        "attention_dropout": 0.1,
-    },
+    "git": {**_SMALL, "pad_token_id": 0, "vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}},
+    "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 128, "vocab_size": 100, "attention_dropout": 0.1},
     "xlnet": {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128, "vocab_size": 100},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "vocab_size": 100},
     "hrm_text": {**_SMALL, "head_dim": 16, "H_cycles": 1, "L_cycles": 2},
-}
+}  # fmt: skip
 """Whose blocks drop in attention that keeps its scores anyway, keep more than one input, run several times, or are in two lists."""
 
 
 @pytest.mark.parametrize("kind", DROPPED)
-def test_bytes_of_blocks_that_drop_or_run_several_times(fake_world: FakeWorld, kind: str) -> None:
+def test_bytes_of_blocks_that_drop_or_run_several_times(fake_world, kind):
     _compare_blocks(
         fake_world,
         {"model_type": kind, **DROPPED[kind]},
@@ -238,8 +195,7 @@ def test_bytes_of_blocks_that_drop_or_run_several_times(fake_world: FakeWorld, k
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_float32_activations_are_four_bytes(fake_world: FakeWorld, kind: str) -> None:
-    """By formula, without a count."""
+def test_float32_activations_are_four_bytes(fake_world, kind):
     _compare_blocks(
         fake_world,
         {"model_type": kind, **SHAPES[kind]},
@@ -250,15 +206,7 @@ def test_float32_activations_are_four_bytes(fake_world: FakeWorld, kind: str) ->
     )
 
 
-def _compare_blocks(
-    fake_world: FakeWorld,
-    fields: dict[str, Any],
-    device: str,
-    precision: str,
-    compute: torch.dtype | None,
-    errors: tuple[float, float, float],
-    length: int = LENGTH,
-) -> None:
+def _compare_blocks(fake_world, fields, device, precision, compute, errors, length=LENGTH):
     fake_world(1)
     config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     config.use_cache = False
@@ -290,8 +238,7 @@ def _compare_blocks(
         ), mode
 
 
-def settings_of(case: Case) -> frozenset[Hashable]:
-    """Values that are to be tried."""
+def settings_of(case):
     name, what, small = case
     counted = (
         "pp",
@@ -310,7 +257,7 @@ def settings_of(case: Case) -> frozenset[Hashable]:
     return frozenset({name, small, *(pair for pair in values if pair[0] not in ("micro", "steps"))})
 
 
-def cost_of(case: Case) -> float:
+def cost_of(case):
     """Steps of stages that the dry run takes."""
     return float(case[1].get("steps", 1) * case[1].get("pp", 1))
 
@@ -321,7 +268,7 @@ def cost_of(case: Case) -> float:
         [(case,) for case in CASES], strength=1, features=settings_of, cost=cost_of, name=describe
     ),
 )
-def test_peak_of_a_step(case: Case) -> None:
+def test_peak_of_a_step(case):
     """MISSION: predicted memory within 2 % of the dry run: parameters and optimizer states exactly, the peak of the step."""
     for compared in compare(case):
         told, found = compared.run.predicted, compared.run.measured
@@ -330,11 +277,11 @@ def test_peak_of_a_step(case: Case) -> None:
         assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.measured.peak_during
 
 
-def test_enough_layouts() -> None:
+def test_enough_layouts():
     assert len(CASES) >= 30 and {case[0] for case in CASES} >= {"llama", "qwen3", "gpt2"}
 
 
-DROPPING: list[Case] = [
+DROPPING = [
     (name, {"micro": 8, **what}, True)
     for name in ("gpt2 with dropout", "opt", "opt with dropout")
     for what in (
@@ -357,13 +304,13 @@ DROPPING: list[Case] = [
         name=describe,
     ),
 )
-def test_peak_of_a_step_with_dropout(case: Case) -> None:
+def test_peak_of_a_step_with_dropout(case):
     """Masks, what attention keeps where torch has no kernel for its dropout, and the embedding's."""
     for compared in compare(case):
         assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.measured.peak_during
 
 
-COUNTED: list[Case] = [
+COUNTED = [
     (name, {"micro": 8, **what}, True)
     for name in ("falcon", "gemma2", "olmo2", "persimmon", "nemotron")
     for what in (
@@ -383,7 +330,7 @@ COUNTED: list[Case] = [
         [(case,) for case in COUNTED], strength=1, features=settings_of, cost=cost_of, name=describe
     ),
 )
-def test_peak_of_a_step_of_counted_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_of_a_step_of_counted_blocks(case, monkeypatch):
     """Within 6 %: what tensor parallelism leaves whole of what a count has besides the formula is not known."""
     monkeypatch.setitem(MODELS, case[0], {"model_type": case[0], **FAMILIES[case[0]]})
     for compared in compare(case):

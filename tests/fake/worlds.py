@@ -1,45 +1,173 @@
-"""One rank of a fake world, what it holds and sends by its ledger."""
+"""One rank of a fake world: its engine, what it holds and sends, and what its ledger says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 import plait
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.engine import Engine
+from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
+from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
+from plait.parallel.pipeline.estimates import facts_of_rank
+from tests.measured.memory import measure_step
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 
 FakeWorld = Callable[..., None]
+STATES = ("parameters", "gradients", "optimizer")
 
 
-def build(kind: str, config: dict[str, Any], world: int) -> tuple[Engine, Resolved, ModelFacts]:
-    """An engine of one rank of the fake world, in float32."""
-    model = cases.build(kind, tied=kind == "llama", dtype=torch.float32)
-    facts = model_facts(model, find_blocks(model))
-    resolved = resolve(load(config), world_size=world)
-    return plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss), resolved, facts
+def world_of(config: dict[str, Any]) -> int:
+    """Number of ranks of a configuration that writes its degrees."""
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    return prod(config["parallel"].get(axis, 1) for axis in axes)
+
+
+def resolved_of(config: dict[str, Any]) -> Resolved:
+    """The configuration for as many ranks as it has."""
+    return resolve(load(config), world_size=world_of(config))
 
 
 def batch(accumulation: int, *, samples: int = 2, length: int = 8) -> dict[str, torch.Tensor]:
     """One rank's step."""
     ids = torch.arange(samples * accumulation * length).view(-1, length) % cases.VOCABULARY
-    return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
-def predicted(resolved: Resolved, facts: ModelFacts, rank: int) -> Ledger:
-    """What the techniques' `account` says."""
-    layout = resolved.layout
-    start = Ledger.start(
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        accumulation=resolved.batch.accumulation,
-        shard_rank=rank % layout.dp_shard,
+def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
+    """Facts of a complete model, with the split of its tensors."""
+    blocks, tp = find_blocks(model), resolved.layout.tp
+    plan = make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
+    return model_facts(model, blocks, tensor_plan=plan)
+
+
+def account(model: nn.Module, resolved: Resolved, rank: int, **fields: Any) -> Ledger:
+    """What the techniques' `account` says of a rank, from a complete model; `fields` are those of the ledger."""
+    at, facts = resolved.layout.coordinates(rank), facts_of(model, resolved)
+    context = resolved.context(model=model, blocks=find_blocks(model))
+    if (pipeline := resolved.pipeline.plan(context)) is not None:
+        facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
+    own = {
+        "accumulation": resolved.batch.accumulation,
+        "optimizer_states": resolved.optimizer.states,
+    }
+    ledger = Ledger.of_rank(resolved.layout, at, **(own | fields))
+    return account_all(resolved.techniques, ledger, facts)
+
+
+def single_rank(
+    kind: str,
+    sizes: dict[str, Any],
+    config: dict[str, Any],
+    *,
+    rank: int,
+    length: int,
+    **options: Any,
+) -> tuple[SingleRankRun, Ledger]:
+    """Run one step of a model of Transformers, of any size, as one rank, and account for it.
+
+    Args:
+        kind: Type of the model.
+        sizes: Fields of its configuration.
+        config: Configuration of the run.
+        rank: The rank.
+        length: Tokens of a sequence.
+        options: Arguments of `from_config`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), **options)
+    resolved = resolved_of(
+        {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **config}
     )
-    return account_all(resolved.techniques, start, facts)
+    ledger = account(model, resolved, rank, tokens=length)
+    return run_single_rank(model, resolved, rank=rank, samples=1, length=length), ledger
+
+
+def check_states(found: SingleRankRun, ledger: Ledger) -> dict[str, int]:
+    """Compare the states of a rank with its ledger, and return them."""
+    measured = {kind: getattr(found, kind) for kind in STATES}
+    assert measured == {kind: int(ledger.memory[kind][0]) for kind in STATES}
+    return measured
+
+
+@dataclass(frozen=True)
+class FakeRank:
+    """An engine of one rank of a fake world, in float32, and the data of one step of it."""
+
+    engine: Engine
+    ledger: Ledger
+    data: Any
+
+
+def fake_rank(
+    start: FakeWorld,
+    kind: str,
+    config: dict[str, Any],
+    *,
+    rank: int = 0,
+    tied: bool = False,
+    samples: int = 2,
+    length: int = 8,
+) -> FakeRank:
+    """Start a world and build one rank of it. The side branch of a "frozen" model takes part."""
+    start(world_of(config), rank)
+    model = cases.build(kind, tied=tied, dtype=torch.float32)
+    resolved = resolved_of({**config, "train_micro_batch_size_per_gpu": samples})
+    ledger = account(model, resolved, rank, tokens=samples * length)
+    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+    data = batch(resolved.batch.accumulation, samples=samples, length=length)
+    return FakeRank(engine, ledger, {**data, "side": True} if kind == "frozen" else data)
+
+
+def integers(counts: dict[str, Any]) -> dict[str, int]:
+    """Bytes by kind of a ledger of one candidate."""
+    return {kind: int(count[0]) for kind, count in counts.items()}
+
+
+def sent_by(engine: Engine, data: Any) -> dict[str, int]:
+    """Bytes that a step sends, by collective, without flags and scalars."""
+    with count_traffic() as traffic:
+        engine.train_batch(data)
+    return {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
+
+
+def expected_traffic(ledger: Ledger) -> dict[str, int]:
+    """Bytes that a ledger says are sent, by collective."""
+    return {kind: count for kind, count in integers(ledger.traffic).items() if count}
+
+
+def check_bytes(
+    fake: FakeRank, *, kinds: Collection[str] = (), steps: int = 1, slack: int = 0
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Compare what a rank holds and sends with its ledger, and return both.
+
+    Args:
+        fake: The rank.
+        kinds: Kinds of memory that are compared, by default all.
+        steps: Steps before what is held is compared.
+        slack: Bytes by which the sum over all messages of a collective may be off.
+    """
+    for _ in range(steps):
+        held = measure_step(fake.engine, fake.data)
+    memory = integers(fake.ledger.memory)
+    if kinds:
+        held, memory = ({kind: table[kind] for kind in kinds} for table in (held, memory))
+    assert held == {kind: memory.get(kind, 0) for kind in held}
+    assert set(memory) <= set(held)
+    sent, expected = sent_by(fake.engine, fake.data), expected_traffic(fake.ledger)
+    assert sent.keys() == expected.keys()
+    assert all(abs(sent[kind] - expected[kind]) <= slack for kind in sent), (sent, expected)
+    return held, sent

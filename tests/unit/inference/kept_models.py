@@ -17,7 +17,7 @@ WIDTHS: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
-}
+}  # fmt: skip
 GROUPED = {**WIDTHS, "num_key_value_heads": 2, "head_dim": 8}
 WINDOW = {**GROUPED, "sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -45,14 +45,7 @@ LINEAR = {
     "num_experts": 4,
     "shared_expert_intermediate_size": 16,
 }
-GPT2 = {
-    "vocab_size": 40,
-    "n_embd": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 64,
-    "eos_token_id": None,
-}
+GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "eos_token_id": None}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", GROUPED),
     "mistral": ("mistral", WINDOW),
@@ -70,18 +63,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, new": ("falcon", {**WIDTHS, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "deepseek_v2": ("deepseek_v2", {**LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("deepseek_v3", LATENT),
-    "jamba": (
-        "jamba",
-        {
-            **GROUPED,
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "use_mamba_kernels": False,
-        },
-    ),
+    "jamba": ("jamba", {**GROUPED, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
     "jetmoe": ("jetmoe", {**GROUPED, "kv_channels": 8, "num_local_experts": 4}),
-}
+}  # fmt: skip
 
 
 def model_of(name: str, device: str = "cpu") -> Any:

@@ -1,12 +1,8 @@
 """A folder of PEFT's LoRA on a model for inference has the numbers of PEFT in Transformers: in memory and streamed."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +10,8 @@ import torch
 import plait
 from plait.errors import CheckpointError, InputError
 from plait.inference.deployment import load_model
-from plait.inference.source import Source, open_source
+from plait.inference.source import open_source
 from plait.inference.streamed_model import load_streamed
-from plait.sharded.model import ShardedModel
 from tests.integration.model_folder import model_folder
 
 peft = pytest.importorskip("peft")
@@ -24,26 +19,21 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 PROMPTS = [[5, 17, 33, 2, 90], [8, 3], [71, 12, 12]]
 SMALL, OTHER = 280 << 10, 10 << 10
 """A budget that streams layers of the small model, and the part of it for other things than weights."""
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "lora": {"r": 4, "lora_alpha": 8},
-    "ranks and scales": {
-        "r": 2,
-        "rank_pattern": {"o_proj": 5},
-        "alpha_pattern": {"up_proj": 32},
-        "use_rslora": True,
-    },
+    "ranks and scales": {"r": 2, "rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 32}, "use_rslora": True},
     "dora": {"r": 3, "use_dora": True},
     "some layers": {"r": 2, "layers_to_transform": [1, 4]},
     "in full": {"r": 2, "modules_to_save": ["lm_head"]},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("llama"))
 
 
-def saved(base: Path, folder: Path, **fields: Any) -> Path:
+def saved(base, folder, **fields):
     """An adapter whose part of every layer is not zero."""
     from transformers import AutoModelForCausalLM
 
@@ -61,7 +51,7 @@ def saved(base: Path, folder: Path, **fields: Any) -> Path:
 Found = tuple[list[list[int]], torch.Tensor]
 
 
-def by_peft(base: Path, adapter: Path | None, *, dtype: Any = None) -> Found:
+def by_peft(base, adapter, *, dtype=None):
     """New tokens and their log-probabilities, computed by Transformers and PEFT on one process."""
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +75,7 @@ def by_peft(base: Path, adapter: Path | None, *, dtype: Any = None) -> Found:
     )[..., 0]
 
 
-def of(sharded: ShardedModel) -> Found:
+def of(sharded):
     made = plait.generate(
         sharded, PROMPTS, max_new_tokens=10, temperature=0, eos_token_id=[10**6], pad_token_id=0
     )
@@ -93,14 +83,13 @@ def of(sharded: ShardedModel) -> Found:
     return [one.token_ids for one in made], torch.tensor([one.logprobs for one in made])
 
 
-def streamed(source: Source, budget: int = SMALL) -> tuple[Found, int]:
-    """Return also the number of streamed layers."""
+def streamed(source, budget=SMALL):
     sharded, plan = load_streamed(source, budget_bytes=budget, other_bytes=OTHER)
     return of(sharded), len(plan.streamed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_pefts(kind: str, base: Path, tmp_path: Path) -> None:
+def test_numbers_are_pefts(kind, base, tmp_path):
     adapter = saved(base, tmp_path / "adapter", **KINDS[kind])
     tokens, logprobs = by_peft(base, adapter)
     assert tokens != by_peft(base, None)[0]
@@ -111,7 +100,7 @@ def test_numbers_are_pefts(kind: str, base: Path, tmp_path: Path) -> None:
     assert layers >= 2 and found[0] == tokens and torch.equal(found[1], resident[1])
 
 
-def test_16_bits(base: Path, tmp_path: Path) -> None:
+def test_16_bits(base, tmp_path):
     """PEFT computes the adapter of such a model in float32."""
     adapter = saved(base, tmp_path / "adapter", **KINDS["lora"])
     tokens, logprobs = by_peft(base, adapter, dtype=torch.bfloat16)
@@ -119,7 +108,7 @@ def test_16_bits(base: Path, tmp_path: Path) -> None:
     assert found[0] == tokens and torch.equal(found[1], logprobs.double().float())
 
 
-def test_the_adapter_is_counted(base: Path, tmp_path: Path) -> None:
+def test_the_adapter_is_counted(base, tmp_path):
     """What it takes stays in memory, so more layers are streamed."""
     small, large = (
         open_source(base, saved(base, tmp_path / str(rank), r=rank)) for rank in (1, 24)
@@ -139,7 +128,7 @@ def test_the_adapter_is_counted(base: Path, tmp_path: Path) -> None:
         )
 
 
-def test_a_folder_of_the_adapter_names_its_base(base: Path, tmp_path: Path) -> None:
+def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
     adapter = saved(base, tmp_path / "adapter", **KINDS["lora"])
     assert of(load_model(open_source(adapter)))[0] == by_peft(base, adapter)[0]
     with pytest.raises(InputError, match="is an adapter itself"):
@@ -152,13 +141,13 @@ def test_a_folder_of_the_adapter_names_its_base(base: Path, tmp_path: Path) -> N
         open_source(adapter)
 
 
-def changed(adapter: Path, **fields: Any) -> None:
+def changed(adapter, **fields):
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, **fields}))
 
 
 @pytest.fixture(scope="module")
-def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(base, tmp_path_factory):
     return saved(base, tmp_path_factory.mktemp("adapter"), **KINDS["lora"])
 
 
@@ -166,33 +155,25 @@ def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fields", "words"),
     [
         ({"peft_type": "IA3"}, "is of the kind IA3, and LORA is supported"),
-        (
-            {"alora_invocation_tokens": [3, 4]},
-            r"alora_invocation_tokens = \[3, 4\] is not supported",
-        ),
+        ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens = \[3, 4\] is not supported"),
         ({"layer_replication": [[0, 4], [2, 6]]}, "layer_replication"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
         ({"a_later_field": {"x": 1}}, "a_later_field"),
-        (
-            {"init_lora_weights": "pissa"},
-            "init_lora_weights = 'pissa' has also changed the base model's weights",
-        ),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' has also changed the base model's weights"),
         ({"target_modules": ["no_such"]}, "PEFT cannot add it to the model"),
         ({"target_modules": ["q_proj"]}, "which the model does not have; is it another model's"),
         ({"r": 5}, r"the model's is \[5, 64\]"),
         ({"lora_bias": True}, "lacks .* of its tensors, first model.layers.0"),
     ],
-)
-def test_what_is_not_supported_is_refused_by_name(
-    fields: dict[str, Any], words: str, base: Path, plain: Path, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(fields, words, base, plain, tmp_path):
     adapter = Path(shutil.copytree(plain, tmp_path / "adapter"))
     changed(adapter, **fields)
     with pytest.raises(InputError, match=words):
         open_source(base, adapter).model()
 
 
-def test_folders_that_are_none(base: Path, plain: Path, tmp_path: Path) -> None:
+def test_folders_that_are_none(base, plain, tmp_path):
     with pytest.raises(InputError, match=r"has no adapter_config\.json"):
         open_source(base, tmp_path)
     adapter = Path(shutil.copytree(plain, tmp_path / "adapter"))
@@ -207,7 +188,7 @@ def test_folders_that_are_none(base: Path, plain: Path, tmp_path: Path) -> None:
         open_source(adapter)
 
 
-def test_what_tied_weights_exclude(base: Path, tmp_path: Path) -> None:
+def test_what_tied_weights_exclude(base, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(base)
@@ -221,7 +202,7 @@ def test_what_tied_weights_exclude(base: Path, tmp_path: Path) -> None:
     )[0]
 
 
-def test_gpt2(tmp_path: Path) -> None:
+def test_gpt2(tmp_path):
     """Whose linear layers have their weights the other way round."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -252,7 +233,7 @@ def test_gpt2(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _closed():
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,8 +1,6 @@
 """One token of every request, from logits."""
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,16 +11,14 @@ from plait.inference.generation_settings import GenerationSettings, tokens_of_to
 from plait.inference.requests import GenerationRequest, TextStream, text_of
 
 
-def requests(
-    *prompts: tuple[int, ...], new: int = 4, seed: int | None = None
-) -> list[GenerationRequest]:
+def requests(*prompts, new=4, seed=None):
     return [
         GenerationRequest(prompt, new, None if seed is None else seed + index)
         for index, prompt in enumerate(prompts)
     ]
 
 
-def logits(rows: int, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
+def logits(rows, vocabulary=50, seed=0):
     return (
         torch.randn(
             rows, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
@@ -31,7 +27,7 @@ def logits(rows: int, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
     )
 
 
-def test_greedy_with_its_probability() -> None:
+def test_greedy_with_its_probability():
     scores = logits(2)
     tokens, logprobs, last = TokenSampler(requests((1,), (2,)), GenerationSettings(), None)(
         scores, [0, 1]
@@ -41,7 +37,7 @@ def test_greedy_with_its_probability() -> None:
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
+def test_a_request_ends_at_its_token_its_limit_or_never_again():
     scores = torch.zeros(2, 8)
     scores[0, 3], scores[1, 5] = 1, 1
     chooser = TokenSampler(
@@ -54,7 +50,7 @@ def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
     assert tokens.tolist() == [7, 5] and last.tolist() == [STOP, LENGTH] and logprobs[0] == 0
 
 
-def test_draws_depend_on_the_seed_alone() -> None:
+def test_draws_depend_on_the_seed_alone():
     settings = GenerationSettings(do_sample=True, top_k=0)
     together = TokenSampler(requests((1,), (2,), (3,), seed=10), settings, None)
     alone = TokenSampler([GenerationRequest((2,), 4, 11)], settings, None)
@@ -66,7 +62,7 @@ def test_draws_depend_on_the_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_draws_have_the_distribution() -> None:
+def test_draws_have_the_distribution():
     scores = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2]]))
     drawn = torch.zeros(4)
     for seed in range(2000):
@@ -95,7 +91,7 @@ def test_draws_have_the_distribution() -> None:
         {"encoder_no_repeat_ngram_size": 2},
     ],
 )
-def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None:
+def test_penalties_and_bans_are_transformers_own(chosen):
     """Greedy tokens of a fake model, whose logits follow from the last token."""
     transformers = pytest.importorskip("transformers")
     table = logits(12, 12, seed=4)
@@ -109,7 +105,7 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
     )
 
     class Table(transformers.LlamaForCausalLM):
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        def forward(self, input_ids, **_):
             return transformers.modeling_outputs.CausalLMOutputWithPast(logits=table[input_ids])
 
     given = {
@@ -140,7 +136,7 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
     assert found == expected[0, len(prompt) :].tolist()
 
 
-def test_not_a_number() -> None:
+def test_not_a_number():
     with pytest.raises(
         InputError, match="request 0 has no token left to choose, or its logits are not finite"
     ):
@@ -150,7 +146,7 @@ def test_not_a_number() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
-def test_no_number_is_the_likeliest(value: float) -> None:
+def test_no_number_is_the_likeliest(value):
     """In greedy decoding, too: token 0 would be a choice of nobody."""
     scores = logits(2)
     scores[1] = value
@@ -170,17 +166,17 @@ class Sparse:
 
     letters: ClassVar = {0: "a", 5: "b", 9: "c"}
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 3
 
-    def get_vocab(self) -> dict[str, int]:
+    def get_vocab(self):
         return {letter: token for token, letter in self.letters.items()}
 
-    def decode(self, ids: list[int], **_: Any) -> str:
+    def decode(self, ids, **_):
         return "".join(self.letters[token] for token in ids)
 
 
-def test_a_vocabulary_with_gaps() -> None:
+def test_a_vocabulary_with_gaps():
     """All of its tokens may be chosen, and numbers between them have no text."""
     chooser = TokenSampler(
         requests((1,), new=9), GenerationSettings(stop_strings=("bc",)), Sparse()
@@ -220,7 +216,7 @@ def test_a_vocabulary_with_gaps() -> None:
         ),
     ],
 )
-def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen: dict[str, Any]) -> None:
+def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen):
     """The model has 12, the tokenizer 10: none of the others is chosen."""
     chooser = TokenSampler(
         requests((3, 11, 5, 11), new=30, seed=1), GenerationSettings(**chosen), None, tokens=10
@@ -233,16 +229,14 @@ def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen: dict[str, Any]) -> 
 
 
 class Words:
-    """A tokenizer of letters."""
-
-    def __len__(self) -> int:
+    def __len__(self):
         return 26
 
-    def decode(self, ids: list[int], **_: Any) -> str:
+    def decode(self, ids, **_):
         return "".join(chr(97 + token) for token in ids)
 
 
-def test_a_stop_string_ends_a_request() -> None:
+def test_a_stop_string_ends_a_request():
     chooser = TokenSampler(requests((1,), new=9), GenerationSettings(stop_strings=("bc",)), Words())
     scores = torch.zeros(1, 40)
     scores[0, 39] = 9

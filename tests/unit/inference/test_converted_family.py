@@ -1,11 +1,6 @@
 """A family whose files Transformers converts while it loads them (PhiMoE): loaded in full by Transformers, and refused where each rank
 would read its slices, with words that lead there."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +10,7 @@ from plait.inference.deployment import load_model
 from plait.inference.generate import generate
 from plait.inference.source import open_source
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 40,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -30,7 +25,7 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -39,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_python_loads_it(folder: Path) -> None:
+def test_python_loads_it(folder):
     from transformers import AutoModelForCausalLM
 
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with pytest.warns(
         UserWarning, match="in full in every process, because it converts or adds weights"
     ):
-        model: Any = plait.from_pretrained(folder).eval()
+        model = plait.from_pretrained(folder).eval()
     assert all(
         torch.equal(model.get_parameter(name), parameter)
         for name, parameter in own.named_parameters()
@@ -64,7 +59,7 @@ def test_python_loads_it(folder: Path) -> None:
         sharded.close()
 
 
-def test_the_command_says_how_to_load_it(folder: Path) -> None:
+def test_the_command_says_how_to_load_it(folder):
     with pytest.raises(
         CheckpointError,
         match=r'check "model_type" in its config.json; where Transformers converts .* plait.from_pretrained',

@@ -1,14 +1,14 @@
 """Where a model is put: a layout that holds it, or streamed within budgets."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from plait.cluster.host_memory import HUGE_PAGE
 from plait.errors import InputError
 from plait.inference import deployment
 from plait.inference.capacity import CacheLayout, cache_layout_of
@@ -19,6 +19,7 @@ from plait.inference.deployment import (
     deploy,
     deploy_in_budget,
     deploy_streamed,
+    load_model,
 )
 from plait.inference.source import open_source
 from plait.inference.streamed_model import plan_streaming
@@ -30,7 +31,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> InferenceWork:
+def work(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -47,9 +48,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> InferenceWork:
     return InferenceWork(source, source.model(), 32, 1)
 
 
-def test_what_no_layout_holds_is_streamed(
-    work: InferenceWork, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_layout_holds_is_streamed(work, monkeypatch):
     assert deploy(work, tp=None, pp=None, devices=None).budget_bytes is None
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
     found = deploy(work, tp=None, pp=None, devices=None)
@@ -65,12 +64,10 @@ def test_what_no_layout_holds_is_streamed(
         with pytest.raises(
             DoesNotFit, match="the model does not fit: at tp = 1, pp = 1 a device would hold"
         ):
-            deploy(work, **{"tp": None, "pp": None, "devices": None, **chosen})  # type: ignore[arg-type]
+            deploy(work, **{"tp": None, "pp": None, "devices": None, **chosen})
 
 
-def test_a_cache_that_is_guessed_is_told(
-    work: InferenceWork, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_is_guessed_is_told(work, monkeypatch):
     """In the line that `plait generate` and `plait plan infer` print."""
     kept = cache_layout_of(work.model)
     for guess, words in (
@@ -89,7 +86,7 @@ def test_a_cache_that_is_guessed_is_told(
             assert found.why.endswith(told)
 
 
-def test_budgets(work: InferenceWork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budgets(work, monkeypatch):
     with pytest.raises(InputError, match="--gpu-budget: this machine has no visible GPU"):
         deploy_streamed(work, gpu_budget=4 * MIB)
     assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith(
@@ -109,7 +106,7 @@ def test_budgets(work: InferenceWork, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_least_budget_suffices(work: InferenceWork) -> None:
+def test_the_least_budget_suffices(work):
     """The number of the message is enough for one request, and fewer requests at once are tried before it is told."""
     several = replace(work, requests=3)
     with pytest.raises(InputError) as raised:
@@ -127,7 +124,7 @@ def test_the_least_budget_suffices(work: InferenceWork) -> None:
     assert deploy_in_budget(several, cpu_budget=1 << 30)[1] == 3
 
 
-def test_keys_and_values_on_the_host(work: InferenceWork) -> None:
+def test_keys_and_values_on_the_host(work):
     from dataclasses import replace
 
     on = Devices(on_gpu=True, count=2, memory_bytes=7 * MIB, host_bytes=1 << 30)
@@ -160,7 +157,7 @@ def test_keys_and_values_on_the_host(work: InferenceWork) -> None:
         deploy(kept, tp=1, pp=2, devices=None, on=replace(on, memory_bytes=20 * MIB))
 
 
-def test_how_much_is_kept_on_the_host(work: InferenceWork) -> None:
+def test_how_much_is_kept_on_the_host(work):
     stored = {
         name: StoredTensor(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape))
         for name, p in work.model.named_parameters()
@@ -189,7 +186,7 @@ def test_how_much_is_kept_on_the_host(work: InferenceWork) -> None:
         plan_streaming(work.model, stored, **numbers, host_bytes=one)
 
 
-def test_memory_in_stretches() -> None:
+def test_memory_in_stretches():
     memory = HostMemory(
         [torch.arange(4, dtype=torch.uint8), torch.arange(4, 12, dtype=torch.uint8)]
     )
@@ -200,3 +197,25 @@ def test_memory_in_stretches() -> None:
     ]
     assert [(start, piece.tolist()) for start, piece in memory.overlaps(5, 2)] == [(5, [5, 6])]
     assert list(memory.overlaps(4, 0)) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_weights_are_on_huge_pages(tmp_path, tied):
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 4096,
+    }
+    saved = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, **shape))
+    saved.save_pretrained(tmp_path)
+    sharded = load_model(open_source(tmp_path))
+    try:
+        large = [p for p in sharded.model.parameters() if p.nbytes >= HUGE_PAGE]
+        assert len(large) == 2 - tied and all(p.data_ptr() % HUGE_PAGE == 0 for p in large)
+        for name, wanted in saved.state_dict().items():
+            assert torch.equal(sharded.model.state_dict()[name], wanted), name
+    finally:
+        sharded.close()

@@ -1,9 +1,6 @@
 """What a folder's model computes in: as Transformers loads it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,16 +12,16 @@ from plait.inference.source import open_source
 from tests.unit.inference.models import built, saved
 
 
-def dtypes(folder: Path, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+def dtypes(folder, dtype=None):
     return {
         name: tensor.dtype for name, tensor in open_source(folder).model(dtype).state_dict().items()
     }
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_configuration_without_a_dtype(stored: torch.dtype, tmp_path: Path) -> None:
+def test_a_configuration_without_a_dtype(stored, tmp_path):
     """The first tensor of the files says it."""
-    built(layers=1).to(stored).save_pretrained(tmp_path)  # type: ignore[operator]
+    built(layers=1).to(stored).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -44,7 +41,7 @@ def test_a_configuration_without_a_dtype(stored: torch.dtype, tmp_path: Path) ->
     assert set(dtypes(tmp_path).values()) == {expected}
 
 
-def test_parameters_that_stay_in_float32(tmp_path: Path) -> None:
+def test_parameters_that_stay_in_float32(tmp_path):
     """Of GPT-OSS norms, in float16 alone; of GLM 4 MoE a router's correction, in bfloat16 as well."""
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
     saved(
@@ -72,7 +69,7 @@ def test_parameters_that_stay_in_float32(tmp_path: Path) -> None:
         num_experts_per_tok=1,
         moe_intermediate_size=32,
     )
-    model.save_pretrained(tmp_path / "routed")  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "routed")
     for dtype in (torch.float16, torch.bfloat16):
         expected = {
             name: one.dtype
@@ -83,7 +80,7 @@ def test_parameters_that_stay_in_float32(tmp_path: Path) -> None:
         assert dtypes(tmp_path / "routed", dtype) == expected and torch.float32 in expected.values()
 
 
-def test_a_family_that_is_never_without_values(tmp_path: Path) -> None:
+def test_a_family_that_is_never_without_values(tmp_path):
     saved(tmp_path, "diffllama", layers=1)
     with pytest.raises(
         CheckpointError,
@@ -92,10 +89,10 @@ def test_a_family_that_is_never_without_values(tmp_path: Path) -> None:
         open_source(tmp_path).model()
 
 
-def test_a_family_whose_names_transformers_converts(tmp_path: Path) -> None:
+def test_a_family_whose_names_transformers_converts(tmp_path):
     """Is read from a folder with the model's own names, as docs/how-to/generation.md says."""
     model = built("gpt_neox", layers=1)
-    model.save_pretrained(tmp_path, save_original_format=False)  # type: ignore[operator]
+    model.save_pretrained(tmp_path, save_original_format=False)
     sharded = load_model(open_source(tmp_path))
     try:
         assert all(

@@ -1,12 +1,9 @@
 """Every model type that Transformers builds small: the bytes of its cache are those that its own `generate` holds at the end, and the
 planner's parameters those of the built model. For `make proof`."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,14 +36,13 @@ pytestmark = pytest.mark.proof
 
 
 @cache
-def small(name: str) -> dict[str, Any]:
-    """The configuration that docs/reference/model_types.md trains."""
+def small(name):
     fields = make_small(name).tested.fields
     assert fields is not None
     return dict(fields)  # which no test changes
 
 
-def model_of(fields: dict[str, Any], device: str = "cpu") -> Any:
+def model_of(fields, device="cpu"):
     """Of a configuration, with weights that are drawn."""
     kind = fields["model_type"]
     config = transformers.AutoConfig.for_model(
@@ -54,14 +50,14 @@ def model_of(fields: dict[str, Any], device: str = "cpu") -> Any:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = transformers.AutoModelForCausalLM.from_config(
+        model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
     return model.eval()
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))
-def test_a_cache_has_the_bytes_that_are_counted(name: str) -> None:
+def test_a_cache_has_the_bytes_that_are_counted(name):
     fields = small(name)
     model = model_of(fields)
     if not supports_cache(model):
@@ -78,7 +74,7 @@ def test_a_cache_has_the_bytes_that_are_counted(name: str) -> None:
         )
 
 
-def held_by(model: Any, prompt: int, new: int) -> int:
+def held_by(model, prompt, new):
     """Bytes of the cache at the end of Transformers' own `generate`, of two requests. Skips where that cannot generate with a cache."""
     ids = torch.arange(3, 3 + prompt).expand(2, -1)
     try:
@@ -98,7 +94,7 @@ def held_by(model: Any, prompt: int, new: int) -> int:
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))
-def test_a_plan_has_the_models_parameters(name: str) -> None:
+def test_a_plan_has_the_models_parameters(name):
     fields = small(name)
     try:
         described = from_config(fields)

@@ -1,10 +1,6 @@
 """What a cache is said to take before a generation, and what Transformers' own `generate` and Plait's hold at its end, for families whose
 layers keep different things: keys of every head or of one, latent ones, windows, states."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -19,21 +15,13 @@ from plait.inference.capacity import (
 from plait.sharded.cache import new_cache
 from tests.unit.inference.kept_models import KINDS, model_of, tensors
 
-DIVIDED = {
-    "llama": 2,
-    "mistral": 2,
-    "gpt2": 1,
-    "falcon": 1,
-    "falcon, every head": 4,
-    "gpt_oss": 1,
-    "deepseek_v3": 1,
-}
+DIVIDED = {"llama": 2, "mistral": 2, "gpt2": 1, "falcon": 1, "falcon, every head": 4, "gpt_oss": 1, "deepseek_v3": 1}  # fmt: skip
 """Ranks that a layer's keys and values are shared between at most. GPT-2's, Falcon's and GPT-OSS's compute all heads, DeepSeek's keep what
 all heads are made of."""
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_bytes_are_those_that_are_held(name: str) -> None:
+def test_bytes_are_those_that_are_held(name):
     """Lengths below the window, at it, and beyond it in the prompt and while tokens are added."""
     model = model_of(name)
     keeps = cache_layout_of(model_of(name, "meta"))
@@ -54,7 +42,7 @@ def test_bytes_are_those_that_are_held(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
-def test_a_window_holds_no_more_memory_than_itself(name: str) -> None:
+def test_a_window_holds_no_more_memory_than_itself(name):
     """After a prompt longer than it, Transformers' own layer keeps a view of the whole prompt."""
     model = model_of(name)
     cache, keeps = new_cache(model, None), cache_layout_of(model)
@@ -72,7 +60,7 @@ def test_a_window_holds_no_more_memory_than_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(DIVIDED))
-def test_ranks_of_tensor_parallelism(name: str) -> None:
+def test_ranks_of_tensor_parallelism(name):
     """Heads are divided as the plan divides them; a head that several ranks need is on each."""
     keeps, asked = (
         cache_layout_of(model_of(name, "meta")),
@@ -83,7 +71,7 @@ def test_ranks_of_tensor_parallelism(name: str) -> None:
         assert cache_bytes(keeps, asked, tp=tp) == whole // min(tp, DIVIDED[name])
 
 
-def test_stages_of_a_pipeline() -> None:
+def test_stages_of_a_pipeline():
     """Of stages with a window and without, the one that keeps most, as the model is cut."""
     keeps = cache_layout_of(
         model_of("qwen2", "meta")
@@ -98,7 +86,7 @@ def test_stages_of_a_pipeline() -> None:
     assert growing_bytes(keeps, asked) == layer * 20 // 2
 
 
-def test_states_stay_on_the_device() -> None:
+def test_states_stay_on_the_device():
     """Transformers moves layers with keys and values to the host, and none with a state alone."""
     keeps, asked = (
         cache_layout_of(model_of("qwen3_next", "meta")),
@@ -116,15 +104,15 @@ def test_states_stay_on_the_device() -> None:
 class Own(nn.Module):
     """With a cache of Transformers, and no class of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = model_of("llama", "meta").config
 
-    def forward(self, input_ids: Any, past_key_values: Any = None) -> Any:
+    def forward(self, input_ids, past_key_values=None):
         """Not called."""
 
 
-def test_a_users_own_class_keeps_every_head_on_every_rank() -> None:
+def test_a_users_own_class_keeps_every_head_on_every_rank():
     keeps, asked = cache_layout_of(Own()), CacheDemand(requests=2, tokens=7, itemsize=4)
     assert (
         cache_bytes(keeps, asked)
@@ -133,7 +121,7 @@ def test_a_users_own_class_keeps_every_head_on_every_rank() -> None:
     )
 
 
-def test_a_users_own_plan_divides_other_heads() -> None:
+def test_a_users_own_plan_divides_other_heads():
     """`parallel.plan`, used alone: attention that it does not name has all heads on every rank."""
     model, asked = model_of("llama", "meta"), CacheDemand(requests=2, tokens=7, itemsize=4)
     mlp = {f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")} | {
@@ -152,7 +140,7 @@ def test_a_users_own_plan_divides_other_heads() -> None:
     )
 
 
-def test_sizes_that_are_guessed_say_why() -> None:
+def test_sizes_that_are_guessed_say_why():
     assert cache_layout_of(model_of("llama", "meta")).guessed == ""
     assert (
         cache_layout_of(Own()).guessed
@@ -160,7 +148,7 @@ def test_sizes_that_are_guessed_say_why() -> None:
     )
 
 
-def test_what_keeps_nothing_takes_nothing() -> None:
+def test_what_keeps_nothing_takes_nothing():
     assert (
         cache_bytes(
             cache_layout_of(nn.Linear(2, 2)),

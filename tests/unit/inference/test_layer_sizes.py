@@ -1,13 +1,7 @@
 """Models whose layers have heads of several widths or counts (Gemma 4): what their keys and values take, and the tokens they give."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from plait.inference.capacity import (
     LAYERS_ON_DEVICE,
@@ -23,7 +17,7 @@ from plait.model.facts import attention_facts
 
 VOCABULARY, SEEN, NEW = 96, 9, 6
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7], [8, 3, 60]]
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -33,21 +27,16 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "global_head_dim": 16,
     "sliding_window": 64,
-    "layer_types": [
-        "sliding_attention",
-        "sliding_attention",
-        "sliding_attention",
-        "full_attention",
-    ],
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "initializer_range": 0.3,
     "pad_token_id": 0,
     "bos_token_id": 2,
     "eos_token_id": None,
-}
+}  # fmt: skip
 PER_LAYER = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY}
 FEWER = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "global_head_dim": 32}
 SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "gemma4_text": {**SIZES, **PER_LAYER},
     "gemma4_text, fewer heads": {**SIZES, **PER_LAYER, **FEWER},
     "gemma4_text, shared layers": {**SIZES, **PER_LAYER, **SHARED},
@@ -58,10 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "audio_config": None,
         "initializer_range": 0.3,
     },
-}
+}  # fmt: skip
 
 
-def built(kind: str) -> Any:
+def built(kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -72,7 +61,7 @@ def built(kind: str) -> Any:
     return model
 
 
-def kept(model: Any) -> list[int]:
+def kept(model):
     """Bytes of the layers of a cache that has seen some tokens."""
     from transformers import DynamicCache
 
@@ -87,7 +76,7 @@ def kept(model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_bytes_of_a_real_cache(kind: str) -> None:
+def test_bytes_of_a_real_cache(kind):
     model = built(kind)
     sizes = kept(model)
     assert len(set(sizes)) > 1
@@ -115,8 +104,8 @@ def test_bytes_of_a_real_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    model: nn.Module = built(kind)
+def test_tokens_are_those_of_transformers(tmp_path, kind):
+    model = built(kind)
     expected = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -126,9 +115,9 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
             max_new_tokens=NEW,
             do_sample=False,
             pad_token_id=0,
-        )  # type: ignore[operator]
+        )
         expected.append(made[0, len(prompt) :].tolist())
-    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    model.save_pretrained(tmp_path)
     sharded = load_model(open_source(tmp_path))
     try:
         found = generate(sharded, PROMPTS, max_new_tokens=NEW, temperature=0)

@@ -1,8 +1,5 @@
 """Which layout a model for inference gets."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +10,7 @@ from plait.inference.deployment import Needs, place_model
 GIB = 2**30
 
 
-def shared(size: int, heads: int) -> Callable[[int, int], int]:
+def shared(size, heads):
     """Keys and values of layers that are alike: tp divides their heads."""
     return lambda tp, pp: -(-size // (min(tp, heads) * pp))
 
@@ -43,12 +40,7 @@ LLAMA_70B = Needs(
         (6, 60, 3, (3, 1)),
     ],
 )
-def test_a_layout(
-    devices: int,
-    memory: int,
-    key_value_heads: int,
-    expected: tuple[int, int],
-) -> None:
+def test_a_layout(devices, memory, key_value_heads, expected):
     cache = shared(10 * GIB * key_value_heads // 8, key_value_heads)
     needs = replace(
         LLAMA_70B,
@@ -61,7 +53,7 @@ def test_a_layout(
     assert found.weight_bytes + found.cache_bytes <= memory * GIB
 
 
-def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
+def test_what_does_not_fit_is_refused_with_its_numbers():
     with pytest.raises(
         InputError,
         match=r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 devices",
@@ -78,11 +70,11 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
         (8, 2, "16 devices, and there are 8"),
     ],
 )
-def test_a_choice_that_cannot_be(tp: int | None, pp: int | None, words: str) -> None:
+def test_a_choice_that_cannot_be(tp, pp, words):
     with pytest.raises(InputError, match=words):
         place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=tp, pp=pp)
 
 
-def test_a_users_choice() -> None:
+def test_a_users_choice():
     found = place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=2, pp=2)
     assert (found.tp, found.pp, found.why) == (2, 2, "as asked for")

@@ -1,10 +1,5 @@
 """Prompts that are read in pieces get the tokens of prompts that are read whole, in memory and streamed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,7 +17,7 @@ PROMPTS = [[5, 8, 2, 61, 7, 9, 33, 4, 71, 12, 90], [70, 7, 3]]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma2"])
-def test_pieces(kind: str, tmp_path: Path) -> None:
+def test_pieces(kind, tmp_path):
     """Mistral and Gemma 2 with windows that are shorter than the prompt, and than a piece of it."""
     fields = {"sliding_window": 4} if kind in ("mistral", "gemma2") else {}
     model = saved(tmp_path / "model", kind, **fields)
@@ -39,7 +34,7 @@ def test_pieces(kind: str, tmp_path: Path) -> None:
     kept.close()
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     streamed, _ = load_streamed(source, budget_bytes=total - 1, other_bytes=0)
-    passes: list[int] = []
+    passes = []
     streamed.model.register_forward_pre_hook(lambda *_: passes.append(1))
     for pieces, expected in (
         (None, 2),
@@ -56,9 +51,7 @@ def test_pieces(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "is_decoder"), [("bert", False), ("rembert", False), ("bert", True)]
 )
-def test_a_model_that_attends_in_both_directions(
-    kind: str, is_decoder: bool, tmp_path: Path
-) -> None:
+def test_a_model_that_attends_in_both_directions(kind, is_decoder, tmp_path):
     """Its prompts are read whole. GPT-NeoX is causal, whatever `is_decoder` says."""
     saved(tmp_path / "model", kind, layers=1, is_decoder=is_decoder, num_key_value_heads=4)
     kept = load_model(open_source(tmp_path / "model"))
@@ -82,8 +75,8 @@ def test_a_model_that_attends_in_both_directions(
         ({"batch_size": "2"}, "batch_size = '2' must be"),
         ({"on_token": 5}, "on_token = 5 must be a function"),
     ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_wrong_arguments(arguments, words, tmp_path):
     saved(tmp_path / "model", layers=1)
     kept = load_model(open_source(tmp_path / "model"))
     with pytest.raises(InputError, match=words):
@@ -92,11 +85,11 @@ def test_wrong_arguments(arguments: dict[str, Any], words: str, tmp_path: Path) 
 
 
 class Short(Words):
-    def __len__(self) -> int:
+    def __len__(self):
         return 50
 
 
-def test_a_sequence_that_the_tokenizer_lacks(tmp_path: Path) -> None:
+def test_a_sequence_that_the_tokenizer_lacks(tmp_path):
     saved(tmp_path / "model", layers=1)
     kept = load_model(open_source(tmp_path / "model"))
     with pytest.raises(
@@ -104,5 +97,5 @@ def test_a_sequence_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     ):
         score(kept, [[5], [5, 80]], tokenizer=Short())
     with pytest.raises(InputError, match="batch_size = 1.5 must be"):
-        score(kept, [[5, 6]], batch_size=1.5)  # type: ignore[arg-type]
+        score(kept, [[5, 6]], batch_size=1.5)
     kept.close()

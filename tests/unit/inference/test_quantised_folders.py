@@ -1,12 +1,8 @@
 """Folders whose config.json has quantization_config: loaded by Transformers in Python, refused by the commands that count weights."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ TORCHAO = {
 
 
 @pytest.fixture
-def quantised(tmp_path: Path) -> Path:
+def quantised(tmp_path):
     """A folder that says its weights are quantised."""
     folder = model_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -43,9 +39,7 @@ def quantised(tmp_path: Path) -> Path:
         ["plan", "infer"],
     ],
 )
-def test_commands_refuse_it_with_a_remedy(
-    command: list[str], quantised: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_refuse_it_with_a_remedy(command, quantised, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*command, "--model", str(quantised)])
     shown = capsys.readouterr().err
@@ -56,7 +50,7 @@ def test_commands_refuse_it_with_a_remedy(
     )
 
 
-def test_a_library_that_is_not_installed(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed(quantised, monkeypatch):
     from transformers.quantizers import quantizer_torchao
 
     monkeypatch.setattr(quantizer_torchao, "is_torchao_available", lambda: False)
@@ -70,9 +64,7 @@ def test_a_library_that_is_not_installed(quantised: Path, monkeypatch: pytest.Mo
         plait.from_pretrained(quantised)
 
 
-def test_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page(tmp_path, monkeypatch, capsys):
     """The page's program, and the remedy of the refusal."""
     pytest.importorskip("torchao", reason="torchao is not installed; `make torchao` runs this")
     from transformers import AutoModelForCausalLM
@@ -87,7 +79,7 @@ def test_the_page(
     with pytest.warns(UserWarning, match="its weights are quantised"):
         exec(program, {"plait": plait})
     tokens = json.loads(capsys.readouterr().out)
-    model: Any = AutoModelForCausalLM.from_pretrained("FOLDER-int8", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained("FOLDER-int8", dtype=torch.bfloat16)
     prompt = torch.tensor([[1, 2, 3]])
     assert prompt.shape[1] + len(tokens) == 7
     assert tokens == model.generate(prompt, max_new_tokens=4, do_sample=False)[0, 3:].tolist()
@@ -101,7 +93,7 @@ def test_the_page(
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _closed():
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,11 +1,7 @@
 """Bytes of files are the same whether they come from the kernel's cache or past it, and what is wrong with a file is named."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,10 +26,10 @@ Made = tuple[FileReader, list[TensorPart], torch.Tensor]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[[bool], Made]]:
-    readers: list[FileReader] = []
+def make(tmp_path):
+    readers = []
 
-    def made(keeps: bool) -> Made:
+    def made(keeps):
         path = tmp_path / "weights"
         content = torch.randint(0, 256, (123 + sum(SIZES) + 300_000,), dtype=torch.uint8)
         path.write_bytes(content.numpy().tobytes())
@@ -56,8 +52,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[bool], Made]]:
         reader.close()
 
 
-def dropped(path: Path) -> None:
-    """From the kernel's cache."""
+def dropped(path):
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -65,9 +60,7 @@ def dropped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_the_same_bytes_from_the_cache_and_past_it(
-    make: Callable[[bool], Made], keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bytes_from_the_cache_and_past_it(make, keeps, monkeypatch):
     reader, parts, content = make(keeps)
     path, through = parts[0].stored.path, []
     read = weight_files.read_into
@@ -92,8 +85,8 @@ def test_the_same_bytes_from_the_cache_and_past_it(
         assert used[:2] == [keeps, False]
 
 
-def test_reads_are_blocks_of_one_file() -> None:
-    def part(name: str, offset: int, size: int) -> TensorPart:
+def test_reads_are_blocks_of_one_file():
+    def part(name, offset, size):
         return TensorPart(
             StoredTensor(Path(name), offset, size, torch.uint8, (size,)),
             0,
@@ -121,7 +114,7 @@ def test_reads_are_blocks_of_one_file() -> None:
     ]
 
 
-def test_reads_into_an_image_are_large_and_even() -> None:
+def test_reads_into_an_image_are_large_and_even():
     size = 2 * MAX_IMAGE_READ_BYTES + 5 * PAGE
     memory = torch.empty(size, dtype=torch.uint8)
     parts = [
@@ -138,9 +131,7 @@ def test_reads_into_an_image_are_large_and_even() -> None:
     assert max(block.size for block in found) - min(block.size for block in found) <= 3 * PAGE
 
 
-def test_a_file_that_ends_early_and_a_disk_that_fails(
-    make: Callable[[bool], Made], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_ends_early_and_a_disk_that_fails(make, monkeypatch):
     reader, parts, _ = make(False)
     path = parts[0].stored.path
     os.truncate(path, 5000)
@@ -150,7 +141,7 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(
     ):
         reader.read(parts)
 
-    def failing(*_: Any) -> int:
+    def failing(*_):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", failing)
@@ -160,7 +151,7 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_file_that_is_written_to(make: Callable[[bool], Made], keeps: bool) -> None:
+def test_a_file_that_is_written_to(make, keeps):
     """Of other bytes nothing computes; a file that replaces it is another one."""
     reader, parts, content = make(keeps)
     path = parts[0].stored.path

@@ -1,7 +1,5 @@
 """Models whose layers keep a state that every token changes, or a cache of their own, get the tokens of Transformers."""
 
-from __future__ import annotations
-
 import pytest
 
 import plait
@@ -10,7 +8,7 @@ from tests.unit.inference.recurrent import FIELDS, NEW, PROMPTS, built, by_trans
 
 
 @pytest.mark.parametrize("kind", list(FIELDS))
-def test_tokens(kind: str) -> None:
+def test_tokens(kind):
     """Of prompts of several lengths together, in pieces and without a cache, also twice and after one of them has ended."""
     model = built(kind)
     expected = by_transformers(model)

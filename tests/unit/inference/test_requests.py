@@ -1,10 +1,6 @@
 """Prompts in the forms that people have."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,15 +14,15 @@ from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 class Tokenizer:
     chat_template: str | None = "x"
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text):
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def apply_chat_template(self, turns: list[dict[str, str]], **settings: Any) -> list[int]:
+    def apply_chat_template(self, turns, **settings):
         assert settings == {"add_generation_prompt": True, "return_dict": False}
         return [1, *(ord(turn["content"]) for turn in turns), 2]
 
 
-def test_one_or_several() -> None:
+def test_one_or_several():
     tokenizer = Tokenizer()
     assert token_ids("ab", tokenizer) == [(97, 98)] and token_ids(["a", "b"], tokenizer) == [
         (97,),
@@ -60,20 +56,17 @@ def test_one_or_several() -> None:
         ([[True, False]], "prompt 0 is a list, and not a text"),
         (torch.tensor([[True]]), "prompt 0 is a list, and not a text"),
         ([torch.tensor([1.5])], "prompt 0 is a Tensor, and not a text"),
-        (
-            [{"role": "user"}],
-            r"prompt 0 is a dict, and not a text, a conversation \(role and content\)",
-        ),
+        ([{"role": "user"}], r"prompt 0 is a dict, and not a text, a conversation \(role and content\)"),
         ({"input_ids": [1]}, "takes texts, conversations or token ids, one or a list, not dict"),
         (torch.zeros(1, 1, 1), "not Tensor"),
     ],
-)
-def test_anything_else(prompts: Any, words: str) -> None:
+)  # fmt: skip
+def test_anything_else(prompts, words):
     with pytest.raises(InputError, match=words):
         token_ids(prompts, None)
 
 
-def test_a_conversation_needs_a_template() -> None:
+def test_a_conversation_needs_a_template():
     tokenizer = Tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="has no chat template"):
@@ -81,12 +74,12 @@ def test_a_conversation_needs_a_template() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])
-def test_half_of_a_character_is_refused(prompt: Any) -> None:
+def test_half_of_a_character_is_refused(prompt):
     with pytest.raises(InputError, match=r"prompt 0 holds '\\ud800', half of a character"):
         token_ids(prompt, object())
 
 
-def test_tools_and_settings_of_a_conversation(tmp_path: Path) -> None:
+def test_tools_and_settings_of_a_conversation(tmp_path):
     """A line's `tools` and `chat_template_kwargs` reach the template; what it does not read is refused."""
     made = tokenizer(
         "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}{{ '(slow)' if slowly }}"

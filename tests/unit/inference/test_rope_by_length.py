@@ -1,16 +1,10 @@
 """Models whose rotary frequencies follow the length give the tokens of Transformers' generate of one request alone, or are refused."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import plait
 from plait.errors import InputError
@@ -28,25 +22,22 @@ from tests.unit.inference.ropes import (
     ORIGINAL,
     PROMPTS,
     expected_tokens,
-    rereads_prompts,
     transformers_tokens,
 )
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
-def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Case]:
+def case(request, tmp_path_factory):
     found = Case(request.param, tmp_path_factory.mktemp("rope") / "model")
     yield found
     found.sharded.close()
 
 
 class Case:
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind, folder):
         name, fields = KINDS[kind]
         self.kind, self.model = kind, built(name, layers=2, **fields)
-        self.model.save_pretrained(folder)  # type: ignore[operator]
+        self.model.save_pretrained(folder)
         self.sharded = load_model(open_source(folder))
         self.tokens = [expected_tokens(copy.deepcopy(self.model), prompt) for prompt in PROMPTS]
 
@@ -54,7 +45,7 @@ class Case:
 @pytest.mark.parametrize(
     "ways", [{}, {"prefill_tokens": 7}, {"batch_size": 3}, {"use_cache": False}], ids=str
 )
-def test_a_batch_has_the_tokens_of_transformers_alone(case: Case, ways: dict[str, Any]) -> None:
+def test_a_batch_has_the_tokens_of_transformers_alone(case, ways):
     expected = case.tokens
     if "use_cache" in ways and case.kind == "dynamic":
         expected = []
@@ -62,7 +53,7 @@ def test_a_batch_has_the_tokens_of_transformers_alone(case: Case, ways: dict[str
             model = copy.deepcopy(case.model)
             expected.append(transformers_tokens(model, prompt, use_cache=False))
         assert expected != case.tokens
-    told: list[list[int]] = [[] for _ in PROMPTS]
+    told = [[] for _ in PROMPTS]
     made = generate(
         case.sharded,
         PROMPTS,
@@ -74,23 +65,9 @@ def test_a_batch_has_the_tokens_of_transformers_alone(case: Case, ways: dict[str
     assert [one.token_ids for one in made] == expected == told
 
 
-def test_expected_longrope_tokens_are_those_with_a_cache() -> None:
-    """The cache changes no token of a prompt that stays on its side, or that is read again."""
-    name, fields = KINDS["longrope"]
-    model = built(name, layers=2, **fields)
-    rereads = rereads_prompts(copy.deepcopy(model))
-    for prompt in PROMPTS:
-        passes = len(prompt) <= ORIGINAL < len(prompt) + NEW - 1
-        if rereads or not passes:
-            expected = expected_tokens(copy.deepcopy(model), prompt)
-            assert transformers_tokens(copy.deepcopy(model), prompt) == expected
-
-
-def test_requests_within_the_original_length_are_one_batch(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_within_the_original_length_are_one_batch(case, monkeypatch):
     """The last new token is never seen: 25 and 8 are within. One that has ended stays behind where the cache keeps all rows."""
-    passes: list[int] = []
+    passes = []
     handle = case.sharded.model.register_forward_pre_hook(lambda *_: passes.append(1))
     made = generate(case.sharded, PROMPTS[:3], max_new_tokens=NEW, temperature=0)
     handle.remove()
@@ -104,7 +81,7 @@ def test_requests_within_the_original_length_are_one_batch(
     assert longest.token_ids == alone.token_ids
 
 
-def test_a_model_in_training_that_has_seen_longer_inputs(case: Case) -> None:
+def test_a_model_in_training_that_has_seen_longer_inputs(case):
     engine = plait.initialize(
         copy.deepcopy(case.model),
         {"train_micro_batch_size_per_gpu": 1},
@@ -119,7 +96,7 @@ def test_a_model_in_training_that_has_seen_longer_inputs(case: Case) -> None:
     engine.close()
 
 
-def test_scores_are_those_of_a_sequence_alone(case: Case) -> None:
+def test_scores_are_those_of_a_sequence_alone(case):
     together = score(case.sharded, PROMPTS)
     for prompt, found in zip(PROMPTS, together, strict=True):
         with torch.no_grad():
@@ -130,7 +107,7 @@ def test_scores_are_those_of_a_sequence_alone(case: Case) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_without_a_cache_that_transformers_has(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_that_transformers_has(case, monkeypatch):
     monkeypatch.setattr(generate_module, "supports_cache", lambda model: False)
     if case.kind == "longrope":  # computed anew or kept, the numbers are the same
         assert [
@@ -144,9 +121,9 @@ def test_without_a_cache_that_transformers_has(case: Case, monkeypatch: pytest.M
         generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
 
 
-def test_what_a_configuration_says() -> None:
+def test_what_a_configuration_says():
     class Given(SimpleNamespace):
-        def get_text_config(self, decoder: bool) -> Any:
+        def get_text_config(self, decoder):
             return getattr(self, "text_config", self)
 
     long = {"rope_type": "longrope", "original_max_position_embeddings": 9}
@@ -171,11 +148,9 @@ def test_what_a_configuration_says() -> None:
         assert rope_of_config(other) is None
 
 
-def test_several_types_are_refused_past_the_original_length(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: nn.Module = case.sharded.model
-    config: Any = model.config
+def test_several_types_are_refused_past_the_original_length(case, monkeypatch):
+    model = case.sharded.model
+    config = model.config
     monkeypatch.setattr(
         config,
         "rope_parameters",
@@ -193,16 +168,16 @@ def test_several_types_are_refused_past_the_original_length(
             call()
 
 
-def test_groups() -> None:
+def test_groups():
     lengths = [(3, 9), (5, 12), (11, 14), (2, 10), (5, 11), (20, 30), (8, 11)]
     assert group_requests(None, lengths) == [[0, 1, 2, 3, 4, 5, 6]]
     assert group_requests(RopeByLength("longrope", 10), lengths) == [[0, 3], [1, 4], [2, 5], [6]]
     assert group_requests(RopeByLength("dynamic", 10), lengths) == [[0, 3], [1, 4], [2], [5], [6]]
 
 
-def test_longrope_of_a_class_whose_keys_transformers_mixes(tmp_path: Path) -> None:
+def test_longrope_of_a_class_whose_keys_transformers_mixes(tmp_path):
     """Its tokens are those without a cache: what the model says of all tokens together."""
-    model: Any = built("llama", layers=2, rope_parameters=LONG)
+    model = built("llama", layers=2, rope_parameters=LONG)
     model.save_pretrained(tmp_path / "model")
     sharded = load_model(open_source(tmp_path / "model"))
     found = [

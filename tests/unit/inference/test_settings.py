@@ -1,9 +1,5 @@
 """Transformers' names and precedence, and what is refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from torch import nn
 
@@ -12,15 +8,15 @@ from plait.inference.generation_settings import NAMES, NEW_TOKENS, GenerationSet
 
 
 class Model(nn.Module):
-    def __init__(self, **generation_config: Any) -> None:
+    def __init__(self, **generation_config):
         super().__init__()
         self.generation_config = generation_config
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self):
         return nn.Embedding(50, 2)
 
 
-def test_the_call_comes_first_then_the_argument_then_the_model() -> None:
+def test_the_call_comes_first_then_the_argument_then_the_model():
     model = Model(temperature=0.7, top_k=9, do_sample=True, max_new_tokens=5, eos_token_id=[1, 2])
     assert settings_of(model, {}) == GenerationSettings(
         5, temperature=0.7, top_k=9, do_sample=True, eos_token_id=(1, 2), pad_token_id=1
@@ -30,7 +26,7 @@ def test_the_call_comes_first_then_the_argument_then_the_model() -> None:
     assert settings_of(model, {}, pad=8).pad_token_id == 8
 
 
-def test_a_length_replaces_an_earlier_number_of_tokens() -> None:
+def test_a_length_replaces_an_earlier_number_of_tokens():
     model = Model(max_new_tokens=5)
     assert settings_of(model, {"max_length": 12}).new_tokens(prompt=4) == 8
     assert settings_of(model, {}, {"max_length": 12}).new_tokens(prompt=4) == 8
@@ -38,7 +34,7 @@ def test_a_length_replaces_an_earlier_number_of_tokens() -> None:
     assert settings_of(Model(), {}).new_tokens(prompt=4) == NEW_TOKENS
 
 
-def test_when_tokens_are_drawn() -> None:
+def test_when_tokens_are_drawn():
     assert not settings_of(Model(), {}).do_sample
     assert settings_of(Model(), {"top_p": 0.9}).do_sample
     assert not settings_of(Model(), {"top_p": 0.9, "do_sample": False}).do_sample
@@ -68,28 +64,22 @@ def test_when_tokens_are_drawn() -> None:
         ({"min_length": -1}, "min_length = -1 must be 0 or more"),
         ({"eos_token_id": True}, "eos_token_id: True is not a token id"),
         ({"suppress_tokens": ["a"]}, "suppress_tokens: 'a' is not a token id"),
-        (
-            {"suppress_tokens": [3, 50]},
-            "suppress_tokens has token 50, and the model's tokens are 0 to 49",
-        ),
+        ({"suppress_tokens": [3, 50]}, "suppress_tokens has token 50, and the model's tokens are 0 to 49"),
         ({"suppress_tokens": -1}, "suppress_tokens has token -1"),
         ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens has token -1"),
         ({"bad_words_ids": [[3], [50]]}, "bad_words_ids has token 50"),
-        (
-            {"bad_words_ids": [[3], []]},
-            r"bad_words_ids: \[\] is not a word; give a list of token ids",
-        ),
+        ({"bad_words_ids": [[3], []]}, r"bad_words_ids: \[\] is not a word; give a list of token ids"),
         ({"bad_words_ids": [["a"]]}, r"bad_words_ids: \['a'\] is not a word"),
         ({"pad_token_id": -1}, "pad_token_id has token -1, and the model's tokens are 0 to 49"),
         ({"pad_token_id": 50}, "pad_token_id has token 50"),
     ],
-)
-def test_values_out_of_range(arguments: dict[str, Any], words: str) -> None:
+)  # fmt: skip
+def test_values_out_of_range(arguments, words):
     with pytest.raises(InputError, match=words):
         settings_of(Model(), arguments)
 
 
-def test_padding_is_a_token_of_the_model() -> None:
+def test_padding_is_a_token_of_the_model():
     """What a model's files and a tokenizer say of it need not be: the mask leaves it out. 0 is one."""
     assert settings_of(Model(pad_token_id=-1, eos_token_id=[-1, 7]), {}, pad=50).pad_token_id == 7
     assert (
@@ -101,7 +91,7 @@ def test_padding_is_a_token_of_the_model() -> None:
     assert settings_of(Model(eos_token_id=0), {}).eos_token_id == (0,)
 
 
-def test_tokens_one_or_several() -> None:
+def test_tokens_one_or_several():
     found = settings_of(
         Model(suppress_tokens=0), {"begin_suppress_tokens": 0, "bad_words_ids": [[0], [1, 2]]}
     )
@@ -112,13 +102,13 @@ def test_tokens_one_or_several() -> None:
     )
 
 
-def test_the_least_length() -> None:
+def test_the_least_length():
     """As in Transformers, `min_new_tokens` takes the place of `min_length`, whoever gives it."""
     assert settings_of(Model(min_length=9), {}).min_length == 9
     assert settings_of(Model(min_new_tokens=2), {"min_length": 9}).min_length == 0
 
 
-def test_a_configuration_of_another_kind() -> None:
+def test_a_configuration_of_another_kind():
     with pytest.raises(
         InputError,
         match="generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary",
@@ -126,7 +116,7 @@ def test_a_configuration_of_another_kind() -> None:
         settings_of(Model(), {}, "greedy")
 
 
-def test_what_would_change_tokens_and_is_not_supported() -> None:
+def test_what_would_change_tokens_and_is_not_supported():
     with pytest.raises(
         InputError, match="the model's generation_config: num_beams = 4 is not supported"
     ):
@@ -148,7 +138,7 @@ def test_what_would_change_tokens_and_is_not_supported() -> None:
     )
 
 
-def test_all_of_transformers_defaults_are_known() -> None:
+def test_all_of_transformers_defaults_are_known():
     """A setting that Transformers gives a model by itself is not refused."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GenerationConfig()

@@ -1,9 +1,6 @@
 """What a source says of a model before it is loaded."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,9 +12,7 @@ from tests.unit.inference.kept_models import model_of
 from tests.unit.inference.models import saved
 
 
-def test_a_run_has_the_settings_of_the_model_that_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_the_settings_of_the_model_that_it_began_with(tmp_path, monkeypatch):
     """Beside its tokenizer. Without them they are those that its configuration has."""
     monkeypatch.setattr(source, "build_described_model", lambda *_, **__: model_of("llama", "meta"))
     run = Source(
@@ -33,7 +28,7 @@ def test_a_run_has_the_settings_of_the_model_that_it_began_with(
         run.model()
 
 
-def test_a_stamp_follows_the_files(tmp_path: Path) -> None:
+def test_a_stamp_follows_the_files(tmp_path):
     """Of the model, and not of what else is written into its folder."""
     folder = tmp_path / "model"
     saved(folder)
@@ -53,7 +48,7 @@ def test_a_stamp_follows_the_files(tmp_path: Path) -> None:
         ("vit", "no causal language model of the type vit"),
     ],
 )
-def test_a_model_of_another_kind(tmp_path: Path, kind: str, said: str) -> None:
+def test_a_model_of_another_kind(tmp_path, kind, said):
     """In a sentence, and not with the names of all classes of Transformers."""
     from transformers import AutoConfig
 

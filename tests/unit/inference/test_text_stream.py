@@ -1,9 +1,6 @@
 """Text as tokens come: pieces that add up to the tokenizer's own text of all tokens."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -12,29 +9,10 @@ from plait.inference.decode import STOP, TokenSampler
 from plait.inference.generation_settings import GenerationSettings
 from plait.inference.requests import GenerationRequest, TextStream, text_after
 
-WORDS = [
-    "[UNK]",
-    "[PAD]",
-    "do",
-    "n",
-    "'",
-    "t",
-    ".",
-    "it",
-    "s",
-    "n't",
-    "'s",
-    "hello",
-    "v",
-    "##e",
-    "ve",
-    "?",
-    ",",
-    "##n",
-]
+WORDS = ["[UNK]", "[PAD]", "do", "n", "'", "t", ".", "it", "s", "n't", "'s", "hello", "v", "##e", "ve", "?", ",", "##n"]  # fmt: skip
 
 
-def word_pieces() -> Any:
+def word_pieces():
     transformers, tokenizers = (
         pytest.importorskip("transformers"),
         pytest.importorskip("tokenizers"),
@@ -51,12 +29,12 @@ def word_pieces() -> Any:
     )
 
 
-def streamed(tokenizer: Any, tokens: list[int]) -> list[str]:
+def streamed(tokenizer, tokens):
     stream = TextStream(tokenizer)
     return [*(stream.add(token) for token in tokens), stream.remainder()]
 
 
-def test_spaces_that_a_clean_up_removes() -> None:
+def test_spaces_that_a_clean_up_removes():
     """`do n ' t` is "don't", but only with its last token."""
     tokenizer = word_pieces()
     ids = [WORDS.index(word) for word in ("hello", "do", "n", "'", "t", ".")]
@@ -71,10 +49,10 @@ def test_spaces_that_a_clean_up_removes() -> None:
 class Changing:
     """A tokenizer whose text of so many tokens is a given one."""
 
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, *texts):
         self.texts = texts
 
-    def decode(self, ids: list[int], **_: Any) -> str:
+    def decode(self, ids, **_):
         return self.texts[len(ids) - 1]
 
 
@@ -86,19 +64,16 @@ class Changing:
         (("a bcd", "a b"), ["a bcd", "", ""]),
         (("say", "pray to"), ["say", "", " to"]),
         (("x" * 300, "y" * 300 + "z"), ["x" * 300, "", "z"]),
-        (
-            ("ab", *("a" + "c" * n for n in range(1, 10)), "acccccccccd"),
-            ["ab", *[""] * 7, "c" * 8, "c", "d", ""],
-        ),  # it stays changed
+        (("ab", *("a" + "c" * n for n in range(1, 10)), "acccccccccd"), ["ab", *[""] * 7, "c" * 8, "c", "d", ""]),  # it stays changed
         (("\ufffd", "\ufffd\ufffd", "é"), ["", "", "é", ""]),
         (("a", "a\ufffd"), ["a", "", "\ufffd"]),
     ],
-)
-def test_a_text_that_changes(texts: tuple[str, ...], expected: list[str]) -> None:
+)  # fmt: skip
+def test_a_text_that_changes(texts, expected):
     assert streamed(Changing(*texts), list(range(len(texts)))) == expected
 
 
-def marks_spaces() -> Any:
+def marks_spaces():
     """A tokenizer that marks a space before each word, and leaves the first one out, as Llama 2's."""
     transformers, tokenizers = (
         pytest.importorskip("transformers"),
@@ -136,7 +111,7 @@ def marks_spaces() -> Any:
     )
 
 
-def test_the_space_between_prompt_and_answer_stays() -> None:
+def test_the_space_between_prompt_and_answer_stays():
     tokenizer, prompt, new = marks_spaces(), [2, 3], [4, 5, 6, 7, 1]
     assert tokenizer.decode(new, skip_special_tokens=True) == "lazy dogs."
     assert text_after(tokenizer, prompt, new, skip_special_tokens=True) == " lazy dogs."
@@ -155,7 +130,7 @@ def test_the_space_between_prompt_and_answer_stays() -> None:
     )
 
 
-def test_a_stop_string_is_seen_in_the_first_word() -> None:
+def test_a_stop_string_is_seen_in_the_first_word():
     chooser = TokenSampler(
         [GenerationRequest((2, 3), 4, None)],
         GenerationSettings(stop_strings=(" lazy",)),

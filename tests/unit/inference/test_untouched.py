@@ -1,11 +1,7 @@
 """What a forward changes of a model besides its output is put back."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +14,13 @@ from tests.parity import cases
 
 
 class Changing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.arange(3.0), persistent=False)
         self.register_buffer("count", torch.zeros(()))
         self.seen, self.kept = 4, torch.ones(2)
 
-    def forward(self) -> None:
+    def forward(self):
         self.register_buffer("table", torch.arange(9.0), persistent=False)
         self.count += 1
         self.seen, self.kept = 9, torch.zeros(2)
@@ -32,7 +28,7 @@ class Changing(nn.Module):
         torch.rand(3)
 
 
-def test_buffers_attributes_and_generators() -> None:
+def test_buffers_attributes_and_generators():
     model = Changing()
     table, kept, state = model.table, model.kept, torch.random.get_rng_state()
     with untouched(model, torch.device("cpu")):
@@ -42,7 +38,7 @@ def test_buffers_attributes_and_generators() -> None:
     assert not model.training  # the mode is not its business
 
 
-def test_dynamic_rotary_frequencies() -> None:
+def test_dynamic_rotary_frequencies():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -61,7 +57,7 @@ def test_dynamic_rotary_frequencies() -> None:
         assert torch.equal(model(ids).logits, before)
 
 
-def test_a_second_thread_is_refused_and_a_nested_call_is_not() -> None:
+def test_a_second_thread_is_refused_and_a_nested_call_is_not():
     """The model has dropout: the first thread to end would put it back into training mode under the other."""
     model = cases.build("gpt2", tied=True, dtype=torch.float32, device="cpu")
     for module in model.modules():
@@ -75,14 +71,14 @@ def test_a_second_thread_is_refused_and_a_nested_call_is_not() -> None:
         engine.generate([[1, 2]], max_new_tokens=8),
         engine.generate([[3]], max_new_tokens=2),
     )
-    heard: list[str] = []
+    heard = []
 
-    def beside(call: Callable[[], Any]) -> None:
+    def beside(call):
         with pytest.raises(InputError) as found:
             call()
         heard.append(str(found.value))
 
-    def note(_: int, token: int) -> None:
+    def note(_, token):
         for call in (
             lambda: engine.generate([[1, 2]], max_new_tokens=8),
             lambda: engine.score([[1, 2]]),

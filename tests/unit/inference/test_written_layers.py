@@ -1,10 +1,5 @@
 """Layers that no file has as they compute are written to new files to be streamed from: the tokens are those of the model in memory."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,16 +7,15 @@ from safetensors.torch import load_file, save_file
 from plait.errors import InputError
 from plait.inference.deployment import load_model
 from plait.inference.generate import generate
-from plait.inference.source import Source, open_source
+from plait.inference.source import open_source
 from plait.inference.streamed_model import WeightStreamHook, _save_aligned, load_streamed
 from plait.inference.weight_stream import WEIGHT_ALIGNMENT
-from plait.sharded.model import ShardedModel
 from tests.unit.inference.models import saved
 
 PROMPTS = [[5, 8, 2, 61, 7], [70, 7]]
 
 
-def answers(sharded: ShardedModel) -> list[tuple[list[int], list[float]]]:
+def answers(sharded):
     made = [
         (one.token_ids, one.logprobs)
         for one in generate(sharded, PROMPTS, max_new_tokens=8, temperature=1.0, seed=2)
@@ -30,7 +24,7 @@ def answers(sharded: ShardedModel) -> list[tuple[list[int], list[float]]]:
     return made
 
 
-def streamed(source: Source, scratch: Path, **asked: Any) -> list[tuple[list[int], list[float]]]:
+def streamed(source, scratch, **asked):
     total = sum(p.numel() * p.element_size() for p in source.model(asked.get("dtype")).parameters())
     sharded, planned = load_streamed(
         source, budget_bytes=total - 1, other_bytes=0, scratch=scratch, **asked
@@ -43,14 +37,14 @@ def streamed(source: Source, scratch: Path, **asked: Any) -> list[tuple[list[int
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float64)])
-def test_another_dtype(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_another_dtype(kind, dtype, tmp_path):
     saved(tmp_path / "model", kind, layers=4)
     source, scratch = open_source(tmp_path / "model"), tmp_path / "scratch"
     scratch.mkdir()
     assert streamed(source, scratch, dtype=dtype) == answers(load_model(source, dtype=dtype))
 
 
-def test_tensors_are_aligned_for_direct_reads(tmp_path: Path) -> None:
+def test_tensors_are_aligned_for_direct_reads(tmp_path):
     """Behind headers of every length; a file is written twice only when it changes."""
     shift, shifts = 0, []
     for length in range(1, 41):
@@ -62,7 +56,7 @@ def test_tensors_are_aligned_for_direct_reads(tmp_path: Path) -> None:
     assert set(shifts) == {0, 8} and sum(map(int.__ne__, shifts, shifts[1:])) < 8
 
 
-def test_files_of_another_model(tmp_path: Path) -> None:
+def test_files_of_another_model(tmp_path):
     saved(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)

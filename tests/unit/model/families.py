@@ -26,7 +26,7 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _NO_DROPOUT = [
     "attention_dropout",
     "hidden_dropout",
@@ -39,7 +39,7 @@ _NO_DROPOUT = [
     "embed_dropout",
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
-]
+]  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 53, "word_embed_proj_dim": 32},
     "gptj": {"rotary_dim": 4},
@@ -48,14 +48,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "mpt": {"n_heads": 4, "d_model": 32, "n_layers": 2, "max_seq_len": 64},
     "falcon": {"head_dim": None, "num_kv_heads": 4, "new_decoder_architecture": True},
     "mixtral": {"num_local_experts": 2},
-    "deepseek_v2": {
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-    },
-}
+    "deepseek_v2": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+}  # fmt: skip
 
 
 def family(kind: str, *, device: str = "cpu", **changes: Any) -> nn.Module:

@@ -1,9 +1,5 @@
 """The plan of a model with low-rank adapters, which are built here as PEFT names them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -15,9 +11,7 @@ from tests.parity import trainers
 
 
 class Lora(nn.Module):
-    """As PEFT's LoRA layer is built."""
-
-    def __init__(self, base: nn.Linear, dropout: float = 0.0, extra: str = "") -> None:
+    def __init__(self, base, dropout=0.0, extra=""):
         super().__init__()
         self.base_layer = base
         self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout)})
@@ -27,9 +21,7 @@ class Lora(nn.Module):
             self.add_module(extra, nn.ModuleDict({"default": nn.Linear(2, 2)}))
 
 
-def adapted(
-    names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"), **given: Any
-) -> tuple[Any, list[str]]:
+def adapted(names=("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"), **given):
     with torch.device("meta"):
         model = trainers.model()
     for layer in model.model.layers:
@@ -39,7 +31,7 @@ def adapted(
     return model, [f"model.layers.{index}" for index in range(len(model.model.layers))]
 
 
-def test_the_sides_of_an_adapter() -> None:
+def test_the_sides_of_an_adapter():
     """B with the columns of its layer, A with its rows; everything else as without."""
     with torch.device("meta"):
         bare = trainers.model()
@@ -80,7 +72,7 @@ def test_the_sides_of_an_adapter() -> None:
     )
 
 
-def test_summed_matrices() -> None:
+def test_summed_matrices():
     """Under sequence parallelism A of a column-split layer and B of a row-split one are summed."""
     model, blocks = adapted()
     plan = make_plan(model, tp=2, blocks=blocks)
@@ -92,41 +84,30 @@ def test_summed_matrices() -> None:
     )
 
 
-def test_head_is_refused() -> None:
-    with torch.device("meta"):
-        model = trainers.model()
+def test_refused():
+    for given, says in (
+        ({"dropout": 0.1}, "use lora_dropout=0"),
+        ({"extra": "lora_magnitude_vector"}, "lora_magnitude_vector"),
+    ):
+        model, blocks = adapted(**given)
+        with pytest.raises(ModelError, match=says):
+            make_plan(model, tp=2, blocks=blocks)
+    model, blocks = adapted(("self_attn.k_proj",))
+    with pytest.raises(ModelError, match="kv_replicated"):  # more ranks than heads of keys
+        make_plan(model, tp=4, blocks=blocks)
+    model, blocks = adapted(())
     model.lm_head = Lora(model.lm_head)
-    blocks = [f"model.layers.{index}" for index in range(len(model.model.layers))]
     with pytest.raises(ModelError, match="split over the vocabulary.*modules_to_save"):
         make_plan(model, tp=2, blocks=blocks)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"dropout": 0.1}, "use lora_dropout=0"),
-        ({"extra": "lora_magnitude_vector"}, "lora_magnitude_vector"),
-    ],
-)
-def test_refused(given: dict[str, Any], says: str) -> None:
-    model, blocks = adapted(**given)
-    with pytest.raises(ModelError, match=says):
-        make_plan(model, tp=2, blocks=blocks)
-
-
-def test_more_ranks_than_heads_of_keys() -> None:
-    model, blocks = adapted(("self_attn.k_proj",))
-    with pytest.raises(ModelError, match="kv_replicated"):
-        make_plan(model, tp=4, blocks=blocks)
-
-
-def test_model_inside_of_a_wrapper() -> None:
+def test_model_inside_of_a_wrapper():
     """A model of Transformers with `add_adapter` has a `peft_config` and no wrapper."""
     model = nn.Linear(2, 2)
     assert without_wrapper(model) is model
-    model.peft_config = {"default": None}  # type: ignore[assignment]
+    model.peft_config = {"default": None}
     assert without_wrapper(model) is model
     wrapper = nn.Sequential(model)
-    wrapper.peft_config = {"default": None}  # type: ignore[assignment]
-    wrapper.get_base_model = lambda: model  # type: ignore[assignment]
+    wrapper.peft_config = {"default": None}
+    wrapper.get_base_model = lambda: model
     assert without_wrapper(wrapper) is model

@@ -1,9 +1,5 @@
 """Which models of Transformers add a loss of their routers' balance, also where a part of the configuration says it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import (
@@ -16,7 +12,7 @@ from transformers import (
 import plait
 from plait.model.experts import balance_coefficient, enables_balance_loss
 
-TEXT: dict[str, Any] = {
+TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,17 +25,10 @@ TEXT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.7,
 }
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "depth": 1,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "deepstack_visual_indexes": [0],
-}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}  # fmt: skip
 
 
-def vision(asks: bool) -> Any:
+def vision(asks):
     """A Qwen 3 VL MoE, whose routers' settings are those of its text part."""
     config = AutoConfig.for_model(
         "qwen3_vl_moe", text_config={**TEXT, "output_router_logits": asks}, vision_config=VISION
@@ -57,7 +46,7 @@ def vision(asks: bool) -> Any:
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_of_the_text_part(asks: bool) -> None:
+def test_of_the_text_part(asks):
     ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     model = vision(asks)
@@ -79,7 +68,7 @@ def test_of_the_text_part(asks: bool) -> None:
         engine.close()
 
 
-def test_classes_that_add_none() -> None:
+def test_classes_that_add_none():
     config = AutoConfig.for_model(
         "mixtral", **{**TEXT, "num_local_experts": 4}, output_router_logits=True, pad_token_id=0
     )

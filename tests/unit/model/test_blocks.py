@@ -1,7 +1,5 @@
 """Finding the repeated blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -12,12 +10,12 @@ from plait.model.facts import model_facts
 from plait.model.layers import tied_names
 
 
-def layer(width: int = 8) -> nn.Module:
+def layer(width=8):
     """A block with a list of its own inside."""
     return nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(width, width) for _ in range(3))})
 
 
-def model() -> nn.Module:
+def model():
     """An encoder, a decoder, a small stem and a tied head."""
     made = nn.ModuleDict(
         {
@@ -32,7 +30,7 @@ def model() -> nn.Module:
     return made
 
 
-def test_outermost_lists_of_one_class() -> None:
+def test_outermost_lists_of_one_class():
     """Both stacks, not the experts inside them, not the stem."""
     assert find_blocks(model()) == ("encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2")
     assert find_blocks(nn.Linear(2, 2)) == ()
@@ -41,22 +39,12 @@ def test_outermost_lists_of_one_class() -> None:
 @pytest.mark.parametrize(
     ("kind", "blocks", "own"),
     [
-        (
-            "gemma3",
-            "model.language_model.layers",
-            {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
-        ),
-        (
-            "got_ocr2",
-            "model.language_model.layers",
-            {"text_config": "qwen2", "vision_config": "got_ocr2_vision"},
-        ),
+        ("gemma3", "model.language_model.layers", {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"}),
+        ("got_ocr2", "model.language_model.layers", {"text_config": "qwen2", "vision_config": "got_ocr2_vision"}),
         ("git", "git.encoder.layer", {"vision_config": "git_vision_model"}),
     ],
-)
-def test_the_blocks_are_those_of_the_language_model(
-    kind: str, blocks: str, own: dict[str, str]
-) -> None:
+)  # fmt: skip
+def test_the_blocks_are_those_of_the_language_model(kind, blocks, own):
     """A tower's list was taken for blocks too, or (a large tower, a small model) alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,7 +73,7 @@ def test_the_blocks_are_those_of_the_language_model(
     assert found == tuple(f"{blocks}.{index}" for index in range(3))
 
 
-def test_patterns() -> None:
+def test_patterns():
     """Every pattern must match; of nested matches the outermost counts."""
     assert find_blocks(model(), ["decoder.*"]) == ("decoder.0", "decoder.1", "decoder.2")
     with pytest.raises(
@@ -95,7 +83,7 @@ def test_patterns() -> None:
         find_blocks(model(), ["layers.*"])
 
 
-def test_facts() -> None:
+def test_facts():
     """Tied parameters once, owners, counts; nothing needs data."""
     with torch.device("meta"):
         made = model()
@@ -107,7 +95,7 @@ def test_facts() -> None:
     assert tied_names(made) == (("embed.weight", "head.weight"),)
 
 
-def test_a_parameter_is_in_the_block_of_its_whole_name() -> None:
+def test_a_parameter_is_in_the_block_of_its_whole_name():
     """The tenth block's name begins with the first's."""
     many = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(12))})
     blocks = find_blocks(many)

@@ -1,7 +1,5 @@
 """Fields of a Transformers configuration as a user writes them: what is wrong is said before anything is built."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib import util
 from pathlib import Path
@@ -15,7 +13,7 @@ from plait.model.described import OLDEST_TRANSFORMERS, check_fields, described_c
 pytest.importorskip("transformers")
 
 
-def test_written_fields_win_over_those_that_follow() -> None:
+def test_written_fields_win_over_those_that_follow():
     config = described_config(
         {"model_type": "llama", "vocab_size": 7},
         follow={"vocab_size": 9, "bos_token_id": 3, "no_such_field": 1},
@@ -24,7 +22,7 @@ def test_written_fields_win_over_those_that_follow() -> None:
     assert not hasattr(config, "no_such_field")
 
 
-def test_every_problem_is_named() -> None:
+def test_every_problem_is_named():
     with pytest.raises(ConfigError) as caught:
         check_fields({"model_type": "llama", "hiden_size": 4, "dtype": "bfloat16"})
     first, second = caught.value.problems
@@ -32,11 +30,11 @@ def test_every_problem_is_named() -> None:
     assert (second.field, second.remedy) == ("model.config.dtype", "set model.dtype")
 
 
-def test_older_names_are_read() -> None:
+def test_older_names_are_read():
     check_fields({"model_type": "llama", "rope_theta": 5e5})
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_extra_is_named(monkeypatch):
     found = util.find_spec
     monkeypatch.setattr(
         "plait.importing.find_spec", lambda name: None if name == "transformers" else found(name)
@@ -47,7 +45,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         check_fields({"model_type": "llama"})
 
 
-def test_a_transformers_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
     check_fields({"model_type": "llama"})
     monkeypatch.setattr("plait.model.described.version", lambda name: "5.1.0")
     with pytest.raises(
@@ -57,7 +55,7 @@ def test_a_transformers_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPat
         check_fields({"model_type": "llama"})
 
 
-def test_the_declared_bound_is_the_one_that_is_checked() -> None:
+def test_the_declared_bound_is_the_one_that_is_checked():
     project = tomllib.loads(
         (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     )["project"]

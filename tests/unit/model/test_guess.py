@@ -1,7 +1,5 @@
 """Guessed rules: right for plain transformers of several styles, cautious where the structure does not tell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,24 +17,24 @@ WIDTH, HEADS = 16, 4
 IDS = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def heads_of(x: torch.Tensor, count: int) -> torch.Tensor:
+def heads_of(x, count):
     return x.view(*x.shape[:2], count, -1).transpose(1, 2)
 
 
 class Separate(nn.Module):
     """q, k, v and o, reshaped by a head count; norms over a head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.n_heads = HEADS
         self.alpha, self.beta, self.gamma, self.delta = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH // HEADS)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (
             heads_of(layer(x), self.n_heads) for layer in (self.alpha, self.beta, self.gamma)
         )
@@ -46,7 +44,7 @@ class Separate(nn.Module):
 class Fused(nn.Module):
     """[q | k | v] in one layer: no rank's columns are whole heads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.n_head, self.c_attn, self.c_proj = (
             HEADS,
@@ -54,7 +52,7 @@ class Fused(nn.Module):
             nn.Linear(WIDTH, WIDTH),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (heads_of(part, self.n_head) for part in self.c_attn(x).chunk(3, -1))
         return self.c_proj(attend(q, k, v))
 
@@ -62,51 +60,47 @@ class Fused(nn.Module):
 class Gated(nn.Module):
     """A gated MLP with names of its own and an odd width."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b, self.c = nn.Linear(WIDTH, 21), nn.Linear(21, WIDTH), nn.Linear(WIDTH, 21)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.b(F.silu(self.a(x)) * self.c(x))
 
 
 class Mixing(nn.Module):
     """Looks like an MLP, but its middle mixes channels."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 21), nn.Linear(21, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(torch.softmax(self.up(x), -1))
 
 
 class Functional(nn.Module):
-    """Uses one layer's weight without calling it."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 21), nn.Linear(21, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(F.gelu(F.linear(x, self.up.weight, self.up.bias)))
 
 
 class Two(nn.Module):
     """An MLP that cannot be tried: it needs a second argument."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(WIDTH, 21), nn.Linear(21, WIDTH)
 
-    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(self, x, scale):
         return self.fc2(F.gelu(self.fc1(x)) * scale)
 
 
 class Block(nn.Module):
-    """Pre-norm, two branches."""
-
-    def __init__(self, attention: type[nn.Module], mlp: type[nn.Module]) -> None:
+    def __init__(self, attention, mlp):
         super().__init__()
         self.norm1, self.attn, self.norm2, self.mlp = (
             nn.LayerNorm(WIDTH),
@@ -115,7 +109,7 @@ class Block(nn.Module):
             mlp(),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x + self.attn(self.norm1(x))
         inner = self.norm2(x)
         return x + (self.mlp(inner, 0.5) if isinstance(self.mlp, Two) else self.mlp(inner))
@@ -124,9 +118,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A language model with learned positions, whose head may be tied."""
 
-    def __init__(
-        self, attention: type[nn.Module], mlp: type[nn.Module], *, tied: bool = False
-    ) -> None:
+    def __init__(self, attention, mlp, *, tied=False):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(16, WIDTH)
         self.blocks = nn.ModuleList(Block(attention, mlp) for _ in range(2))
@@ -134,21 +126,21 @@ class Model(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
 
 
-def styles_of(model: nn.Module) -> dict[str, str]:
+def styles_of(model):
     return {rule.pattern: rule.style for rule in guess_rules(model, find_blocks(model))}
 
 
 ENDS = {"tokens": "embedding_rowwise", "head": "vocab_head"}
 
 
-def test_what_a_trial_proves_is_split_between_heads_and_channels() -> None:
+def test_what_a_trial_proves_is_split_between_heads_and_channels():
     assert styles_of(Model(Separate, Gated)) == {
         "blocks.*.attn.alpha": "colwise",
         "blocks.*.attn.beta": "colwise",
@@ -162,7 +154,7 @@ def test_what_a_trial_proves_is_split_between_heads_and_channels() -> None:
     }
 
 
-def test_a_fused_layer_and_channels_that_mix_are_gathered() -> None:
+def test_a_fused_layer_and_channels_that_mix_are_gathered():
     assert styles_of(Model(Fused, Mixing)) == {
         "blocks.*.attn.c_attn": "colwise_gather_output",
         "blocks.*.attn.c_proj": "rowwise_split_input",
@@ -172,12 +164,12 @@ def test_a_fused_layer_and_channels_that_mix_are_gathered() -> None:
     }
 
 
-def test_an_mlp_that_cannot_be_tried_is_known_by_its_names() -> None:
+def test_an_mlp_that_cannot_be_tried_is_known_by_its_names():
     found = styles_of(Model(Fused, Two))
     assert (found["blocks.*.mlp.fc1"], found["blocks.*.mlp.fc2"]) == ("colwise", "rowwise")
 
 
-def test_a_weight_that_is_read_and_not_called_stays_whole() -> None:
+def test_a_weight_that_is_read_and_not_called_stays_whole():
     found = styles_of(Model(Fused, Functional))
     assert "blocks.*.mlp.up" not in found
     assert found["blocks.*.mlp.down"] == "colwise_gather_output"
@@ -187,9 +179,7 @@ def test_a_weight_that_is_read_and_not_called_stays_whole() -> None:
 @pytest.mark.parametrize(
     ("attention", "mlp"), [(Separate, Gated), (Fused, Mixing), (Fused, Two), (Separate, Functional)]
 )
-def test_a_guessed_plan_computes_what_the_whole_model_does(
-    attention: type[nn.Module], mlp: type[nn.Module], tied: bool
-) -> None:
+def test_a_guessed_plan_computes_what_the_whole_model_does(attention, mlp, tied):
     model = randomise(Model(attention, mlp, tied=tied).double())
     blocks = find_blocks(model)
     for tp in (2, 4):
@@ -201,7 +191,7 @@ def test_a_guessed_plan_computes_what_the_whole_model_does(
 
 
 @pytest.mark.parametrize("kind", ["bitnet", "diffllama", "mamba", "xlm", "roformer", "ctrl"])
-def test_families_without_any_plan(kind: str) -> None:
+def test_families_without_any_plan(kind):
     model = family(kind)
     blocks = find_blocks(model)
     plan = make_plan(model, tp=2, blocks=blocks)
@@ -209,7 +199,7 @@ def test_families_without_any_plan(kind: str) -> None:
     check(model, plan, logits, blocks=blocks)
 
 
-def test_meta_and_real_modules_are_guessed_alike() -> None:
+def test_meta_and_real_modules_are_guessed_alike():
     model = Model(Separate, Gated)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(0)
@@ -223,9 +213,9 @@ def test_meta_and_real_modules_are_guessed_alike() -> None:
         assert guess_rules(Model(Separate, Gated), find_blocks(model)) == real
 
 
-def test_blocks_that_differ_are_named_one_by_one() -> None:
+def test_blocks_that_differ_are_named_one_by_one():
     class Softened(Gated):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.b(torch.softmax(self.a(x), -1) * self.c(x))
 
     model = Model(Fused, Gated)
@@ -238,7 +228,7 @@ def test_blocks_that_differ_are_named_one_by_one() -> None:
     assert StyleRule("blocks.*.attn.c_attn", "colwise_gather_output") in rules
 
 
-def test_without_blocks_the_whole_model_is_looked_at() -> None:
+def test_without_blocks_the_whole_model_is_looked_at():
     model = randomise(
         nn.Sequential(
             nn.Embedding(VOCABULARY, WIDTH), Gated(), nn.Linear(WIDTH, VOCABULARY)
@@ -255,13 +245,13 @@ def test_without_blocks_the_whole_model_is_looked_at() -> None:
     check(model, plan, lambda m: m(IDS), blocks=())
 
 
-def test_a_vocabulary_of_two_possible_embeddings_stays_whole() -> None:
+def test_a_vocabulary_of_two_possible_embeddings_stays_whole():
     model = Model(Fused, Gated)
     model.positions = nn.Embedding(VOCABULARY, WIDTH)
     assert not {"embedding_rowwise", "vocab_head"} & set(styles_of(model).values())
 
 
-def test_what_torch_computes_past_its_modules_is_not_split() -> None:
+def test_what_torch_computes_past_its_modules_is_not_split():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32)
     model = nn.ModuleDict(
         {"layers": nn.ModuleList([layer, nn.TransformerEncoderLayer(WIDTH, HEADS, 32)])}

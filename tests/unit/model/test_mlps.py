@@ -1,9 +1,5 @@
 """Which modules' tokens are computed in parts is found by trying them, and what mixes tokens is refused by name."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,19 +7,19 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
-from plait.parallel.mlps import TokenModules, find_mlps
+from plait.parallel.mlps import find_mlps
 from tests.parity import cases
 from tests.parity.experts import SIZES, Case, build
 
 SETTING = "parallel.mlp_tile_tokens = 4"
 
 
-def found(model: nn.Module) -> TokenModules:
+def found(model):
     return find_mlps(model, find_blocks(model), setting=SETTING)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", *SIZES])
-def test_families(family: str) -> None:
+def test_families(family):
     """Every MLP and every layer of experts; the shared experts of a layer beside them."""
     model = build(Case(family)) if family in SIZES else cases.build(family, tied=False)
     names = [name for name, _ in model.named_modules()]
@@ -36,7 +32,7 @@ def test_families(family: str) -> None:
     assert set(one.mlps) == {*shared, *dense}
 
 
-def test_a_wide_one_is_tried_narrower() -> None:
+def test_a_wide_one_is_tried_narrower():
     """8192 x 28672: 5 GiB in float64; on meta, without memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,7 +48,7 @@ def test_a_wide_one_is_tried_narrower() -> None:
     assert found(model).mlps == ("model.layers.0.mlp", "model.layers.1.mlp")
 
 
-def test_many_narrow_layers() -> None:
+def test_many_narrow_layers():
     """More than a million parameters, of which no size is large."""
     model = nn.Module()
     model.blocks = nn.ModuleList()
@@ -67,35 +63,31 @@ def test_many_narrow_layers() -> None:
 class Mlp(nn.Module):
     """One up and one down, and something between them."""
 
-    def __init__(self, between: Any) -> None:
+    def __init__(self, between):
         super().__init__()
         self.up, self.down, self.between = nn.Linear(8, 32), nn.Linear(32, 8), between
         self.calls, self.seen = 0, None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(self.between(self, self.up(x)))
 
 
 class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self, between: Any) -> None:
+    def __init__(self, between):
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(8), Mlp(between)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.mlp(self.norm(x))
 
 
 class Model(nn.Module):
-    """Two of them."""
-
-    def __init__(self, between: Any) -> None:
+    def __init__(self, between):
         super().__init__()
         self.blocks = nn.ModuleList([Block(between), Block(between)])
 
 
-def capacity(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+def capacity(_, x):
     """Of every eight tokens that would go to one place, four are dropped: the first eight alike."""
     flat = x.flatten(0, -2)
     place = (
@@ -107,20 +99,20 @@ def capacity(_: Mlp, x: torch.Tensor) -> torch.Tensor:
     return torch.where(place, 0, flat).view_as(x)
 
 
-def counting(module: Mlp, x: torch.Tensor) -> torch.Tensor:
+def counting(module, x):
     module.seen = x
     return x
 
 
-def over_the_sequence(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+def over_the_sequence(_, x):
     return x - x.mean(-2, keepdim=True)
 
 
-def of_the_token_before(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+def of_the_token_before(_, x):
     return x + F.pad(x, (0, 0, 1, 0))[..., :-1, :]
 
 
-def alone(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+def alone(_, x):
     return F.gelu(x) * x.square().mean(-1, keepdim=True)
 
 
@@ -136,21 +128,20 @@ MIXED = r"blocks.0.mlp.up is not computed in tiles, because of blocks.0.mlp \(Ml
         (counting, "a call changes its seen"),
     ],
 )
-def test_what_is_refused(between: Any, message: str) -> None:
+def test_what_is_refused(between, message):
     """What follows from other tokens, and what would be left behind by the last tile alone."""
     with pytest.raises(ModelError, match=f"{SETTING}.*{message}"):
         found(Model(between))
 
 
-def test_what_is_not() -> None:
+def test_what_is_not():
     assert found(Model(alone)).mlps == ("blocks.0.mlp", "blocks.1.mlp")
 
 
-def test_a_block_without_one() -> None:
-    """OPT's layers stand in the block itself."""
+def test_a_block_without_one():
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes: dict[str, Any] = {
+    sizes = {
         "hidden_size": 32,
         "ffn_dim": 64,
         "num_hidden_layers": 2,
@@ -164,7 +155,7 @@ def test_a_block_without_one() -> None:
         found(OPTForCausalLM(OPTConfig(vocab_size=64, **sizes)))
 
 
-def test_hooks_inside() -> None:
+def test_hooks_inside():
     """One would be given tiles; the module's own sees all tokens."""
     model = Model(alone)
     model.blocks[1].mlp.register_forward_hook(lambda *_: None)

@@ -1,7 +1,5 @@
 """DeepSpeed's shape of a model: what layers of one key share."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 
@@ -9,7 +7,7 @@ import plait
 from plait.errors import ModelError
 
 
-def test_all_named_attributes_are_tied() -> None:
+def test_all_named_attributes_are_tied():
     specs = [
         plait.TiedLayerSpec("twice", nn.Linear, 4, 4, tied_weight_attr=("weight", "bias"))
         for _ in range(2)
@@ -28,7 +26,7 @@ def test_all_named_attributes_are_tied() -> None:
     assert first.weight is second.weight and first.bias is not second.bias
 
 
-def test_tied_ones_have_one_shape() -> None:
+def test_tied_ones_have_one_shape():
     specs = [plait.TiedLayerSpec("twice", nn.Linear, 4, width) for width in (4, 5)]
     with pytest.raises(ModelError, match="'twice': weight has the shapes"):
         plait.PipelineModule(specs)

@@ -1,10 +1,7 @@
 """Tensor parallel plans: what they say of real families, that they compute the right thing, and what they refuse."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +9,11 @@ from torch import nn
 
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.model.blocks import find_blocks
-from plait.model.plans import TensorPlan, describe, make_plan, small_split_warning
+from plait.model.plans import describe, make_plan, small_split_warning
 from tests.unit.model.families import VOCABULARY, family, logits
 from tests.unit.model.simulate import check, randomise
 
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
+FAMILIES = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"num_key_value_heads": 1}),
@@ -47,36 +44,34 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {}),
     ("falcon", {"alibi": True}),
     ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
-    (
-        "falcon",
-        {
-            "new_decoder_architecture": False,
-            "multi_query": False,
-            "parallel_attn": False,
-            "bias": True,
-        },
-    ),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "bias": True}),
     ("stablelm", {}),
     ("stablelm", {"qk_layernorm": True}),
     ("persimmon", {}),
     ("mpt", {}),
     ("bert", {}),
-]
+]  # fmt: skip
 
 
-def plan_of(model: nn.Module, tp: int, user: dict[str, str] | None = None) -> TensorPlan:
+def plan_of(model, tp, user=None):
     return make_plan(model, tp=tp, user=user, blocks=find_blocks(model))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
-    ("kind", "changes"),
-    FAMILIES,
-    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+    ("kind", "changes", "tp"),
+    [
+        pytest.param(
+            kind,
+            changes,
+            tp,
+            id=f"{kind}-{'-'.join(changes) or 'plain'}-{tp}",
+            marks=() if (index + tp // 2) % 2 else pytest.mark.proof,
+        )
+        for index, (kind, changes) in enumerate(FAMILIES)
+        for tp in (2, 4)
+    ],
 )
-def test_a_family_s_plan_computes_what_the_whole_model_does(
-    kind: str, changes: dict[str, Any], tp: int
-) -> None:
+def test_a_family_s_plan_computes_what_the_whole_model_does(kind, changes, tp):
     model = family(kind, **changes)
     blocks = find_blocks(model)
     plan = make_plan(model, tp=tp, blocks=blocks)
@@ -88,12 +83,12 @@ def test_a_family_s_plan_computes_what_the_whole_model_does(
         check(model, plan, logits, blocks=blocks, sequence=True)
 
 
-def test_the_same_plan_on_meta() -> None:
+def test_the_same_plan_on_meta():
     for kind in ("llama", "gpt2", "falcon"):
         assert plan_of(family(kind, device="meta"), 2) == plan_of(family(kind), 2)
 
 
-def test_llama_s_plan_in_full() -> None:
+def test_llama_s_plan_in_full():
     plan = plan_of(family("llama", num_hidden_layers=1, tie_word_embeddings=False), 2)
     assert plan.dims == {
         "model.embed_tokens.weight": 0,
@@ -118,56 +113,7 @@ def test_llama_s_plan_in_full() -> None:
     assert plan.attributes == () and plan.kv_heads == {}
 
 
-def test_llama_s_sequence_facts() -> None:
-    plan = plan_of(family("llama"), 2)
-    assert plan.sequence_parallel is True
-    assert plan.final_norm == "model.norm"
-    assert plan.norms == (
-        *(
-            f"model.layers.{i}.{norm}"
-            for i in range(2)
-            for norm in ("input_layernorm", "post_attention_layernorm")
-        ),
-        "model.norm",
-    )
-    assert plan.regions == tuple(
-        f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "mlp")
-    )
-
-
-def test_conv1d_is_split_the_other_way_round() -> None:
-    dims = plan_of(family("gpt2"), 2).dims
-    assert {
-        name: dims[f"transformer.h.0.{name}"]
-        for name in ("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
-    } == {
-        "mlp.c_fc.weight": 1,
-        "mlp.c_fc.bias": 0,
-        "mlp.c_proj.weight": 0,
-        "mlp.c_proj.bias": None,
-    }
-
-
-def test_counts_of_heads_become_this_rank_s() -> None:
-    assert plan_of(family("opt"), 4).attributes == tuple(
-        (f"model.decoder.layers.{i}.self_attn", "num_heads", 1) for i in range(2)
-    )
-    stablelm = plan_of(family("stablelm", num_hidden_layers=1), 4)
-    assert stablelm.attributes == (
-        ("model.layers.0.self_attn", "num_heads", 1),
-        ("model.layers.0.self_attn", "num_key_value_heads", 1),
-        ("model.layers.0.self_attn", "num_key_value_groups", 1),
-    )
-    several = plan_of(
-        family("stablelm", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4), 2
-    )
-    assert several.attributes == (
-        ("model.layers.0.self_attn", "num_heads", 4),
-        ("model.layers.0.self_attn", "num_key_value_heads", 2),
-    )
-
-
-def test_fewer_key_heads_than_ranks_stay_whole() -> None:
+def test_fewer_key_heads_than_ranks_stay_whole():
     plan = plan_of(family("qwen3", num_hidden_layers=1), 4)
     keys, values = "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"
     assert plan.styles[keys] == plan.styles[values] == "kv_replicated"
@@ -177,7 +123,7 @@ def test_fewer_key_heads_than_ranks_stay_whole() -> None:
     assert plan.styles["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
 
 
-def test_one_linear_layer_by_columns_and_by_rows() -> None:
+def test_one_linear_layer_by_columns_and_by_rows():
     with torch.device("meta"):
         model = nn.ModuleDict({"columns": nn.Linear(4096, 4096), "rows": nn.Linear(4096, 4096)})
     rows = {
@@ -190,7 +136,7 @@ def test_one_linear_layer_by_columns_and_by_rows() -> None:
     assert rows["rows.bias"].local_shape == (4096,)
 
 
-def test_every_parameter_is_described() -> None:
+def test_every_parameter_is_described():
     model = family("llama", tie_word_embeddings=True)
     plan = plan_of(model, 4)
     rows = describe(plan, model)
@@ -212,7 +158,7 @@ def test_every_parameter_is_described() -> None:
     assert by_name["lm_head.weight"].note.endswith("tied to model.embed_tokens.weight")
 
 
-def test_a_scaled_embedding_and_its_tied_head_are_not_split() -> None:
+def test_a_scaled_embedding_and_its_tied_head_are_not_split():
     model = family("llama", tie_word_embeddings=True)
     model.model.embed_tokens.max_norm = 1.0
     plan = plan_of(model, 2)
@@ -220,19 +166,19 @@ def test_a_scaled_embedding_and_its_tied_head_are_not_split() -> None:
     assert plan.dims["model.embed_tokens.weight"] is None and plan.dims["lm_head.weight"] is None
 
 
-def test_an_embedding_that_scales_what_it_looks_up_is_split() -> None:
+def test_an_embedding_that_scales_what_it_looks_up_is_split():
     plan = plan_of(family("gemma", device="meta"), 2)
     assert (plan.embedding, plan.head) == ("model.embed_tokens", "lm_head")
     assert plan.dims["model.embed_tokens.weight"] == plan.dims["lm_head.weight"] == 0
 
 
-def test_a_wrapper_s_ends_are_those_of_the_model_inside() -> None:
+def test_a_wrapper_s_ends_are_those_of_the_model_inside():
     plan = plan_of(nn.ModuleDict({"language": family("gpt2", device="meta")}), 2)
     assert (plan.embedding, plan.head) == ("language.transformer.wte", "language.lm_head")
     assert plan.final_norm == "language.transformer.ln_f"
 
 
-def test_a_module_in_two_places_has_one_split() -> None:
+def test_a_module_in_two_places_has_one_split():
     shared = nn.Linear(4, 8)
     model = nn.ModuleDict({"first": shared, "second": shared, "down": nn.Linear(8, 4)})
     plan = plan_of(model, 2, {"first": "colwise", "down": "rowwise"})
@@ -240,7 +186,7 @@ def test_a_module_in_two_places_has_one_split() -> None:
     assert {row.parameter: row.style for row in describe(plan, model)}["second.weight"] == "colwise"
 
 
-def test_a_container_s_style_goes_to_the_owners_of_parameters() -> None:
+def test_a_container_s_style_goes_to_the_owners_of_parameters():
     norms = nn.ModuleDict({"q": nn.LayerNorm(4), "k": nn.LayerNorm(4)})
     model = nn.ModuleDict({"up": nn.Linear(4, 8), "norms": norms})
     plan = plan_of(model, 2, {"up": "colwise", "norms": "replicated_with_grad_allreduce"})
@@ -263,45 +209,20 @@ def test_a_container_s_style_goes_to_the_owners_of_parameters() -> None:
             {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
             "parallel.tp = 4: num_key_value_heads is 3, and neither 3 % 4 nor 4 % 3 is 0; use 1, 3, 6 or 12",
         ),
-        (
-            "falcon",
-            4,
-            {"num_kv_heads": 2},
-            "parallel.tp = 4: num_kv_heads is 2 and 2 % 4 != 0, and query_key_value computes keys together with queries; use 1 or 2",
-        ),
-        (
-            "gpt2",
-            120,
-            {},
-            "parallel.tp = 120: transformer.wte has 101 rows, of which only 101 ranks would get some; use 11",
-        ),
-        (
-            "phi3",
-            16,
-            {"vocab_size": 17},
-            "parallel.tp = 16: model.embed_tokens has 17 rows, of which only 9 ranks would get some; use 6",
-        ),
+        ("falcon", 4, {"num_kv_heads": 2}, "parallel.tp = 4: num_kv_heads is 2 and 2 % 4 != 0, and query_key_value computes keys together with queries; use 1 or 2"),
+        ("gpt2", 120, {}, "parallel.tp = 120: transformer.wte has 101 rows, of which only 101 ranks would get some; use 11"),
+        ("phi3", 16, {"vocab_size": 17}, "parallel.tp = 16: model.embed_tokens has 17 rows, of which only 9 ranks would get some; use 6"),
     ],
-)
-def test_degrees_that_do_not_fit_are_refused_with_the_numbers(
-    kind: str, tp: int, changes: dict[str, Any], message: str
-) -> None:
+)  # fmt: skip
+def test_degrees_that_do_not_fit_are_refused_with_the_numbers(kind, tp, changes, message):
     with pytest.raises(ConfigError) as caught:
         plan_of(family(kind, device="meta", **changes), tp)
     assert message in str(caught.value).splitlines()
 
 
-def test_the_degree_that_is_named_instead_works() -> None:
-    model = family("phi3", device="meta", vocab_size=17)
-    with pytest.raises(ConfigError) as refused:
-        plan_of(model, 17)
-    (degree,) = {int(line.rpartition(" ")[2]) for line in str(refused.value).splitlines()}
-    assert plan_of(model, degree).tp == degree
-
-
-def test_a_cut_through_a_head_is_refused() -> None:
+def test_a_cut_through_a_head_is_refused():
     class Attention(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q_proj, self.o_proj = nn.Linear(10, 10), nn.Linear(10, 10)
 
@@ -317,53 +238,38 @@ def test_a_cut_through_a_head_is_refused() -> None:
     ("user", "message"),
     [
         ({"model.layers.*.mlp.gate": "colwise"}, "names no module; near it are model.layers.*.mlp"),
-        (
-            {"model.layers.*.input_layernorm": "colwise"},
-            r"input_layernorm \(LlamaRMSNorm\) cannot be 'colwise': it must be an nn.Linear",
-        ),
-        (
-            {"model.layers.*.mlp.up_proj": "embedding_rowwise"},
-            r"cannot be 'embedding_rowwise': it must be an nn.Embedding",
-        ),
+        ({"model.layers.*.input_layernorm": "colwise"}, r"input_layernorm \(LlamaRMSNorm\) cannot be 'colwise': it must be an nn.Linear"),
+        ({"model.layers.*.mlp.up_proj": "embedding_rowwise"}, r"cannot be 'embedding_rowwise': it must be an nn.Embedding"),
         ({"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}, "has no parameters"),
-        (
-            {"model.layers.*.self_attn.k_proj": "kv_replicated"},
-            "its 2 heads are not fewer than the ranks; use the style 'colwise'",
-        ),
+        ({"model.layers.*.self_attn.k_proj": "kv_replicated"}, "its 2 heads are not fewer than the ranks; use the style 'colwise'"),
         ({"model.layers.*.mlp.up_proj": "kv_replicated"}, "its number of heads is not known"),
-        (
-            {"model.norm": "replicated_with_grad_allreduce"},
-            "no parameter of LlamaForCausalLM is split, so parallel.tp = 2 would only repeat",
-        ),
-        (
-            {"model.embed_tokens": "embedding_rowwise"},
-            "one tied parameter would be split model.embed_tokens.weight along dimension 0, lm_head",
-        ),
+        ({"model.norm": "replicated_with_grad_allreduce"}, "no parameter of LlamaForCausalLM is split, so parallel.tp = 2 would only repeat"),
+        ({"model.embed_tokens": "embedding_rowwise"}, "one tied parameter would be split model.embed_tokens.weight along dimension 0, lm_head"),
     ],
-)
-def test_a_user_s_plan_that_does_not_fit_is_refused(user: dict[str, str], message: str) -> None:
+)  # fmt: skip
+def test_a_user_s_plan_that_does_not_fit_is_refused(user, message):
     with pytest.raises(PlaitError, match=message):
         plan_of(family("llama", device="meta", tie_word_embeddings=True), 2, user)
 
 
-def test_layers_that_are_not_called_or_not_plain_are_refused() -> None:
+def test_layers_that_are_not_called_or_not_plain_are_refused():
     attention = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
     with pytest.raises(ModelError, match="attn.out_proj belongs to an nn.MultiheadAttention"):
         plan_of(attention, 2, {"attn.out_proj": "rowwise"})
 
     class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return 2 * super().forward(x)
 
     with pytest.raises(ModelError, match=r"up \(Scaled\) cannot be 'colwise'"):
         plan_of(nn.ModuleDict({"up": Scaled(4, 8)}), 2, {"up": "colwise"})
     wrapped = nn.ModuleDict({"up": nn.Linear(4, 8)})
-    wrapped["up"].forward = lambda x: x  # type: ignore[method-assign]
+    wrapped["up"].forward = lambda x: x
     with pytest.raises(ModelError, match=r"up \(Linear\) cannot be 'colwise'"):
         plan_of(wrapped, 2, {"up": "colwise"})
 
 
-def test_a_norm_per_head_is_refused_in_a_users_plan() -> None:
+def test_a_norm_per_head_is_refused_in_a_users_plan():
     user = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
         "model.layers.*.self_attn.o_proj": "rowwise"
     }
@@ -379,31 +285,21 @@ def test_a_norm_per_head_is_refused_in_a_users_plan() -> None:
     [
         ("opt", {}, "OPT's blocks flatten batch and sequence"),
         ("gpt2", {"resid_pdrop": 0.1}, r"resid_dropout drops with p = 0.1"),
-        (
-            "bloom",
-            {"hidden_dropout": 0.2},
-            "hidden_dropout = 0.2, and a part of transformer.h.0 is computed on every rank",
-        ),
-        (
-            "mixtral",
-            {"attention_dropout": 0.1},
-            "attention_dropout = 0.1, and a part of model.layers.0 is computed on every rank",
-        ),
+        ("bloom", {"hidden_dropout": 0.2}, "hidden_dropout = 0.2, and a part of transformer.h.0 is computed on every rank"),
+        ("mixtral", {"attention_dropout": 0.1}, "attention_dropout = 0.1, and a part of model.layers.0 is computed on every rank"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention reads a second sequence"),
         ("bert", {}, r"attention holds output.LayerNorm \(LayerNorm\)"),
         ("doge", {}, "has a parameter of its own"),
         ("ctrl", {}, "multi_head_attention takes a second input, k"),
     ],
-)
-def test_sequence_parallelism_is_refused_with_the_reason(
-    kind: str, changes: dict[str, Any], reason: str
-) -> None:
+)  # fmt: skip
+def test_sequence_parallelism_is_refused_with_the_reason(kind, changes, reason):
     possible = plan_of(family(kind, device="meta", **changes), 2).sequence_parallel
     assert possible is not True
     assert re.search(reason, possible)
 
 
-def test_dropout_between_layers_that_stay_split_is_no_reason() -> None:
+def test_dropout_between_layers_that_stay_split_is_no_reason():
     """A19: ranks draw their own numbers on sequence shards."""
     assert (
         plan_of(
@@ -413,7 +309,7 @@ def test_dropout_between_layers_that_stay_split_is_no_reason() -> None:
     )
 
 
-def test_sequence_parallelism_needs_known_parts_of_blocks() -> None:
+def test_sequence_parallelism_needs_known_parts_of_blocks():
     model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
     user = {"up": "colwise", "down": "rowwise"}
     assert "no list of repeated blocks" in str(plan_of(model, 2, user).sequence_parallel)
@@ -424,67 +320,58 @@ def test_sequence_parallelism_needs_known_parts_of_blocks() -> None:
     assert plan.sequence_parallel == "0.mixer (Conv1d) is neither a norm nor split over tp"
 
 
-def wrong(plan: TensorPlan, **styles: str) -> TensorPlan:
-    """`plan` with other styles for modules whose names end so."""
-    changed = tuple(
-        replace(
-            entry,
-            style=next(
-                (style for end, style in styles.items() if entry.name.endswith(end)), entry.style
-            ),
-        )
+def without(plan, end):
+    return replace(
+        plan, modules=tuple(entry for entry in plan.modules if not entry.name.endswith(end))
+    )
+
+
+def fused_weights_split(plan):
+    styles = {"mlp.gate_up_proj": "colwise", "mlp.down_proj": "rowwise"}
+    ends = {
+        entry: next((end for end in styles if entry.name.endswith(end)), "")
         for entry in plan.modules
-    )
-    return replace(plan, modules=changed)
-
-
-def test_the_judge_finds_a_fused_weight_that_is_split_wrongly() -> None:
-    model = family(
-        "phi3", intermediate_size=52
-    )  # half of [gate | up] has an even width too, so nothing fails aloud
-    plan = wrong(plan_of(model, 2), **{"mlp.gate_up_proj": "colwise", "mlp.down_proj": "rowwise"})
-    with pytest.raises(AssertionError, match="the output differs"):
-        check(model, plan, logits, blocks=find_blocks(model))
-
-
-def test_the_judge_finds_a_partial_gradient_that_is_not_summed() -> None:
-    model = family("qwen3")
-    plan = plan_of(model, 2)
-    forgotten = replace(
-        plan, modules=tuple(entry for entry in plan.modules if not entry.name.endswith("q_norm"))
-    )
-    with pytest.raises(AssertionError, match="q_norm.weight differs"):
-        check(model, forgotten, logits, blocks=find_blocks(model))
-
-
-def test_the_judge_finds_a_whole_gradient_that_is_summed() -> None:
-    model = family("llama")
-    plan = plan_of(model, 2)
-    doubled = wrong(plan)
-    doubled = replace(
+    }
+    return replace(
         plan,
-        modules=(
-            *plan.modules,
-            replace(plan.modules[0], name="model.norm", style="replicated_with_grad_allreduce"),
+        modules=tuple(
+            replace(entry, style=styles.get(end, entry.style)) for entry, end in ends.items()
         ),
     )
-    with pytest.raises(AssertionError, match="model.norm.weight differs"):
-        check(model, doubled, logits, blocks=find_blocks(model))
 
 
-def test_the_judge_finds_a_forgotten_norm() -> None:
-    model = family("llama")
-    plan = plan_of(model, 2)
-    forgotten = replace(plan, norms=plan.norms[1:])
-    with pytest.raises(AssertionError, match="input_layernorm.weight differs"):
-        check(model, forgotten, logits, blocks=find_blocks(model), sequence=True)
+def norm_summed_twice(plan):
+    norm = replace(plan.modules[0], name="model.norm", style="replicated_with_grad_allreduce")
+    return replace(plan, modules=(*plan.modules, norm))
 
 
-def test_a_user_s_plan_for_a_plain_model() -> None:
+@pytest.mark.parametrize(
+    ("kind", "spoilt", "sequence", "message"),
+    [
+        ("phi3", fused_weights_split, False, "the output differs"),
+        ("qwen3", lambda plan: without(plan, "q_norm"), False, "q_norm.weight differs"),
+        ("llama", norm_summed_twice, False, "model.norm.weight differs"),
+        (
+            "llama",
+            lambda plan: replace(plan, norms=plan.norms[1:]),
+            True,
+            "input_layernorm.weight differs",
+        ),
+    ],
+    ids=["fused weight", "partial gradient", "whole gradient", "norm"],
+)
+def test_the_judge_finds_a_spoilt_plan(kind, spoilt, sequence, message):
+    # Half of phi3's [gate | up] has an even width with 52 channels, so nothing fails aloud.
+    model = family(kind, **({"intermediate_size": 52} if kind == "phi3" else {}))
+    with pytest.raises(AssertionError, match=message):
+        check(
+            model, spoilt(plan_of(model, 2)), logits, blocks=find_blocks(model), sequence=sequence
+        )
+
+
+def test_a_user_s_plan_for_a_plain_model():
     class Attention(nn.Module):
-        """Reshapes by its head counts."""
-
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.n_heads, self.n_kv_heads = 4, 2
             self.wq, self.wk, self.wv, self.wo = (
@@ -494,7 +381,7 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
                 nn.Linear(16, 16),
             )
 
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def forward(self, x, mask):
             q, k, v = self.wq(x), self.wk(x), self.wv(x)
             q = q.view(*x.shape[:2], self.n_heads, 4).transpose(1, 2)
             k, v = (t.view(*x.shape[:2], self.n_kv_heads, 4).transpose(1, 2) for t in (k, v))
@@ -503,7 +390,7 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
             return self.wo(mixed.transpose(1, 2).flatten(2))
 
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
             self.norms, self.layers = (
@@ -511,7 +398,7 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
                 nn.ModuleList(Attention() for _ in range(2)),
             )
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             hidden, mask = self.embed(ids), torch.full((ids.shape[1],) * 2, -torch.inf).triu(1)
             for norm, layer in zip(self.norms, self.layers, strict=True):
                 hidden = hidden + layer(norm(hidden), mask)
@@ -535,7 +422,7 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
         check(model, plan, lambda m: m(ids), blocks=())
 
 
-def test_a_plan_that_splits_little_is_told_of() -> None:
+def test_a_plan_that_splits_little_is_told_of():
     """B10: with its largest layers by name."""
     model = nn.ModuleDict(
         {"tower": nn.Linear(100, 100), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
@@ -558,9 +445,7 @@ def test_a_plan_that_splits_little_is_told_of() -> None:
 
 
 class Adapter(nn.Module):
-    """What peft puts in a layer's place."""
-
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.base_layer = layer
 
@@ -568,24 +453,24 @@ class Adapter(nn.Module):
 class Wrapper(nn.Module):
     """What peft puts around a model: it passes on what it is asked for."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.inner = model
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._modules["inner"], name)
 
 
-def test_adapters_that_are_not_split_are_refused_by_name() -> None:
+def test_adapters_that_are_not_split_are_refused_by_name():
     """B14: the plan is that of the model inside, and an adapter around a layer is named as such."""
     model = family("llama", device="meta")
     plan = make_plan(Wrapper(model), tp=2, blocks=("inner.model.layers.0", "inner.model.layers.1"))
     assert plan.styles["inner.model.layers.0.mlp.up_proj"] == "colwise"
     attention = model.get_submodule("model.layers.1.self_attn")
-    attention.q_proj = Adapter(attention.q_proj)  # type: ignore[arg-type]
+    attention.q_proj = Adapter(attention.q_proj)
     with pytest.raises(
         ModelError,
         match=r"inner.model.layers.1.self_attn.q_proj is Adapter, an adapter around a layer",
@@ -594,13 +479,13 @@ def test_adapters_that_are_not_split_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_embedding_whose_weight_is_read_stays_whole(tied: bool) -> None:
+def test_an_embedding_whose_weight_is_read_stays_whole(tied):
     """B7: Gemma 4 takes the row of the padding from its embedding, which a rank may not have; a tied head stays whole with it."""
     model = family("llama", tie_word_embeddings=tied)
     plain = type(model)
 
-    class Reading(plain):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+    class Reading(plain):
+        def forward(self, *args, **kwargs):
             padding = self.model.embed_tokens.weight[0]
             return super().forward(*args, **kwargs), padding
 

@@ -1,9 +1,5 @@
 """Models that count positions themselves are not searched for packed rows, and others are."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -15,14 +11,14 @@ pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def searches(monkeypatch):
     """Record what Transformers' search for packed rows finds, each time it runs."""
     from transformers import masking_utils
 
-    found: list[Any] = []
+    found = []
     search = masking_utils.find_packed_sequence_indices
 
-    def recorded(position_ids: torch.Tensor) -> Any:
+    def recorded(position_ids):
         found.append(search(position_ids))
         return found[-1]
 
@@ -30,7 +26,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_listed_model_types_count_positions_from_zero(searches: list[Any]) -> None:
+def test_listed_model_types_count_positions_from_zero(searches):
     """Padding tokens, and tokens that begin or end a text, change nothing."""
     tokens = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
     tokens[0, :4], tokens[1, 3:6], tokens[2, 5:] = 0, 1, 2
@@ -50,7 +46,7 @@ def test_listed_model_types_count_positions_from_zero(searches: list[Any]) -> No
     assert not different
 
 
-def test_given_positions_are_searched(searches: list[Any]) -> None:
+def test_given_positions_are_searched(searches):
     model = family("llama")
     tokens = torch.ones(1, 6, dtype=torch.int64)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
@@ -58,11 +54,11 @@ def test_given_positions_are_searched(searches: list[Any]) -> None:
     assert torch.equal(packed[:, :3], packed[:, 3:]) and len(searches) == 1
 
 
-def test_code_of_a_user_is_searched(searches: list[Any]) -> None:
+def test_code_of_a_user_is_searched(searches):
     from transformers import LlamaForCausalLM, LlamaModel
 
     class OwnInnerModel(LlamaModel):
-        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        def forward(self, input_ids, **kwargs):
             kwargs["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2]])
             return super().forward(input_ids=input_ids, **kwargs)
 
@@ -77,7 +73,7 @@ def test_code_of_a_user_is_searched(searches: list[Any]) -> None:
     assert torch.equal(packed[:, :3], packed[:, 3:]) and len(searches) == 1
 
 
-def test_a_sharded_model_counts_too() -> None:
+def test_a_sharded_model_counts_too():
     """`fully_shard` gives a module a class of torch's."""
     model = family("llama", device="meta")
     model.__class__ = type("FSDPLlama", (type(model),), {"__module__": "torch.distributed.fsdp"})

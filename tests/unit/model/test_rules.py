@@ -1,7 +1,5 @@
 """Which rules a model gets, and how they are given to modules."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,7 @@ from tests.unit.model.families import family
 SEGMENT = st.text("abc_0", min_size=1, max_size=4)
 
 
-def stack() -> nn.Module:
+def stack():
     """Two blocks of an up and a down layer."""
     return nn.ModuleDict(
         {
@@ -27,16 +25,16 @@ def stack() -> nn.Module:
     )
 
 
-def given_rules(*rules: tuple[str, str], optional: bool = False) -> RuleSet:
+def given_rules(*rules, optional=False):
     return RuleSet(
         tuple(StyleRule(pattern, style) for pattern, style in rules),
         "parallel.plan",
         optional=optional,
-    )  # type: ignore[arg-type]
+    )
 
 
 @given(st.lists(SEGMENT, min_size=1, max_size=5), st.data())
-def test_a_star_stands_for_exactly_one_segment(segments: list[str], data: st.DataObject) -> None:
+def test_a_star_stands_for_exactly_one_segment(segments, data):
     name = ".".join(segments)
     index = data.draw(st.integers(0, len(segments) - 1))
     starred = [*segments[:index], "*", *segments[index + 1 :]]
@@ -46,7 +44,7 @@ def test_a_star_stands_for_exactly_one_segment(segments: list[str], data: st.Dat
     assert not matches(name, ".".join([*starred, "*"]))
 
 
-def test_styles_are_in_the_order_of_the_model() -> None:
+def test_styles_are_in_the_order_of_the_model():
     styles = assign(stack(), given_rules(("layers.*.down", "rowwise"), ("layers.*.up", "colwise")))
     assert list(styles.items()) == [
         ("layers.0.up", "colwise"),
@@ -56,31 +54,30 @@ def test_styles_are_in_the_order_of_the_model() -> None:
     ]
 
 
-def test_a_rule_that_names_nothing_is_refused_with_what_is_near() -> None:
-    with pytest.raises(ModelError) as caught:
-        assign(stack(), given_rules(("layers.*.up", "colwise"), ("layers.*.dwon", "rowwise")))
-    assert str(caught.value).startswith(
-        "parallel.plan: 'layers.*.dwon' names no module; near it are layers.*.down, layers.*, "
-    )
+REFUSED = [
+    ((("layers.*.up", "colwise"), ("layers.*.dwon", "rowwise")), r"^parallel.plan: 'layers.\*.dwon' names no module; near it are layers.\*.down, layers.\*, "),
+    ((("layers.*.up.weight", "colwise"),), r"'layers.\*.up.weight' names no module; it names a parameter; .* owns it, 'layers.\*.up'"),
+    ((("layers.*.up", "colwise"), ("layers.0.*", "rowwise")), r"'layers.\*.up' gives layers.0.up the style 'colwise' and 'layers.0.\*' gives it 'rowwise'"),
+]  # fmt: skip
 
 
-def test_a_rule_that_names_a_parameter_is_told_its_module() -> None:
+@pytest.mark.parametrize(("rules", "message"), REFUSED)
+def test_rules_that_do_not_fit_are_refused(rules, message):
+    with pytest.raises(ModelError, match=message):
+        assign(stack(), given_rules(*rules))
+
+
+def test_a_user_s_plan_without_known_styles_is_refused():
     with pytest.raises(
         ModelError,
-        match=r"'layers.\*.up.weight' names no module; it names a parameter; .* owns it, 'layers.\*.up'",
+        match=r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean colwise\?",
     ):
-        assign(stack(), given_rules(("layers.*.up.weight", "colwise")))
+        rules_for(stack(), user={"head": "columnwise"})
+    with pytest.raises(ModelError, match=r"parallel.plan is empty; .* leave it out"):
+        rules_for(stack(), user={})
 
 
-def test_two_styles_for_one_module_are_refused() -> None:
-    with pytest.raises(
-        ModelError,
-        match=r"'layers.\*.up' gives layers.0.up the style 'colwise' and 'layers.0.\*' gives it 'rowwise'",
-    ):
-        assign(stack(), given_rules(("layers.*.up", "colwise"), ("layers.0.*", "rowwise")))
-
-
-def test_a_family_may_name_absent_modules_but_not_only_those() -> None:
+def test_a_family_may_name_absent_modules_but_not_only_those():
     assert set(
         assign(
             stack(), given_rules(("head", "colwise"), ("layers.*.q_norm", "colwise"), optional=True)
@@ -90,20 +87,7 @@ def test_a_family_may_name_absent_modules_but_not_only_those() -> None:
         assign(stack(), given_rules(("layers.*.q_norm", "colwise"), optional=True))
 
 
-def test_a_user_s_unknown_style_is_refused_with_the_nearest() -> None:
-    with pytest.raises(
-        ModelError,
-        match=r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean colwise\?",
-    ):
-        rules_for(stack(), user={"head": "columnwise"})
-
-
-def test_a_user_s_empty_plan_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"parallel.plan is empty; .* leave it out"):
-        rules_for(stack(), user={})
-
-
-def test_a_user_s_plan_is_used_alone() -> None:
+def test_a_user_s_plan_is_used_alone():
     found = rules_for(
         family("llama", device="meta"), user={"model.layers.*.mlp.up_proj": "colwise_gather_output"}
     )
@@ -119,7 +103,7 @@ def test_a_user_s_plan_is_used_alone() -> None:
         ("bitnet", "guessed"),
     ],
 )
-def test_sources_in_order(kind: str, source: str) -> None:
+def test_sources_in_order(kind, source):
     model = family(kind, device="meta")
     assert (
         rules_for(
@@ -129,7 +113,7 @@ def test_sources_in_order(kind: str, source: str) -> None:
     )
 
 
-def test_a_family_s_rules_are_found_inside_a_wrapper() -> None:
+def test_a_family_s_rules_are_found_inside_a_wrapper():
     for kind in ("llama", "gpt2"):
         inner = family(kind, device="meta")
         wrapped = nn.ModuleDict({"language": inner})
@@ -140,7 +124,7 @@ def test_a_family_s_rules_are_found_inside_a_wrapper() -> None:
         }
 
 
-def test_names_of_transformers_4_are_understood() -> None:
+def test_names_of_transformers_4_are_understood():
     model = family("llama", device="meta")
     model._tp_plan = {
         "model.layers.*.mlp.up_proj": "colwise_rep",
@@ -156,7 +140,7 @@ def test_names_of_transformers_4_are_understood() -> None:
 @pytest.mark.parametrize(
     ("kind", "style"), [("olmoe", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")]
 )
-def test_unsupported_styles_are_refused_by_family_and_name(kind: str, style: str) -> None:
+def test_unsupported_styles_are_refused_by_family_and_name(kind, style):
     with pytest.raises(
         ModelError,
         match=rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1",
@@ -164,7 +148,7 @@ def test_unsupported_styles_are_refused_by_family_and_name(kind: str, style: str
         rules_for(family(kind, device="meta"))
 
 
-def test_experts_are_split_by_their_own_axis() -> None:
+def test_experts_are_split_by_their_own_axis():
     """Whatever Transformers' plan makes of them, in families that are compared with one process."""
     found = {rule.pattern: rule.style for rule in rules_for(family("mixtral", device="meta")).rules}
     assert found["model.layers.*.self_attn.q_proj"] == "colwise" and not any(
@@ -172,7 +156,7 @@ def test_experts_are_split_by_their_own_axis() -> None:
     )
 
 
-def test_a_strange_style_that_names_nothing_does_no_harm() -> None:
+def test_a_strange_style_that_names_nothing_does_no_harm():
     model = family("llama", device="meta")
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}
     assert "model.layers.*.mlp.experts" not in {rule.pattern for rule in rules_for(model).rules}

@@ -1,10 +1,6 @@
 """Cutting a model into pipeline stages: all stages run in this process, one after the other, against the uncut model."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +10,12 @@ from torch import nn
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.dataflow import Skeleton, Untraceable
-from plait.model.stages import (
-    StageCut,
-    UnavailableTensor,
-    cut_model,
-    output_fields,
-    with_unavailable_entries,
-)
-from plait.parallel.pipeline.stage import StagedModel, stage_model
+from plait.model.stages import UnavailableTensor, cut_model, output_fields, with_unavailable_entries
+from plait.parallel.pipeline.stage import stage_model
 from tests.unit.model.families import TOKENS, family
 
 
-def staged(model: nn.Module, cut: StageCut) -> list[StagedModel]:
+def staged(model, cut):
     """A copy of the model for each stage."""
     return [
         stage_model(copy.deepcopy(model), cut, [index], region=None, device=torch.device("cpu"))
@@ -33,12 +23,11 @@ def staged(model: nn.Module, cut: StageCut) -> list[StagedModel]:
     ]
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """Next-token cross entropy."""
+def loss_of(output):
     return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
-def check(model: nn.Module, bounds: Sequence[int] | None = None) -> StageCut:
+def check(model, bounds=None):
     """Loss and every gradient of the stages, summed over those that share a parameter, against the uncut model."""
     blocks = find_blocks(model)
     cut = cut_model(model, blocks, bounds or range(len(blocks) + 1))
@@ -69,7 +58,7 @@ def check(model: nn.Module, bounds: Sequence[int] | None = None) -> StageCut:
 
 
 @pytest.mark.parametrize("kind", ["bart", "mbart", "mvp", "plbart"])
-def test_a_norm_that_is_registered_after_the_blocks(kind: str) -> None:
+def test_a_norm_that_is_registered_after_the_blocks(kind):
     """A3: `layernorm_embedding` runs before the blocks; it was on the last stage, and the first trained without its weight."""
     cut = check(
         family(kind, decoder_layers=2, decoder_attention_heads=4, d_model=32, decoder_ffn_dim=53)
@@ -80,7 +69,7 @@ def test_a_norm_that_is_registered_after_the_blocks(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["blenderbot", "marian", "pegasus", "prophetnet", "roformer", "ctrl", "big_bird"]
 )
-def test_tables_of_positions(kind: str) -> None:
+def test_tables_of_positions(kind):
     """B7: they take a shape, not token ids; roformer's is read by every block; ctrl writes to its embeddings."""
     small = {
         "decoder_layers": 2,
@@ -88,7 +77,7 @@ def test_tables_of_positions(kind: str) -> None:
         "d_model": 32,
         "decoder_ffn_dim": 52,
     }
-    own: dict[str, dict[str, Any]] = {
+    own = {
         "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 53},
         "roformer": {"is_decoder": True, "embedding_size": 32},
         "big_bird": {"is_decoder": True, "attention_type": "original_full"},
@@ -103,9 +92,9 @@ def test_tables_of_positions(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jamba", "zamba", "olmo_hybrid"])
-def test_layers_of_several_classes(kind: str) -> None:
+def test_layers_of_several_classes(kind):
     """B9: lists of attention layers and state space layers are blocks. Zamba's read the embedding again and share one transformer."""
-    own: dict[str, dict[str, Any]] = {
+    own = {
         "jamba": {
             "num_hidden_layers": 4,
             "attn_layer_period": 2,
@@ -138,7 +127,7 @@ def test_layers_of_several_classes(kind: str) -> None:
 class Net(nn.Module):
     """A chain whose variants break rules. Not Transformers'."""
 
-    def __init__(self, *, dropout: float = 0.0) -> None:
+    def __init__(self, *, dropout=0.0):
         super().__init__()
         self.embed = nn.Embedding(101, 8)
         self.drop = nn.Dropout(dropout)
@@ -147,20 +136,18 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 101)
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         hidden = self.drop(self.embed(input_ids))
         for block, add in zip(self.blocks, self.between, strict=True):
             hidden = block(hidden + add)
         return Result(self.end(hidden, input_ids))
 
-    def end(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    def end(self, hidden, input_ids):
         return self.head(self.norm(hidden))
 
 
 class Result:
-    """Has logits."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits):
         self.logits = logits
 
 
@@ -169,7 +156,7 @@ class Reads(Net):
 
     by_weight = False
 
-    def end(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    def end(self, hidden, input_ids):
         if self.by_weight:
             return F.linear(self.norm(hidden), self.embed.weight)
         return self.head(self.norm(hidden) + self.drop(self.embed.forward(input_ids)) ** 2)
@@ -178,7 +165,7 @@ class Reads(Net):
 class Skips(Net):
     """As `Reads`, of what was computed before the blocks."""
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         first = hidden = self.drop(self.embed(input_ids))
         for block in self.blocks:
             hidden = block(hidden)
@@ -186,9 +173,7 @@ class Skips(Net):
 
 
 class Looks(Net):
-    """Decides by its hidden states."""
-
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         hidden = self.embed(input_ids)
         for index, block in enumerate(self.blocks):
             if index == 1 and hidden.mean() > 0:
@@ -202,32 +187,32 @@ class Layer(nn.Module):
 
     kind = "full"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
         self.inner.register_buffer("table", torch.ones(8))
-        self.way = self.inner.way = "slow"  # type: ignore[assignment]
+        self.way = self.inner.way = "slow"
 
     @property
-    def width(self) -> int:
+    def width(self):
         return self.inner.out_features
 
-    def set_way(self, way: str) -> None:
+    def set_way(self, way):
         self.way = way
-        self.inner.way = way  # type: ignore[assignment]
+        self.inner.way = way
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return self.inner(hidden) * (1 if self.inner.way == "fast" else 2)
 
 
 class Asks(Net):
     """Reads attributes, properties, inner modules and shapes of its blocks, and changes a setting by a method."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Layer() for _ in range(4))
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             if block.way != "fast":
@@ -242,7 +227,7 @@ class Asks(Net):
         return Result(self.end(hidden, input_ids))
 
 
-def test_a_model_reads_more_of_its_blocks_than_their_output() -> None:
+def test_a_model_reads_more_of_its_blocks_than_their_output():
     """big_bird calls a method of each, inkling2_text reads a class's attribute. Tensors of another rank's block are refused by name."""
     for bounds in ((0, 2, 4), (0, 1, 2, 4)):
         check(Asks().double(), bounds)
@@ -269,12 +254,12 @@ def test_a_model_reads_more_of_its_blocks_than_their_output() -> None:
     ):
         absent.inner(arrived)
     with pytest.raises(ModelError, match=r"blocks\.1\.inner\.table"):
-        absent.inner.table + 1  # type: ignore[operator]
+        absent.inner.table + 1
     assert copy.deepcopy(one.model).blocks[1].inner.out_features == 8
 
 
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)])
-def test_parameters_between_blocks_and_read_twice(bounds: tuple[int, ...]) -> None:
+def test_parameters_between_blocks_and_read_twice(bounds):
     """Each is on the stages that use it, and NaN or an error elsewhere."""
     torch.manual_seed(1)
     last = len(bounds) - 2
@@ -290,7 +275,7 @@ def test_parameters_between_blocks_and_read_twice(bounds: tuple[int, ...]) -> No
     assert cut.recomputed == {"embed.weight": {last}}
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     """With the stage, the block and the rule."""
     model = Looks()
     with pytest.raises(
@@ -306,7 +291,7 @@ def test_what_is_refused() -> None:
     cut_model(model.eval(), find_blocks(model), (0, 2, 4))
 
 
-def test_a_parameter_of_another_stage_cannot_be_used() -> None:
+def test_a_parameter_of_another_stage_cannot_be_used():
     """A3: it is never None, which torch's layers and a model's own code take for a layer without it."""
     model = Net()
     first = staged(model, cut_model(model, find_blocks(model), (0, 2, 4)))[0].model
@@ -325,7 +310,7 @@ def test_a_parameter_of_another_stage_cannot_be_used() -> None:
     assert "norm.weight" not in dict(first.named_parameters())
 
 
-def test_entries_of_an_output() -> None:
+def test_entries_of_an_output():
     """Of the classes that models return; what is missing says so when it is used."""
     for output in (
         {"a": torch.ones(2), "b": (torch.ones(1),)},
@@ -340,11 +325,11 @@ def test_entries_of_an_output() -> None:
         )
         assert isinstance(entry, UnavailableTensor)
         with pytest.raises(ModelError, match="it is elsewhere"):
-            torch.sum(entry)  # type: ignore[call-overload]
+            torch.sum(entry)
     assert with_unavailable_entries(output, {}) is output
 
 
-def _entries_of(output: Any) -> Any:
+def _entries_of(output):
     return (
         output.items()
         if isinstance(output, dict)
@@ -357,20 +342,20 @@ def _entries_of(output: Any) -> Any:
 class Kernel(nn.Module):
     """Runs where there are values only, as another library's kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         if hidden.device.type == "meta":
             raise RuntimeError("no kernel")
         return hidden * self.weight
 
 
-def test_kernels_that_run_with_values_only() -> None:
+def test_kernels_that_run_with_values_only():
     """Count as opaque, inside of blocks and after them; what a whole model does so is not known."""
     model = Net()
-    model.norm = Kernel()  # type: ignore[assignment]
+    model.norm = Kernel()
     model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), Kernel()) for _ in range(4))
     cut = check(model.double(), (0, 2, 4))
     assert cut.owners["norm.weight"] == {1}

@@ -1,10 +1,5 @@
 """One operator without values: what was found once is not asked again, and is what torch says."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
 import torch
 
 from plait._torch.operators import tree_leaves
@@ -14,11 +9,11 @@ from plait.model.without_values import Shapes
 aten = torch.ops.aten
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+CALLS = [
     (aten.mul.Tensor, (meta(2, 3), meta(3)), {}),
     (aten.mul.Tensor, (meta(2, 3), meta(3, dtype=torch.float64)), {}),
     (aten.mul.Tensor, (meta(2, 3, dtype=torch.int64), 1), {}),
@@ -36,7 +31,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-def facts(result: Any) -> list[Any]:
+def facts(result):
     leaves = tree_leaves(result)
     return [
         (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
@@ -46,12 +41,12 @@ def facts(result: Any) -> list[Any]:
     ]
 
 
-def test_kept_shapes_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_kept_shapes_are_torchs(monkeypatch):
+    asked = []
     fresh = without_values._run_on_meta
     monkeypatch.setattr(
         without_values, "_run_on_meta", lambda func, *rest: asked.append(func) or fresh(func, *rest)
-    )  # type: ignore[func-returns-value]
+    )
     shapes = Shapes()
     for _ in range(2):
         for func, args, kwargs in CALLS:
@@ -61,14 +56,14 @@ def test_kept_shapes_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_results_are_tensors_of_their_own() -> None:
+def test_results_are_tensors_of_their_own():
     shapes, given = Shapes(), (meta(2, 3), meta(3))
     first, second = (shapes.of(aten.mul.Tensor, given, {}) for _ in range(2))
     assert first is not second
     assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
 
 
-def test_what_is_written_to_is_returned_itself() -> None:
+def test_what_is_written_to_is_returned_itself():
     target = torch.zeros(3)
     for _ in range(2):
         assert Shapes().of(aten.add_.Tensor, (target, meta(3)), {}) is target

@@ -1,9 +1,5 @@
 """Norms and factors have more digits than the gradients."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +11,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_norms_of_16_bits_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_of_16_bits_are_float32(dtype, monkeypatch):
     """A21: float16's own norm of these is inf, bfloat16's is wrong in the third digit. Also in pieces, of any stride."""
     monkeypatch.setattr(gradient_math, "_CHUNK", 7)
     for tensor in (
@@ -29,10 +25,10 @@ def test_norms_of_16_bits_are_float32(dtype: torch.dtype, monkeypatch: pytest.Mo
         )
 
 
-def test_a_long_tensor_is_not_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_tensor_is_not_copied_at_once(monkeypatch):
     """A21: a CPU widens what it adds up."""
     monkeypatch.setattr(gradient_math, "_CHUNK", 100)
-    seen: list[int] = []
+    seen = []
     original = torch.linalg.vector_norm
     monkeypatch.setattr(
         torch.linalg,
@@ -45,7 +41,7 @@ def test_a_long_tensor_is_not_copied_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_factor_is_not_rounded_to_the_gradients(dtype: torch.dtype, as_tensor: bool) -> None:
+def test_a_factor_is_not_rounded_to_the_gradients(dtype, as_tensor):
     """A21: 1 / 3 in bfloat16 is off by 0.2 %, and a small one is 0 in float16. Mixed dtypes."""
     tensor, wide = (
         torch.full((4,), 30000.0, dtype=dtype),
@@ -60,8 +56,7 @@ def test_a_factor_is_not_rounded_to_the_gradients(dtype: torch.dtype, as_tensor:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_factor_where_another_dtype_is_the_default(dtype: torch.dtype) -> None:
-    """torch's kernel wants a float32 beside it."""
+def test_a_factor_where_another_dtype_is_the_default(dtype):
     tensor = torch.full((4,), 3.0, dtype=dtype)
     torch.set_default_dtype(torch.float64)
     try:
@@ -71,7 +66,7 @@ def test_a_factor_where_another_dtype_is_the_default(dtype: torch.dtype) -> None
     assert torch.equal(tensor, torch.full((4,), 1.5, dtype=dtype))
 
 
-def test_other_kinds_of_tensors() -> None:
+def test_other_kinds_of_tensors():
     """float64 keeps its digits beside halves, and complex gradients have real norms."""
     tensors = [
         torch.full((3,), 1 / 3, dtype=torch.float64),
@@ -83,7 +78,7 @@ def test_other_kinds_of_tensors() -> None:
     assert [float(norm) for norm in found] == pytest.approx([3**-0.5, 2, 2**0.5], rel=1e-7)
 
 
-def test_a_joined_norm_is_that_of_all_elements() -> None:
+def test_a_joined_norm_is_that_of_all_elements():
     """Also of norms with different digits, and of elements that are not finite."""
     tensors = [
         torch.randn(50),
@@ -97,17 +92,15 @@ def test_a_joined_norm_is_that_of_all_elements() -> None:
     assert joined_norm(norms_of([torch.ones(2), torch.full((2,), torch.inf)])).isinf()
 
 
-def test_operators_of_a_norm_do_not_grow_with_the_tensors() -> None:
+def test_operators_of_a_norm_do_not_grow_with_the_tensors():
     class Operators(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 
     counts = []
     for number in (2, 60):
-        names: list[str] = []
+        names = []
         tensors = [torch.ones(3) for _ in range(number)]
         with Operators():
             norm = joined_norm(norms_of(tensors))

@@ -1,9 +1,6 @@
 """AdamW with states of fewer bytes, in one process: torchao's optimizers where blocks are the same, torch's AdamW nearly."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +9,15 @@ from torch import nn
 from plait.config.schema.optimization import OptimizerSpec
 from plait.errors import InputError
 from plait.optim import low_bit_adam
+from plait.optim.low_bit_adam import DynamicInt8, Float8, levels
 from plait.optim.optimizer import build_optimizer
 from tests.unit.engine.torchao_numbers import (
+    BLOCK,
     FILE,
     PARAMS,
     SHAPE,
     STEPS,
+    numbers,
     rounds_alike,
     trained,
     unpacked,
@@ -25,7 +25,7 @@ from tests.unit.engine.torchao_numbers import (
 )
 
 
-def small(states: str | None, kind: str = "AdamW", **params: Any) -> Any:
+def small(states, kind="AdamW", **params):
     return lambda parameters: build_optimizer(
         OptimizerSpec(type=kind, states=states, params={**PARAMS, **params}),
         [(str(i), p) for i, p in enumerate(parameters)],
@@ -40,8 +40,7 @@ def small(states: str | None, kind: str = "AdamW", **params: Any) -> Any:
         ("int8, decay in gradients", "int8", "Adam", {"adam_w_mode": False}),
     ],
 )
-def test_torchaos_numbers(name: str, states: str, kind: str, params: dict[str, Any]) -> None:
-    """No square becomes 0 there."""
+def test_torchaos_numbers(name, states, kind, params):
     wanted = unpacked(json.loads(FILE.read_text())[f"trained {name}"], torch.float32)
     assert rounds_alike(trained(small(states, kind, **params)), wanted)
 
@@ -52,10 +51,7 @@ def test_torchaos_numbers(name: str, states: str, kind: str, params: dict[str, A
     [("AdamW", {}), ("Adam", {"adam_w_mode": False}), ("AdamW", {"torch_adam": True})],
 )
 @pytest.mark.parametrize(("states", "bar"), [("bf16", 0.02), ("int8", 0.05), ("float8", 0.1)])
-def test_close_to_torch(
-    states: str, bar: float, kind: str, params: dict[str, Any], dtype: torch.dtype
-) -> None:
-    """Of the way that torch's optimizer went."""
+def test_close_to_torch(states, bar, kind, params, dtype):
     start = waves(4 * 2048).view(SHAPE).to(dtype)
     wanted, found = (trained(small(form, kind, **params), dtype=dtype) for form in (None, states))
     assert found.dtype == dtype
@@ -65,10 +61,10 @@ def test_close_to_torch(
 
 
 @pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
-def test_where_another_dtype_is_the_default(states: str) -> None:
+def test_where_another_dtype_is_the_default(states):
     """States are of what they are whatever `torch.zeros` makes, also after a step."""
 
-    def dtypes() -> dict[str, torch.dtype]:
+    def dtypes():
         parameter = nn.Parameter(torch.ones(8, 2048, dtype=torch.float32))
         made = small(states)([parameter])
         parameter.grad = torch.ones_like(parameter)
@@ -83,7 +79,7 @@ def test_where_another_dtype_is_the_default(states: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_decay_of_torch_adam() -> None:
+def test_decay_of_torch_adam():
     """torch's default decay, 0.01, where nothing else is said."""
     zero = nn.Parameter(torch.ones(8, 2048))
     made = build_optimizer(
@@ -95,28 +91,28 @@ def test_decay_of_torch_adam() -> None:
 
 
 @pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
-def test_pieces_change_nothing(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_change_nothing(states, monkeypatch):
     whole = trained(small(states))
     monkeypatch.setattr(low_bit_adam, "_CHUNK_ON_CPU", 1024)
     assert torch.equal(trained(small(states)), whole)
 
 
 @pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
-def test_rows_by_themselves(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_by_themselves(states, monkeypatch):
     """What a shard of whole rows computes is what the whole parameter does, to the bit."""
     whole = trained(small(states))
     monkeypatch.setattr("plait.parallel.precision.optimizer_states.FEWEST_NUMBERS", 1)
     made, step = [], [0]
 
-    def by_rows(parameters: list[nn.Parameter]) -> Any:
+    def by_rows(parameters):
         rows = [nn.Parameter(row[None].clone()) for row in parameters[0].detach()]
         made.extend(rows)
         inner = small(states)(rows)
 
         class Together:
-            def step(self) -> None:
+            def step(self):
                 step[0] += 1
-                for row, gradient in zip(rows, parameters[0].grad, strict=True):  # type: ignore[arg-type]
+                for row, gradient in zip(rows, parameters[0].grad, strict=True):
                     row.grad = gradient[None].clone()
                 inner.step()
                 parameters[0].data.copy_(torch.cat([row.detach() for row in rows]))
@@ -127,7 +123,7 @@ def test_rows_by_themselves(states: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert step[0] == STEPS
 
 
-def test_a_parameter_that_is_not_contiguous() -> None:
+def test_a_parameter_that_is_not_contiguous():
     plain = nn.Parameter(torch.ones(64, 128))
     other = nn.Parameter(torch.ones(128, 64).t())
     for parameter in (plain, other):
@@ -137,7 +133,7 @@ def test_a_parameter_that_is_not_contiguous() -> None:
     assert torch.equal(plain, other) and not other.is_contiguous()
 
 
-def test_states_survive_their_own_dictionary() -> None:
+def test_states_survive_their_own_dictionary():
     """torch's `load_state_dict` would make codes and scales the parameter's dtype."""
     parameter = nn.Parameter(torch.randn(8, 2048).bfloat16())
     vector = nn.Parameter(torch.randn(7).bfloat16())
@@ -155,7 +151,7 @@ def test_states_survive_their_own_dictionary() -> None:
     assert first.state[vector]["exp_avg"].dtype == torch.float32
 
 
-def test_schedules_work_and_closures_are_refused() -> None:
+def test_schedules_work_and_closures_are_refused():
     parameter = nn.Parameter(torch.ones(8, 2048))
     made = small("float8")([parameter])
     schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
@@ -165,3 +161,91 @@ def test_schedules_work_and_closures_are_refused() -> None:
     assert made.param_groups[0]["lr"] == 0.005
     with pytest.raises(InputError, match="no closure"):
         made.step(lambda: 1.0)
+
+
+CPU = torch.device("cpu")
+THEIRS = json.loads(FILE.read_text())
+
+
+def codec(kind, *, signed):
+    return DynamicInt8(signed=signed, device=CPU) if kind == "int8" else Float8(signed=signed)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+def test_levels_are_torchaos(signed):
+    theirs = unpacked(THEIRS[f"levels {'average' if signed else 'squares'}"], torch.float32)
+    torch.testing.assert_close(levels(signed=signed), theirs, rtol=1.5e-7, atol=0)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_codes_are_torchaos(kind, signed):
+    name = f"{kind} {'average' if signed else 'squares'}"
+    codes, scales = codec(kind, signed=signed).encode(numbers(signed=signed), BLOCK)
+    their_codes, their_scales = (
+        unpacked(THEIRS[f"codes {name}"], torch.uint8),
+        unpacked(THEIRS[f"scales {name}"], torch.float32),
+    )
+    assert len(set(their_codes.tolist())) > 60
+    if not signed:
+        assert (their_codes == 0).any() and (codes[their_codes == 0] == 1).all()
+        codes, their_codes = codes[their_codes > 0], their_codes[their_codes > 0]
+    apart = (codes.int() - their_codes.int()).abs()
+    assert apart.max() <= 1 and apart.sum() <= 3
+    assert torch.equal(scales, their_scales)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+def test_every_border_between_two_levels(signed):
+    """The look-up is a search: at every border, and one step of a float beside it."""
+    table = levels(signed=signed)
+    borders = (table[1:] + table[:-1]) / 2
+    at = torch.cat(
+        [
+            torch.nextafter(borders, torch.tensor(-2.0)),
+            borders,
+            torch.nextafter(borders, torch.tensor(2.0)),
+            table,
+        ]
+    )
+    at = torch.cat([at, torch.ones(16 - at.numel() % 16)]).view(
+        -1, 15 if at.numel() % 15 == 0 else 1
+    )
+    blocks = torch.cat(
+        [torch.ones(at.shape[0], 1), at], dim=1
+    )  # the largest of every block is 1, so that scales are 1
+    codes, scales = DynamicInt8(signed=signed, device=CPU).encode(blocks.view(-1), blocks.shape[1])
+    assert (scales == 1).all()
+    wanted = torch.bucketize(blocks.view(-1), borders, right=True).clamp(min=0 if signed else 1)
+    assert torch.equal(codes.long(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_there_and_back(kind):
+    """Half of the largest distance of two levels of its block's largest; what is tiny is not lost, what is 0 stays."""
+    found = torch.cat([numbers(signed=True), numbers(signed=True) * 1e-30, torch.zeros(256)])
+    signed = codec(kind, signed=True)
+    codes, scales = signed.encode(found, 256)
+    error = (signed.decode(codes, scales) - found).view(-1, 256).abs().amax(1)
+    assert (error <= found.view(-1, 256).abs().amax(1) * 0.036).all()
+    assert (signed.decode(codes, scales)[-256:] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_squares_never_become_zero(kind):
+    block = torch.zeros(256)
+    block[0] = 1.0
+    squares = codec(kind, signed=False)
+    assert (squares.decode(*squares.encode(block, 256)) > 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_what_is_not_finite_is_seen(kind, bad):
+    """In its own block and in no other."""
+    found = torch.ones(512)
+    found[3] = bad
+    both = codec(kind, signed=True)
+    back = both.decode(*both.encode(found, 256))
+    assert not back[:256].isfinite().any()
+    assert (back[256:] == 1).all()

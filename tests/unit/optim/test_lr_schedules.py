@@ -1,14 +1,12 @@
 """Learning rates are DeepSpeed 0.19.8's to the last bit; torch's and Transformers' schedules are theirs; all of them resume from JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -224,19 +222,13 @@ THEIRS = {
 }
 
 RATE, RATIO, MOMENTUM = st.floats(0, 0.2), st.floats(0, 1), st.floats(0, 0.95)
-WARMUP = {
-    "warmup_num_steps": st.integers(1, 150),
-    "warmup_type": st.sampled_from(["log", "linear"]),
-}
+WARMUP = {"warmup_num_steps": st.integers(1, 60), "warmup_type": st.sampled_from(["log", "linear"])}
 RATES = {"warmup_min_lr": RATE, "warmup_max_lr": RATE}
 PARAMS = {
     "WarmupLR": st.fixed_dictionaries({}, optional={**WARMUP, **RATES}),
-    "WarmupDecayLR": st.fixed_dictionaries(
-        {"total_num_steps": st.integers(1, 300)}, optional={**WARMUP, **RATES}
-    ),
+    "WarmupDecayLR": st.fixed_dictionaries({"total_num_steps": st.integers(1, 120)}, optional={**WARMUP, **RATES}),
     "WarmupCosineLR": st.fixed_dictionaries(
-        {"total_num_steps": st.integers(1, 300)},
-        optional={**WARMUP, "warmup_min_ratio": RATIO, "cos_min_ratio": RATIO},
+        {"total_num_steps": st.integers(1, 120)}, optional={**WARMUP, "warmup_min_ratio": RATIO, "cos_min_ratio": RATIO}
     ),
     "LRRangeTest": st.fixed_dictionaries(
         {},
@@ -248,9 +240,9 @@ PARAMS = {
         },
     ),
     "OneCycle": st.fixed_dictionaries(
-        {"cycle_min_lr": RATE, "cycle_max_lr": RATE, "cycle_first_step_size": st.integers(1, 100)},
+        {"cycle_min_lr": RATE, "cycle_max_lr": RATE, "cycle_first_step_size": st.integers(1, 40)},
         optional={
-            "cycle_second_step_size": st.integers(0, 100),
+            "cycle_second_step_size": st.integers(0, 40),
             "cycle_first_stair_count": st.integers(-1, 10),
             "cycle_second_stair_count": st.integers(0, 10),
             "decay_step_size": st.integers(0, 20),
@@ -260,11 +252,10 @@ PARAMS = {
             "decay_mom_rate": st.sampled_from([0.0, 1e-5, -1e-5]),
         },
     ),
-}
+}  # fmt: skip
 
 
 def make(kind, params=None, *, lr=0.05, total_steps=None, type="AdamW"):
-    """(parameter, optimizer, schedule)"""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = build_optimizer(OptimizerSpec(type=type, params={"lr": lr}), [("p", parameter)])
     return (
@@ -277,7 +268,6 @@ def make(kind, params=None, *, lr=0.05, total_steps=None, type="AdamW"):
 
 
 def run(made, steps):
-    """(lr, betas) that each optimizer step uses."""
     _, optimizer, scheduler = made
     seen = []
     for _ in range(steps):
@@ -289,43 +279,16 @@ def run(made, steps):
     return seen
 
 
-@settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("kind", sorted(THEIRS))
 @given(data=st.data())
 def test_every_rate_is_deepspeeds_to_the_last_bit(kind, data):
     params = data.draw(PARAMS[kind])
     own = data.draw(RATE)
     theirs = THEIRS[kind](own, **params)
-    for ours in run(make(kind, params, lr=own), 350):
+    for ours in run(make(kind, params, lr=own), 140):
         betas = (0.9, 0.999) if theirs.mom is None else (theirs.mom, 0.99)
         assert ours == (theirs.lr, betas), f"at index {theirs.last}"
         theirs.step()
-
-
-def test_the_first_two_steps_of_a_warmup_have_its_lowest_rate():
-    seen = run(
-        make(
-            "WarmupLR",
-            {
-                "warmup_min_lr": 0.01,
-                "warmup_max_lr": 0.05,
-                "warmup_num_steps": 4,
-                "warmup_type": "linear",
-            },
-        ),
-        7,
-    )
-    assert [lr for lr, _ in seen] == pytest.approx([0.01, 0.01, 0.02, 0.03, 0.04, 0.05, 0.05])
-
-
-def test_defaults_are_deepspeeds():
-    assert [lr for lr, _ in run(make("WarmupLR", lr=0.05), 1003)][
-        -1
-    ] == 0.05  # the optimizer's own rate
-    assert [lr for lr, _ in run(make("WarmupDecayLR", {"total_num_steps": 2000}, lr=0.05), 1002)][
-        -1
-    ] == 0.001
-    assert known.deepspeed_schedule("WarmupCosineLR", {}).cos_min_ratio == 0.0001
 
 
 def test_each_group_has_its_own_rates():
@@ -357,13 +320,8 @@ def test_a_list_of_another_length_than_the_groups_is_refused():
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        ("WarmupDecayLR", "total_num_steps"),
-        ("WarmupCosineLR", "total_num_steps"),
-        ("CosineAnnealingLR", "T_max"),
-        ("linear", "num_training_steps"),
-    ],
-)
+    [("WarmupDecayLR", "total_num_steps"), ("WarmupCosineLR", "total_num_steps"), ("CosineAnnealingLR", "T_max"), ("linear", "num_training_steps")],
+)  # fmt: skip
 def test_the_length_of_the_run_fills_a_missing_length(kind, name):
     warm = {"warmup_num_steps": 3} if kind.startswith("Warmup") else {}
     written = run(make(kind, {**warm, name: 40}), 45)
@@ -575,18 +533,18 @@ def test_every_rate_is_megatrons(style, warm):
         ({"warmup_num_steps": 50}, "before a warm-up of 50 steps does"),
         ({"warmup_num_steps": 5, "warmup_fraction": 0.1}, "sets the same length"),
     ],
-)
+)  # fmt: skip
 def test_what_megatron_asserts_is_refused(params, words):
     with pytest.raises(ConfigError, match=words):
         make("MegatronLR", {"total_num_steps": 40, **params})
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
-def test_wsd_is_megatrons(style: str) -> None:
+def test_wsd_is_megatrons(style):
     """Against `get_lr` of Megatron-LM's core/optimizer_param_scheduler.py, as it stands there, with its counts in steps."""
     highest, lowest, warm, total, falls = 0.05, 0.005, 5, 40, 12
 
-    def get_lr(num_steps: int) -> float:
+    def get_lr(num_steps):
         if num_steps <= warm:
             return 0.0 + (highest - 0.0) * float(num_steps) / float(warm)
         if num_steps > total:

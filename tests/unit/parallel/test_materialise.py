@@ -1,8 +1,5 @@
 """What cannot be initialised is refused by name."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -16,7 +13,7 @@ from plait.parallel import materialise
 class Computed(nn.Module):
     """Fills its tensors in the constructor only, which a `meta` model has already run."""
 
-    def __init__(self, *, buffer: bool) -> None:
+    def __init__(self, *, buffer):
         super().__init__()
         if buffer:
             self.register_buffer("table", torch.arange(4))
@@ -24,8 +21,7 @@ class Computed(nn.Module):
             self.scale = nn.Parameter(torch.ones(4))
 
 
-def initialise(model: nn.Module) -> nn.Module:
-    """Materialise a `meta` model in this process."""
+def initialise(model):
     template = materialise.template_of(model)
     materialise.allocate(model, torch.device("cpu"))
     materialise.initialise(model, template, (), seed=1)
@@ -33,7 +29,7 @@ def initialise(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(("buffer", "name"), [(True, "1.table"), (False, "1.scale")])
-def test_uninitialised_tensors_are_named(buffer: bool, name: str) -> None:
+def test_uninitialised_tensors_are_named(buffer, name):
     """Instead of training on whatever the memory held."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Computed(buffer=buffer))
@@ -47,7 +43,7 @@ def test_uninitialised_tensors_are_named(buffer: bool, name: str) -> None:
 class SmallGPT(nn.Module):
     """Initialises its weights as minGPT does: by a method that the constructor applies, and then some by hand."""
 
-    def __init__(self, *, scales_projection: bool) -> None:
+    def __init__(self, *, scales_projection):
         super().__init__()
         self.config = {"width": 64}
         self.embed = nn.Embedding(200, 64)
@@ -56,7 +52,7 @@ class SmallGPT(nn.Module):
         if scales_projection:
             nn.init.normal_(self.projection.weight, std=0.001)
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module):
         if isinstance(module, nn.Embedding | nn.Linear):
             module.weight.data.normal_(std=0.02)
 
@@ -64,7 +60,7 @@ class SmallGPT(nn.Module):
 class TiedGPT(SmallGPT):
     """Ties its head before it initialises its weights, as nanoGPT does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(scales_projection=False)
         self.head = nn.Linear(64, 200, bias=False)
         self.embed.weight = self.head.weight
@@ -74,7 +70,7 @@ class TiedGPT(SmallGPT):
 @pytest.mark.parametrize(
     "kind", [partial(SmallGPT, scales_projection=False), TiedGPT], ids=["plain", "tied"]
 )
-def test_the_models_own_initialisation_is_repeated(kind: Callable[[], SmallGPT]) -> None:
+def test_the_models_own_initialisation_is_repeated(kind):
     with torch.device("meta"):
         model = kind()
     initialise(model)
@@ -82,7 +78,7 @@ def test_the_models_own_initialisation_is_repeated(kind: Callable[[], SmallGPT])
     assert model.projection.bias.abs().max() > 0
 
 
-def test_writes_of_a_constructor_are_refused() -> None:
+def test_writes_of_a_constructor_are_refused():
     with torch.device("meta"):
         model = SmallGPT(scales_projection=True)
     message = r"projection\.weight was written to 2 times while the model was built on meta.*repeat 1 of that"
@@ -90,7 +86,7 @@ def test_writes_of_a_constructor_are_refused() -> None:
         initialise(model)
 
 
-def test_a_tie_that_was_lost_is_named() -> None:
+def test_a_tie_that_was_lost_is_named():
     """The second of two tied parameters has no values of its own to be given."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -102,10 +98,10 @@ def test_a_tie_that_was_lost_is_named() -> None:
         materialise.initialise(model, template, (), seed=1)
 
 
-def test_seed_and_name_decide() -> None:
+def test_seed_and_name_decide():
     """Another seed draws other weights, equal modules of other names differ, the global generator is left alone."""
 
-    def made(seed: int) -> nn.Module:
+    def made(seed):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         template = materialise.template_of(model)
@@ -116,13 +112,12 @@ def test_seed_and_name_decide() -> None:
     before = torch.get_rng_state()
     first, again, other = made(1), made(1), made(2)
     assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(first[0].weight, again[0].weight)  # type: ignore[index]
-    assert not torch.equal(first[0].weight, other[0].weight)  # type: ignore[index]
-    assert not torch.equal(first[0].weight, first[1].weight)  # type: ignore[index]
+    assert torch.equal(first[0].weight, again[0].weight)
+    assert not torch.equal(first[0].weight, other[0].weight)
+    assert not torch.equal(first[0].weight, first[1].weight)
 
 
-def test_half_a_meta_model_is_refused() -> None:
-    """It could only be filled in part."""
+def test_half_a_meta_model_is_refused():
     with torch.device("meta"):
         inner = nn.Linear(2, 2)
     with pytest.raises(ModelError, match=r"1\.weight is on meta and other parameters are not"):

@@ -1,7 +1,5 @@
 """Cutting a batch and weighing it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -24,7 +22,7 @@ from plait.parallel.micro_batches import (
 )
 
 
-def test_mappings_tuples_and_tensors_are_cut_in_order() -> None:
+def test_mappings_tuples_and_tensors_are_cut_in_order():
     """Entries without a batch dimension go to every micro-batch."""
     batch = {"x": torch.arange(6), "flag": True, "scalar": torch.tensor(3)}
     pieces = micro_batches(batch, count=3, size=2)
@@ -35,7 +33,7 @@ def test_mappings_tuples_and_tensors_are_cut_in_order() -> None:
     ] == [[0, 1], [2, 3]]
 
 
-def test_iterables_give_ready_micro_batches() -> None:
+def test_iterables_give_ready_micro_batches():
     """Of any length; exactly as many as a step has."""
     loader = iter([torch.zeros(1), torch.zeros(5), torch.zeros(2)])
     assert [len(piece) for piece in micro_batches(loader, count=2, size=9)] == [1, 5]
@@ -45,8 +43,7 @@ def test_iterables_give_ready_micro_batches() -> None:
         micro_batches(loader, count=2, size=9)
 
 
-def test_a_wrong_amount_is_refused_with_the_numbers() -> None:
-    """Never padded, never cut short."""
+def test_a_wrong_amount_is_refused_with_the_numbers():
     with pytest.raises(
         InputError,
         match=r"got 5 samples; this rank's share of a step is 6 \(train_micro_batch_size_per_gpu 2 x",
@@ -57,13 +54,11 @@ def test_a_wrong_amount_is_refused_with_the_numbers() -> None:
 
 
 class Logits:
-    """A Transformers-like output."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits):
         self.logits = logits
 
 
-def test_causal_loss_is_the_shifted_sum() -> None:
+def test_causal_loss_is_the_shifted_sum():
     """Against an explicit loop; the weight is known without a forward."""
     torch.manual_seed(0)
     logits = torch.randn(2, 5, 7, dtype=torch.float64)
@@ -79,7 +74,7 @@ def test_causal_loss_is_the_shifted_sum() -> None:
     assert int(weight) == int(causal_lm_loss.weight({"labels": labels})) == 4 + 2
 
 
-def test_other_losses() -> None:
+def test_other_losses():
     """All are Losses; a plain function is not."""
     mean = per_sample(lambda output, batch: output.sum())
     assert isinstance(mean, Loss) and mean(torch.ones(3), (torch.zeros(4, 2), None)) == (3, 4)
@@ -87,7 +82,7 @@ def test_other_losses() -> None:
     assert not isinstance(lambda o, b: (o, 1), Loss)
 
 
-def test_without_a_size_the_batch_decides() -> None:
+def test_without_a_size_the_batch_decides():
     """A file that gives no batch size; what accumulation does not divide is still refused."""
     assert [len(piece) for piece in micro_batches(torch.zeros(6), count=2, size=None)] == [3, 3]
     with pytest.raises(InputError, match="got 7 samples"):
@@ -96,8 +91,6 @@ def test_without_a_size_the_batch_decides() -> None:
 
 @dataclass(frozen=True)
 class Fields:
-    """A batch of a user's own class."""
-
     x: torch.Tensor
     y: torch.Tensor
     name: str = "fields"
@@ -110,14 +103,14 @@ class Named(NamedTuple):
     y: torch.Tensor
 
 
-def x_and_y(rows: int) -> list[torch.Tensor]:
+def x_and_y(rows):
     """What torch's default collation makes of a data set of (x, y)."""
     return [torch.arange(rows * 3.0).view(rows, 3), torch.arange(rows)]
 
 
 @pytest.mark.parametrize("size", [3, None])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_default_collation_is_one_batch(count: int, size: int | None) -> None:
+def test_default_collation_is_one_batch(count, size):
     """A25: `[x, y]` is cut like `(x, y)`, also where a step has two micro-batches; what the model and the loss see is the same."""
     rows = 3 * count
     pieces = micro_batches(x_and_y(rows), count=count, size=size)
@@ -133,13 +126,13 @@ def test_default_collation_is_one_batch(count: int, size: int | None) -> None:
     ] == [p[1].tolist() for p in pieces]
 
 
-def test_a_short_collated_batch_is_no_list_of_micro_batches() -> None:
+def test_a_short_collated_batch_is_no_list_of_micro_batches():
     """A25: the last batch of a loader."""
     with pytest.raises(InputError, match="got 5 samples; this rank's share of a step is 8"):
         micro_batches(x_and_y(5), count=2, size=4)
 
 
-def test_lists_of_micro_batches_stay_lists() -> None:
+def test_lists_of_micro_batches_stay_lists():
     """Mappings with optional keys, tuples, collated pairs, tensors of the size of a micro-batch, ragged ones."""
     mappings = [{"ids": torch.zeros(4, 5)}, {"ids": torch.zeros(4, 7), "side": True}]
     tensors = [torch.zeros(4, 2), torch.ones(4, 2)]
@@ -161,7 +154,7 @@ def test_lists_of_micro_batches_stay_lists() -> None:
         micro_batches([(x, x) for x in (*tensors, tensors[0])], count=2, size=4)
 
 
-def test_a_list_that_could_be_either_is_refused() -> None:
+def test_a_list_that_could_be_either_is_refused():
     """A25: two tensors of one form and no batch size; each of the two is said in another way."""
     ids = [torch.zeros(6, 5, dtype=torch.int64), torch.ones(6, 5, dtype=torch.int64)]
     with pytest.raises(
@@ -175,7 +168,7 @@ def test_a_list_that_could_be_either_is_refused() -> None:
     assert [len(piece) for piece in micro_batches(ids, count=2, size=6)] == [6, 6]
 
 
-def test_containers_keep_their_class() -> None:
+def test_containers_keep_their_class():
     """A25: dataclasses, named tuples and Transformers' BatchEncoding, cut and moved; a loss may read `batch.labels`."""
     from transformers import BatchEncoding
 
@@ -202,7 +195,7 @@ def test_containers_keep_their_class() -> None:
     )
 
 
-def test_lists_inside_a_batch() -> None:
+def test_lists_inside_a_batch():
     """A25: one entry a sample is cut, a list of tensors too, and all of them move."""
     batch = {
         "x": torch.zeros(4),
@@ -220,7 +213,7 @@ def test_lists_inside_a_batch() -> None:
     assert [len(piece[0]) for piece in micro_batches(images, count=2, size=2)] == [2, 2]
 
 
-def test_what_is_no_batch_is_said() -> None:
+def test_what_is_no_batch_is_said():
     """A25: never torch's or Python's own words; a loader that would begin anew at every step is found."""
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2)
     with pytest.raises(InputError, match="got a DataLoader, which would restart at every step"):
@@ -238,7 +231,7 @@ def test_what_is_no_batch_is_said() -> None:
         micro_batches(3, count=1, size=2)
 
 
-def test_weights_that_differ_are_found() -> None:
+def test_weights_that_differ_are_found():
     """A16: what the loss returned against what the step was divided by, to the digits that they have."""
     loss = Weighted(lambda o, b: (o, 1), lambda b: 1)
     check, one = WeightCheck(), torch.tensor(1024.0, dtype=torch.float64)
@@ -258,9 +251,7 @@ def test_weights_that_differ_are_found() -> None:
 
 
 class Half(StepHook):
-    """The second half of every sequence."""
-
-    def transform(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def transform(self, batch):
         return {name: entry.chunk(2, dim=1)[1] for name, entry in batch.items()}
 
 
@@ -268,9 +259,7 @@ BATCH = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 
 
 
 class TestTransform:
-    """A micro-batch before its forward."""
-
-    def test_labels_are_shifted_before_a_sequence_is_cut(self) -> None:
+    def test_labels_are_shifted_before_a_sequence_is_cut(self):
         """Position 1 predicts the label at 2, and position 2 that at 3, whichever part they are in."""
         part = Hooks([StepHook(), Half()]).prepare(BATCH)
         assert {name: entry.tolist() for name, entry in part.items()} == {
@@ -281,7 +270,7 @@ class TestTransform:
         }
         assert Hooks([StepHook()]).prepare(BATCH) is BATCH
 
-    def test_the_parts_of_a_loss_add_up(self) -> None:
+    def test_the_parts_of_a_loss_add_up(self):
         """Sums, weights, and the model is given positions and no labels."""
         logits = torch.randn(
             1, 4, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -305,12 +294,12 @@ class TestTransform:
         assert int(weight) == int(causal_lm_loss.weight(full)) == 2
 
         class Names(nn.Module):
-            def forward(self, **entries: torch.Tensor) -> list[str]:
+            def forward(self, **entries):
                 return sorted(entries)
 
         assert default_forward(Names(), full) == ["input_ids", "position_ids"]
 
-    def test_what_is_given_stays(self) -> None:
+    def test_what_is_given_stays(self):
         given = {
             "input_ids": torch.zeros(1, 2),
             "position_ids": torch.tensor([[7, 8]]),
@@ -319,7 +308,7 @@ class TestTransform:
         assert with_explicit_entries(given) == given
         assert with_explicit_entries((1, 2)) == (1, 2)
 
-    def test_a_cache_goes_by_name(self) -> None:
+    def test_a_cache_goes_by_name(self):
         assert with_cache({"input_ids": 1}, "kept", argument="cache") == {
             "input_ids": 1,
             "cache": "kept",

@@ -12,14 +12,7 @@ from plait.planner.models import Model, from_config
 from plait.planner.request import Request
 
 SMALL = {
-    "llama": {
-        "hidden_size": 96,
-        "intermediate_size": 176,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 211,
-    },
+    "llama": {"hidden_size": 96, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 211},
     "qwen2": {
         "hidden_size": 96,
         "intermediate_size": 176,
@@ -29,24 +22,9 @@ SMALL = {
         "vocab_size": 211,
         "tie_word_embeddings": True,
     },
-    "qwen3": {
-        "hidden_size": 96,
-        "intermediate_size": 176,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 211,
-        "head_dim": 16,
-    },
-    "gpt2": {
-        "n_embd": 96,
-        "n_layer": 3,
-        "n_head": 8,
-        "n_inner": 200,
-        "vocab_size": 211,
-        "n_positions": 64,
-    },
-}
+    "qwen3": {"hidden_size": 96, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 211, "head_dim": 16},
+    "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 8, "n_inner": 200, "vocab_size": 211, "n_positions": 64},
+}  # fmt: skip
 
 
 def request_for(kind: str) -> Request:

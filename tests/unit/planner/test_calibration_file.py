@@ -1,10 +1,7 @@
 """Calibrations as files, and what a live measurement says of the constants."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +15,8 @@ from plait.planner.calibrate import (
     errors_left_out,
     errors_with,
     load_calibration,
+    memory_of,
+    merged_rates,
     priors_from_rates,
     refuse_other,
     runs_of,
@@ -28,13 +27,13 @@ from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
 from plait.planner.models import find_model
-from plait.planner.request import Request, job_of
+from plait.planner.request import Request, estimate, job_of
 from plait.planner.search import price
 from plait.planner.step_time import collective_seconds, group
-from tests.unit.planner.rows import measured
+from tests.unit.planner.rows import measured, planned
 
 
-def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
+def test_a_file_gives_back_the_same_predictions(tmp_path):
     found = calibrate(runs_of([measured(factor=1.2, index=index) for index in range(4)]))
     save_calibration(tmp_path / "here.json", found, CalibrationOrigin("h100", "", {"rows": 4}))
     again, origin = load_calibration(tmp_path / "here.json")
@@ -47,7 +46,7 @@ def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
     assert price(request, [layout], calibration=again) != price(request, [layout])
 
 
-def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_device_or_form_is_refused(tmp_path):
     file = tmp_path / "here.json"
     save_calibration(file, calibrate(runs_of([measured()])), CalibrationOrigin("h100"))
     origin = load_calibration(file)[1]
@@ -85,7 +84,7 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "h100"])
-def test_measured_rates_are_what_the_model_then_says(name: str) -> None:
+def test_measured_rates_are_what_the_model_then_says(name):
     here = cluster(name, 2)
     precision = "fp32" if name == "cpu" else "bf16"
     rates = DeviceRates(
@@ -114,7 +113,7 @@ def test_measured_rates_are_what_the_model_then_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])
-def test_trials_are_of_all_processes_and_of_one_batch(processes: int) -> None:
+def test_trials_are_of_all_processes_and_of_one_batch(processes):
     layouts = calibration_layouts(processes, batch=4 * processes, heads=6)
     for at in layouts:
         dp = at["dp_replicate"] * at["dp_shard"]
@@ -127,7 +126,7 @@ def test_trials_are_of_all_processes_and_of_one_batch(processes: int) -> None:
     assert kinds == wanted | ({(2, 1, 0), (1, 2, 0)} if processes % 2 == 0 else set())
 
 
-def test_errors_of_rows_left_out_are_not_those_of_the_fit() -> None:
+def test_errors_of_rows_left_out_are_not_those_of_the_fit():
     runs = runs_of(
         [
             measured(factor=factor, index=index)
@@ -139,3 +138,33 @@ def test_errors_of_rows_left_out_are_not_those_of_the_fit() -> None:
     _, after, largest = errors_with(runs, calibrate(runs))
     assert after < 0.05
     assert errors_left_out(runs)[2] >= largest
+
+
+def seconds_of(runs):
+    """Seconds per step by the constants that ship."""
+    return np.asarray(estimate(runs_of(runs).job, merged_rates(uncalibrated())).seconds)
+
+
+def test_a_run_is_priced_as_the_plan_priced_it():
+    runs = [measured(index=index) for index in range(4)] + [measured("llama-2-7b")]
+    job = runs_of(runs).job
+    assert seconds_of(runs) == pytest.approx([one.seconds for one in runs], rel=1e-9)
+    allocated = np.exp(memory_of(job, ["allocated"] * 5)(knowledge().rates))
+    assert allocated == pytest.approx([one.bytes for one in runs], rel=1e-9)
+
+
+def test_runs_that_were_slower_make_plans_slower_and_surer():
+    found = calibrate(runs_of([measured(factor=1.3, index=index) for index in range(5)]))
+    planned_runs = planned("llama-3-8b")
+    request, layout = planned_runs.request, planned_runs.best[5].layout
+    before, after = (
+        price(request, [layout], calibration=calibration)[0] for calibration in (None, found)
+    )
+    assert after.seconds / before.seconds == pytest.approx(1.3, rel=0.06)
+    assert after.seconds_high / after.seconds < before.seconds_high / before.seconds
+
+
+def test_a_compiled_run_is_priced_as_compiled():
+    plain, compiled = measured(), replace(measured(), compiled=True)
+    seconds = seconds_of([plain, compiled])
+    assert seconds[1] < seconds[0]

@@ -1,9 +1,5 @@
 """What a count of blocks says, and what is told where there is none."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from plait.model.blocks import find_blocks
@@ -14,22 +10,15 @@ from plait.planner.models import Model, from_config
 from plait.planner.request import Request, formula_notes
 
 pytest.importorskip("transformers")
-SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "intermediate_size": 96,
-}
-ASKED: dict[str, Any] = {"sequence": 24, "precision": "bf16", "on_cores": False}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 96}  # fmt: skip
+ASKED = {"sequence": 24, "precision": "bf16", "on_cores": False}
 
 
-def section(kind: str, **more: Any) -> dict[str, Any]:
-    """The `model` section of a training configuration."""
+def section(kind, **more):
     return {"config": {"model_type": kind, **SIZES, **more}}
 
 
-def test_code_that_looks_at_values_is_not_counted_and_told() -> None:
+def test_code_that_looks_at_values_is_not_counted_and_told():
     given = section(
         "jetmoe", num_local_experts=2, num_experts_per_tok=1, num_key_value_heads=2, kv_channels=16
     )
@@ -42,7 +31,7 @@ def test_code_that_looks_at_values_is_not_counted_and_told() -> None:
     assert "(its blocks do not run without data), which may be too low" in told
 
 
-def test_what_no_count_is_made_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_count_is_made_of_is_told(monkeypatch):
     given = section("gemma2", num_key_value_heads=2, head_dim=16)
     assert not_counted(given, "gemma2", compiled=False, **ASKED) is None
     told = not_counted(given, "gemma2", compiled=True, **ASKED)
@@ -61,7 +50,7 @@ def test_what_no_count_is_made_of_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_a_dropout_of_scores_in_memory_is_counted_for_gpus_too() -> None:
+def test_a_dropout_of_scores_in_memory_is_counted_for_gpus_too():
     """With a mask of a byte; on CPU cores it is as wide as the result."""
     given = section(
         "gpt_neox_japanese", hidden_dropout=0.0, attention_dropout=0.1, intermediate_multiple_size=2
@@ -87,19 +76,15 @@ def test_a_dropout_of_scores_in_memory_is_counted_for_gpus_too() -> None:
         ("gemma2", {"num_key_value_heads": 2, "head_dim": 16}, (4096, 2048)),
         ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}, (4096, 2048)),
     ],
-)
-def test_a_recurrence_by_token_is_counted_on_a_few_tokens(
-    kind: str, more: dict[str, Any], lengths: tuple[int, int]
-) -> None:
+)  # fmt: skip
+def test_a_recurrence_by_token_is_counted_on_a_few_tokens(kind, more, lengths):
     """Of 4,096 tokens it would take a quarter of an hour."""
     model = built(section(kind, **more)["config"], dropout=False)
     assert module._lengths(model, find_blocks(model), 4096, "bf16") == lengths
 
 
 @pytest.mark.proof
-def test_bytes_of_a_recurrence_are_those_of_a_longer_sequence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bytes_of_a_recurrence_are_those_of_a_longer_sequence(monkeypatch):
     config = section("recurrent_gemma")["config"]
     few = module._count_model(built(config, dropout=False), 96, "bf16", dropping=False)
     monkeypatch.setattr(module, "_RECURRENT_TOKENS", 96)
@@ -110,10 +95,10 @@ def test_bytes_of_a_recurrence_are_those_of_a_longer_sequence(
     )
 
 
-def test_what_formulas_do_not_price_is_told() -> None:
+def test_what_formulas_do_not_price_is_told():
     """Scores in memory, and random numbers of cores; nothing of a family that is priced as it runs."""
 
-    def told(fields: dict[str, Any], device: str) -> list[str]:
+    def told(fields, device):
         return formula_notes(
             Request(Model(from_config(fields), {"config": fields}), cluster(device, 1), 2, 64)
         )

@@ -1,7 +1,5 @@
 """What is different where processes on CPU cores are the devices."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

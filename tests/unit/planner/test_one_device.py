@@ -1,7 +1,5 @@
 """One device alone: its optimizer can be on the host, and a file may name any ZeRO stage."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.planner.hardware import cluster
@@ -10,17 +8,16 @@ from plait.planner.request import Request
 from plait.planner.search import plan
 
 
-def request(model: str) -> Request:
-    """For a small batch."""
+def request(model):
     return Request(find_model(model, sequence=2048), cluster("h100", 1), 32, 2048)
 
 
-def test_states_that_do_not_fit_are_on_the_host() -> None:
+def test_states_that_do_not_fit_are_on_the_host():
     best = plan(request("llama-3-8b")).best[0].layout
     assert (best["stage"], best["dp_shard"]) == (1, 1) and best["offload"] > 0
 
 
-def test_one_that_fits_has_it_on_the_device() -> None:
+def test_one_that_fits_has_it_on_the_device():
     """And ZeRO stages, which are alike with one shard, are not shown beside each other."""
     best = [choice.layout for choice in plan(request("gpt2")).best]
     assert best[0]["stage"] == 0 and best[0]["offload"] == 0
@@ -28,7 +25,7 @@ def test_one_that_fits_has_it_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_stage_that_a_file_fixes_is_kept(stage: int) -> None:
+def test_a_stage_that_a_file_fixes_is_kept(stage):
     for fixed in ({"stage": stage}, {"stage": stage, "offload": 100}):
         best = plan(request("gpt2"), fixed=fixed).best[0].layout
         assert best["stage"] == stage and best["offload"] == fixed.get("offload", 0) / 100

@@ -1,13 +1,8 @@
 """A plan writes what it chose and nothing else: whatever a file says stays as it is written, and the choice was made for it (D1, D2)."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,20 +15,10 @@ from plait.planner.configuration import PRICED, WITHOUT_EFFECT, unpriced
 from plait.planner.hardware import cluster
 from plait.planner.search import plan
 
-MODEL = {
-    "config": {
-        "model_type": "llama",
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 4096,
-    }
-}
+MODEL = {"config": {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 4096}}  # fmt: skip
 CLUSTER = cluster("h100", 8)
 
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES = {
     # key, by one of its names: values of which some are left out, "auto" or fixed, in every form that files have
     "train_micro_batch_size_per_gpu": ("auto", 1, "2", None),
     "gradient_accumulation_steps": ("auto", None),
@@ -44,17 +29,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         {"stage": 1.0},
         {"stage": 3, "cpu_offload": False},
     ),
-    "fp16": (
-        None,
-        {"enabled": False, "loss_scale": 128, "hysteresis": 3},
-        {"enabled": False, "initial_scale_power": 12},
-    ),
-    "bf16": (
-        None,
-        {"enabled": True, "check_grad_overflow": False},
-        {"enabled": True},
-        {"enabled": False},
-    ),
+    "fp16": (None, {"enabled": False, "loss_scale": 128, "hysteresis": 3}, {"enabled": False, "initial_scale_power": 12}),
+    "bf16": (None, {"enabled": True, "check_grad_overflow": False}, {"enabled": True}, {"enabled": False}),
     "tensor_parallel": (None, {"autotp_size": "auto"}, {"tp_size": 2}, {"autotp_size": "2"}),
     "pipeline": (None, {"stages": 2}, {"stages": "auto"}),
     "communication_data_type": (None, "fp32", "bf16"),
@@ -68,13 +44,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         {"dp_shard": -1, "pipeline": {"schedule": "1f1b"}},
     ),
     "wall_clock_breakdown": (None, False),
-}
+}  # fmt: skip
 
 
-def files(seed: int, count: int) -> Iterator[dict[str, Any]]:
+def files(seed, count):
     draw = random.Random(seed)
     for _ in range(count):
-        tree: dict[str, Any] = {
+        tree = {
             "train_batch_size": draw.choice([32, "32", 64.0]),
             "model": MODEL,
             "data": {"sequence_length": 512},
@@ -86,16 +62,16 @@ def files(seed: int, count: int) -> Iterator[dict[str, Any]]:
         yield tree
 
 
-def leaves(tree: Any, at: str = "") -> dict[str, Any]:
+def leaves(tree, at=""):
     if not isinstance(tree, dict) or not tree:
         return {at: tree}
-    found: dict[str, Any] = {}
+    found = {}
     for name, value in tree.items():
         found |= leaves(value, f"{at}.{name}" if at else name)
     return found
 
 
-def same(before: dict[str, Any], after: dict[str, Any]) -> None:
+def same(before, after):
     """Every value of `before` but "auto" stands in `after`, in the same form."""
     short = {"zero_optimization": True}
     for path, value in leaves(before).items():
@@ -108,7 +84,7 @@ def same(before: dict[str, Any], after: dict[str, Any]) -> None:
         assert found == value and type(found) is type(value), path
 
 
-def check(tree: dict[str, Any]) -> bool:
+def check(tree):
     """Whether there is a plan for it; if there is, that it keeps the file and is what was priced."""
     before = copy.deepcopy(tree)
     try:
@@ -141,18 +117,18 @@ def check(tree: dict[str, Any]) -> bool:
     return True
 
 
-def test_a_plan_keeps_what_a_file_says() -> None:
+def test_a_plan_keeps_what_a_file_says():
     """D1: random files, each planned for, and what comes out compared with what went in."""
-    assert sum(check(tree) for tree in files(seed=1, count=8)) >= 4
+    assert sum(check(tree) for tree in files(seed=1, count=4)) >= 2
 
 
 @pytest.mark.proof
-def test_a_plan_keeps_what_many_files_say() -> None:
+def test_a_plan_keeps_what_many_files_say():
     """D1, at length."""
     assert sum(check(tree) for tree in files(seed=2, count=400)) >= 200
 
 
-def written(tmp_path: Path, tree: dict[str, Any], *options: str) -> tuple[int, dict[str, Any]]:
+def written(tmp_path, tree, *options):
     file, out = tmp_path / "file.json", tmp_path / "out.json"
     file.write_text(json.dumps(tree))
     out.unlink(missing_ok=True)
@@ -178,9 +154,7 @@ def written(tmp_path: Path, tree: dict[str, Any], *options: str) -> tuple[int, d
     return code, json.loads(out.read_text()) if out.exists() else {}
 
 
-def test_the_command_keeps_what_a_file_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_keeps_what_a_file_says(tmp_path, capsys):
     """D2: short forms, other names, and files that compute in fp16 or fp32 stay what they are."""
     base = {"train_batch_size": 32, "model": MODEL, "data": {"sequence_length": 512}}
     fp16 = {"enabled": True, "loss_scale": 128, "hysteresis": 3}
@@ -209,9 +183,7 @@ def test_the_command_keeps_what_a_file_says(
     assert code == 0 and made["bf16"] == {"enabled": True} and made["fp16"] == {"enabled": False}
 
 
-def test_an_option_wins_over_the_file_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_wins_over_the_file_and_says_so(tmp_path, capsys):
     tree = {
         "train_batch_size": 32,
         "model": MODEL,
@@ -243,7 +215,7 @@ def test_an_option_wins_over_the_file_and_says_so(
     )
 
 
-def test_what_a_plan_cannot_keep_is_refused() -> None:
+def test_what_a_plan_cannot_keep_is_refused():
     base = {"train_batch_size": 32, "model": MODEL, "parallel": {"tp": "auto"}}
     for more, words in (
         (
@@ -275,7 +247,7 @@ def test_what_a_plan_cannot_keep_is_refused() -> None:
         assert words in str(error.value)
 
 
-def test_every_setting_is_priced_or_named() -> None:
+def test_every_setting_is_priced_or_named():
     """A new setting is unpriced until somebody says otherwise, and the lists name settings that exist."""
     for name in (*PRICED, *WITHOUT_EFFECT):
         assert any(path == name or path.startswith(f"{name}.") for path in schema_fields()), name
@@ -313,7 +285,7 @@ def test_every_setting_is_priced_or_named() -> None:
     )
 
 
-def test_compilation_says_why_it_has_no_pipeline() -> None:
+def test_compilation_says_why_it_has_no_pipeline():
     """D8: the rule that refuses the pair, not that there was no pipeline at all."""
     request = configuration.request_of(
         configuration.read_file(

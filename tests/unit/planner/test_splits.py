@@ -26,7 +26,7 @@ SMALL = {
     "n_embd": 32,
     "n_layer": 2,
     "n_head": 4,
-}
+}  # fmt: skip
 OWN = {
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},

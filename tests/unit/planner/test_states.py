@@ -19,7 +19,7 @@ from tests.unit.planner.small_models import SMALL, real_facts, request_for
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", SMALL)  # fmt: skip
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(
     ("stage", "replicate", "shard", "accumulation"),

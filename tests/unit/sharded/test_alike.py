@@ -1,24 +1,14 @@
 """The first difference between ranks, in words; what is compared is what a user built."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from plait.config.resolving.resolve import load, resolve
-from plait.sharded.alike import (
-    Fact,
-    _describe_difference,
-    _model_facts,
-    _setting_facts,
-    _version_facts,
-)
+from plait.sharded.alike import _describe_difference, _model_facts, _setting_facts, _version_facts
 
 
-def tiny(**changes: Any) -> nn.Module:
+def tiny(**changes):
     torch.manual_seed(0)
     model = nn.Module()
     model.up, model.norm = nn.Linear(12, changes.get("width", 24)), nn.BatchNorm1d(3)
@@ -41,39 +31,24 @@ def tiny(**changes: Any) -> nn.Module:
     ("change", "said"),
     [
         ({"width": 25}, "rank 3 has `up.weight` float32 [25, 12], ranks 0-2 have float32 [24, 12]"),
-        (
-            {"dtype": torch.float64},
-            "rank 3 has `up.weight` float64 [24, 12], ranks 0-2 have float32 [24, 12]",
-        ),
-        (
-            {"frozen": True},
-            "rank 3 has `norm.weight` float32 [3] frozen, ranks 0-2 have float32 [3]",
-        ),
-        (
-            {"tied": True},
-            "rank 3 has `head.weight` tied to `up.weight`, ranks 0-2 have float32 [24, 12]",
-        ),
-        (
-            {"late": True},
-            "rank 3 has module `norm` where ranks 0-2 have module `up`: the order differs",
-        ),
+        ({"dtype": torch.float64}, "rank 3 has `up.weight` float64 [24, 12], ranks 0-2 have float32 [24, 12]"),
+        ({"frozen": True}, "rank 3 has `norm.weight` float32 [3] frozen, ranks 0-2 have float32 [3]"),
+        ({"tied": True}, "rank 3 has `head.weight` tied to `up.weight`, ranks 0-2 have float32 [24, 12]"),
+        ({"late": True}, "rank 3 has module `norm` where ranks 0-2 have module `up`: the order differs"),
         ({"other": True}, "rank 3 has module `norm` InstanceNorm1d, ranks 0-2 have BatchNorm1d"),
-        (
-            {"buffer": torch.float64},
-            "rank 3 has buffer `norm.running_mean` float64 [3], ranks 0-2 have float32 [3]",
-        ),
+        ({"buffer": torch.float64}, "rank 3 has buffer `norm.running_mean` float64 [3], ranks 0-2 have float32 [3]"),
     ],
-)
-def test_models(change: dict[str, Any], said: str) -> None:
+)  # fmt: skip
+def test_models(change, said):
     """Shapes, dtypes, what is frozen, ties, order, classes, buffers."""
     usual, other = list(_model_facts(tiny())), list(_model_facts(tiny(**change)))
     assert usual != other and usual == list(_model_facts(tiny()))
     assert _describe_difference(usual, other, [0, 1, 2], [3]) == said
 
 
-def test_names_and_lengths() -> None:
+def test_names_and_lengths():
     """A name that one side lacks, at the end too."""
-    a: list[Fact] = [("`a`", "x"), ("`b`", "x")]
+    a = [("`a`", "x"), ("`b`", "x")]
     assert (
         _describe_difference(a, [("`a`", "x"), ("`c`", "y")], [0], [1, 2])
         == "ranks 1-2 have `c` y where rank 0 has `b` x"
@@ -83,11 +58,11 @@ def test_names_and_lengths() -> None:
     )
 
 
-def facts_of(config: dict[str, Any]) -> list[Fact]:
+def facts_of(config):
     return list(_setting_facts("", resolve(load(config), world_size=2).model_dump()))
 
 
-def test_settings_and_versions() -> None:
+def test_settings_and_versions():
     """Every resolved setting, except folders, which may be a rank's own."""
     base = {
         "train_micro_batch_size_per_gpu": 2,

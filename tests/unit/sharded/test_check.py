@@ -1,9 +1,5 @@
 """What cannot be is refused before a process group exists, in one place for everyone who asks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,16 +7,18 @@ from torch import nn
 
 import plait
 from plait.cluster.layout import Layout
-from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, ModelError
-from plait.parallel.order import ORDER, check_all
+from plait.parallel.order import ORDER, UNSUPPORTED_COMBINATIONS, check_all, refuse_incompatible
 from plait.parallel.parts import Plans
 from plait.parallel.technique import Technique, TechniqueContext
+from plait.parallel.techniques.compile import Compile
+from plait.parallel.techniques.data_parallel import DataParallel
 from plait.sharded.assemble import checked_model
 from tests.parity import cases
 
 
-def resolved(world_size: int, **parallel: Any) -> Resolved:
+def resolved(world_size, **parallel):
     file = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -32,19 +30,19 @@ def resolved(world_size: int, **parallel: Any) -> Resolved:
 class Refusing(Technique):
     """A technique that no model is fit for."""
 
-    def check(self, context: TechniqueContext) -> None:
+    def check(self, context):
         assert not dist.is_initialized()
         raise ModelError(
             f"{type(context.model).__name__} is not fit for {context.layout.world_size} processes"
         )
 
 
-def test_a_technique_of_ones_own_refuses() -> None:
+def test_a_technique_of_ones_own_refuses():
     with pytest.raises(ModelError, match="Linear is not fit for 2 processes"):
         check_all(TechniqueContext(Layout(dp_shard=2), (Refusing(),), model=nn.Linear(2, 2)))
 
 
-def test_initialize_refuses_before_a_process_group_exists() -> None:
+def test_initialize_refuses_before_a_process_group_exists():
     """Two processes are asked for, and there is one: a group would be refused for that, if one were made."""
     model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="no repeated blocks"):
@@ -54,12 +52,12 @@ def test_initialize_refuses_before_a_process_group_exists() -> None:
     assert not dist.is_initialized()
 
 
-def test_the_list_of_techniques_is_in_order() -> None:
+def test_the_list_of_techniques_is_in_order():
     """One list, made by the configuration, with every technique in it once."""
     assert tuple(type(technique) for technique in resolved(1).techniques) == ORDER
 
 
-def test_plans_are_kept_and_need_no_model_twice() -> None:
+def test_plans_are_kept_and_need_no_model_twice():
     """What checks find out is a note; without a model, only pairs and what the file shows are refused."""
     with torch.device("meta"):
         model = cases.build("llama", tied=False, layers=4)
@@ -79,3 +77,25 @@ def test_plans_are_kept_and_need_no_model_twice() -> None:
     )
     with pytest.raises(ConfigError, match=r"compile\.backend"):
         check_all(wrong.context())
+
+
+def test_all_at_once():
+    with pytest.raises(ConfigError) as caught:
+        refuse_incompatible(
+            TechniqueContext(
+                Layout(pp=2, cp=2, tp=2),
+                (Compile(enabled=True), DataParallel(secondary_partition=2)),
+            )
+        )
+    assert [problem.field for problem in caught.value.problems] == [
+        refusal.field for refusal in UNSUPPORTED_COMBINATIONS
+    ]
+
+
+def test_what_works_passes():
+    """Data, tensor and pipeline parallelism, compiled data parallelism, a secondary partition."""
+    refuse_incompatible(TechniqueContext(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)))
+    refuse_incompatible(
+        TechniqueContext(Layout(dp_shard=4), (DataParallel(secondary_partition=2),))
+    )
+    refuse_incompatible(TechniqueContext(Layout(dp_shard=4), (Compile(enabled=True),)))

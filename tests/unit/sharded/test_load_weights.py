@@ -1,10 +1,7 @@
 """Folders of Transformers: which files are read, without staying in memory beside what they hold, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +18,7 @@ from plait.sharded import load_weights as module
 from plait.sharded.load_weights import load_weights
 
 
-def mapped_bytes(path: Path) -> int:
-    """Of a file, in this process's memory."""
+def mapped_bytes(path):
     found, here = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split(" ", 1)[0]:
@@ -32,14 +28,14 @@ def mapped_bytes(path: Path) -> int:
     return found
 
 
-def test_a_file_is_mapped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_mapped_in_parts(tmp_path, monkeypatch):
     tensor = 4 << 20
     source = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8))
     path = tmp_path / "model.safetensors"
     save_file(source.state_dict(), path)
     model = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8))
     monkeypatch.setattr(module, "_MAPPED_BYTES", 2 * tensor)
-    seen: list[int] = []
+    seen = []
     load_weights(model, tmp_path, filled=lambda _: seen.append(mapped_bytes(path)))
     assert len(seen) == 8 and tensor // 2 < max(seen) < 3 * tensor, seen
     assert all(torch.equal(model[at].weight, source[at].weight) for at in range(8))
@@ -49,7 +45,7 @@ def test_a_file_is_mapped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert max(seen) > 6 * tensor  # what the first part of this test is about
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_a_broken_file_is_named(tmp_path):
     """Also by what would go on to load the folder with Transformers."""
     transformers = pytest.importorskip("transformers")
     transformers.GPT2LMHeadModel(
@@ -69,7 +65,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         plait.from_pretrained(tmp_path)
 
 
-def small_llama(*, tied: bool = True) -> Any:
+def small_llama(*, tied=True):
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 8,
@@ -84,9 +80,7 @@ def small_llama(*, tied: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 1 << 20])
-def test_tied_parameters_with_two_values(
-    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_parameters_with_two_values(rows, tmp_path, monkeypatch):
     """Transformers does not tie them; the one that was read last would be both."""
     monkeypatch.setattr(module, "_COMPARED_ELEMENTS", 8 * rows)
     small_llama().save_pretrained(tmp_path)
@@ -116,7 +110,7 @@ def test_tied_parameters_with_two_values(
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
 
 
-def test_tensors_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_tensors_that_the_model_does_not_have(tmp_path):
     """Those that Transformers leaves out by a rule are left out: buffers that older releases stored, and layers that a class does not use.
     Others are refused, in memory and streamed."""
     small_llama(tied=False).save_pretrained(tmp_path)
@@ -141,7 +135,7 @@ def test_tensors_that_the_model_does_not_have(tmp_path: Path) -> None:
             load()
 
 
-def test_a_folder_of_pickles(tmp_path: Path) -> None:
+def test_a_folder_of_pickles(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(
         CheckpointError,
@@ -150,7 +144,7 @@ def test_a_folder_of_pickles(tmp_path: Path) -> None:
         module.weight_files(tmp_path)
 
 
-def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:
+def test_a_folder_that_two_models_were_saved_to(tmp_path):
     """In one file, and in several: what Transformers leaves of the first is not read for the second."""
     first, second = small_llama(), small_llama()
     first.save_pretrained(tmp_path / "several", max_shard_size=500)
@@ -172,7 +166,7 @@ def test_a_folder_that_two_models_were_saved_to(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.embed_tokens.weight, first.model.embed_tokens.weight)
 
 
-def test_generation_settings_in_config_json(tmp_path: Path) -> None:
+def test_generation_settings_in_config_json(tmp_path):
     """As older folders have them, without a generation_config.json."""
     transformers = pytest.importorskip("transformers")
     small_llama().save_pretrained(tmp_path)
@@ -200,7 +194,7 @@ def test_generation_settings_in_config_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom"])
-def test_a_base_model_that_was_saved_alone(tmp_path: Path, kind: str) -> None:
+def test_a_base_model_that_was_saved_alone(tmp_path, kind):
     """The hub's GPT-2 and BLOOM have names without the prefix; Transformers goes by the names."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -228,7 +222,7 @@ def test_a_base_model_that_was_saved_alone(tmp_path: Path, kind: str) -> None:
     )
 
 
-def test_a_base_model_without_its_head(tmp_path: Path) -> None:
+def test_a_base_model_without_its_head(tmp_path):
     """Transformers draws a new head, from which neither an answer nor a resumed run would follow."""
     from transformers import AutoConfig, AutoModel
 

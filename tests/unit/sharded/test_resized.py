@@ -1,10 +1,5 @@
 """Models that a script resizes, or builds without weights: what works, and the way that a refusal names."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,14 +12,14 @@ from plait.train.language_model import build_model
 
 transformers = pytest.importorskip("transformers")
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "train_batch_size": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 0},
 }
 
 
-def model(*, rows: int = 64) -> Any:
+def model(*, rows=64):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=rows,
@@ -37,12 +32,12 @@ def model(*, rows: int = 64) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def loss_of_a_step(engine: plait.Engine, token: int) -> float:
+def loss_of_a_step(engine, token):
     tokens = torch.full((1, 8), token)
     return float(engine.train_batch({"input_ids": tokens, "labels": tokens}).loss)
 
 
-def test_resized_after_training() -> None:
+def test_resized_after_training():
     """The optimizer's states have the former size. An update wrote past their end, and the process crashed."""
     engine = plait.initialize(model(), CONFIG, loss_fn=plait.causal_lm_loss)
     loss_of_a_step(engine, 3)
@@ -58,7 +53,7 @@ def test_resized_after_training() -> None:
     again.close()
 
 
-def test_resized_before_it_has_weights(tmp_path: Path) -> None:
+def test_resized_before_it_has_weights(tmp_path):
     model().save_pretrained(tmp_path / "small")
     found = plait.from_pretrained(tmp_path / "small")
     assert found.resize_token_embeddings().num_embeddings == 64
@@ -81,7 +76,7 @@ def test_resized_before_it_has_weights(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_resized_once_it_has_weights(tmp_path: Path) -> None:
+def test_resized_once_it_has_weights(tmp_path):
     """The model of an engine that was closed is the caller's."""
     model().save_pretrained(tmp_path)
     found = plait.from_pretrained(tmp_path)
@@ -89,7 +84,7 @@ def test_resized_once_it_has_weights(tmp_path: Path) -> None:
     assert found.resize_token_embeddings(70).num_embeddings == 70
 
 
-def test_more_tokens_than_a_saved_model_has(tmp_path: Path) -> None:
+def test_more_tokens_than_a_saved_model_has(tmp_path):
     model().save_pretrained(tmp_path / "small")
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {f"t{number}": number for number in range(70)}
@@ -106,7 +101,7 @@ def test_more_tokens_than_a_saved_model_has(tmp_path: Path) -> None:
     assert built.model.config.vocab_size == 70
 
 
-def test_pretrained_inside_of_zero_init(tmp_path: Path) -> None:
+def test_pretrained_inside_of_zero_init(tmp_path):
     model().save_pretrained(tmp_path)
     with (
         pytest.raises(InputError, match=r"call plait.from_pretrained\(name\) without zero.Init"),
@@ -120,14 +115,14 @@ def test_pretrained_inside_of_zero_init(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_parameters_that_deepspeed_has_cut() -> None:
+def test_parameters_that_deepspeed_has_cut():
     found = nn.Linear(2, 2)
-    found.weight.ds_id = 0  # type: ignore[assignment]
+    found.weight.ds_id = 0
     with pytest.raises(ModelError, match=r"build the model with plait.from_pretrained\(name\)"):
         plait.initialize(found, CONFIG)
 
 
-def test_adapters_on_a_model_without_weights(tmp_path: Path) -> None:
+def test_adapters_on_a_model_without_weights(tmp_path):
     """The message names the way that works: the model of Transformers."""
     peft = pytest.importorskip("peft")
     model().save_pretrained(tmp_path)

@@ -1,9 +1,5 @@
 """`run.callbacks`: what is named is found before anything starts, or refused with the rule."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from plait.errors import ConfigError
@@ -39,23 +35,23 @@ number = 3
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def module(tmp_path, monkeypatch):
     (tmp_path / "heard_here.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
 
 
-def test_functions_and_instances() -> None:
+def test_functions_and_instances():
     """A check makes no instance; a run makes one."""
-    import heard_here  # type: ignore[import-not-found]
+    import heard_here
 
     heard_here.made.clear()
     names = ["heard_here:heard", "heard_here:Counter"]
     check_callbacks(names)
     assert not heard_here.made
     heard, counter = load_callbacks(names)
-    assert heard("event", None) == "event" and len(heard_here.made) == 1  # type: ignore[arg-type]
-    assert [counter("event", None) for _ in range(2)] == [1, 2]  # type: ignore[arg-type]
+    assert heard("event", None) == "event" and len(heard_here.made) == 1
+    assert [counter("event", None) for _ in range(2)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +67,7 @@ def test_functions_and_instances() -> None:
         ("heard_here:Silent", "an instance is called with (event, engine)"),
     ],
 )
-def test_what_is_refused(name: str, rule: str) -> None:
+def test_what_is_refused(name, rule):
     with pytest.raises(ConfigError) as caught:
         check_callbacks([name])
     assert "run.callbacks" in str(caught.value) and rule in str(caught.value)

@@ -1,13 +1,9 @@
 """Exporting: what cannot be written is a sentence, and nothing half-written stays."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,9 +23,9 @@ from tests.unit.inference.ropes import KINDS, LONG
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """Every checkpoint has a model of one tensor."""
-    model: Any = nn.Linear(2, 2, bias=False)
+    model = nn.Linear(2, 2, bias=False)
     model.config = SimpleNamespace(
         save_pretrained=lambda folder: (folder / "config.json").write_text("{}")
     )
@@ -50,9 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("at", ["save_file", "_sync"])
-def test_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: Exception, at: str
-) -> None:
+def test_a_full_disk(tmp_path, monkeypatch, small, error, at):
     monkeypatch.setattr(export_module, at, mock.Mock(side_effect=error))
     with pytest.raises(
         InputError, match=r"--out .*out cannot be written: .*No space left on device"
@@ -64,9 +58,7 @@ def test_a_full_disk(
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SystemExit(143), CheckpointError("its bytes have changed")]
 )
-def test_what_ends_it_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, error: BaseException
-) -> None:
+def test_what_ends_it_leaves_nothing(tmp_path, monkeypatch, small, error):
     monkeypatch.setattr(export_module, "save_file", mock.Mock(side_effect=error))
     with pytest.raises(type(error)):
         export_module.export(mock.Mock(), tmp_path / "out")
@@ -76,7 +68,7 @@ def test_what_ends_it_leaves_nothing(
 class Router(nn.Module):
     """With what no other dtype is for: a bias that its class keeps in float32, and a number."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"))
         self.register_buffer("bias", torch.empty(2, device="meta"))
@@ -84,9 +76,7 @@ class Router(nn.Module):
         self.config = SimpleNamespace(save_pretrained=lambda folder: None)
 
 
-def test_another_dtype_is_not_all_tensors(
-    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_dtype_is_not_all_tensors(tmp_path, small, monkeypatch):
     kept = {
         "weight": torch.tensor([0.1, 1]),
         "bias": torch.tensor([0.1, 1]),
@@ -119,9 +109,7 @@ def test_another_dtype_is_not_all_tensors(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_checkpoints_model_keeps_its_classs_float32(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoints_model_keeps_its_classs_float32(dtype, monkeypatch):
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -155,8 +143,7 @@ def test_a_checkpoints_model_keeps_its_classs_float32(
     )
 
 
-def test_a_tokenizer_with_a_folder(tmp_path: Path, small: None) -> None:
-    """Transformers saves several chat templates into one."""
+def test_a_tokenizer_with_a_folder(tmp_path, small):
     templates = tmp_path / "tokenizer" / "additional_chat_templates"
     templates.mkdir(parents=True)
     (templates / "tools.jinja").write_text("{{ messages }}")
@@ -174,7 +161,7 @@ def test_a_tokenizer_with_a_folder(tmp_path: Path, small: None) -> None:
     }
 
 
-def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, small: None) -> None:
+def test_a_tokenizer_that_cannot_be_read(tmp_path, small):
     """The message names its file, and not --out alone."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").symlink_to("nothing")
@@ -183,7 +170,7 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, small: None) -> None:
     assert not (tmp_path / ".out.tmp").exists()
 
 
-def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_tokens_are_compared(tmp_path, monkeypatch):
     """A folder whose tensors are right, and which Transformers computes something else with."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     saved(right)
@@ -205,7 +192,7 @@ def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
         export.compare_generated(mock.Mock(), wrong)
     generate = export.generate
 
-    def other(*args: Any, **settings: Any) -> list[Any]:
+    def other(*args, **settings):
         made = generate(*args, **settings)
         made[0].token_ids[8] += 1
         return made
@@ -227,20 +214,18 @@ def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
     [KINDS["longrope"], ("llama", {"rope_parameters": LONG})],
     ids=["phi3", "llama"],
 )
-def test_tokens_past_the_original_length_of_longrope(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
-) -> None:
+def test_tokens_past_the_original_length_of_longrope(tmp_path, monkeypatch, name, fields):
     saved(tmp_path / "model", name, layers=2, **fields)
     monkeypatch.setattr(export, "Source", lambda *_: open_source(tmp_path / "model"))
     assert export.compare_generated(mock.Mock(), tmp_path / "model").tokens == 64
 
 
-def test_what_was_not_verified_has_no_name(tmp_path: Path, small: None) -> None:
+def test_what_was_not_verified_has_no_name(tmp_path, small):
     """The folder is complete when it is compared, and gone where it is not what it should be."""
     (tmp_path / "settings.json").write_text('{"eos_token_id": [1, 2]}')
     seen = []
 
-    def verify(folder: Path) -> None:
+    def verify(folder):
         seen.append((folder.name, sorted(path.name for path in folder.iterdir())))
         raise CheckpointError("its weights differ")
 

@@ -1,9 +1,6 @@
 """A run's folder: what it goes on with, what it refuses, and starting over."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -14,28 +11,23 @@ from plait.train.loop import Position
 from plait.train.run_folder import RunFolder
 from tests.checkpoints import put
 
-IDENTITY = {
-    "model.hidden_size": 64,
-    "model.rope": {"theta": 1.5},
-    "run.seed": 0,
-    "model.tuple": (1, 2),
-}
+IDENTITY = {"model.hidden_size": 64, "model.rope": {"theta": 1.5}, "run.seed": 0, "model.tuple": (1, 2)}  # fmt: skip
 
 
-def _checkpoint(folder: Path, state: dict[str, object]) -> None:
+def _checkpoint(folder, state):
     put(folder / "checkpoints", "step-7", {"client_state": exact.encode(state)})
 
 
-def test_an_empty_folder_starts_at_the_beginning(tmp_path: Path) -> None:
+def test_an_empty_folder_starts_at_the_beginning(tmp_path):
     assert RunFolder(tmp_path / "new").position(IDENTITY) == Position(0, 0)
 
 
-def test_the_same_run_goes_on(tmp_path: Path) -> None:
+def test_the_same_run_goes_on(tmp_path):
     _checkpoint(tmp_path, {"identity": IDENTITY, "step": 7, "samples": 56})
     assert RunFolder(tmp_path).position(IDENTITY) == Position(7, 56)
 
 
-def test_each_difference_is_named(tmp_path: Path) -> None:
+def test_each_difference_is_named(tmp_path):
     _checkpoint(tmp_path, {"identity": IDENTITY, "step": 7, "samples": 56})
     with pytest.raises(ConfigError) as caught:
         RunFolder(tmp_path).position({**IDENTITY, "model.hidden_size": 32, "run.seed": 1})
@@ -45,24 +37,24 @@ def test_each_difference_is_named(tmp_path: Path) -> None:
     assert "--fresh" in lines[0]
 
 
-def test_a_field_that_another_version_added_does_not_matter(tmp_path: Path) -> None:
+def test_a_field_that_another_version_added_does_not_matter(tmp_path):
     _checkpoint(tmp_path, {"identity": {**IDENTITY, "model.gone": 1}, "step": 7, "samples": 56})
     assert RunFolder(tmp_path).position({**IDENTITY, "model.new": None}) == Position(7, 56)
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     _checkpoint(tmp_path, {"epoch": 3})
     with pytest.raises(CheckpointError, match="not written by plait train"):
         RunFolder(tmp_path).position(IDENTITY)
 
 
-def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+def test_a_file_is_not_a_folder(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(InputError, match="is a file"):
         RunFolder(tmp_path / "run").position(IDENTITY)
 
 
-def test_starting_over_keeps_what_was_there(tmp_path: Path) -> None:
+def test_starting_over_keeps_what_was_there(tmp_path):
     run = RunFolder(tmp_path / "run")
     assert run.set_aside() is None
     for number in (1, 2):
@@ -75,7 +67,7 @@ def test_starting_over_keeps_what_was_there(tmp_path: Path) -> None:
     assert state["metadata"]["client_state"]["step"] == 1
 
 
-def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
+def test_settings_of_generation_are_kept(tmp_path):
     """Those of the model that a run begins with; a run of new weights has none."""
     weights = tmp_path / "weights"
     weights.mkdir()
@@ -88,7 +80,7 @@ def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
     assert (run.path / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
 
 
-def test_one_run_at_a_time(tmp_path: Path) -> None:
+def test_one_run_at_a_time(tmp_path):
     """Also starting over waits for the end of the one that runs."""
     run = RunFolder(tmp_path / "run")
     with run.claim():

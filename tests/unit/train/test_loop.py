@@ -1,11 +1,9 @@
 """The order of events in a run, its cadence, a clean stop, resuming, and what happens when the loss is lost. No model: a made-up engine."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.cluster.accelerator import HostCopy
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences, Stream
-from plait.errors import NumbersError, PlaitError
-from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, StepDone, Validated
-from plait.train.loop import Position, StopRequest, TrainingContext, train
+from plait.errors import CommunicationError, NumbersError, PlaitError
+from plait.events import CheckpointSaved, RunEnded, RunStarted, StepDone, Validated
+from plait.train.loop import STOP_REQUESTED, Position, StopRequest, TrainingContext, train
 from tests.checkpoints import put
 
 BEGINNING = Position()
@@ -41,7 +40,7 @@ class FakeEngine:
     rank: int = 0
     writing: Path | None = None
 
-    def train_batch(self, batch: Any) -> Any:
+    def train_batch(self, batch):
         self.batches.append(batch["input_ids"][:, 0].tolist())
         step = len(self.batches)
         self.before(step)
@@ -55,33 +54,31 @@ class FakeEngine:
             decided=self.decides(step),
         )
 
-    def eval_batch(self, batch: Any) -> tuple[float, float]:
+    def eval_batch(self, batch):
         return 6.0, 3.0
 
-    def checkpoint_written(self, *, wait: bool = False) -> Path | None:
+    def checkpoint_written(self, *, wait=False):
         path, self.writing = self.writing, None
         return path
 
-    def save_checkpoint(
-        self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True
-    ) -> Path:
+    def save_checkpoint(self, folder, *, tag=None, client_state=None, wait=True):
         self.states.append(dict(client_state))
         self.writing = put(Path(folder), str(tag), client_state, sequence=len(self.states))
         return self.writing
 
 
 def _run(
-    folder: Path,
-    engine: FakeEngine,
+    folder,
+    engine,
     *,
-    start: Position = BEGINNING,
-    batches: int = 2,
-    ranks: tuple[int, int] = (0, 1),
-    left_out: Collection[int] = (),
-    seconds: Callable[[], float] | None = None,
-    **section: Any,
-) -> tuple[int, list[Event]]:
-    events: list[Event] = []
+    start=BEGINNING,
+    batches=2,
+    ranks=(0, 1),
+    left_out=(),
+    seconds=None,
+    **section,
+):
+    events = []
     sequences = Sequences(
         Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0
     )
@@ -102,21 +99,15 @@ def _run(
         return train(job, start), events
 
 
-def _told(events: list[Event]) -> list[tuple[str, int]]:
+def _told(events):
     return [
         (type(event).__name__, event.first_step if isinstance(event, RunStarted) else event.step)
         for event in events
     ]
 
 
-def test_a_whole_run_in_order(tmp_path: Path) -> None:
-    ended, events = _run(
-        tmp_path,
-        FakeEngine(),
-        steps=5,
-        validate_every=2,
-        checkpoint_every=3,
-    )
+def test_a_whole_run_in_order(tmp_path):
+    ended, events = _run(tmp_path, FakeEngine(), steps=5, validate_every=2, checkpoint_every=3)
     assert ended == 0
     assert _told(events) == [
         ("RunStarted", 0),
@@ -137,7 +128,7 @@ def test_a_whole_run_in_order(tmp_path: Path) -> None:
     assert next(event for event in events if isinstance(event, Validated)).loss == 2.0
 
 
-def test_a_decision_is_reported_after_its_step(tmp_path: Path) -> None:
+def test_a_decision_is_reported_after_its_step(tmp_path):
     _, events = _run(
         tmp_path, FakeEngine(decides=lambda step: "int8" if step == 2 else ""), steps=3
     )
@@ -149,7 +140,7 @@ def test_a_decision_is_reported_after_its_step(tmp_path: Path) -> None:
     ]
 
 
-def test_what_fell_due_at_the_last_step_is_done_once(tmp_path: Path) -> None:
+def test_what_fell_due_at_the_last_step_is_done_once(tmp_path):
     _, events = _run(tmp_path, FakeEngine(), steps=4, validate_every=2, checkpoint_every=2)
     assert _told(events)[-4:] == [
         ("StepDone", 4),
@@ -159,7 +150,7 @@ def test_what_fell_due_at_the_last_step_is_done_once(tmp_path: Path) -> None:
     ]
 
 
-def test_ranks_take_every_sequence_once(tmp_path: Path) -> None:
+def test_ranks_take_every_sequence_once(tmp_path):
     """A step takes the whole batch of all ranks: none of them sees what another had in the step before."""
     engines = [FakeEngine(), FakeEngine()]
     for rank, engine in enumerate(engines):
@@ -169,7 +160,7 @@ def test_ranks_take_every_sequence_once(tmp_path: Path) -> None:
     assert len(taken) == len(set(taken)) == 8
 
 
-def test_no_validation_text_means_no_validation(tmp_path: Path) -> None:
+def test_no_validation_text_means_no_validation(tmp_path):
     _, events = _run(tmp_path, FakeEngine(), batches=0, steps=2)
     assert not any(isinstance(event, Validated) for event in events)
 
@@ -187,13 +178,11 @@ def test_no_validation_text_means_no_validation(tmp_path: Path) -> None:
         ({"checkpoint_every": 5, "checkpoint_minutes": 30}, [4, 5, 9, 10]),
     ],
 )
-def test_checkpoints_by_the_clock(
-    tmp_path: Path, section: dict[str, Any], saved: list[int]
-) -> None:
+def test_checkpoints_by_the_clock(tmp_path, section, saved):
     """A killed run of the default settings keeps what is older than half an hour."""
     passed = [0.0]
 
-    def pass_time(step: int) -> None:
+    def pass_time(step):
         passed[0] += 600
 
     _, events = _run(
@@ -202,7 +191,7 @@ def test_checkpoints_by_the_clock(
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
 
 
-def test_old_checkpoints_go(tmp_path: Path) -> None:
+def test_old_checkpoints_go(tmp_path):
     _run(tmp_path, FakeEngine(), steps=5, checkpoint_every=1, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
         "step-00000004",
@@ -211,7 +200,7 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path, number):
     engine = FakeEngine(before=lambda step: os.kill(os.getpid(), number) if step == 2 else None)
     ended, events = _run(tmp_path, engine, steps=9)
     assert ended == number
@@ -221,7 +210,7 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path, number: 
     assert engine.states == [{"identity": {"a": 1}, "step": 2, "samples": 4, "loader": {}}]
 
 
-def test_a_signal_in_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> None:
+def test_a_signal_in_the_last_step_does_not_spoil_the_end(tmp_path):
     engine = FakeEngine(
         before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
     )
@@ -230,8 +219,8 @@ def test_a_signal_in_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> Non
     assert isinstance(events[-1], RunEnded) and events[-1].reason == "finished"
 
 
-def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
-    def twice(step: int) -> None:
+def test_a_second_interrupt_does_not_wait(tmp_path):
+    def twice(step):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -239,13 +228,13 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
         _run(tmp_path, FakeEngine(before=twice), steps=9)
 
 
-def test_handlers_are_given_back(tmp_path: Path) -> None:
+def test_handlers_are_given_back(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     _run(tmp_path, FakeEngine(), steps=1)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(tmp_path: Path) -> None:
+def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(tmp_path):
     whole, second = FakeEngine(), FakeEngine()
     first = FakeEngine(
         before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
@@ -261,15 +250,15 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_lost_loss_stops_the_run_and_keeps_the_checkpoints(tmp_path: Path, loss: float) -> None:
+def test_a_lost_loss_stops_the_run_and_keeps_the_checkpoints(tmp_path, loss):
     engine = FakeEngine(loss=lambda step: loss if step == 3 else 1.0)
     with pytest.raises(PlaitError, match=rf"step 3: loss = {loss}"):
         _run(tmp_path, engine, steps=9, checkpoint_every=1, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
-def test_a_batch_that_was_not_finite_can_be_skipped(tmp_path: Path) -> None:
-    def fail(step: int) -> None:
+def test_a_batch_that_was_not_finite_can_be_skipped(tmp_path):
+    def fail(step):
         if step == 3:
             raise NumbersError("not finite")
 
@@ -283,19 +272,19 @@ def test_a_batch_that_was_not_finite_can_be_skipped(tmp_path: Path) -> None:
     assert again.batches == [*whole.batches[:2], *whole.batches[3:]]
 
 
-def test_a_skipped_step_may_overflow(tmp_path: Path) -> None:
+def test_a_skipped_step_may_overflow(tmp_path):
     ended, events = _run(tmp_path, FakeEngine(loss=lambda step: math.inf, skipped=True), steps=2)
     assert ended == 0
     assert all(event.skipped for event in events if isinstance(event, StepDone))
 
 
-def test_on_a_gpu_numbers_are_read_one_step_late(tmp_path: Path) -> None:
+def test_on_a_gpu_numbers_are_read_one_step_late(tmp_path):
     """The engine only says that it is on a GPU; what counts is when its results are read."""
-    reads: list[tuple[int, int]] = []
+    reads = []
     engine = FakeEngine(loss=float, device=torch.device("meta"))
 
     class RecordedCopy(HostCopy):
-        def values(self) -> torch.Tensor:
+        def values(self):
             found = super().values()
             reads.append((int(found[0]), len(engine.batches)))
             return found
@@ -312,3 +301,40 @@ def test_on_a_gpu_numbers_are_read_one_step_late(tmp_path: Path) -> None:
     )
     assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5]
     assert sum(isinstance(event, CheckpointSaved) for event in events) == 2
+
+
+def test_without_a_group_it_is_ones_own():
+    stop = StopRequest()
+    assert float(stop.shared(device=torch.device("cpu"))) == 0
+    stop._handle(signal.SIGINT, None)
+    assert float(stop.shared(device=torch.device("cpu"))) == signal.SIGINT
+
+
+def test_the_user_is_told_at_once():
+    heard = []
+    stop = StopRequest(on_request=lambda: heard.append(1))
+    stop._handle(signal.SIGINT, None)
+    assert heard == [1]
+
+
+def test_a_checkpoint_that_is_due():
+    """Agreed on with the request to stop, in one number; a run that ends writes one anyway."""
+    stop = StopRequest()
+    assert float(stop.shared(device=torch.device("cpu"), is_due=True)) == 0.5
+    stop.ask()
+    assert int(stop.shared(device=torch.device("cpu"), is_due=True)) == STOP_REQUESTED
+
+
+def test_a_rank_that_is_lost_is_named(monkeypatch):
+    """Otherwise gloo's error would be the whole message, with exit code 1."""
+
+    def lose(*_, **__):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    # A group of two ranks whose other rank has ended, without the processes.
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", lose)
+    with pytest.raises(CommunicationError, match="requests to stop: rank 0 lost the connection"):
+        StopRequest().shared(device=torch.device("cpu"))

@@ -1,18 +1,14 @@
 """What a run's process hands to the engine. The whole of it runs in tests/integration/test_quickstart.py."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from plait.config.resolving.resolve import load
-from plait.engine.build import InitializeArguments
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.train import session
 from plait.train.loop import Position
+from plait.train.session import cautions
 
 
 class Handed(Exception):
@@ -20,14 +16,12 @@ class Handed(Exception):
 
 
 @pytest.mark.parametrize("done", [0, 30])
-def test_a_resumed_run_has_the_schedule_of_the_whole(
-    monkeypatch: pytest.MonkeyPatch, done: int
-) -> None:
-    def begin(_: Any, given: InitializeArguments) -> None:
+def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch, done):
+    def begin(_, given):
         raise Handed(given.total_steps)
 
     copies = SimpleNamespace(model_copy=lambda update: None)
-    checked: Any = SimpleNamespace(
+    checked = SimpleNamespace(
         resolved=SimpleNamespace(data_parallel=copies, model_copy=copies.model_copy),
         section=SimpleNamespace(steps=100),
         folder=SimpleNamespace(links=None),
@@ -37,11 +31,11 @@ def test_a_resumed_run_has_the_schedule_of_the_whole(
     )
     monkeypatch.setattr(session, "build_engine", begin)
     with pytest.raises(Handed, match="^100$"):
-        session.run(checked, stop=None, listeners=())  # type: ignore[arg-type]
+        session.run(checked, stop=None, listeners=())
 
 
 @pytest.mark.parametrize("data", [{}, {"sequence_length": 64}])
-def test_a_run_says_where_its_text_comes_from(data: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_says_where_its_text_comes_from(data, tmp_path):
     """A planned file has a sequence length alone, and must not train on the sources of Python."""
     config = load(
         {
@@ -52,3 +46,38 @@ def test_a_run_says_where_its_text_comes_from(data: dict[str, Any], tmp_path: Pa
     )
     with pytest.raises(ConfigError, match=r'data.source: .*set it to "files"'):
         session.check(config, world_size=1, cache=tmp_path, say=lambda text: None)
+
+
+FILE = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "run": {"steps": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "warned"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 100}}, True),
+        ({"type": "linear", "params": {"num_warmup_steps": 4}}, True),
+        ({"type": "linear", "params": {"num_warmup_steps": 3}}, False),
+        ({"type": "constant"}, False),
+        (None, False),
+    ],
+)
+def test_a_warm_up_longer_than_the_run(scheduler, warned):
+    tree = FILE if scheduler is None else FILE | {"scheduler": scheduler}
+    found = cautions(
+        resolve(load(tree), world_size=1, total_steps=4), processes=1, cores=2, on_gpus=False
+    )
+    assert any("warms up" in line and "the run has 4" in line for line in found) == warned
+
+
+@pytest.mark.parametrize(
+    ("processes", "on_gpus", "warned"), [(64, False, True), (4, False, False), (64, True, False)]
+)
+def test_many_processes_on_few_cores(processes, on_gpus, warned):
+    found = cautions(
+        resolve(load(FILE), world_size=processes), processes=processes, cores=2, on_gpus=on_gpus
+    )
+    assert any("share 2 cores" in line for line in found) == warned

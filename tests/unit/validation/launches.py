@@ -8,12 +8,7 @@ from typing import Any
 
 from plait.validation.rows import Row
 
-GPU = {
-    "name": "NVIDIA H100 80GB HBM3",
-    "memory_bytes": 80 * 2**30,
-    "compute_capability": "9.0",
-    "multiprocessors": 132,
-}
+GPU = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * 2**30, "compute_capability": "9.0", "multiprocessors": 132}  # fmt: skip
 FACTS: dict[str, Any] = {
     "plait": {"version": "0.1.0", "from": "a wheel", "revision": None, "changed": None},
     "versions": {"torch": "2.13.0+cu130", "plait": "0.1.0"},

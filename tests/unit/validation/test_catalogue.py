@@ -1,7 +1,5 @@
 """Which rows a machine has, in which order, and how long they are planned for."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest
@@ -16,19 +14,19 @@ from plait.validation.rows import exit_code, not_run
 H100 = Machine(gpus=1, memory_bytes=80 * GIB)
 
 
-def all_rows(gpus: int) -> list[str]:
+def all_rows(gpus):
     checks = "ceilings waits parity throughput nccl profile memory offload streaming kernels"
     more = "compression checkpoint largest planned"
     rows = rows_of(Machine(gpus, 80 * GIB), f"{checks} {more}".split())
     return [row.name for row in rows]
 
 
-def test_the_default_rows_fit_into_the_default_budget() -> None:
+def test_the_default_rows_fit_into_the_default_budget():
     """What runs on one H100 without peers is planned for at most eight minutes."""
     assert planned_seconds(rows_of(H100)) <= 60 * DEFAULT_MINUTES
 
 
-def test_the_order_of_value() -> None:
+def test_the_order_of_value():
     checks = list(dict.fromkeys(row.name.split("/")[0] for row in rows_of(H100)))
     assert checks == [
         "ceilings",
@@ -45,7 +43,7 @@ def test_the_order_of_value() -> None:
 
 
 @pytest.mark.parametrize("gpus", range(1, 9))
-def test_rows_of_a_machine(gpus: int) -> None:
+def test_rows_of_a_machine(gpus):
     """Names are unique, functions exist, and each schedule of a pipeline has a row of parity."""
     names = all_rows(gpus)
     assert len(set(names)) == len(names)
@@ -61,7 +59,7 @@ def test_rows_of_a_machine(gpus: int) -> None:
     assert bool(nccl["nccl/step-tp"]) == (gpus == 1 or gpus % 2 == 1)
 
 
-def test_rows_that_a_machine_cannot_run() -> None:
+def test_rows_that_a_machine_cannot_run():
     """Each has a reason, and a validation of which nothing ran does not end well."""
     small = {row.name: row.unavailable for row in rows_of(Machine(1, 4 * GIB), ["parity"])}
     assert small["parity/layout-3d"] == "8 ranks on a GPU need 8 GiB, and it has 4.0 GiB"
@@ -80,7 +78,7 @@ def test_rows_that_a_machine_cannot_run() -> None:
     assert not any(row.unavailable for row in rows_of(installed, ["throughput"]))
 
 
-def test_rows_of_a_pattern() -> None:
+def test_rows_of_a_pattern():
     names = [row.name for row in rows_of(H100, ["parity"])]
     assert "parity/bf16" in names and "parity/layout-3d" in names
     assert [row.name for row in rows_of(H100, ["waits/stage-*"])] == [

@@ -1,7 +1,5 @@
 """Verdicts of the checks: planted differences fail a row."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter
@@ -14,12 +12,12 @@ from plait.planner.calibrate import CalibrationOrigin, load_calibration, save_ca
 from plait.planner.hardware import device as device_of
 from plait.sizes import GIB
 from plait.validation import attention, ceilings, device_memory, kernels, parity, peers, profile
-from plait.validation.context import WIDE, Context
+from plait.validation.context import WIDE
 from plait.validation.rows import summary_of
 from plait.verify.parity import Trace
 
 
-def test_a_prediction_of_memory() -> None:
+def test_a_prediction_of_memory():
     """A prediction is allowed to be 2 % off, either way."""
     for predicted in (1000, 1019, 981):
         assert device_memory.difference(predicted, 1000) == ""
@@ -28,21 +26,21 @@ def test_a_prediction_of_memory() -> None:
     assert device_memory.difference(1, 0)
 
 
-def test_the_shape_of_the_largest_model() -> None:
+def test_the_shape_of_the_largest_model():
     """Its layers take about a twentieth of the memory each."""
     shape = device_memory.shape_of(24 * GIB)
     assert 0.03 < 16 * 12.25 * shape.hidden**2 / (24 * GIB) < 0.06
     assert shape.hidden % shape.heads == 0
 
 
-def test_rates() -> None:
+def test_rates():
     """Less than half of the datasheet's rate has failed; an unknown figure is not compared."""
     assert ceilings.too_slow("to_host", 25e9, 50e9) == ""
     assert "12.0 G per second" in ceilings.too_slow("to_host", 12e9, 25e9)
     assert ceilings.too_slow("product", 1.0, math.nan) == ""
 
 
-def test_waits_beyond_the_expected_ones() -> None:
+def test_waits_beyond_the_expected_ones():
     """float16 may wait once per step. The places with the most waits are reported first."""
     places = Counter({"plait/sharded/step.py:97": 5})
     assert profile.judge(places, 5, 1).outcome == "passed"
@@ -53,10 +51,10 @@ def test_waits_beyond_the_expected_ones() -> None:
     assert summary_of("waits/fp16", result.numbers) == "3 per step, 1 expected"
 
 
-def test_compressed_gradients() -> None:
+def test_compressed_gradients():
     """A loss that is 3 % off, or not a number, has failed."""
 
-    def trace(*losses: float) -> Trace:
+    def trace(*losses):
         return Trace(losses, tuple(1.0 for _ in losses), (), {})
 
     assert parity.judge_compressed(trace(2.0, 1.01), trace(2.0, 1.0)).outcome == "passed"
@@ -64,7 +62,7 @@ def test_compressed_gradients() -> None:
     assert parity.judge_compressed(trace(float("nan")), trace(2.0)).outcome == "failed"
 
 
-def test_a_rank_of_a_planned_layout() -> None:
+def test_a_rank_of_a_planned_layout():
     """The time may be 1.5 times the plan's, either way."""
     for measured, prediction in ((1.4, 1.0), (1.0, 1.4)):
         assert kernels.judge(measured, prediction).outcome == "passed"
@@ -72,16 +70,14 @@ def test_a_rank_of_a_planned_layout() -> None:
         assert kernels.judge(measured, prediction).outcome == "failed"
 
 
-def test_a_float64_reference_is_computed_once(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_float64_reference_is_computed_once(context, monkeypatch):
     """Two configurations of one rank share the references, which do not depend on the layout."""
     computed = []
     references = parity.references
 
-    def counting(plan: object, name: object, trace: object) -> object:
+    def counting(plan, name, trace):
         computed.append(name)
-        return references(plan, name, trace)  # type: ignore[arg-type]
+        return references(plan, name, trace)
 
     monkeypatch.setattr(parity, "references", counting)  # Counts calls of another package.
     bf16 = {"bf16": {"enabled": True}}
@@ -100,7 +96,7 @@ H100_KERNELS = {
 }
 
 
-def test_constants_of_the_planner(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_constants_of_the_planner(tmp_path_factory):
     """Measured kernels replace the shipped constants, and the file has them after a load."""
     figures = device_of("h100")
     calibration = kernels.calibration_of(H100_KERNELS, figures)
@@ -120,7 +116,7 @@ def test_constants_of_the_planner(tmp_path_factory: pytest.TempPathFactory) -> N
     assert kernels.constants_of(loaded) == pytest.approx(constants)
 
 
-def test_flops_of_llama_3_8b() -> None:
+def test_flops_of_llama_3_8b():
     """32 layers of this width and the ends have 8.03 B parameters, as the model card says."""
     whole = WIDE.with_layers(32)
     assert whole.parameters == pytest.approx(8.03e9, rel=1e-3)
@@ -129,7 +125,7 @@ def test_flops_of_llama_3_8b() -> None:
     assert whole.flops == pytest.approx(6 * products * 8192 + attention)
 
 
-def test_kernels_on_a_cpu(context: Context) -> None:
+def test_kernels_on_a_cpu(context):
     """Every kernel that is timed runs; a CPU writes no calibration of a GPU."""
     result = kernels.calibrate(context, {})
     assert result.outcome == "passed"
@@ -137,7 +133,7 @@ def test_kernels_on_a_cpu(context: Context) -> None:
     assert "file" not in result.numbers
 
 
-def test_attention_kernels(context: Context) -> None:
+def test_attention_kernels(context):
     """On a CPU the row compares its kernels too; a kernel that is off is named."""
     result = attention.kernels(context, {})
     assert result.outcome == "passed", result.reason
@@ -156,15 +152,15 @@ def test_attention_kernels(context: Context) -> None:
     ]
 
 
-def test_liger_replaces_nothing_for_later_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_replaces_nothing_for_later_models(monkeypatch):
     """Liger exchanges classes of Transformers' module. They are back when its contender has ended."""
     from transformers.models.llama import modeling_llama
 
-    def apply(*, fused_linear_cross_entropy: bool, model: object) -> None:
+    def apply(*, fused_linear_cross_entropy, model):
         modeling_llama.LlamaRMSNorm = object
 
     package = ModuleType("liger_kernel.transformers")
-    package.apply_liger_kernel_to_llama = apply  # type: ignore[attr-defined]
+    package.apply_liger_kernel_to_llama = apply
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
     norm = modeling_llama.LlamaRMSNorm

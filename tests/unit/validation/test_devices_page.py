@@ -1,10 +1,6 @@
 """docs/reference/devices.md is generated from documents of real machines, and says so if there are none."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,14 +34,14 @@ RESULTS = [
 ]
 
 
-def sent_in(**changed: Any) -> dict[str, Any]:
+def sent_in(**changed):
     found = document(
         {**FACTS, "gpus_used": 2}, RESULTS, at="2026-12-01T10:00:00+00:00", seconds=840, only=()
     )
     return {**found, **changed}
 
 
-def test_the_page() -> None:
+def test_the_page():
     text = devices.page({"2xh100.json": sent_in()})
     assert (
         "| 2 x NVIDIA H100 80GB HBM3, 80.0 GiB | 2026-12-01 | 0.1.0 | 2.13.0+cu130 | 3 | 1 | 1 |"
@@ -60,27 +56,21 @@ def test_the_page() -> None:
     assert devices.NONE not in text
 
 
-def test_without_a_file() -> None:
+def test_without_a_file():
     assert "**There is no result of a real device yet.**" in devices.page({})
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [
-        ("{", "not JSON"),
-        (json.dumps({"rows": []}), "not a document of format 2"),
-        (json.dumps(sent_in(simulated=True)), "a simulated device"),
-    ],
-)
-def test_wrong_files(content: str, told: str, tmp_path: Path) -> None:
+    [("{", "not JSON"), (json.dumps({"rows": []}), "not a document of format 2"), (json.dumps(sent_in(simulated=True)), "a simulated device")],
+)  # fmt: skip
+def test_wrong_files(content, told, tmp_path):
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(devices.WrongFile, match=told):
         devices.read(tmp_path)
 
 
-def test_an_added_document_is_shorter_and_gives_the_same_page(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_added_document_is_shorter_and_gives_the_same_page(monkeypatch, tmp_path):
     # The folder and the page of the repository stay as they are.
     monkeypatch.setattr(devices, "FOLDER", tmp_path / "devices")
     monkeypatch.setattr(devices, "PAGE", tmp_path / "devices.md")
@@ -117,5 +107,5 @@ def test_an_added_document_is_shorter_and_gives_the_same_page(
     assert devices.PAGE.read_text() == devices.page({"2xh100.json": sent})
 
 
-def test_the_page_in_the_repository() -> None:
+def test_the_page_in_the_repository():
     assert devices.main(["--check"]) == 0

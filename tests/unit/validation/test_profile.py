@@ -1,7 +1,5 @@
 """Analysis of a trace: a stored one with known answers, and the profiler's own events."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,12 +13,12 @@ TRACE = Path(__file__).parent / "trace.json"
 """Two steps with names as CUPTI gives them. Times are round numbers, in microseconds."""
 
 
-def stored() -> list[Event]:
+def stored():
     rows = json.loads(TRACE.read_text())
     return [Event(name, begin / 1e6, end / 1e6, place) for name, begin, end, place in rows]
 
 
-def test_a_stored_trace() -> None:
+def test_a_stored_trace():
     numbers = analyse(stored(), 2)
     assert numbers["kernels_per_step"] == 5
     assert numbers["launches_per_step"] == 4
@@ -40,12 +38,12 @@ def test_a_stored_trace() -> None:
     assert numbers["longest_kernels"][0]["name"].startswith("nvjet")
 
 
-def test_a_trace_without_kernels() -> None:
+def test_a_trace_without_kernels():
     numbers = analyse([], 3)
     assert numbers["kernels_per_step"] == 0 and numbers["idle_seconds_between_steps"] is None
 
 
-def test_kinds_of_kernels() -> None:
+def test_kinds_of_kernels():
     kinds = {
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "products",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
@@ -59,14 +57,14 @@ def test_kinds_of_kernels() -> None:
     assert {name: kind_of(name) for name in kinds} == kinds
 
 
-def test_intervals() -> None:
+def test_intervals():
     assert union([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
     assert outside([(0, 10)], [(1, 2), (4, 5), (9, 12)]) == [(0, 1), (2, 4), (5, 9)]
     assert outside([(0, 1), (5, 6)], []) == [(0, 1), (5, 6)]
     assert outside([(0, 2), (3, 6)], [(1, 4)]) == [(0, 1), (4, 6)]
 
 
-def test_events_of_torchs_profiler() -> None:
+def test_events_of_torchs_profiler():
     """A profile of the CPU has no kernels, and its fields are those that are read."""
     with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function(STEP_MARK):
         torch.ones(8).sum()

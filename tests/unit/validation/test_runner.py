@@ -1,23 +1,21 @@
 """No row takes the command or another row down, and the budget goes to the most valuable rows."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from plait.validation import runner
-from plait.validation.rows import Result, Row, exit_code
+from plait.validation.rows import exit_code
 from plait.validation.runner import LAUNCH_PLANNED_SECONDS, Interrupted, Runner, batches
 from tests.unit.validation.launches import command, row
 
 
-def run(rows: list[Row], *, budget: float = 3600.0) -> list[Result]:
+def run(rows, *, budget=3600.0):
     return list(Runner(command, budget_seconds=budget).run(rows, {}))
 
 
-def test_rows_after_one_that_ended_badly() -> None:
+def test_rows_after_one_that_ended_badly():
     """A row that raises, is killed, leaves without a result or hangs has failed; the others passed."""
     rows = [
         row("first"),
@@ -45,22 +43,13 @@ def test_rows_after_one_that_ended_badly() -> None:
     assert outcomes["fails"] == ("failed", "too large")
     assert outcomes["refuses"] == ("not run", "no links")
     assert outcomes["absent"] == ("not run", "one GPU")
+    # Numbers that a row reported before its process died, or before its error, are in its result.
+    numbers = {result.name: result.numbers for result in results}
+    assert numbers["dies"] == {"rounds": 1} and numbers["fails"]["rounds"] == 1
     assert exit_code(results) == 1
 
 
-def test_numbers_of_a_row_that_was_cut() -> None:
-    """Numbers that a row reported before its process died are in its result."""
-    (result,) = run([row("dies", "die")])
-    assert result.outcome == "failed" and result.numbers == {"rounds": 1}
-
-
-def test_numbers_of_a_row_that_failed() -> None:
-    """Numbers that a row reported before its error are in its result."""
-    (result,) = run([row("fails", "fail")])
-    assert result.outcome == "failed" and result.numbers["rounds"] == 1
-
-
-def test_rows_share_a_launch() -> None:
+def test_rows_share_a_launch():
     """Rows of as many ranks run in one process, except those that need their own."""
     results = run([row("a"), row("b"), row("c", ranks=2), row("d", own_process=True), row("e")])
     processes = {result.name: result.numbers["process"] for result in results}
@@ -68,7 +57,7 @@ def test_rows_share_a_launch() -> None:
     assert len(set(processes.values())) == 3
 
 
-def test_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_does_not_start(monkeypatch):
     """It is stopped without the wait for processes that end by themselves."""
     monkeypatch.setattr(runner, "LAUNCH_LIMIT_SECONDS", 0.3)
     began = time.monotonic()
@@ -77,7 +66,7 @@ def test_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < runner.GRACE_SECONDS
 
 
-def test_rows_of_low_value_are_left_out() -> None:
+def test_rows_of_low_value_are_left_out():
     """Rows that do not fit are not run, with the numbers; a shorter row after them still fits."""
     budget = LAUNCH_PLANNED_SECONDS + 100
     results = run(
@@ -87,7 +76,7 @@ def test_rows_of_low_value_are_left_out() -> None:
     assert "planned for 125 s" in results[1].reason and "raise --minutes" in results[1].reason
 
 
-def test_more_valuable_rows_of_a_later_launch_are_reserved() -> None:
+def test_more_valuable_rows_of_a_later_launch_are_reserved():
     """A row of one rank waits behind a more valuable row of two ranks, although that runs later."""
     rows = [row("a", planned=10), row("two", planned=50, ranks=2), row("b", planned=50)]
     budget = 2 * LAUNCH_PLANNED_SECONDS + 70
@@ -97,11 +86,11 @@ def test_more_valuable_rows_of_a_later_launch_are_reserved() -> None:
     assert "70 s are reserved" in results["b"].reason
 
 
-def test_the_end_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_budget(monkeypatch):
     """A row that runs when the budget ends is stopped and keeps its numbers."""
     now = [0.0]
 
-    def began(row: Row) -> None:
+    def began(row):
         now[0] = 1000.0 if row.name == "long" else 0.0
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
@@ -114,29 +103,29 @@ def test_the_end_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_code(results) == 0 and exit_code(results[1:]) == 1
 
 
-def test_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption(monkeypatch):
     """Every row has its result, then the interruption continues."""
     sleep = time.sleep
     calls = []
 
-    def interrupt(seconds: float) -> None:
+    def interrupt(seconds):
         calls.append(seconds)
         sleep(seconds)
         if running:
             raise KeyboardInterrupt
 
-    running: list[Row] = []
+    running = []
 
-    def began(row: Row) -> None:
+    def began(row):
         if row.name == "long":
             running.append(row)
 
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupt))
     rows = [row("done"), row("long", "hang"), row("after")]
     generator = Runner(command, budget_seconds=600, began=began).run(rows, {})
-    results: list[Result] = []
+    results = []
 
-    def collect() -> None:
+    def collect():
         for result in generator:
             running.clear()
             results.append(result)
@@ -150,7 +139,7 @@ def test_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_order_of_launches() -> None:
+def test_order_of_launches():
     rows = [row("a"), row("b", ranks=2), row("c", own_process=True), row("d", unavailable="x")]
     names = [[row.name for row in batch] for batch in batches(rows)]
     assert names == [["a", "d"], ["c"], ["b"]]

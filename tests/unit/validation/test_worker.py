@@ -1,40 +1,34 @@
 """What a rank reports of a row, in the process that runs it."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 import types
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from plait.cli.validating.worker import _Events, run_row
-from plait.validation.context import Context
-from plait.validation.rows import NotRun, Verdict, verdict
+from plait.validation.rows import NotRun, verdict
 
 
-def passes(context: Context, settings: Any) -> Verdict:
+def passes(context, settings):
     context.progress({"rounds": 1})
     assert 0 < context.row_deadline - time.monotonic() <= 5
     return verdict([], settings=settings)
 
 
-def runs_out(context: Context, settings: Any) -> Verdict:
+def runs_out(context, settings):
     kept = torch.zeros(settings["kept"])
     raise torch.OutOfMemoryError(f"CUDA out of memory beside {kept.numel()} elements\nmore lines")
 
 
-def cannot(context: Context, settings: Any) -> Verdict:
+def cannot(context, settings):
     raise NotRun("no links")
 
 
 @pytest.fixture
-def checks() -> Iterator[None]:
+def checks():
     """The functions above as a module of checks."""
     module = types.ModuleType("plait.validation.of_this_test")
     for function in (passes, runs_out, cannot):
@@ -45,7 +39,7 @@ def checks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("checks")
-def test_a_process_outlives_its_rows(context: Context, tmp_path: Path) -> None:
+def test_a_process_outlives_its_rows(context, tmp_path):
     """A row that runs out of memory has failed with its stack, and the next row runs."""
     events = _Events(tmp_path / "events.jsonl")
     for name in ("runs_out", "cannot", "passes"):

@@ -1,11 +1,8 @@
 """The reference that shares no code: right by itself, and it sees mistakes that both sides of the other comparison make."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,8 +18,8 @@ from plait.verify import independent, run
 from plait.verify.independent import AdamW, train
 from plait.verify.model_under_test import give_weights, token_batches
 from plait.verify.parity import Trace
-from plait.verify.plan import VerificationPlan, prepare
-from plait.verify.report import Section, compare_float64, compare_independent
+from plait.verify.plan import prepare
+from plait.verify.report import compare_float64, compare_independent
 from plait.verify.run import adamw_of, second_trace
 
 ADAMW = AdamW(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -31,26 +28,22 @@ ADAMW = AdamW(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 class Model(nn.Module):
     """Tied, with a branch that a batch may leave unused."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(17, 6)
         self.side = nn.Linear(6, 6)
         self.head = nn.Linear(6, 17, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, side: bool = False
-    ) -> Any:
+    def forward(self, input_ids, attention_mask, side=False):
         hidden = self.embed(input_ids).cumsum(1) * attention_mask[..., None]
         return SimpleNamespace(logits=self.head(hidden + self.side(hidden) if side else hidden))
 
 
-def steps() -> list[list[dict[str, Any]]]:
+def steps():
     micro_batch = token_batches(vocabulary=17, first="input_ids", mask="attention_mask")
     generator = torch.Generator().manual_seed(3)
-    made: list[list[dict[str, Any]]] = [
-        [micro_batch(3, generator) for _ in range(2)] for _ in range(4)
-    ]
+    made = [[micro_batch(3, generator) for _ in range(2)] for _ in range(4)]
     made[0][1]["labels"].fill_(-100)
     for batch in made[1]:
         batch["labels"].fill_(-100)
@@ -59,7 +52,7 @@ def steps() -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.3])
-def test_it_is_what_torch_computes(clipping: float) -> None:
+def test_it_is_what_torch_computes(clipping):
     """Against torch's own cross entropy, clipping and AdamW; a step without targets has no loss, and an unused layer no gradient."""
     model = Model().double()
     weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
@@ -103,7 +96,7 @@ def test_it_is_what_torch_computes(clipping: float) -> None:
         )
 
 
-def test_other_weights_are_refused() -> None:
+def test_other_weights_are_refused():
     weights = {name: p.detach().numpy() for name, p in Model().named_parameters()}
     with pytest.raises(ValueError, match=r"1 names .* head.bias"):
         train(Model(), {**weights, "head.bias": np.zeros(17)}, [], optimizer=ADAMW, clipping=0)
@@ -111,7 +104,7 @@ def test_other_weights_are_refused() -> None:
         train(Model(), {**weights, "side.bias": np.zeros(5)}, [], optimizer=ADAMW, clipping=0)
 
 
-def test_batches_are_padded_on_both_sides() -> None:
+def test_batches_are_padded_on_both_sides():
     """Rows of full length, padded on the left and on the right; lengths and numbers of targets differ."""
     masks = [batch["attention_mask"] for step in steps() for batch in step]
     kinds = {(bool(row[0]), bool(row[-1])) for mask in masks for row in mask}
@@ -121,14 +114,8 @@ def test_batches_are_padded_on_both_sides() -> None:
     assert all(int(row.sum()) >= 3 for mask in masks for row in mask)
 
 
-FIELDS = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-FILE: dict[str, Any] = {
+FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
+FILE = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
@@ -136,12 +123,12 @@ FILE: dict[str, Any] = {
 }
 
 
-def planned(**changes: Any) -> VerificationPlan:
+def planned(**changes):
     config = load({**FILE, **changes})
     return prepare(config, model=None, processes=1, most_processes=1, steps=2, passes=("float64",))
 
 
-def one_process(plan: VerificationPlan) -> Trace:
+def one_process(plan):
     """What Plait's own functions compute in this process."""
     built = plan.build(torch.float64)
     model = give_weights(built.model, blocks=(), seed=plan.resolved.seed)
@@ -150,7 +137,7 @@ def one_process(plan: VerificationPlan) -> Trace:
         return run._trace(plan, built, model, plan.data(built), nothing)
 
 
-def sections_of(plan: VerificationPlan) -> tuple[Section, Section]:
+def sections_of(plan):
     """Of the two references on the same computation."""
     found = one_process(plan)
     second, unchecked = second_trace(plan, found)
@@ -159,15 +146,15 @@ def sections_of(plan: VerificationPlan) -> tuple[Section, Section]:
     )
 
 
-def _shifted_twice(batch: Any) -> torch.Tensor:
+def _shifted_twice(batch):
     return F.pad(batch["labels"], (0, 2), value=-100)[..., 2:]
 
 
-def _without_decay(spec: Any, named: Any) -> torch.optim.Optimizer:
+def _without_decay(spec, named):
     return torch.optim.AdamW([p for _, p in named], lr=1e-3)
 
 
-def test_mistakes_in_shared_code_are_seen() -> None:
+def test_mistakes_in_shared_code_are_seen():
     """A loss that predicts the wrong token and an optimizer that is built wrongly: equal for a reference that shares them."""
     plan = planned()
     shared, independently = sections_of(plan)
@@ -188,7 +175,7 @@ def test_mistakes_in_shared_code_are_seen() -> None:
         assert all(row.kind == "parameter" or row.step == 1 for row in independently.different)
 
 
-def test_what_is_not_judged_is_said() -> None:
+def test_what_is_not_judged_is_said():
     """Another optimizer is judged up to its first gradients; settings of AdamW by their meaning, defaults included."""
     plan = planned(optimizer={"type": "SGD", "params": {"lr": 0.1}})
     _, section = sections_of(plan)
@@ -197,8 +184,7 @@ def test_what_is_not_judged_is_said() -> None:
         row.step for row in section.rows
     } == {0}
     assert section.notes == (
-        "compared: the first step's loss, norm and gradients; not compared: what follows, because "
-        "it has AdamW only, and the optimizer is SGD",
+        "compared: the first step's loss, norm and gradients; not compared: what follows, because it has AdamW only, and the optimizer is SGD",
     )
     assert adamw_of(OptimizerSpec()) == independent.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.0)
     assert adamw_of(
@@ -212,7 +198,7 @@ def test_what_is_not_judged_is_said() -> None:
     assert "int8" in str(adamw_of(OptimizerSpec(states="int8")))
 
 
-def test_the_file_imports_nothing_of_plait() -> None:
+def test_the_file_imports_nothing_of_plait():
     """What it judges cannot be what it is made of."""
     import ast
 

@@ -1,7 +1,5 @@
 """Casts inside a float64 model are left out, elsewhere they stay."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -14,13 +12,11 @@ from plait.verify.keep_float64 import keeping_float64, roundings
 
 
 class Islands(nn.Module):
-    """Every way in which Transformers casts."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         kind = x.dtype
         x = self.inner(x)
         x = (
@@ -42,7 +38,7 @@ class Islands(nn.Module):
         )
 
 
-def test_a_model_stays_in_float64() -> None:
+def test_a_model_stays_in_float64():
     model, data = Islands().double(), torch.randn(3, 4, dtype=torch.float64)
     assert roundings(lambda: model(data))
     with keeping_float64(model):
@@ -55,21 +51,21 @@ def test_a_model_stays_in_float64() -> None:
     assert roundings(lambda: model(data)), "and afterwards it is as before"
 
 
-def test_modules_inside_of_others() -> None:
+def test_modules_inside_of_others():
     """One mode for the outermost of them is enough: each more of them was paid for at every operator."""
 
     class Outer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.islands = Islands()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             depths.append(len(function_modes()))
-            out: torch.Tensor = self.islands(x)
+            out = self.islands(x)
             depths.append(len(function_modes()))
             return out.float()
 
-    depths: list[int] = []
+    depths = []
     model, data = nn.Sequential(Outer(), Outer()).double(), torch.randn(3, 4, dtype=torch.float64)
     model[0].islands.register_forward_pre_hook(lambda *_: depths.append(len(function_modes())))
     with keeping_float64(model):
@@ -80,11 +76,11 @@ def test_modules_inside_of_others() -> None:
 class Kept(nn.Module):
     """A subclass keeps the forward that its base has when it is made, as Transformers' layers do."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls):
         before = cls.forward
-        cls.forward = lambda self, x: before(self, x)  # type: ignore[method-assign]
+        cls.forward = lambda self, x: before(self, x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * x.float().mean()
 
 
@@ -92,7 +88,7 @@ class Layer(Kept):
     pass
 
 
-def test_a_class_that_was_made_meanwhile() -> None:
+def test_a_class_that_was_made_meanwhile():
     """torch's, of a sharded module: wide inside, and not afterwards. It made tests of bits depend on the tests before them."""
     data = torch.randn(3, dtype=torch.float64)
     model = Layer()
@@ -106,7 +102,7 @@ def test_a_class_that_was_made_meanwhile() -> None:
     assert roundings(lambda: model(data))
 
 
-def test_float32_models_are_left_alone() -> None:
+def test_float32_models_are_left_alone():
     model, data = Islands(), torch.randn(3, 4)
     plain = model(data)
     with keeping_float64(model):
@@ -116,13 +112,13 @@ def test_float32_models_are_left_alone() -> None:
 class Rotary(nn.Linear):
     """Computes its angles in float32, as the rotary embeddings of Transformers do."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         angles = torch.arange(x.shape[-1], dtype=torch.float32) * 0.7
         return super().forward(x * angles.cos().to(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_cosines_of_float32_angles(dtype: torch.dtype) -> None:
+def test_cosines_of_float32_angles(dtype):
     """A float64 model has float64 cosines, because those of a CPU and of a GPU differ in float32."""
     model, data = Rotary(4, 4).to(dtype), torch.randn(3, 4, dtype=dtype)
     angles = torch.arange(4, dtype=torch.float32) * 0.7
@@ -131,7 +127,7 @@ def test_cosines_of_float32_angles(dtype: torch.dtype) -> None:
     assert torch.equal(result, nn.Linear.forward(model, data * angles.to(dtype).cos()))
 
 
-def test_optimizers_that_narrow() -> None:
+def test_optimizers_that_narrow():
     model = nn.Linear(4, 4).double()
     model(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
     optimizer = torch.optim.Muon([model.weight], lr=0.1)

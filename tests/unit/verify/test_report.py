@@ -1,11 +1,8 @@
 """The report on two runs that differ in a known way."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from plait.verify.report import Report, compare_configured, compare_float64, fai
 NAMES = ("embed", "layers.0.q", "layers.0.v", "layers.1.q", "head")
 
 
-def plan(*, exact: bool = True, **config: Any) -> VerificationPlan:
+def plan(*, exact=True, **config):
     resolved = resolve(
         load({"train_micro_batch_size_per_gpu": 1, "run": {}, **config}), world_size=1
     )
@@ -36,11 +33,11 @@ def plan(*, exact: bool = True, **config: Any) -> VerificationPlan:
     )
 
 
-def trace(*, noise: float = 0.0, seed: int = 0, scale: float = 1.0) -> Trace:
+def trace(*, noise=0.0, seed=0, scale=1.0):
     """Two steps of a made-up training with relative errors of size `noise`."""
     base, extra = torch.Generator().manual_seed(1), torch.Generator().manual_seed(seed)
 
-    def tensors(size: float) -> dict[str, torch.Tensor]:
+    def tensors(size):
         made = {
             name: torch.randn(40, 5, generator=base, dtype=torch.float64) * size for name in NAMES
         }
@@ -62,7 +59,7 @@ def trace(*, noise: float = 0.0, seed: int = 0, scale: float = 1.0) -> Trace:
     )
 
 
-def test_equal() -> None:
+def test_equal():
     section = compare_float64(plan(), trace(), trace(noise=1e-13))
     assert not section.different
     report = Report((section,), plan().blocks)
@@ -71,14 +68,14 @@ def test_equal() -> None:
     assert json.loads(json.dumps(report.as_dict()))["equal"] is True
 
 
-def test_the_bar_follows_the_model_and_the_user() -> None:
+def test_the_bar_follows_the_model_and_the_user():
     assert compare_float64(plan(), trace(), trace(noise=1e-9)).different
     assert not compare_float64(plan(exact=False), trace(), trace(noise=1e-9)).different
     assert not compare_float64(plan(), trace(), trace(noise=1e-9), tolerance=1e-7).different
     assert compare_float64(plan(exact=False), trace(), trace(noise=1e-9), tolerance=1e-12).different
 
 
-def changed(source: Trace, name: str, factor: float, *, step: int = 1) -> Trace:
+def changed(source, name, factor, *, step=1):
     gradients = list(source.gradients)
     tensor = gradients[step][name]
     assert tensor is not None
@@ -87,7 +84,7 @@ def changed(source: Trace, name: str, factor: float, *, step: int = 1) -> Trace:
 
 
 @pytest.mark.parametrize("factor", [0.5, -1.0, float("nan"), 1 + 1e-8])
-def test_one_gradient(factor: float) -> None:
+def test_one_gradient(factor):
     """The first difference is named, with its step."""
     section = compare_float64(
         plan(), trace(), changed(changed(trace(), "head", 0.5), "layers.1.q", factor)
@@ -101,7 +98,7 @@ def test_one_gradient(factor: float) -> None:
     assert "first: gradient of layers.1.q in step 1" in told
 
 
-def test_a_missing_gradient_and_a_wrong_shape() -> None:
+def test_a_missing_gradient_and_a_wrong_shape():
     gradients = trace().gradients
     missing = replace(trace(), gradients=({**gradients[0], "layers.0.v": None}, gradients[1]))
     assert [row.name for row in compare_float64(plan(), trace(), missing).different] == [
@@ -112,7 +109,7 @@ def test_a_missing_gradient_and_a_wrong_shape() -> None:
     assert told == "parameter of head: one of the two has none, or another shape"
 
 
-def test_copies_on_ranks() -> None:
+def test_copies_on_ranks():
     spread = (
         Difference(
             "copies of parameter layers.0.q on different ranks",
@@ -131,7 +128,7 @@ def test_copies_on_ranks() -> None:
         ]
 
 
-def test_configured_allows_what_one_process_has() -> None:
+def test_configured_allows_what_one_process_has():
     mixed = plan(bf16={"enabled": True}, communication_data_type="fp32")
     exact, single = trace(), trace(noise=1e-2, seed=11)
     assert not compare_configured(mixed, exact, single, trace(noise=1e-2, seed=12)).different
@@ -143,7 +140,7 @@ def test_configured_allows_what_one_process_has() -> None:
     }, "all tensors of a step together are a large sample"
 
 
-def test_configured_sees_one_wrong_tensor() -> None:
+def test_configured_sees_one_wrong_tensor():
     single, found = trace(noise=1e-2, seed=11), trace(noise=1e-2, seed=12)
     section = compare_configured(
         plan(bf16={"enabled": True}), trace(), single, changed(found, "layers.0.v", 1.1, step=0)
@@ -153,7 +150,7 @@ def test_configured_sees_one_wrong_tensor() -> None:
     }
 
 
-def test_configured_measures_parameters_against_what_changed() -> None:
+def test_configured_measures_parameters_against_what_changed():
     """After a step of 1e-3, a parameter that stayed as it was is 1e-3 off, and wrong."""
     still = replace(trace(), parameters={**trace().parameters, "head": trace().initial["head"]})
     section = compare_configured(
@@ -162,7 +159,7 @@ def test_configured_measures_parameters_against_what_changed() -> None:
     assert "head" in {row.name for row in section.different}
 
 
-def test_skipped_steps() -> None:
+def test_skipped_steps():
     found = replace(
         trace(), gradients=({}, trace().gradients[1]), grad_norms=(math.inf, 1.0), skipped=(0,)
     )
@@ -179,13 +176,13 @@ def test_skipped_steps() -> None:
         assert any("one process does not overflow" in str(row) for row in needless.different)
 
 
-def test_nothing_but_skipped_steps_is_no_proof() -> None:
+def test_nothing_but_skipped_steps_is_no_proof():
     nothing = replace(trace(), gradients=({}, {}), grad_norms=(math.inf, math.inf), skipped=(0, 1))
     section = compare_configured(plan(), nothing, nothing, nothing)
     assert "nothing was compared" in str(section.different[0])
 
 
-def test_tables() -> None:
+def test_tables():
     report = Report(
         (compare_float64(plan(), trace(), changed(trace(), "layers.1.q", 0.5)),), plan().blocks
     )
@@ -202,7 +199,7 @@ def test_tables() -> None:
     assert any(line.split()[:2] == ["gradient", "layers.1.q"] for line in everything)
 
 
-def test_json_has_no_infinity() -> None:
+def test_json_has_no_infinity():
     gradients = trace().gradients
     missing = replace(trace(), gradients=({**gradients[0], "head": None}, gradients[1]))
     report = Report((compare_float64(plan(), trace(), missing),), facts={"engine": "plait"})
@@ -212,13 +209,13 @@ def test_json_has_no_infinity() -> None:
     )
 
 
-def test_worst_is_nan() -> None:
+def test_worst_is_nan():
     broken = changed(trace(), "head", float("nan"))
     assert worst(compare(trace(), broken)).tensor == "head"
     assert not worst(compare(trace(), broken)).ok(math.inf)
 
 
-def test_noise_that_adam_makes_large() -> None:
+def test_noise_that_adam_makes_large():
     """The gradient of a key's bias is 0 but for rounding; Adam moves it all the same, and that is no difference. A real gradient is."""
     size = {"bias": 1e-18, "weight": 1.0}
     gradients = tuple(

@@ -1,9 +1,5 @@
 """Shrinking: small, and cut by a layout as the large one is."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +9,7 @@ from torch import nn
 from plait.cluster.layout import Layout
 from plait.verify import shrink
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "vocab_size": 32001,
     "hidden_size": 4096,
@@ -25,20 +21,20 @@ LLAMA: dict[str, Any] = {
     "initializer_range": 0.02,
     "attention_dropout": 0.1,
     "eos_token_id": [2, 32000],
-}
+}  # fmt: skip
 
 degrees = st.lists(st.integers(2, 9), max_size=3)
 
 
 @given(value=st.integers(1, 100_000), target=st.integers(1, 200), degrees=degrees)
-def test_like_keeps_what_divides(value: int, target: int, degrees: list[int]) -> None:
+def test_like_keeps_what_divides(value, target, degrees):
     found = shrink.like(value, target, degrees)
     assert [found % d == 0 for d in degrees] == [value % d == 0 for d in degrees]
     assert found >= target or found == value
 
 
 @given(heads=st.integers(1, 71), groups=st.integers(1, 16), degrees=degrees)
-def test_heads_are_cut_the_same_way(heads: int, groups: int, degrees: list[int]) -> None:
+def test_heads_are_cut_the_same_way(heads, groups, degrees):
     kv = max(1, heads // groups)
     h, k = shrink.shrink_heads(heads, kv, degrees)
     assert h <= heads and k <= kv
@@ -51,20 +47,13 @@ def test_heads_are_cut_the_same_way(heads: int, groups: int, degrees: list[int])
 
 @pytest.mark.parametrize(
     ("heads", "kv", "degrees", "expected"),
-    [
-        (32, 8, (), (4, 2)),
-        (32, 8, (2,), (8, 4)),
-        (32, 32, (2,), (4, 4)),
-        (32, 1, (4,), (8, 1)),
-        (71, 71, (2,), (5, 5)),
-        (2, 2, (), (2, 2)),
-    ],
-)
-def test_heads(heads: int, kv: int, degrees: tuple[int, ...], expected: tuple[int, int]) -> None:
+    [(32, 8, (), (4, 2)), (32, 8, (2,), (8, 4)), (32, 32, (2,), (4, 4)), (32, 1, (4,), (8, 1)), (71, 71, (2,), (5, 5)), (2, 2, (), (2, 2))],
+)  # fmt: skip
+def test_heads(heads, kv, degrees, expected):
     assert shrink.shrink_heads(heads, kv, degrees) == expected
 
 
-def test_llama() -> None:
+def test_llama():
     layout = Layout(tp=2, dp_shard=2)
     small = shrink.with_small_vocabulary(
         shrink.with_width(shrink.with_depth(LLAMA, 2), layout, head_size=8), layout
@@ -88,7 +77,7 @@ def test_llama() -> None:
     assert not any("model_type" in line for line in told)
 
 
-def test_every_kind_of_layer_stays() -> None:
+def test_every_kind_of_layer_stays():
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
     fields = {
         **LLAMA,
@@ -107,7 +96,7 @@ def test_every_kind_of_layer_stays() -> None:
     ]
 
 
-def test_a_hidden_size_of_its_own_stays_one() -> None:
+def test_a_hidden_size_of_its_own_stays_one():
     """Gemma: heads x head size is not the hidden size. A transposed weight must not fit."""
     fields = {
         **LLAMA,
@@ -120,7 +109,7 @@ def test_a_hidden_size_of_its_own_stays_one() -> None:
     assert small["hidden_size"] != small["num_attention_heads"] * small["head_dim"]
 
 
-def test_experts() -> None:
+def test_experts():
     fields = {
         **LLAMA,
         "num_local_experts": 128,
@@ -138,19 +127,17 @@ def test_experts() -> None:
 
 
 @given(layers=st.integers(1, 60), depth=st.integers(1, 8))
-def test_depth(layers: int, depth: int) -> None:
+def test_depth(layers, depth):
     assert shrink.depth_of(shrink.with_depth({"n_layer": layers}, depth)) == min(layers, depth)
 
 
-def test_without_heads() -> None:
+def test_without_heads():
     with pytest.raises(ValueError, match="hidden_size"):
         shrink.with_width({"vocab_size": 4}, Layout(), head_size=8)
 
 
 class Model(nn.Module):
-    """Dropout in three places."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3) for _ in range(5)
@@ -160,7 +147,7 @@ class Model(nn.Module):
         self.p = 0.5
 
 
-def test_cut_blocks() -> None:
+def test_cut_blocks():
     model = Model()
     assert shrink.cut_blocks(model, [f"layers.{i}" for i in range(5)], 2) == 5
     assert len(model.layers) == 2
@@ -168,7 +155,7 @@ def test_cut_blocks() -> None:
     assert shrink.cut_blocks(model, ["layers.0", "final"], 1) is None
 
 
-def test_without_dropout() -> None:
+def test_without_dropout():
     model = Model()
     shrink.without_dropout(model)
     assert model.attention_dropout == 0.0
@@ -189,17 +176,12 @@ PARTS = {
         "vocab_size": 262208,
         "layer_types": ["sliding"] * 11 + ["full"],
     },
-    "vision_config": {
-        "model_type": "siglip",
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
+    "vision_config": {"model_type": "siglip", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
     "image_token_index": 262144,
-}
+}  # fmt: skip
 
 
-def test_parts_are_made_small() -> None:
+def test_parts_are_made_small():
     """A model of text and images keeps every kind of text layer."""
     assert shrink.depth_of(PARTS) == 12
     small = shrink.with_small_vocabulary(
@@ -213,7 +195,7 @@ def test_parts_are_made_small() -> None:
     assert "text_config.num_hidden_layers 12 -> 3" in told
 
 
-def test_layers_that_differ_by_number() -> None:
+def test_layers_that_differ_by_number():
     """Sizes of single layers follow the layers that are kept, and their kinds count as kinds."""
     fields = {
         "num_hidden_layers": 6,
@@ -231,8 +213,7 @@ def test_layers_that_differ_by_number() -> None:
     }
 
 
-def test_encoder_and_decoder() -> None:
-    """Both sides of a translation model."""
+def test_encoder_and_decoder():
     fields = {
         "d_model": 1024,
         "encoder_layers": 12,
@@ -250,7 +231,7 @@ def test_encoder_and_decoder() -> None:
     )
 
 
-def test_state_space_layers() -> None:
+def test_state_space_layers():
     """Heads times their size stay `expand` times the hidden size."""
     fields = {
         "hidden_size": 4096,

@@ -1,9 +1,5 @@
 """The counter of bytes, on collectives whose bytes are known."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,14 +10,13 @@ from tests.measured.traffic import count_traffic
 
 
 @pytest.fixture(autouse=True)
-def four_ranks() -> Iterator[None]:
-    """A fake world."""
+def four_ranks():
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
 
 
-def test_every_kind() -> None:
+def test_every_kind():
     """The ring formulas on 64 float32 elements and 4 ranks."""
     x = torch.ones(64)
     with count_traffic() as traffic:
@@ -40,8 +35,7 @@ def test_every_kind() -> None:
     }
 
 
-def test_functional_collectives() -> None:
-    """What DTensor calls."""
+def test_functional_collectives():
     with count_traffic() as traffic:
         functional.all_reduce(torch.ones(64), "sum", dist.group.WORLD).sum()
         functional.all_gather_tensor(torch.ones(64), 0, dist.group.WORLD).sum()
@@ -49,7 +43,7 @@ def test_functional_collectives() -> None:
     assert traffic.bytes() == {"all_reduce": 384, "all_gather": 768, "reduce_scatter": 192}
 
 
-def test_scalars_and_flags_are_control() -> None:
+def test_scalars_and_flags_are_control():
     """And are not mistaken for gradients, nor gradients for them."""
     with count_traffic() as traffic:
         dist.all_reduce(torch.ones(2, dtype=torch.float64))
@@ -58,7 +52,7 @@ def test_scalars_and_flags_are_control() -> None:
     assert traffic.bytes() == {"control": 24 + 150, "all_reduce": 18}
 
 
-def test_unknown_collectives_are_not_passed_over() -> None:
+def test_unknown_collectives_are_not_passed_over():
     """A count that misses something is no proof."""
     with pytest.raises(NotImplementedError, match="add it to its table"), count_traffic():
         dist.reduce(torch.ones(4), 0)

@@ -1,7 +1,5 @@
 """Figures of stages put together by a schedule's row, counted by hand; a budget solved against every assignment there is."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -9,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
-from plait.parallel.accounting.activations import BlockMode, RankActivations, StageFacts, StageMode
+from plait.parallel.accounting.activations import RankActivations, StageFacts, StageMode
 from plait.parallel.schedules.schedule import make_schedule
 from plait.parallel.techniques.recompute import Recompute
 
-KEPT: dict[BlockMode, int] = {"none": 100, "selective": 30, "full": 4}
-FLOPS: dict[BlockMode, int] = {"none": 300, "selective": 340, "full": 400}
+KEPT = {"none": 100, "selective": 30, "full": 4}
+FLOPS = {"none": 300, "selective": 340, "full": 400}
 RECEIVED = 4
 
 
-def stage(blocks: int, *, halves: bool = False, differentiable: bool = True) -> StageFacts:
+def stage(blocks, *, halves=False, differentiable=True):
     """Blocks alike; between the halves of a backward each holds 7 more."""
     modes = {
         mode: StageMode(
@@ -35,9 +33,7 @@ def stage(blocks: int, *, halves: bool = False, differentiable: bool = True) -> 
     return StageFacts(modes, RECEIVED, differentiable)
 
 
-def rank_of(
-    name: str, rank: int, *, microbatches: int = 4, blocks: int = 2, pp: int = 2
-) -> RankActivations:
+def rank_of(name, rank, *, microbatches=4, blocks=2, pp=2):
     schedule = make_schedule(name, pp=pp, microbatches=microbatches)
     own = tuple(
         stage(blocks, halves=schedule.splits_backward, differentiable=index > 0)
@@ -46,10 +42,10 @@ def rank_of(
     return RankActivations(schedule, rank, own)
 
 
-def test_one_forward_one_backward_by_hand() -> None:
+def test_one_forward_one_backward_by_hand():
     """The first of two ranks holds two micro-batches, the last one."""
     first, last = rank_of("1f1b", 0), rank_of("1f1b", 1)
-    modes: tuple[BlockMode, BlockMode] = ("full", "none")
+    modes = ("full", "none")
     one = 10 + 4 + 100
     assert [held for _, held in first.held_after(modes)] == [
         one,
@@ -67,7 +63,7 @@ def test_one_forward_one_backward_by_hand() -> None:
     assert first.repeated(modes) == 100
 
 
-def test_a_stage_after_another_on_one_rank_shares_its_input() -> None:
+def test_a_stage_after_another_on_one_rank_shares_its_input():
     """In a V the last rank has two stages in a row: what one hands to the other is there once."""
     rank = rank_of("zbv", 1, blocks=1)
     assert rank.schedule.stages_of(1) == (1, 2)
@@ -76,7 +72,7 @@ def test_a_stage_after_another_on_one_rank_shares_its_input() -> None:
     assert forwards == [110, 2 * 110 - RECEIVED]
 
 
-def test_halves_by_hand() -> None:
+def test_halves_by_hand():
     """After the first half a block holds 7 more; while it runs, what comes back; in the second half all blocks come back."""
     whole, again = rank_of("zbv", 1, blocks=2, microbatches=1), ("full",) * 4
     actions = [str(action) for action, _ in whole.held_after(again)]
@@ -97,7 +93,7 @@ def test_halves_by_hand() -> None:
     name=st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "zbv"]),
     rank=st.integers(0, 1),
 )
-def test_a_budget_is_kept_with_the_least_work(budget: int, name: str, rank: int) -> None:
+def test_a_budget_is_kept_with_the_least_work(budget, name, rank):
     """Within the budget, with the least work among all assignments in order (the first blocks keep least); what is the least that can be
     kept is."""
     at = rank_of(name, rank, blocks=1 if name in ("interleaved-1f1b", "zbv") else 2)
@@ -116,7 +112,7 @@ def test_a_budget_is_kept_with_the_least_work(budget: int, name: str, rank: int)
         assert at.repeated(found) == min(at.repeated(modes) for modes in fitting)
 
 
-def test_all_ranks_refuse_together() -> None:
+def test_all_ranks_refuse_together():
     ranks = [rank_of("1f1b", rank) for rank in (0, 1)]
     needed = [rank.least()[0] for rank in ranks]
     technique = Recompute(mode="budget", budget_bytes=needed[1], sequence_length=8)

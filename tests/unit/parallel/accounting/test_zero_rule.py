@@ -1,7 +1,5 @@
 """The rule of the ZeRO stages against their meaning, counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.parallel.accounting.ledger import (
@@ -23,7 +21,7 @@ YES, NO = True, False
         (3, (YES, NO, YES), (YES, YES, YES)),
     ],
 )
-def test_without_a_pipeline(zero: int, earlier: tuple[bool, ...], last: tuple[bool, ...]) -> None:
+def test_without_a_pipeline(zero, earlier, last):
     """One reduction a step at stages 0 and 1, one a micro-batch at 2 and 3; parameters freed in between at 3. The root unit likewise."""
     for left, expected in ((3, earlier), (2, earlier), (1, last)):
         assert (
@@ -34,7 +32,7 @@ def test_without_a_pipeline(zero: int, earlier: tuple[bool, ...], last: tuple[bo
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_stages_of_a_rank_end_at_different_times(zero: int) -> None:
+def test_stages_of_a_rank_end_at_different_times(zero):
     """Stage 0 ends its step before stage 3, which has the head: the root's gradients are complete with the last backward of both."""
     assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, block_stage=0) == (YES, YES, YES)
     assert after_block_backward(zero, {0: 1, 3: 2}, ran=0, block_stage=3) == (NO, NO, NO), (
@@ -50,7 +48,7 @@ def test_stages_of_a_rank_end_at_different_times(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_root_that_only_some_stages_use(zero: int) -> None:
+def test_a_root_that_only_some_stages_use(zero):
     """On a rank with the embedding and stages in the middle: only the first stage's backward reduces it, and every stage holds it."""
     assert after_root_backward(zero, {0: 2, 2: 1}, ran=2, users={0}) == AfterBackward(
         NO, NO, zero == 3

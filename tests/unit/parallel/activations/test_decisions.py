@@ -1,9 +1,5 @@
 """What a forward decided is what its recomputation takes: in order, for calls in flight at the same time, and beside kept operators."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -16,13 +12,13 @@ from plait.parallel.activations.selective import decide_once
 class Block:
     """Sorts its input twice by orders that it decides, and notes how often it decided."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.decided = 0
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x):
         return (self.sorted(self.sorted(x)).sin() * x).sum()
 
-    def sorted(self, x: torch.Tensor) -> torch.Tensor:
+    def sorted(self, x):
         """In the order that is decided, and then by value."""
         order = decide_once(lambda: self.decide(x))
         return (
@@ -30,13 +26,13 @@ class Block:
             * torch.arange(1.0, 1 + len(x), dtype=x.dtype) ** 2
         )
 
-    def decide(self, x: torch.Tensor) -> torch.Tensor:
+    def decide(self, x):
         self.decided += 1
         return x.detach().cos().sort().indices
 
 
 @pytest.mark.parametrize("keep", [None, ("aten.sort",), ("aten.sort", "aten.cos")])
-def test_calls_in_flight(keep: tuple[str, ...] | None) -> None:
+def test_calls_in_flight(keep):
     """Three calls are recomputed in another order, one of them twice; kept operators that only the decision calls are not missed."""
     block = Block()
     context_fn = selective.recording_contexts(
@@ -49,9 +45,7 @@ def test_calls_in_flight(keep: tuple[str, ...] | None) -> None:
     expected = [torch.autograd.grad(block(x), x)[0] for x in inputs]
     block.decided = 0
 
-    outputs: list[Any] = [
-        checkpoint(block, x, use_reentrant=False, context_fn=context_fn) for x in inputs
-    ]
+    outputs = [checkpoint(block, x, use_reentrant=False, context_fn=context_fn) for x in inputs]
     assert block.decided == 6
     for index, retain in ((1, True), (2, False), (0, False), (1, False)):
         (found,) = torch.autograd.grad(outputs[index], inputs[index], retain_graph=retain)
@@ -60,20 +54,18 @@ def test_calls_in_flight(keep: tuple[str, ...] | None) -> None:
     assert decide_once(lambda: "outside of a block") == "outside of a block"
 
 
-def test_an_error_leaves_nothing_behind() -> None:
+def test_an_error_leaves_nothing_behind():
     """A block that fails in its recomputation may be recomputed again."""
     failures = [ValueError("in the block")]
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(x):
         order = decide_once(lambda: x.detach().sort().indices)
         if failures and graph_task() is not None:
             raise failures.pop()
         return x[order].sin().cos().sum()
 
     x = torch.randn(3, requires_grad=True)
-    output: Any = checkpoint(
-        run, x, use_reentrant=False, context_fn=selective.recording_contexts(None)
-    )
+    output = checkpoint(run, x, use_reentrant=False, context_fn=selective.recording_contexts(None))
     with pytest.raises(ValueError, match="in the block"):
         output.backward(retain_graph=True)
     assert decide_once(lambda: "outside of a block") == "outside of a block"

@@ -1,9 +1,7 @@
 """Which blocks recompute, and a budget solved from figures."""
 
-from __future__ import annotations
-
+import functools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import plait
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, ModelError
-from plait.parallel.accounting.activations import (
-    ONE_STAGE,
-    BlockMode,
-    RankActivations,
-    StageFacts,
-    StageMode,
-)
+from plait.parallel.accounting.activations import ONE_STAGE, RankActivations, StageFacts, StageMode
 from plait.parallel.parts import Parts
 from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.compile import Compile
@@ -28,15 +21,7 @@ from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.sizes import GIB
 
 
-def rank_of(
-    count: int,
-    *,
-    kept: dict[BlockMode, int],
-    flops: dict[BlockMode, int],
-    outside: int = 3,
-    head: int = 11,
-) -> RankActivations:
-    """Without a pipeline."""
+def rank_of(count, *, kept, flops, outside=3, head=11):
     modes = {
         mode: StageMode(
             (size,) * count,
@@ -50,17 +35,17 @@ def rank_of(
     return RankActivations(ONE_STAGE, 0, (StageFacts(modes),))
 
 
-KEPT: dict[BlockMode, int] = {"none": 100, "selective": 30, "full": 4}
-FLOPS: dict[BlockMode, int] = {"none": 300, "selective": 340, "full": 400}
+KEPT = {"none": 100, "selective": 30, "full": 4}
+FLOPS = {"none": 300, "selective": 340, "full": 400}
 
 
-def test_every() -> None:
+def test_every():
     assert Recompute(mode="full", every=2).modes(5) == ("full", "none", "full", "none", "full")
     assert Recompute(mode="selective").modes(2) == ("selective", "selective")
     assert Recompute().modes(2) == ("none", "none")
 
 
-def test_the_account_by_hand() -> None:
+def test_the_account_by_hand():
     rank = rank_of(3, kept=KEPT, flops=FLOPS)
     (found,) = rank.stages
     assert found.kept(("full", "none", "selective")) == 3 + 4 + 100 + 30
@@ -70,8 +55,7 @@ def test_the_account_by_hand() -> None:
 
 
 @given(budget=st.integers(0, 500), count=st.integers(1, 5))
-def test_a_budget_is_kept_with_the_least_work(budget: int, count: int) -> None:
-    """Against every assignment there is."""
+def test_a_budget_is_kept_with_the_least_work(budget, count):
     from itertools import product
 
     found = rank_of(count, kept=KEPT, flops=FLOPS)
@@ -87,7 +71,7 @@ def test_a_budget_is_kept_with_the_least_work(budget: int, count: int) -> None:
     )
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers():
     technique = Recompute(mode="budget", budget_bytes=GIB, sequence_length=8)
     large = rank_of(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, head=0)
     with pytest.raises(
@@ -101,13 +85,11 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 class Block(nn.Module):
     gradient_checkpointing = True
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return hidden
 
 
-def context(
-    model: nn.Module, blocks: tuple[str, ...], *, compiled: bool, sequence: bool
-) -> TechniqueContext:
+def context(model, blocks, *, compiled, sequence):
     return TechniqueContext(
         Layout(),
         (TensorParallel(sequence_parallel=sequence), Compile(enabled=compiled)),
@@ -125,18 +107,17 @@ def context(
         (Recompute(mode="selective", keep=("mm",)), False, False, "no such operator"),
     ],
 )
-def test_refusals(technique: Recompute, compiled: bool, sequence: bool, said: str) -> None:
-    """With the remedy."""
+def test_refusals(technique, compiled, sequence, said):
     model = nn.Sequential(Block(), Block())
     if said != "already recomputes":
         for block in model:
-            block.gradient_checkpointing = False  # type: ignore[assignment]
+            block.gradient_checkpointing = False
     with pytest.raises((ConfigError, ModelError), match=said):
         technique.check(context(model, ("0", "1"), compiled=compiled, sequence=sequence))
     Recompute().check(context(model, (), compiled=True, sequence=True))
 
 
-def test_a_model_without_blocks_is_refused() -> None:
+def test_a_model_without_blocks_is_refused():
     with pytest.raises(ModelError, match="no repeated blocks"):
         Recompute(mode="full").check(context(nn.Linear(2, 2), (), compiled=False, sequence=False))
 
@@ -148,7 +129,7 @@ class Counting(nn.Module):
     steps: torch.Tensor
     mean: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
         self.norm = nn.BatchNorm1d(4)
@@ -156,21 +137,21 @@ class Counting(nn.Module):
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("still", torch.ones(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.steps += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return torch.tanh(self.norm(self.linear(x - self.mean))) * (1 + 0.1 * self.steps)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_buffers_that_a_forward_changes(mode: Any) -> None:
+def test_buffers_that_a_forward_changes(mode):
     """A recomputation begins with what the forward began with, and leaves what it left: the bits of no recompute at all."""
 
-    def run(technique: Recompute | None) -> list[torch.Tensor]:
+    def run(technique):
         torch.manual_seed(0)
         model = nn.Sequential(Counting(), Counting())
         if technique is not None:
-            technique.apply(Parts(model=model, blocks=("0", "1")), SimpleNamespace())  # type: ignore[arg-type]
+            technique.apply(Parts(model=model, blocks=("0", "1")), SimpleNamespace())
         model.eval()
         model(torch.randn(3, 4)).sum().backward()
         model.train()
@@ -186,3 +167,41 @@ def test_buffers_that_a_forward_changes(mode: Any) -> None:
 
     for found, wanted in zip(run(Recompute(mode=mode)), run(None), strict=True):
         assert torch.equal(found, wanted)
+
+
+def noted(forward):
+
+    @functools.wraps(forward)
+    def wrapper(self, x):
+        self.calls += 1
+        return forward(self, x)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.calls = nn.Linear(4, 4), 0
+
+    @noted
+    def forward(self, x):
+        return x + self.line(x).tanh()
+
+
+def test_recomputed_blocks_get_their_own_forward_back():
+    """With the decorators that it had: only what recompute put in its place is taken off."""
+    model = nn.Sequential(*(Decorated() for _ in range(3)))
+    data = torch.randn(2, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "parallel": {"recompute": {"mode": "full"}, "blocks": ["0", "1", "2"]},
+    }
+    engine = plait.initialize(
+        model, config, loss_fn=plait.per_sample(lambda out, batch: out.square().sum())
+    )
+    assert all("forward" in vars(block) for block in model)
+    engine.close()
+    before = [block.calls for block in model]
+    assert model(data).shape == data.shape
+    assert [block.calls for block in model] == [count + 1 for count in before]

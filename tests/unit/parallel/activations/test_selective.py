@@ -1,10 +1,6 @@
 """Kept operators: what is kept is not computed again, what was overwritten is, and dropout does not drift."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,20 +14,16 @@ from plait.parallel.activations.selective import kept_operators, selective_conte
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators that really run."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[func._opname] += 1
         return func(*args, **(kwargs or {}))
 
 
-def gradients(
-    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], keep: tuple[str, ...] | None
-) -> Any:
+def gradients(function, inputs, keep):
     """(gradients, operators that ran in forward, operators that ran in backward)."""
     torch.manual_seed(0)
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
@@ -50,8 +42,7 @@ def gradients(
     return [x.grad for x in leaves], forward.counts, backward.counts
 
 
-def mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Three products."""
+def mlp(x, a, b, c):
     return torch.sin(F.linear(torch.relu(F.linear(torch.tanh(F.linear(x, a)), b)), c))
 
 
@@ -65,7 +56,7 @@ MATRICES = [
     ("keep", "repeated"),
     [(("matmul",), 0), (("every_second_matmul",), 1), (("aten.tanh",), 3), ((), 3)],
 )
-def test_kept_products_are_not_repeated(keep: tuple[str, ...], repeated: int) -> None:
+def test_kept_products_are_not_repeated(keep, repeated):
     """The sine needs the third product, so all three are wanted in backward."""
     wanted, _, plain = gradients(mlp, MATRICES, None)
     found, _, backward = gradients(mlp, MATRICES, keep)
@@ -75,14 +66,14 @@ def test_kept_products_are_not_repeated(keep: tuple[str, ...], repeated: int) ->
         assert backward["tanh"] == 0
 
 
-def overwriting(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def overwriting(x, a):
     """Writes into a product through a view that autograd does not know as one (`aten._unsafe_view`)."""
     y = F.linear(x, a)
     y += x
     return torch.sin(y)
 
 
-def test_a_result_that_is_written_into_is_computed_again() -> None:
+def test_a_result_that_is_written_into_is_computed_again():
     """Kept as it was when the forward ended it would be added to twice."""
     inputs = MATRICES[:2]
     wanted, _, plain = gradients(overwriting, inputs, None)
@@ -91,10 +82,10 @@ def test_a_result_that_is_written_into_is_computed_again() -> None:
     assert backward["mm"] - plain["mm"] == 1
 
 
-def test_dropout_after_a_kept_random_operator() -> None:
+def test_dropout_after_a_kept_random_operator():
     """The second mask is drawn after the first, which is not drawn again."""
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x):
         first = torch.bernoulli(torch.full_like(x, 0.5))
         return F.dropout(torch.sin(x * first), 0.5) * x
 
@@ -105,8 +96,7 @@ def test_dropout_after_a_kept_random_operator() -> None:
     assert forward["bernoulli"] >= 1 and backward["bernoulli"] == 0
 
 
-def test_backward_twice() -> None:
-    """With a retained graph."""
+def test_backward_twice():
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     layer = nn.Linear(6, 6).double()
     out = checkpoint(
@@ -120,7 +110,6 @@ def test_backward_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ["aten.no_such_operator", "matmuls", "nowhere.mm", ""])
-def test_unknown_operators_are_refused(name: str) -> None:
-    """By name."""
+def test_unknown_operators_are_refused(name):
     with pytest.raises(ConfigError, match=r"parallel\.recompute\.keep"):
         kept_operators((name,))

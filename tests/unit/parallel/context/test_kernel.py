@@ -1,9 +1,6 @@
 """Attention in parts equals attention at once, and so do its gradients, with each kernel, in any order of the parts."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -18,7 +15,6 @@ from plait.parallel.context.kernel import (
     BackwardInputs,
     GradientSum,
     GradientSums,
-    Kernel,
     PartialSoftmax,
     attend,
     attend_backward,
@@ -32,21 +28,13 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
-def cuda_kernels() -> Iterator[None]:
+def cuda_kernels():
     """CUDA's fused kernels, by references with the same interface, on the CPU."""
     with registered("CPU"):
         yield
 
 
-def at_once(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rule: AttentionRule,
-    starts: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention with a mask [seq, seq]."""
+def at_once(query, key, value, rule, starts=None, sinks=None):
     groups, at = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
     scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * rule.scale
     if rule.softcap:
@@ -65,9 +53,7 @@ def at_once(
     return torch.softmax(scores, -1) @ value.repeat_interleave(groups, 1)
 
 
-def softmax_of(
-    pieces: list[AttentionBlock], rule: AttentionRule, sinks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_of(pieces, rule, sinks=None):
     """Output and log-sum-exp of queries over the keys of all pieces."""
     found = PartialSoftmax(pieces[0].query, pieces[0].value.shape[3])
     for piece in pieces:
@@ -75,15 +61,7 @@ def softmax_of(
     return found.finished(sinks)
 
 
-def check(
-    tensors: Tensors,
-    rule: AttentionRule,
-    starts: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    *,
-    zigzag: bool = True,
-    tolerance: float = 1e-11,
-) -> None:
+def check(tensors, rule, starts=None, sinks=None, *, zigzag=True, tolerance=1e-11):
     """Each chunk of queries, with halves of the keys and with all of them, equals attention at once; and so do all gradients."""
     query, key, value = (x.detach().requires_grad_() for x in tensors)
     sinks = None if sinks is None else sinks.detach().requires_grad_()
@@ -135,9 +113,7 @@ def check(
         )
 
 
-def random(
-    *, kv_heads: int = 2, width: int = 5, value_width: int = 5, length: int = LENGTH
-) -> Tensors:
+def random(*, kv_heads=2, width=5, value_width=5, length=LENGTH):
     """Queries of 4 heads, keys and values in float64."""
     torch.manual_seed(0)
     query = torch.randn(2, 4, length, width, dtype=torch.float64)
@@ -145,8 +121,7 @@ def random(
     return query, key, torch.randn(2, kv_heads, length, value_width, dtype=torch.float64)
 
 
-def documents() -> torch.Tensor:
-    """Two documents in each row, [2, LENGTH]."""
+def documents():
     at = torch.arange(LENGTH)
     return torch.stack([torch.where(at >= 5, 5, 0), torch.where(at >= 11, 11, 0)])
 
@@ -154,7 +129,7 @@ def documents() -> torch.Tensor:
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("size", [1.0, 1000.0])
 @pytest.mark.parametrize("name", ["products", "cpu", "flash", "efficient"])
-def test_a_sink_counts_once(name: Kernel, size: float) -> None:
+def test_a_sink_counts_once(name, size):
     """A softmax over all keys and one more, whose value is 0, from halves of the keys."""
     tensors = random()
     check(
@@ -165,14 +140,12 @@ def test_a_sink_counts_once(name: Kernel, size: float) -> None:
 @pytest.mark.parametrize("scale", [0.3, 1000.0], ids=["", "large scores"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("window", [None, 3, 7])
-def test_parts_are_the_whole(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, packed: bool, scale: float
-) -> None:
+def test_parts_are_the_whole(monkeypatch, window, packed, scale):
     """Large scores overflow a softmax that is combined without its maximum."""
     monkeypatch.setattr(
         flex_attention, "_validate_device", lambda *_: None
     )  # which refuses a backward on CPUs; the rest has one
-    names: tuple[Kernel, ...] = ("products", "sdpa", "flex")
+    names = ("products", "sdpa", "flex")
     for softcap, name, tile, zigzag in product((None, 2.0), names, (2**22, 40), (True, False)):
         if name == "flex" and (
             tile == 40 or zigzag != (softcap is None)
@@ -194,9 +167,9 @@ def test_parts_are_the_whole(
     [(4, 8, 8), (2, 5, 5), (1, 12, 7), (2, 24, 16), (4, 3, 9)],
     ids=["", "grouped", "one key head", "latent", "wide values"],
 )
-def test_kernels_of_cuda(kv_heads: int, width: int, value_width: int, window: int | None) -> None:
+def test_kernels_of_cuda(kv_heads, width, value_width, window):
     """Grouped heads, widths that no kernel has, values of another width than queries, windows, lengths that nothing divides."""
-    names: tuple[Kernel, ...] = ("flash",) if window else ("flash", "efficient")
+    names = ("flash",) if window else ("flash", "efficient")
     for name, length, zigzag in product(names, (16, 36), (True, False)):
         check(
             random(kv_heads=kv_heads, width=width, value_width=value_width, length=length),
@@ -205,7 +178,7 @@ def test_kernels_of_cuda(kv_heads: int, width: int, value_width: int, window: in
         )
 
 
-def test_block_masks_of_documents_are_shared_by_layers() -> None:
+def test_block_masks_of_documents_are_shared_by_layers():
     """FlexAttention's mask is made once for a micro-batch, and dropped with it."""
     starts, rule = documents(), AttentionRule(0.3, kernel="flex")
     query, key, value = random()
@@ -221,7 +194,7 @@ def test_block_masks_of_documents_are_shared_by_layers() -> None:
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("name", ["flash", "efficient"])
-def test_sums_of_16_bits_are_in_float32(name: Kernel) -> None:
+def test_sums_of_16_bits_are_in_float32(name):
     """Parts in bf16 are as near to float64 as bf16 is, outputs stay in bf16, and sums over parts are in float32."""
     tensors, rule, rows = (
         random(width=8, value_width=8),
@@ -230,7 +203,7 @@ def test_sums_of_16_bits_are_in_float32(name: Kernel) -> None:
     )
     query, key, value = (x.bfloat16() for x in tensors)
     exact = [x.bfloat16().double().requires_grad_() for x in tensors]
-    expected = at_once(*exact, rule)[:, :, rows]  # type: ignore[arg-type]
+    expected = at_once(*exact, rule)[:, :, rows]
     gradients = torch.autograd.grad(expected, exact, torch.ones_like(expected))
     into = GradientSums(GradientSum(query), GradientSum(key), GradientSum(value))
     pieces = [

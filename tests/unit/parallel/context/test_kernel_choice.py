@@ -1,10 +1,5 @@
 """Which kernel computes attention on which device, and what is said where none of the fused ones does."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
 import torch
 from transformers import AutoConfig
 
@@ -18,10 +13,10 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-def test_the_kernel_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_each_case(monkeypatch):
     """With all kernels of CUDA and with Triton, which this machine may lack."""
     monkeypatch.setattr(attention, "find_spec", lambda name: object())
-    rows: list[tuple[torch.device, torch.dtype, tuple[int, int], AttentionRule, bool, str]] = [
+    rows = [
         (CUDA, BF16, (128, 128), AttentionRule(1.0), False, "flash"),
         (CUDA, BF16, (192, 128), AttentionRule(1.0), False, "flash"),
         (CUDA, BF16, (128, 128), AttentionRule(1.0, window=64), False, "flash"),
@@ -51,10 +46,10 @@ def test_the_kernel_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
     ), found
 
 
-def test_why_a_model_is_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_model_is_computed_in_tiles(monkeypatch):
     """The reason follows from the model's configuration, the dtype and the documents of a batch."""
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     llama, gemma = (
         AutoConfig.for_model("llama", **sizes),
         AutoConfig.for_model("gemma2", head_dim=16, **sizes),
@@ -74,7 +69,7 @@ def test_why_a_model_is_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> No
         assert "up to 256, not 464" in why_in_tiles(latent, "sdpa", CUDA, BF16, documents=False)
 
 
-def test_windows_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_on_rocm(monkeypatch):
     """ROCm's FlashAttention aligns masks at the first key, so it computes squares only."""
     monkeypatch.setattr(
         kernel,

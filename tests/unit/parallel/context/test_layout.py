@@ -1,7 +1,5 @@
 """Which tokens a rank has: every token once, chunks in their order, and what is cut comes back."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from plait.parallel.context.kinds import SequenceLayout
 
 
 @given(ranks=st.integers(1, 9), length=st.integers(1, 70), zigzag=st.booleans())
-def test_what_is_cut_comes_back(ranks: int, length: int, zigzag: bool) -> None:
+def test_what_is_cut_comes_back(ranks, length, zigzag):
     whole = torch.arange(2 * length * 3).view(2, length, 3)
     layouts = [SequenceLayout(ranks, rank, zigzag) for rank in range(ranks)]
     parts = [layout.cut(whole, dim=1, fill=-100) for layout in layouts]
@@ -29,8 +27,7 @@ def test_what_is_cut_comes_back(ranks: int, length: int, zigzag: bool) -> None:
             )
 
 
-def test_zigzag_shares_causal_work() -> None:
-    """Every rank's queries see equally many keys."""
+def test_zigzag_shares_causal_work():
     seen = [
         sum(
             sum(range(c.start + 1, c.start + c.size + 1))

@@ -1,9 +1,5 @@
 """What a part of a sequence cannot honour is refused by name, before any process group."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,14 +13,7 @@ from tests.parity import cases
 from tests.parity.experts import SIZES, Case, model_config
 
 
-def check(
-    family: str = "llama",
-    *,
-    parallel: dict[str, Any] | None = None,
-    implementation: str | None = None,
-    installed: str | None = None,
-    **fields: Any,
-) -> None:
+def check(family="llama", *, parallel=None, implementation=None, installed=None, **fields):
     """Of a model whose configuration has other fields. `installed`: an implementation that Transformers does not find here."""
     from transformers import AutoModelForCausalLM
 
@@ -54,17 +43,9 @@ def check(
     check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "bloom",
-        {},
-        r"parallel.cp = 2: BloomForCausalLM \(model_type 'bloom'\) is not among the causal language models",
-    ),
-    (
-        "gpt2",
-        {"attn_pdrop": 0.1},
-        "has config.attn_pdrop = 0.1, and dropout of attention weights is not computed in parts; set it to 0",
-    ),
+REFUSED = [
+    ("bloom", {}, r"parallel.cp = 2: BloomForCausalLM \(model_type 'bloom'\) is not among the causal language models"),
+    ("gpt2", {"attn_pdrop": 0.1}, "has config.attn_pdrop = 0.1, and dropout of attention weights is not computed in parts; set it to 0"),
     ("llama", {"attention_dropout": 0.1}, "has config.attention_dropout = 0.1"),
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
     ("gemma", {"use_bidirectional_attention": True}, "attends in both directions"),
@@ -73,16 +54,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rotary embeddings of type 'dynamic', whose frequencies follow from the longest position",
     ),
-    (
-        "llama",
-        {"implementation": "flex_attention"},
-        "computes attention with 'flex_attention', whose backward torch does not implement on devices of type 'cpu'",
-    ),
-    (
-        "llama",
-        {"installed": "paged|sdpa"},
-        r"computes attention with 'paged\|sdpa', which does not say what parts",
-    ),
+    ("llama", {"implementation": "flex_attention"}, "computes attention with 'flex_attention', whose backward torch does not implement on devices of type 'cpu'"),
+    ("llama", {"installed": "paged|sdpa"}, r"computes attention with 'paged\|sdpa', which does not say what parts"),
     (
         "llama",
         {"installed": "flash_attention_2", "parallel": {"context": "ring"}},
@@ -98,30 +71,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"parallel": {"cp": 3, "context": "ulysses"}},
         'parallel.cp = 3: num_attention_heads is 4, parallel.context = "ulysses" gives each rank its heads, and 4 % 3 != 0; use a divisor',
     ),
-    (
-        "llama",
-        {"parallel": {"cp": 4, "tp": 2, "context": "ulysses"}},
-        r"num_attention_heads is 4 / parallel.tp 2 = 2, .* and 2 % 4 != 0",
-    ),
+    ("llama", {"parallel": {"cp": 4, "tp": 2, "context": "ulysses"}}, r"num_attention_heads is 4 / parallel.tp 2 = 2, .* and 2 % 4 != 0"),
     ("llama", {"parallel": {"compile": {"enabled": True}}}, "compile.enabled is true"),
-    (
-        "llama",
-        {"parallel": {"optimizer_in_backward": True, "gradient_clipping": 0}},
-        "updates a parameter before its gradient is summed over cp",
-    ),
-    (
-        "llama",
-        {
-            "parallel": {
-                "zero_optimization": {
-                    "stage": 1,
-                    "offload_optimizer": {"device": "nvme", "nvme_path": "x"},
-                }
-            }
-        },
-        "gradients in files are not summed over cp",
-    ),
-]
+    ("llama", {"parallel": {"optimizer_in_backward": True, "gradient_clipping": 0}}, "updates a parameter before its gradient is summed over cp"),
+    ("llama", {"parallel": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}}, "gradients in files are not summed over cp"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -129,13 +83,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     REFUSED,
     ids=[f"{row[0]} {next(iter(row[1]), '')}" for row in REFUSED],
 )
-def test_refused_by_name(family: str, fields: dict[str, Any], message: str) -> None:
+def test_refused_by_name(family, fields, message):
     with pytest.raises(PlaitError, match=message):
         check(family, **fields)
 
 
 @pytest.mark.parametrize("kind", ["all-gather-kv", "ring", "ulysses"])
-def test_accepted(kind: str) -> None:
+def test_accepted(kind):
     """Also a degree above the key-value heads, and one that no head count divides but where heads are not exchanged."""
     check("llama", parallel={"cp": 4, "context": kind})
     check("gemma2", parallel={"context": kind})
@@ -143,7 +97,7 @@ def test_accepted(kind: str) -> None:
         check("llama", parallel={"cp": 3, "context": kind})
 
 
-def test_a_plain_module() -> None:
+def test_a_plain_module():
     model = cases.build("plain", tied=False)
     resolved = resolve(
         load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2
@@ -152,7 +106,7 @@ def test_a_plain_module() -> None:
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
-def test_a_loss_of_samples() -> None:
+def test_a_loss_of_samples():
     """Its weight would count each sample on every rank."""
     model = cases.build("llama", tied=False)
     loss = plait.per_sample(lambda output, batch: output.logits.sum())
@@ -166,8 +120,7 @@ def test_a_loss_of_samples() -> None:
         )
 
 
-def test_documents_with_a_cache() -> None:
-    """One process would not separate them."""
+def test_documents_with_a_cache():
     ids = torch.zeros(1, 8, dtype=torch.int64)
     batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     technique = ContextParallel()
@@ -181,8 +134,7 @@ def test_documents_with_a_cache() -> None:
     ].tolist() == [0, 3, 3, 3]
 
 
-def test_documents_that_one_process_does_not_separate() -> None:
-    """GPT-OSS's masks are made without positions."""
+def test_documents_that_one_process_does_not_separate():
     ids, positions = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None]
     technique = ContextParallel()
     with pytest.raises(
@@ -201,19 +153,18 @@ def test_documents_that_one_process_does_not_separate() -> None:
     )
 
 
-def test_labels_of_padding() -> None:
+def test_labels_of_padding():
     ids = torch.ones(2, 8, dtype=torch.int64)
     mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
     with pytest.raises(
-        InputError,
-        match="3 padding positions have a target|2 padding positions have",
+        InputError, match="3 padding positions have a target|2 padding positions have"
     ):
         local_batch(
             {"input_ids": ids, "labels": ids, "attention_mask": mask}, ContextParallel(), 2, 0
         )
 
 
-def test_labels_are_shifted_before_the_cut() -> None:
+def test_labels_are_shifted_before_the_cut():
     """The last token of a part predicts the first of the next."""
     ids = torch.arange(8)[None]
     parts = [

@@ -1,14 +1,10 @@
 """Which machines' groups the exchange of gradients asks for, before a mesh exists: those that `apply` looks at, and no others."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from plait.cluster.layout import Layout
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.parallel.technique import Technique, TechniqueContext
+from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.data_collectives import Compression
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
@@ -34,15 +30,12 @@ INT8 = Compression(scheme=Scheme(gradient_bits=8))
         # States in files leave parameters of one process as they are, and their gradients in buckets.
         (
             REPLICAS,
-            (
-                OptimizerOffload(device="nvme", path="there"),
-                ParameterOffload(device="nvme", path="there", with_states=True),
-            ),
+            (OptimizerOffload(device="nvme", path="there"), ParameterOffload(device="nvme", path="there", with_states=True)),
             ("dp_replicate",),
         ),
     ],
-)
-def test_levels(layout: Layout, techniques: tuple[Any, ...], expected: tuple[str, ...]) -> None:
-    given: tuple[Technique, ...] = techniques
+)  # fmt: skip
+def test_levels(layout, techniques, expected):
+    given = techniques
     context = TechniqueContext(layout, given)
     assert context.technique(DataParallel).groups(context).levels == expected

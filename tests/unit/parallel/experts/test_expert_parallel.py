@@ -1,9 +1,5 @@
 """What experts on different ranks are refused with, by name and before any process group, and what of the layout follows from ep."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,16 +14,8 @@ from tests.parity import cases
 from tests.parity.experts import Case, build
 
 
-def check(
-    parallel: dict[str, Any],
-    *,
-    family: str = "mixtral",
-    world: int = 4,
-    stage: int = 0,
-    kind: str = "eager",
-    **more: Any,
-) -> None:
-    config: dict[str, Any] = {
+def check(parallel, *, family="mixtral", world=4, stage=0, kind="eager", **more):
+    config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage, **more.pop("zero", {})},
@@ -46,51 +34,23 @@ def check(
     check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"ep": 3},
-        {},
-        r"parallel.ep = 3: .*dp_replicate 4 x dp_shard 1 = 4, and 4 % 3 = 1; use a divisor of 4, such as 1",
-    ),
-    (
-        {"ep": 8},
-        {"world": 8},
-        r"parallel.ep = 8: model.layers.0.mlp.experts has 4 experts, .* 4 % 8 = 4; use a divisor: 1, 2, 4",
-    ),
-    (
-        {"ep": 2},
-        {"family": "llama"},
-        "parallel.ep = 2: LlamaForCausalLM has no experts that are supported",
-    ),
+REFUSED = [
+    ({"ep": 3}, {}, r"parallel.ep = 3: .*dp_replicate 4 x dp_shard 1 = 4, and 4 % 3 = 1; use a divisor of 4, such as 1"),
+    ({"ep": 8}, {"world": 8}, r"parallel.ep = 8: model.layers.0.mlp.experts has 4 experts, .* 4 % 8 = 4; use a divisor: 1, 2, 4"),
+    ({"ep": 2}, {"family": "llama"}, "parallel.ep = 2: LlamaForCausalLM has no experts that are supported"),
     (
         {"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}},
         {"model_type": "olmoe"},
         r"parallel.ep with parallel.tp = 2: MixtralForCausalLM \(model_type 'olmoe'\) is not among .* mixtral, qwen2_moe, qwen3_moe",
     ),
+    ({"ep": 3, "cp": 2}, {}, r"processes of a pipeline stage, dp_replicate 2 x dp_shard 1 x cp 2 = 4, and 4 % 3 = 1; use a divisor of 4"),
     (
-        {"ep": 3, "cp": 2},
-        {},
-        r"processes of a pipeline stage, dp_replicate 2 x dp_shard 1 x cp 2 = 4, and 4 % 3 = 1; use a divisor of 4",
-    ),
-    (
-        {
-            "tp": 2,
-            "sequence_parallel": True,
-            "plan": {"model.layers.*.self_attn.*_proj": "colwise_gather_output"},
-        },
+        {"tp": 2, "sequence_parallel": True, "plan": {"model.layers.*.self_attn.*_proj": "colwise_gather_output"}},
         {"model_type": "olmoe"},
         "parallel.sequence_parallel = true: model.layers.0.self_attn has no row-split layer",
     ),
-    (
-        {"ep": 2, "pp": 2, "pipeline": {"schedule": "zbv"}},
-        {},
-        "with parallel.ep = 2: it computes a backward in two parts",
-    ),
-    (
-        {"ep": 2},
-        {"bf16": {"enabled": True}},
-        "ZeRO stage 0 computes in .*bfloat16 by torch's sharding",
-    ),
+    ({"ep": 2, "pp": 2, "pipeline": {"schedule": "zbv"}}, {}, "with parallel.ep = 2: it computes a backward in two parts"),
+    ({"ep": 2}, {"bf16": {"enabled": True}}, "ZeRO stage 0 computes in .*bfloat16 by torch's sharding"),
     ({"ep": 2}, {"stage": 1, "fp16": {"enabled": True}}, "fp16 with its loss scale is not tested"),
     ({"ep": 2}, {"compile": {"enabled": True}}, "compile.enabled is not tested"),
     (
@@ -99,33 +59,21 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "offloaded states are those of shards, and parallel.dp_shard is 1; set that to 2 or more",
     ),
     ({"ep": 2, "compress_gradients": "int8"}, {"stage": 1}, "compressed messages are not tested"),
-    (
-        {"ep": 2, "recompute": {"budget_gib": 1, "sequence_length": 8}},
-        {},
-        "counts what every process keeps for all experts",
-    ),
-    (
-        {"ep": 2, "secondary_partition": 2},
-        {"stage": 3},
-        "parallel.secondary_partition is not tested",
-    ),
-    (
-        {"ep": 2, "optimizer_in_backward": True},
-        {"stage": 1, "gradient_clipping": 0},
-        "parallel.optimizer_in_backward is not tested|accum",
-    ),
+    ({"ep": 2, "recompute": {"budget_gib": 1, "sequence_length": 8}}, {}, "counts what every process keeps for all experts"),
+    ({"ep": 2, "secondary_partition": 2}, {"stage": 3}, "parallel.secondary_partition is not tested"),
+    ({"ep": 2, "optimizer_in_backward": True}, {"stage": 1, "gradient_clipping": 0}, "parallel.optimizer_in_backward is not tested|accum"),
     ({"ep": 2}, {"kind": "sonicmoe"}, "computes experts with 'sonicmoe', which is not tested"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("parallel", "more", "message"), REFUSED)
-def test_refused(parallel: dict[str, Any], more: dict[str, Any], message: str) -> None:
+def test_refused(parallel, more, message):
     with pytest.raises(PlaitError, match=message) as error:
         check(parallel, **more)
     assert isinstance(error.value, ConfigError | ModelError)
 
 
-def test_not_refused() -> None:
+def test_not_refused():
     for stage in (0, 1, 2, 3):
         check({"ep": 2}, stage=stage)
         check({"ep": 2, "pp": 2}, stage=stage)
@@ -144,7 +92,7 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_second_view(layout: Layout) -> None:
+def test_the_second_view(layout):
     """Neighbouring ranks have different experts; a rank is found by either view; one of all replicas counts and writes."""
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     for rank, at in enumerate(places):
@@ -164,8 +112,7 @@ def test_the_second_view(layout: Layout) -> None:
         ]
 
 
-def test_smallest_world() -> None:
-    """Of a file that gives ep."""
+def test_smallest_world():
     for parallel, least in (
         ({"ep": 4}, 4),
         ({"ep": 4, "pp": 2}, 8),

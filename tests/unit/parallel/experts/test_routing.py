@@ -1,10 +1,6 @@
 """Routers: where their balance loss is added, how biases move, and what is refused by name."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ from tests.parity.experts import SIZES, Case, biases, build, routers
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_what_is_found_in_a_model(family: str) -> None:
+def test_what_is_found_in_a_model(family):
     model = build(Case(family), device="meta")
     layers = 2
     found = find_experts(model)
@@ -41,20 +37,19 @@ def test_what_is_found_in_a_model(family: str) -> None:
 
 
 @pytest.fixture
-def double_by_default() -> Iterator[None]:
+def double_by_default():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.usefixtures("double_by_default")
-def test_statistics_where_another_dtype_is_the_default() -> None:
-    """Of `torch.zeros` without one."""
+def test_statistics_where_another_dtype_is_the_default():
     test_statistics_are_transformers(mask=True)
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_statistics_are_transformers(mask: bool) -> None:
+def test_statistics_are_transformers(mask):
     """The same bits as the model's own balance loss, and its gradient, from sums that went through two stages."""
     model = build(replace(Case("mixtral"), balance=True), dtype=torch.float32)
     ids = torch.arange(24).view(2, 12)
@@ -78,38 +73,24 @@ def test_statistics_are_transformers(mask: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
 
 
-LOSSES_REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "deepseek_v3",
-        {"balance": "global"},
-        "experts.balance = .global.: DeepseekV3ForCausalLM has no balance loss, which",
-    ),
-    (
-        "mixtral",
-        {"balance": "global"},
-        "experts.balance = .global.: MixtralForCausalLM has no balance loss, which",
-    ),
+LOSSES_REFUSED = [
+    ("deepseek_v3", {"balance": "global"}, "experts.balance = .global.: DeepseekV3ForCausalLM has no balance loss, which"),
+    ("mixtral", {"balance": "global"}, "experts.balance = .global.: MixtralForCausalLM has no balance loss, which"),
     ("mixtral", {"balance": "globally"}, "experts.balance"),
     ("mixtral", {"z_loss": -0.1}, "experts.z_loss"),
-    (
-        "llama",
-        {"z_loss": 0.1},
-        "experts.z_loss = 0.1: LlamaForCausalLM does not say which modules its routers are, or has none; use 0",
-    ),
-]
+    ("llama", {"z_loss": 0.1}, "experts.z_loss = 0.1: LlamaForCausalLM does not say which modules its routers are, or has none; use 0"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "experts", "message"), LOSSES_REFUSED)
-def test_losses_of_routers_that_are_refused(
-    family: str, experts: dict[str, Any], message: str
-) -> None:
+def test_losses_of_routers_that_are_refused(family, experts, message):
     model = (
         build(Case(family), device="meta")
         if family != "llama"
         else cases.build("llama", tied=False)
     )
 
-    def checked() -> None:
+    def checked():
         resolved = resolve(
             load({"train_micro_batch_size_per_gpu": 1, "experts": experts}), world_size=2
         )
@@ -119,8 +100,7 @@ def test_losses_of_routers_that_are_refused(
         checked()
 
 
-def test_losses_of_routers_beside_a_loss_of_your_own() -> None:
-    """It would be left out."""
+def test_losses_of_routers_beside_a_loss_of_your_own():
     model = build(Case("mixtral"), device="meta")
     statistics = RouterStatistics(
         model, recorded_routers(model), experts=4, top_k=2, balances=False, z_loss=0.1
@@ -144,7 +124,7 @@ class OwnLoss(CausalLMLoss):
     """A user's, who adds what there is to add."""
 
 
-def test_whose_loss_is_balanced() -> None:
+def test_whose_loss_is_balanced():
     model = build(Case("mixtral", balance=True), device="meta")
     for loss in (plait.causal_lm_loss, ChunkedCausalLMLoss(chunk_tokens=4)):
         made = with_balance_loss(loss, model)
@@ -156,7 +136,7 @@ def test_whose_loss_is_balanced() -> None:
     )
 
 
-def test_biases_move_towards_the_mean() -> None:
+def test_biases_move_towards_the_mean():
     """Not in evaluation, not for a skipped step, and once for all micro-batches."""
     model = build(Case("deepseek_v3"))
     names = biased_routers(model)
@@ -168,7 +148,7 @@ def test_biases_move_towards_the_mean() -> None:
     hook.finish_reduction()
     hook.after_step(StepEnd(skipped=False))
     assert all(torch.equal(before[name], bias) for name, bias in biases(model).items())
-    counts: dict[str, torch.Tensor] = dict.fromkeys(names, torch.zeros(8))
+    counts = dict.fromkeys(names, torch.zeros(8))
     for name in names:
         model.get_submodule(name).register_forward_hook(
             lambda module, args, output, name=name: counts.update(
@@ -194,7 +174,7 @@ def test_biases_move_towards_the_mean() -> None:
     hook.release()
 
 
-def check(case: Case, parallel: dict[str, Any], rate: float, **changes: Any) -> None:
+def check(case, parallel, rate, **changes):
     model = build(case, device="meta")
     for name, value in changes.items():
         if name == "dtype":
@@ -213,35 +193,15 @@ def check(case: Case, parallel: dict[str, Any], rate: float, **changes: Any) -> 
     check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
-REFUSED: list[tuple[Case, dict[str, Any], float, dict[str, Any], str]] = [
-    (
-        Case("mixtral"),
-        {},
-        0.1,
-        {},
-        "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`",
-    ),
-    (
-        Case("deepseek_v3"),
-        {},
-        0.1,
-        {"dtype": torch.bfloat16},
-        "is bfloat16, in which steps of that size are lost",
-    ),
-    (
-        Case("deepseek_v3"),
-        {},
-        0.1,
-        {"gradient_checkpointing": True},
-        "recomputes its blocks itself",
-    ),
-]
+REFUSED = [
+    (Case("mixtral"), {}, 0.1, {}, "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`"),
+    (Case("deepseek_v3"), {}, 0.1, {"dtype": torch.bfloat16}, "is bfloat16, in which steps of that size are lost"),
+    (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "parallel", "rate", "changes", "message"), REFUSED)
-def test_refused(
-    case: Case, parallel: dict[str, Any], rate: float, changes: dict[str, Any], message: str
-) -> None:
+def test_refused(case, parallel, rate, changes, message):
     with pytest.raises((ConfigError, ModelError), match=message):
         check(case, parallel, rate, **changes)
 
@@ -258,9 +218,7 @@ def test_refused(
         ),
     ],
 )
-def test_an_own_loop_is_refused_losses_that_it_would_leave_out(
-    experts: dict[str, Any], parallel: dict[str, int], message: str
-) -> None:
+def test_an_own_loop_is_refused_losses_that_it_would_leave_out(experts, parallel, message):
     file = {"train_micro_batch_size_per_gpu": 1, "experts": experts, "parallel": parallel}
     with pytest.raises(ConfigError, match=message):
         plait.parallelize(

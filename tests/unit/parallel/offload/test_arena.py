@@ -1,11 +1,8 @@
 """Mapped tensors: they hold what is put there, leave memory when told, and a full disk is an error before anything happens."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from plait.parallel.offload.arena import PAGE, Arena
 from plait.sizes import MIB
 
 
-def mapped_resident() -> int:
+def mapped_resident():
     """Bytes of file pages that this process maps now."""
     line = next(
         line
@@ -27,7 +24,7 @@ def mapped_resident() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_tensors_are_ordinary_and_apart(tmp_path: Path) -> None:
+def test_tensors_are_ordinary_and_apart(tmp_path):
     arena = Arena(tmp_path)
     arena.reserve(10 * PAGE)
     a, b = (
@@ -46,7 +43,7 @@ def test_tensors_are_ordinary_and_apart(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_put_away_leaves_memory_and_comes_back(tmp_path: Path) -> None:
+def test_what_is_put_away_leaves_memory_and_comes_back(tmp_path):
     arena = Arena(tmp_path)
     tensor = arena.copy(torch.ones(8 * MIB // 4))
     before = mapped_resident()
@@ -74,19 +71,14 @@ def test_what_is_put_away_leaves_memory_and_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_a_full_disk_is_told_before_anything_happens(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: int,
-    sections: list[str],
-    room: int,
-    named: str,
-) -> None:
+    tmp_path, monkeypatch, stage, sections, room, named
+):
     import plait
     from tests.parity import cases
 
     given, reserve = [], os.posix_fallocate
 
-    def full(*arguments: Any) -> None:
+    def full(*arguments):
         if len(given) == room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         given.append(reserve(*arguments))
@@ -112,7 +104,7 @@ def test_a_full_disk_is_told_before_anything_happens(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PlaitError, match="nvme_path"):
         Arena(tmp_path / "file" / "folder")

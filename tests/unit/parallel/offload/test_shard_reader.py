@@ -1,12 +1,7 @@
 """Shards in files: what is asked for when, in forward, at the turn and in backward; and that nobody waits for what is read ahead."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +21,7 @@ SECONDS = 20
 
 
 @pytest.fixture(params=[1, 2], ids=["one process", "two processes"])
-def world(request: pytest.FixtureRequest) -> Iterator[int]:
+def world(request):
     """A fake world: whole shards are copied by another call of torch than gathered ones."""
     dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
@@ -36,8 +31,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[int]:
 class Inline(ThreadPoolExecutor):
     """Does what it is told at once, so that the order is that of the asking."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
+    def submit(self, fn, /, *args, **kwargs):
+        done = Future()
         done.set_result(fn(*args, **kwargs))
         return done
 
@@ -45,19 +40,19 @@ class Inline(ThreadPoolExecutor):
 class Watched(Arena):
     """Tells what passes, by the number of the block."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
-        self.events: list[str] = []
-        self.numbers: dict[int, int] = {}
-        self.fetching: Callable[[int], None] = lambda number: None
+        self.events = []
+        self.numbers = {}
+        self.fetching = lambda number: None
 
-    def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
+    def fetch(self, tensor, *, write):
         number = self.numbers[tensor.data_ptr()]
         self.events.append(f"read {number}")
         self.fetching(number)
         super().fetch(tensor, write=write)
 
-    def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+    def evict(self, tensor, *, written=True):
         if tensor.data_ptr() in self.numbers:
             assert not written
             self.events.append(f"give back {self.numbers[tensor.data_ptr()]}")
@@ -65,14 +60,12 @@ class Watched(Arena):
 
 
 class Block(nn.Module):
-    """Tells when it computes."""
-
-    def __init__(self, number: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, number, tell):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
         self.number, self.tell = number, tell
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         self.tell(f"forward {self.number}")
         out = self.inner(hidden)
         if out.requires_grad:
@@ -80,9 +73,7 @@ class Block(nn.Module):
         return out * 1  # whose gradient comes first, and gathers
 
 
-def build(
-    folder: Path, world: int, *, units: int, reader: ThreadPoolExecutor
-) -> tuple[nn.Sequential, Watched, ShardPrefetcher]:
+def build(folder, world, *, units, reader):
     """Blocks in files, with a pool for the shards of so many."""
     arena = Watched(folder)
     model = nn.Sequential(
@@ -95,7 +86,7 @@ def build(
     blocks = sharded_modules(model)[1:]  # the root has no parameters of its own
     for number, block in enumerate(blocks):
 
-        def copied(buffer: torch.Tensor, number: int = number) -> torch.Tensor:
+        def copied(buffer, number=number):
             mapped = arena.copy(buffer)
             arena.numbers[mapped.data_ptr()] = number
             return mapped
@@ -106,12 +97,12 @@ def build(
     return model, arena, made
 
 
-def step(model: nn.Module, made: ShardPrefetcher) -> None:
+def step(model, made):
     model(torch.ones(2, WIDTH)).sum().backward()
     made.end_step()
 
 
-def test_the_order_of_a_step(world: int, tmp_path: Path) -> None:
+def test_the_order_of_a_step(world, tmp_path):
     """With room for three blocks two are asked for ahead of the one that computes. The last block of the forward stays for its backward,
     which torch gathers one block early."""
     model, arena, made = build(tmp_path, world, units=3, reader=Inline())
@@ -136,7 +127,7 @@ def test_the_order_of_a_step(world: int, tmp_path: Path) -> None:
             "read 0"
         ) < backward.index("backward 3")
     # At most three blocks at any time, and none between two steps.
-    held: set[str] = set()
+    held = set()
     for event in arena.events:
         number = event.split()[-1]
         held = (
@@ -150,17 +141,17 @@ def test_the_order_of_a_step(world: int, tmp_path: Path) -> None:
     assert not held
 
 
-def test_evaluations_and_accumulation_have_orders_of_their_own(world: int, tmp_path: Path) -> None:
+def test_evaluations_and_accumulation_have_orders_of_their_own(world, tmp_path):
     """Each is read ahead from its second time on, beside the others; nothing is read that is not used, but for what follows a change."""
     model, arena, made = build(tmp_path, world, units=2, reader=Inline())
 
-    def evaluate() -> None:
+    def evaluate():
         with torch.no_grad():
             model(torch.ones(2, WIDTH))
 
-    def accumulate() -> None:
+    def accumulate():
         for last in (False, True):
-            model.set_requires_all_reduce(last)  # type: ignore[operator]
+            model.set_requires_all_reduce(last)
             model(torch.ones(2, WIDTH)).sum().backward()
         made.end_step()
 
@@ -179,7 +170,7 @@ def test_evaluations_and_accumulation_have_orders_of_their_own(world: int, tmp_p
     assert ahead.index("read 4") < ahead.index("forward 3")
 
 
-def test_without_room_only_the_gathered_block_is_in_memory(world: int, tmp_path: Path) -> None:
+def test_without_room_only_the_gathered_block_is_in_memory(world, tmp_path):
     model, arena, made = build(tmp_path, world, units=1, reader=Inline())
     for _ in range(2):
         arena.events.clear()
@@ -198,16 +189,16 @@ def test_without_room_only_the_gathered_block_is_in_memory(world: int, tmp_path:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_blocks_compute_while_the_next_is_read(world: int, tmp_path: Path, direction: str) -> None:
+def test_blocks_compute_while_the_next_is_read(world, tmp_path, direction):
     """The reading of a block ends only when the block before it computes: whoever waited for it would wait for ever."""
     model, arena, made = build(tmp_path, world, units=3, reader=ThreadPoolExecutor(1))
     for _ in range(2):
         step(model, made)
     computes = [threading.Event() for _ in range(BLOCKS)]
-    waited: list[bool] = []
+    waited = []
     turn = threading.Event()
 
-    def fetching(number: int) -> None:
+    def fetching(number):
         if turn.is_set() != (direction == "backward"):
             return
         # torch gathers a block in backward while the one before it has not computed yet, so what is read ahead is two further.
@@ -215,13 +206,13 @@ def test_blocks_compute_while_the_next_is_read(world: int, tmp_path: Path, direc
         if 0 <= before < BLOCKS:
             waited.append(computes[before].wait(SECONDS))
 
-    def tell(event: str) -> None:
+    def tell(event):
         kind, number = event.split()
         if kind == direction:
             computes[int(number)].set()
 
     for block in model:
-        block.tell = tell  # type: ignore[assignment]
+        block.tell = tell
     arena.fetching = fetching
     output = model(torch.ones(2, WIDTH)).sum()
     if direction == "backward":

@@ -1,7 +1,5 @@
 """Cuts against all possible cuts, and the costs of models whose numbers are known."""
 
-from __future__ import annotations
-
 import time
 from itertools import combinations, pairwise
 
@@ -27,7 +25,7 @@ costs = st.one_of(
 )
 
 
-def all_cuts(blocks: int, stages: int) -> list[tuple[int, ...]]:
+def all_cuts(blocks, stages):
     """Every way to give each stage at least one block."""
     cuts = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
     return [tuple(end - start for start, end in pairwise(edges)) for edges in cuts]
@@ -35,10 +33,7 @@ def all_cuts(blocks: int, stages: int) -> list[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(st.data(), st.lists(costs, min_size=1, max_size=9), costs, costs)
-def test_no_cut_is_better(
-    data: st.DataObject, blocks: list[float], first: float, last: float
-) -> None:
-    """Of all cuts, with the two ends."""
+def test_no_cut_is_better(data, blocks, first, last):
     stages = data.draw(st.integers(1, len(blocks)))
     found = balance_stages(blocks, stages, first=first, last=last)
     assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
@@ -52,7 +47,7 @@ def test_no_cut_is_better(
 
 
 @given(st.integers(1, 60), st.data())
-def test_equal_blocks(blocks: int, data: st.DataObject) -> None:
+def test_equal_blocks(blocks, data):
     """The quotient and one more, the larger ones at the end."""
     stages = data.draw(st.integers(1, blocks))
     cost = data.draw(st.sampled_from([1, 0.1, 1e15, 1e-3]))
@@ -73,20 +68,17 @@ def test_equal_blocks(blocks: int, data: st.DataObject) -> None:
         ([3, 0, 0, 3], 2, 0, 0, (3, 1)),
     ],
 )
-def test_cuts(
-    blocks: list[float], stages: int, first: float, last: float, expected: tuple[int, ...]
-) -> None:
-    """Ties and ends as documented."""
+def test_cuts(blocks, stages, first, last, expected):
     assert balance_stages(blocks, stages, first=first, last=last) == expected
 
 
-def test_floats_are_compared_exactly() -> None:
+def test_floats_are_compared_exactly():
     """0.1 + 0.2 > 0.3 in binary: the limit is one that some cut has, to the last bit."""
     assert balance_stages([0.1, 0.2, 0.3, 0.3], 3) == (2, 1, 1)
     assert balance_stages([1e-300, 1e300, 1e-300], 2) == (1, 2)
 
 
-def test_many_blocks_and_stages() -> None:
+def test_many_blocks_and_stages():
     """1,000 blocks on 512 stages, equal or not, in well under a second of processor time."""
     begun = time.process_time()
     for blocks in (
@@ -99,7 +91,7 @@ def test_many_blocks_and_stages() -> None:
     assert time.process_time() - begun < 5
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     """More stages than blocks; costs that are none."""
     with pytest.raises(
         InputError,
@@ -119,8 +111,7 @@ def test_wrong_arguments() -> None:
         stage_costs([1, 1], [2, 0])
 
 
-def test_imbalance() -> None:
-    """Largest over mean."""
+def test_imbalance():
     assert imbalance(stage_costs([1] * 8, (2, 2, 2, 2))) == 1
     assert imbalance(stage_costs([1] * 8, (2, 2, 3, 1), last=2)) == pytest.approx(3 / 2.5)
     assert imbalance([0, 0]) == 1
@@ -129,7 +120,7 @@ def test_imbalance() -> None:
 class Llama(nn.Module):
     """The order of a Llama: embedding, blocks, norm, head."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied):
         super().__init__()
         self.embed = nn.Embedding(50, 8)
         self.layers = nn.ModuleList(
@@ -142,7 +133,7 @@ class Llama(nn.Module):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embedding_and_head(tied: bool) -> None:
+def test_embedding_and_head(tied):
     """The lookup is free, the head is vocab x hidden on the last stage, tied or not."""
     model = Llama(tied)
     expected = ForwardCosts((2.0 * 2 * 8 * 16,) * 3, 0.0, 2.0 * 50 * 8)
@@ -150,7 +141,7 @@ def test_embedding_and_head(tied: bool) -> None:
     assert balance_stages(expected.blocks, 2, first=expected.first, last=expected.last) == (2, 1)
 
 
-def test_convolutions_and_shared_blocks() -> None:
+def test_convolutions_and_shared_blocks():
     """A patch embedding is multiplied; a weight that all blocks share counts in each."""
     block = nn.Linear(4, 4)
     model = nn.ModuleDict({"patches": nn.Conv2d(3, 4, 2), "blocks": nn.ModuleList([block, block])})
@@ -159,7 +150,7 @@ def test_convolutions_and_shared_blocks() -> None:
     )
 
 
-def test_costs_of_a_published_model() -> None:
+def test_costs_of_a_published_model():
     """Llama-3 8B by its shapes: 218,103,808 weights a block and a head as costly as 2.4 of them."""
     shapes = [
         (4096, 4096),
@@ -191,7 +182,6 @@ def test_costs_of_a_published_model() -> None:
     ) == pytest.approx(9 / 8.602, abs=0.001)
 
 
-def test_no_blocks() -> None:
-    """Nothing to cut."""
+def test_no_blocks():
     with pytest.raises(ModelError, match=r"parallel\.blocks"):
         forward_costs(ModelFacts((), ()))

@@ -1,10 +1,5 @@
 """A backward in two halves gives the gradients of a whole one, and tells whoever listens to them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,19 +12,19 @@ from plait.parallel.pipeline.split_backward import backward_inputs, backward_wei
 class Branches(nn.Module):
     """Parameters used twice, a product of branches, a norm, one parameter that is not used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.norm = nn.LayerNorm(6)
         self.gate = nn.Parameter(torch.rand(6))
         self.idle = nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         inner = self.first(self.norm(x)) * self.gate
         return x + torch.tanh(self.first(inner)) * torch.sigmoid(inner)
 
 
-def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+def gradients(model, x):
     return {
         "x": x.grad,
         **{
@@ -41,20 +36,20 @@ def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
 class Again(nn.Module):
     """Computes a module again in backward, and counts how often it runs."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
         self.runs = 0
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(self, x):
         self.runs += 1
         return self.module(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return checkpoint(self.run, x, use_reentrant=False)
 
 
-def test_a_block_recomputes_once_for_each_half() -> None:
+def test_a_block_recomputes_once_for_each_half():
     """Not once for each of its layers, whose weights are passes of their own."""
     block = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(4, 4), nn.Tanh())))
     model = nn.Sequential(Again(block), Again(nn.Linear(4, 4)))
@@ -68,15 +63,15 @@ def test_a_block_recomputes_once_for_each_half() -> None:
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("loss", [False, True], ids=["middle", "last"])
 @pytest.mark.parametrize("leaf", [False, True], ids=["first", "later"])
-def test_two_halves(loss: bool, leaf: bool, recompute: bool) -> None:
+def test_two_halves(loss, leaf, recompute):
     """For a stage in the middle, the last (a scalar loss), and the first (whose input needs no gradient). Gradients accumulate."""
     torch.manual_seed(0)
-    blocks: list[nn.Module] = [Branches(), Branches()]
+    blocks = [Branches(), Branches()]
     model = nn.Sequential(*(Again(block) if recompute else block for block in blocks)).double()
     x = torch.rand(3, 6, dtype=torch.float64, requires_grad=leaf)
     upstream = None if loss else torch.rand(3, 6, dtype=torch.float64)
 
-    def output() -> torch.Tensor:
+    def output():
         return model(x).square().sum() if loss else model(x)
 
     for _ in range(2):
@@ -84,9 +79,9 @@ def test_two_halves(loss: bool, leaf: bool, recompute: bool) -> None:
     expected = gradients(model, x)
     x.grad = None
     model.zero_grad()
-    told: list[str] = []
+    told = []
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.append(name))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.append(name))
     halves = [
         backward_inputs([output()], None if upstream is None else [upstream], [x]) for _ in range(2)
     ]
@@ -113,45 +108,43 @@ class ScalesInPlace(torch.autograd.Function):
     """A product whose backward changes what forward saved, as fused losses do."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, weight):
         ctx.x_gradient, ctx.weight_factor = weight.detach().clone(), x.detach().clone()
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx, gradient):
         ctx.weight_factor *= gradient.mean()
         return gradient @ ctx.x_gradient.t(), ctx.weight_factor.t() @ torch.ones_like(gradient)
 
 
 class Product(torch.autograd.Function):
-    """A product whose backward may run twice."""
-
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, weight):
         allow_two_runs(ctx)
         ctx.save_for_backward(x, weight)
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         return gradient @ weight.t(), x.t() @ gradient
 
 
-def hooked(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def hooked(x, w, v):
     """Scale the gradient of an activation with a hook."""
     y = x @ w
     y.register_hook(lambda gradient: gradient * 0.5)
     return y.tanh() @ v
 
 
-def shared_branch(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def shared_branch(x, w, v):
     """Return an auxiliary loss of an intermediate result of parameters that the other output uses too."""
     scaled = v * 2
     return x @ scaled @ w, scaled.square().sum()
 
 
-GRAPHS: dict[str, tuple[Callable[..., Any], set[str]]] = {
+GRAPHS = {
     "product": (lambda x, w, v: (x @ w).tanh() @ v, set()),
     "detached": (lambda x, w, v: (x.detach() @ w).tanh() @ v, set()),
     "detached branch": (lambda x, w, v: (x @ w, x.detach() @ v), set()),
@@ -177,7 +170,7 @@ GRAPHS: dict[str, tuple[Callable[..., Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_graphs(frozen: bool) -> None:
+def test_graphs(frozen):
     """Gradients are those of one backward pass; all that may wait for the second half does."""
     failures = []
     for name, (function, first) in GRAPHS.items():
@@ -217,7 +210,7 @@ def test_graphs(frozen: bool) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_a_function_runs_once() -> None:
+def test_a_function_runs_once():
     """Hooks between two uses of a weight run once too."""
     w, x = torch.rand(3, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
     runs = []
@@ -230,7 +223,7 @@ def test_a_function_runs_once() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["block", "block and detached head"])
-def test_a_reentrant_checkpoint(head: bool) -> None:
+def test_a_reentrant_checkpoint(head):
     """The first half is the complete backward of its graph."""
     block, last = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
     values, found = torch.rand(2, 3, dtype=torch.float64), []

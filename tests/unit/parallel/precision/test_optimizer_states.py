@@ -1,7 +1,5 @@
 """What is a block of optimizer states follows from a parameter's whole shape."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.parallel.precision.optimizer_states import block_of, state_bytes
@@ -23,11 +21,11 @@ from plait.parallel.precision.optimizer_states import block_of, state_bytes
         ((1000, 2880), 0),  # an eighth has 360 = 8 x 45
     ],
 )
-def test_block(shape: tuple[int, ...], block: int) -> None:
+def test_block(shape, block):
     assert block_of(shape) == block
 
 
-def test_bytes() -> None:
+def test_bytes():
     kwargs = {"itemsize": 4, "tensors": 2, "numel": 4096 * 4096}
     found = {
         form: state_bytes(form, (4096, 4096), **kwargs) / 4096**2

@@ -1,7 +1,5 @@
 """Every table is complete and runnable, agrees with torch's, and a spoilt one is found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +16,6 @@ from plait.parallel.schedules.schedule import (
     Kind,
     Message,
     Payload,
-    Schedule,
     destination,
     in_order,
     make_schedule,
@@ -28,12 +25,11 @@ from tests.unit.parallel.tables import names, schedules, unhurried
 from tests.unit.parallel.waited_for import needed_by, produced_by
 
 
-def table(schedule: Schedule) -> list[str]:
-    """One line a rank."""
+def table(schedule):
     return [" ".join(str(action) for action in row) for row in schedule.ranks]
 
 
-def test_gpipe_and_1f1b_as_published() -> None:
+def test_gpipe_and_1f1b_as_published():
     """PipeDream-Flush, figure 4 of arXiv:2104.04473, with 4 micro-batches on 4 ranks."""
     assert table(make_schedule("gpipe", pp=2, microbatches=2)) == [
         "0F0 0F1 0B0 0B1",
@@ -55,7 +51,7 @@ def test_gpipe_and_1f1b_as_published() -> None:
 
 @pytest.mark.parametrize(("name", "peer"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 4), (4, 9), (6, 7)])
-def test_those_written_here_are_torchs(name: str, peer: str, pp: int, microbatches: int) -> None:
+def test_those_written_here_are_torchs(name, peer, pp, microbatches):
     """Where torch has them. Its printed 1F1B counts the last rank's micro-batches from 1 (its runtime does not): left out."""
     stage = SimpleNamespace(num_stages=pp, group_size=pp, group_rank=0, submod=None)
     theirs = getattr(torch_schedules, peer)(stage, microbatches)._get_pipeline_order()
@@ -69,7 +65,7 @@ def test_those_written_here_are_torchs(name: str, peer: str, pp: int, microbatch
 
 @unhurried
 @given(schedules)
-def test_every_table_is_complete_and_placed(schedule: Schedule) -> None:
+def test_every_table_is_complete_and_placed(schedule):
     """Counted here anew: each stage does each micro-batch forward once and backward once; the placement is the one that is promised."""
     for rank, row in enumerate(schedule.ranks):
         stages = schedule.stages_of(rank)
@@ -96,10 +92,10 @@ def test_every_table_is_complete_and_placed(schedule: Schedule) -> None:
     assert schedule.splits_backward == SCHEDULES[schedule.name].splits_backward
 
 
-def stuck(schedule: Schedule) -> bool:
+def stuck(schedule):
     """Whether a rank waits for ever: found by letting every rank try again and again, without `in_order`."""
     left = [list(row) for row in schedule.ranks]
-    done: set[Message] = set()
+    done = set()
     while True:
         moved = False
         for row in left:
@@ -113,10 +109,10 @@ def stuck(schedule: Schedule) -> bool:
 
 @unhurried
 @given(schedules)
-def test_order_respects_needs(schedule: Schedule) -> None:
+def test_order_respects_needs(schedule):
     """`in_order` gives every action once, in each rank's own order, after all that it needs."""
-    rows: list[list[Action]] = [[] for _ in schedule.ranks]
-    done: set[Message] = set()
+    rows = [[] for _ in schedule.ranks]
+    done = set()
     for rank, action in in_order(schedule):
         assert all(need in done for need in needed_by(action, stages=schedule.stages))
         rows[rank].append(action)
@@ -125,8 +121,7 @@ def test_order_respects_needs(schedule: Schedule) -> None:
     assert tuple(tuple(row) for row in rows) == schedule.ranks
 
 
-def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
-    """The same with another row."""
+def changed(schedule, rank, row):
     return replace(
         schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :])
     )
@@ -134,7 +129,7 @@ def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), schedules)
-def test_a_spoilt_table_is_found(data: st.DataObject, schedule: Schedule) -> None:
+def test_a_spoilt_table_is_found(data, schedule):
     """An action lost, doubled, on another rank, of another micro-batch, stage or kind; a backward before its forward."""
     rank = data.draw(st.integers(0, schedule.pp - 1))
     row = list(schedule.ranks[rank])
@@ -184,7 +179,7 @@ def test_a_spoilt_table_is_found(data: st.DataObject, schedule: Schedule) -> Non
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), schedules)
-def test_a_deadlock_is_found(data: st.DataObject, schedule: Schedule) -> None:
+def test_a_deadlock_is_found(data, schedule):
     """Any two actions of a rank exchanged: refused exactly where a rank then waits for ever."""
     rank = data.draw(st.integers(0, schedule.pp - 1))
     row = list(schedule.ranks[rank])
@@ -201,7 +196,7 @@ def test_a_deadlock_is_found(data: st.DataObject, schedule: Schedule) -> None:
         mixed.check()
 
 
-def test_a_deadlock_names_who_waits() -> None:
+def test_a_deadlock_names_who_waits():
     """Rank 0 wants its gradient before it has given the activation that the gradient comes from."""
     schedule = make_schedule("1f1b", pp=2, microbatches=2)
     row = [
@@ -216,8 +211,7 @@ def test_a_deadlock_names_who_waits() -> None:
     assert "rank 1 at 1F1 for the activation of stage 0 for micro-batch 1" in str(caught.value)
 
 
-def test_shapes_of_a_table() -> None:
-    """Ranks without stages and rows without ranks."""
+def test_shapes_of_a_table():
     schedule = make_schedule("gpipe", pp=2, microbatches=2)
     for spoilt in (
         replace(schedule, pp=3),
@@ -230,7 +224,7 @@ def test_shapes_of_a_table() -> None:
 
 @unhurried
 @given(schedules)
-def test_messages(schedule: Schedule) -> None:
+def test_messages(schedule):
     """Each boundary between ranks passes each micro-batch once a direction; the order is that of the source; neighbours agree."""
     found = messages(schedule)
     across = [
@@ -258,7 +252,7 @@ def test_messages(schedule: Schedule) -> None:
             ] == target == destination(schedule, message)
 
 
-def test_a_v_passes_nothing_at_its_turn() -> None:
+def test_a_v_passes_nothing_at_its_turn():
     """Stages pp - 1 and pp are on the last rank; both directions use the same pair of ranks."""
     found = messages(make_schedule("zbv", pp=2, microbatches=1))
     assert {pair: [str(message) for message in order] for pair, order in found.items()} == {
@@ -276,7 +270,7 @@ def test_a_v_passes_nothing_at_its_turn() -> None:
 
 @unhurried
 @given(names, st.integers(1, 8), st.integers(1, 40))
-def test_refused_numbers(name: str, pp: int, microbatches: int) -> None:
+def test_refused_numbers(name, pp, microbatches):
     """Torch refuses them too, and every number that is named instead works."""
     try:
         make_schedule(name, pp=pp, microbatches=microbatches)
@@ -299,38 +293,19 @@ def test_refused_numbers(name: str, pp: int, microbatches: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            {"name": "1F1B", "pp": 2, "microbatches": 2},
-            "parallel.pipeline.schedule = '1F1B': is not a pipeline schedule that Plait runs",
-        ),
+        ({"name": "1F1B", "pp": 2, "microbatches": 2}, "parallel.pipeline.schedule = '1F1B': is not a pipeline schedule that Plait runs"),
         ({"name": "1F1B", "pp": 2, "microbatches": 2}, "did you mean `1f1b`?"),
         ({"name": "?", "pp": 2, "microbatches": 2}, "known are 1f1b, dualpipev"),
         ({"name": "1f1b", "pp": 0, "microbatches": 2}, "parallel.pp = 0"),
         ({"name": "1f1b", "pp": 2, "microbatches": 0}, "gradient_accumulation_steps = 0"),
-        (
-            {"name": "1f1b", "pp": 2, "microbatches": 4, "stages_per_rank": 2},
-            "1f1b has exactly 1 on a rank; use 1, or one of interleaved-1f1b",
-        ),
-        (
-            {"name": "zbv", "pp": 2, "microbatches": 4, "stages_per_rank": 3},
-            "parallel.pipeline.stages_per_rank = 3: zbv has exactly 2",
-        ),
-        (
-            {"name": "interleaved-1f1b", "pp": 2, "microbatches": 4, "stages_per_rank": 1},
-            "at least 2 on a rank; use 2 or more, or one of gpipe",
-        ),
-        (
-            {"name": "interleaved-1f1b", "pp": 4, "microbatches": 11},
-            "takes micro-batches in 11 // 4 = 2 equal rounds, and 11 % 2 != 0; use 10 or 12",
-        ),
-        (
-            {"name": "dualpipev", "pp": 4, "microbatches": 7},
-            "dualpipev with pp 4 has 8 stages and needs as many micro-batches; use 8 or more",
-        ),
+        ({"name": "1f1b", "pp": 2, "microbatches": 4, "stages_per_rank": 2}, "1f1b has exactly 1 on a rank; use 1, or one of interleaved-1f1b"),
+        ({"name": "zbv", "pp": 2, "microbatches": 4, "stages_per_rank": 3}, "parallel.pipeline.stages_per_rank = 3: zbv has exactly 2"),
+        ({"name": "interleaved-1f1b", "pp": 2, "microbatches": 4, "stages_per_rank": 1}, "at least 2 on a rank; use 2 or more, or one of gpipe"),
+        ({"name": "interleaved-1f1b", "pp": 4, "microbatches": 11}, "takes micro-batches in 11 // 4 = 2 equal rounds, and 11 % 2 != 0; use 10 or 12"),
+        ({"name": "dualpipev", "pp": 4, "microbatches": 7}, "dualpipev with pp 4 has 8 stages and needs as many micro-batches; use 8 or more"),
     ],
-)
-def test_wrong_arguments(arguments: dict[str, object], said: str) -> None:
-    """The field, the numbers, what to do."""
+)  # fmt: skip
+def test_wrong_arguments(arguments, said):
     with pytest.raises(ConfigError) as caught:
-        make_schedule(**arguments)  # type: ignore[arg-type]
+        make_schedule(**arguments)
     assert said in str(caught.value)

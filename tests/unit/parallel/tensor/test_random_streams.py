@@ -1,9 +1,7 @@
 """Streams of random numbers of split parts (defect A19), without a process group; and of a CUDA generator, which is played."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +15,7 @@ from plait.parallel.tensor.styles import SplitStream
 HERE = torch.zeros(1)
 
 
-def drawn(rank: int, *, own: int) -> list[torch.Tensor]:
+def drawn(rank, *, own):
     """Numbers before, inside of and behind two parts, the first of which takes `own` numbers."""
     torch.manual_seed(5)
     stream, found = SplitStream(rank), [torch.rand(2)]
@@ -30,7 +28,7 @@ def drawn(rank: int, *, own: int) -> list[torch.Tensor]:
     return found
 
 
-def test_parts_have_their_own_numbers_and_what_follows_is_shared() -> None:
+def test_parts_have_their_own_numbers_and_what_follows_is_shared():
     one, other = drawn(0, own=3), drawn(1, own=4)
     for index in (0, 2, 4):
         assert torch.equal(one[index], other[index])
@@ -41,7 +39,7 @@ def test_parts_have_their_own_numbers_and_what_follows_is_shared() -> None:
     ), "no number twice"
 
 
-def test_a_restored_shared_generator_repeats_its_numbers() -> None:
+def test_a_restored_shared_generator_repeats_its_numbers():
     """Recomputation, also where it was left in a part by an exception."""
     torch.manual_seed(5)
     stream, state = SplitStream(1), torch.get_rng_state()
@@ -57,8 +55,7 @@ def test_a_restored_shared_generator_repeats_its_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), behind)
 
 
-def test_nothing_happens_where_nothing_is_computed() -> None:
-    """On meta and on fake tensors."""
+def test_nothing_happens_where_nothing_is_computed():
     state, stream = torch.get_rng_state(), SplitStream(0)
     stream.enter(torch.zeros(1, device="meta"))
     with FakeTensorMode():
@@ -67,7 +64,7 @@ def test_nothing_happens_where_nothing_is_computed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_numbers_drawn_for_what_another_layer_reads_are_refused() -> None:
+def test_numbers_drawn_for_what_another_layer_reads_are_refused():
     stream, read, other = SplitStream(0), torch.zeros(1), torch.zeros(1)
     stream.enter(HERE, read=read)
     stream.enter(HERE, read=other)  # a second input (cross-attention)
@@ -88,28 +85,28 @@ class Played:
     offset: int = 0
     device: ClassVar[torch.device] = torch.device("cuda", 0)
 
-    def initial_seed(self) -> int:
+    def initial_seed(self):
         return self.seed
 
-    def get_offset(self) -> int:
+    def get_offset(self):
         return self.offset
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset):
         self.offset = offset
 
-    def manual_seed(self, seed: int) -> None:
+    def manual_seed(self, seed):
         assert 0 <= seed < 2**64
         self.seed, self.offset = seed, 0
 
-    def draw(self) -> tuple[int, int]:
+    def draw(self):
         self.offset += 4
         return self.seed, self.offset
 
 
-def test_a_cuda_generator_is_seeded_without_a_kernel() -> None:
+def test_a_cuda_generator_is_seeded_without_a_kernel():
     """By seed and offset, which are numbers on the host."""
 
-    def run(rank: int, own: int) -> list[Any]:
+    def run(rank, own):
         generator, stream, found = Played(9), SplitStream(rank), []
         with patch.object(styles, "_generator", lambda _: generator):
             found.append(generator.draw())

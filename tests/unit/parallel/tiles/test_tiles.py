@@ -1,9 +1,6 @@
 """An MLP in tiles: gradients, dropout, frozen parts, the sum of 16-bit gradients, and the bytes that exist at the same time."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +13,7 @@ HIDDEN, WIDE = 16, 64
 
 
 class Gated(nn.Module):
-    """Llama's, with dropout."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.gate, self.up, self.down = (
             nn.Linear(HIDDEN, WIDE),
@@ -27,23 +22,19 @@ class Gated(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.dropout(
-            self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x)))
-        )
-        return found
+    def forward(self, x):
+        return self.dropout(self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x))))
 
 
-def pair(tokens: int, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[Gated, Gated]:
-    """(as it is, in tiles)."""
+def pair(tokens, dtype=torch.float64, **settings):
     torch.manual_seed(1)
     plain = Gated(**settings).to(dtype)
     tiled = copy.deepcopy(plain)
-    tiled.forward = Tiles(tiled, tiled.forward, tokens)  # type: ignore[method-assign]
+    tiled.forward = Tiles(tiled, tiled.forward, tokens)
     return plain, tiled
 
 
-def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def results(module, x):
     x = x.clone().requires_grad_()
     y = module(x)
     y.square().sum().backward()
@@ -58,7 +49,7 @@ def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("shape", [(2, 13), (1, 1), (13,), (0,), (3, 1)])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 1000])
 @pytest.mark.parametrize("frozen", [(), ("gate", "up", "down"), ("down",), ("gate",)])
-def test_gradients(shape: tuple[int, ...], tokens: int, frozen: tuple[str, ...]) -> None:
+def test_gradients(shape, tokens, frozen):
     """A tile that divides, one that does not, one larger than the sequence, and one token."""
     plain, tiled = pair(tokens)
     for module in (plain, tiled):
@@ -71,7 +62,7 @@ def test_gradients(shape: tuple[int, ...], tokens: int, frozen: tuple[str, ...])
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_a_gradient_arrives_once() -> None:
+def test_a_gradient_arrives_once():
     """What waits for it, to reduce it, is told once a backward."""
     _, tiled = pair(2)
     arrived = []
@@ -81,15 +72,15 @@ def test_a_gradient_arrives_once() -> None:
     assert sorted(arrived) == sorted(name for name, _ in tiled.named_parameters())
 
 
-def test_dropout_is_repeated() -> None:
+def test_dropout_is_repeated():
     """The backward drops what the forward did: as where the tiles are computed one by one, and nothing is computed again."""
     plain, tiled = pair(6, dropout=0.5)
     x = torch.randn(2, 10, HIDDEN, dtype=torch.float64)
     tiled_forward = tiled.forward
-    tiled.forward = lambda x: torch.cat([plain(piece) for piece in x.split(3, 1)], 1)  # type: ignore[method-assign]
+    tiled.forward = lambda x: torch.cat([plain(piece) for piece in x.split(3, 1)], 1)
     torch.manual_seed(5)
     expected = {**results(tiled, x), **{name: p.grad for name, p in plain.named_parameters()}}
-    tiled.forward = tiled_forward  # type: ignore[method-assign]
+    tiled.forward = tiled_forward
     torch.manual_seed(5)
     found = results(tiled, x)
     assert 0 < int((found["output"] == 0).sum()) < found["output"].numel()
@@ -97,17 +88,17 @@ def test_dropout_is_repeated() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_without_gradients() -> None:
+def test_without_gradients():
     plain, tiled = pair(3)
     x = torch.randn(2, 10, HIDDEN, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(tiled(x), plain(x), rtol=1e-13, atol=1e-13)
 
 
-def test_gradients_of_16_bits_add_up_in_float32() -> None:
-    """Autograd's own sum over 1,024 tiles in bfloat16 would lose most: it swallows what is 1/256 of a partial sum."""
+def test_gradients_of_16_bits_add_up_in_float32():
+    """Autograd's own sum over 512 tiles in bfloat16 would lose most: it swallows what is 1/256 of a partial sum."""
     plain, tiled = pair(1, torch.bfloat16)
-    x = torch.randn(1, 1024, HIDDEN, dtype=torch.bfloat16).abs()
+    x = torch.randn(1, 512, HIDDEN, dtype=torch.bfloat16).abs()
     exact = results(copy.deepcopy(plain).double(), x.double())
     whole, found = results(plain, x), results(tiled, x)
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
@@ -120,7 +111,7 @@ def test_gradients_of_16_bits_add_up_in_float32() -> None:
         assert errors[1] < max(2 * errors[0], 0.01), (name, errors)
 
 
-def peak(module: nn.Module, length: int) -> int:
+def peak(module, length):
     """Bytes of a forward and a backward, besides parameters, their gradients, the input, the output and their gradients."""
     x = torch.randn(1, length, HIDDEN, dtype=torch.float64, requires_grad=True)
     for parameter in module.parameters():
@@ -136,7 +127,7 @@ def peak(module: nn.Module, length: int) -> int:
     return live.peak
 
 
-def test_bytes() -> None:
+def test_bytes():
     """Of all tokens, what is HIDDEN wide; what is WIDE, of a tile alone."""
     plain, tiled = pair(64)
     token = 8 * HIDDEN
