@@ -327,17 +327,12 @@ def without(plan, end):
 
 
 def fused_weights_split(plan):
-    styles = {"mlp.gate_up_proj": "colwise", "mlp.down_proj": "rowwise"}
-    ends = {
-        entry: next((end for end in styles if entry.name.endswith(end)), "")
-        for entry in plan.modules
-    }
-    return replace(
-        plan,
-        modules=tuple(
-            replace(entry, style=styles.get(end, entry.style)) for entry, end in ends.items()
-        ),
+    styles = {"gate_up_proj": "colwise", "down_proj": "rowwise"}
+    split = [styles.get(entry.name.rpartition(".")[2], entry.style) for entry in plan.modules]
+    modules = (
+        replace(entry, style=style) for entry, style in zip(plan.modules, split, strict=True)
     )
+    return replace(plan, modules=tuple(modules))
 
 
 def norm_summed_twice(plan):

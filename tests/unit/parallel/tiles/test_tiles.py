@@ -96,9 +96,9 @@ def test_without_gradients():
 
 
 def test_gradients_of_16_bits_add_up_in_float32():
-    """Autograd's own sum over 512 tiles in bfloat16 would lose most: it swallows what is 1/256 of a partial sum."""
+    """Autograd's own sum over 1,024 tiles in bfloat16 would lose most: it swallows what is 1/256 of a partial sum."""
     plain, tiled = pair(1, torch.bfloat16)
-    x = torch.randn(1, 512, HIDDEN, dtype=torch.bfloat16).abs()
+    x = torch.randn(1, 1024, HIDDEN, dtype=torch.bfloat16).abs()
     exact = results(copy.deepcopy(plain).double(), x.double())
     whole, found = results(plain, x), results(tiled, x)
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
