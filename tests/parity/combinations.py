@@ -10,110 +10,49 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.parity.experts import SIZES, Case
+from tests.parity.experts import SIZES, Case, cases_of
 
 SEED, COUNT = 2020, 320
 ADDED_SEED, ADDED_COUNT = 2026, 80
 DENSE = ("llama", "mistral", "gemma2", "gemma3_text")
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "mixtral")
 """Families whose windows a configuration sets alone."""
-RING, ULYSSES, GATHERED = ("context", "ring"), ("context", "ulysses"), ("context", "all-gather-kv")
-FULL, SELECTIVE, SEQUENCE = (
-    ("recompute", {"mode": "full"}),
-    ("recompute", {"mode": "selective"}),
-    ("sequence_parallel", True),
-)
-CP2, CP4, TP2, EP2, PP2 = ("cp", 2), ("cp", 4), ("tp", 2), ("ep", 2), ("pp", 2)
+CONTEXTS = ("all-gather-kv", "ring", "ulysses")
 TWO_STAGES_A_RANK = ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
 TWO_PART_BACKWARD = ("interleaved-zero-bubble", "zbv")
 SCHEDULES = ("1f1b", "gpipe", *TWO_STAGES_A_RANK)
 
 ADVERSARIAL: dict[str, tuple[Case, ...]] = {
-    "one valid token on one shard": (
-        Case("llama", more=(RING,), degrees=(CP2,), data="one_target"),
-        Case("mixtral", degrees=(CP2, EP2), balance=True, data="one_target", more=(ULYSSES,)),
-        Case("qwen3_moe", 1, (CP2, EP2), dp=2, data="one_target", more=(GATHERED,)),
-        Case("deepseek_v3", 3, (CP2, EP2), dp=2, data="one_target", rate=0.01, more=(RING,)),
-    ),
-    "a document across a border": (
-        Case("mistral", degrees=(CP4,), data="packed", window=True, more=(RING,)),
-        Case("gemma3_text", degrees=(CP4,), data="packed", window=True, more=(GATHERED, FULL)),
-        Case(
-            "mixtral",
-            degrees=(CP2, TP2, EP2),
-            balance=True,
-            data="packed",
-            more=(ULYSSES, SEQUENCE),
-        ),
-        Case("deepseek_v3", degrees=(CP2, PP2), data="packed", more=(GATHERED,)),
-    ),
-    "experts without a token": (
-        Case("mixtral", 3, (EP2,), dp=2, balance=True, routed="unused", data="padded"),
-        Case(
-            "qwen2_moe",
-            1,
-            (CP2, ("ep", 4)),
-            dp=2,
-            balance=True,
-            routed="unused",
-            data="packed",
-            more=(RING,),
-        ),
-        Case(
-            "deepseek_v3",
-            degrees=(TP2, EP2),
-            rate=0.01,
-            routed="unused",
-            data="uneven",
-            more=(SEQUENCE,),
-        ),
-    ),
-    "all tokens to one expert": (
-        Case(
-            "mixtral",
-            2,
-            (CP2, ("ep", 4)),
-            dp=2,
-            balance=True,
-            routed="one",
-            data="packed",
-            more=(ULYSSES, FULL),
-        ),
-        Case(
-            "qwen3_moe",
-            degrees=(TP2, EP2),
-            balance=True,
-            routed="one",
-            data="padded",
-            more=(SEQUENCE, SELECTIVE),
-        ),
-        Case(
-            "deepseek_v3",
-            degrees=(CP2, PP2, EP2),
-            rate=0.01,
-            routed="one",
-            data="one_target",
-            more=(RING,),
-        ),
-    ),
-    "an uneven sequence": (
-        Case("llama", degrees=(CP4,), data="uneven", more=(GATHERED,)),
-        Case("gemma2", 3, (CP2,), dp=2, data="uneven", window=True, more=(RING, SELECTIVE)),
-        Case("mixtral", degrees=(CP2, TP2), balance=True, data="uneven", more=(ULYSSES, SEQUENCE)),
-    ),
-    "fewer key-value heads than ranks of cp": (
-        Case("llama", degrees=(CP2,), kv_heads=1, data="packed", more=(ULYSSES,)),
-        Case("llama", degrees=(CP4,), kv_heads=2, data="uneven", more=(ULYSSES, FULL)),
-        Case(
-            "mixtral",
-            degrees=(CP4, ("ep", 4)),
-            kv_heads=1,
-            balance=True,
-            data="border",
-            more=(ULYSSES,),
-        ),
-        Case("qwen3_moe", degrees=(CP4,), kv_heads=1, balance=True, data="causal", more=(RING,)),
-    ),
+    name: tuple(cases_of(text))
+    for name, text in {
+        "one valid token on one shard": """
+            llama ring cp2 one_target
+            mixtral cp2 ep2 balance one_target ulysses
+            qwen3_moe zero1 cp2 ep2 dp2 one_target all-gather-kv
+            deepseek_v3 zero3 cp2 ep2 dp2 one_target rate0.01 ring""",
+        "a document across a border": """
+            mistral cp4 packed window ring
+            gemma3_text cp4 packed window all-gather-kv full
+            mixtral cp2 tp2 ep2 balance packed ulysses sequence
+            deepseek_v3 cp2 pp2 packed all-gather-kv""",
+        "experts without a token": """
+            mixtral zero3 ep2 dp2 balance unused padded
+            qwen2_moe zero1 cp2 ep4 dp2 balance unused packed ring
+            deepseek_v3 tp2 ep2 rate0.01 unused uneven sequence""",
+        "all tokens to one expert": """
+            mixtral zero2 cp2 ep4 dp2 balance one packed ulysses full
+            qwen3_moe tp2 ep2 balance one padded sequence selective
+            deepseek_v3 cp2 pp2 ep2 rate0.01 one one_target ring""",
+        "an uneven sequence": """
+            llama cp4 uneven all-gather-kv
+            gemma2 zero3 cp2 dp2 uneven window ring selective
+            mixtral cp2 tp2 balance uneven ulysses sequence""",
+        "fewer key-value heads than ranks of cp": """
+            llama cp2 kv1 packed ulysses
+            llama cp4 kv2 uneven ulysses full
+            mixtral cp4 ep4 kv1 balance border ulysses
+            qwen3_moe cp4 kv1 balance causal ring""",
+    }.items()
 }
 """Named for what is hard about them."""
 
@@ -254,10 +193,12 @@ def _drawn(random: Random) -> Case:
         if degree > 1
     )
     schedule = random.choice(SCHEDULES) if pp > 1 else ""
-    more: list[tuple[str, Any]] = [random.choice((GATHERED, RING, ULYSSES))] if cp > 1 else []
-    more += [SEQUENCE] if tp > 1 and random.random() < 0.5 else []
+    more: list[tuple[str, Any]] = [("context", random.choice(CONTEXTS))] if cp > 1 else []
+    more += [("sequence_parallel", True)] if tp > 1 and random.random() < 0.5 else []
     more += [("pipeline", {"schedule": schedule})] if schedule else []
-    more += random.choice(((), (FULL,), (SELECTIVE,)))
+    more += random.choice(
+        ((), (("recompute", {"mode": "full"}),), (("recompute", {"mode": "selective"}),))
+    )
     more += [("loss_chunk_tokens", 7)] if random.random() < 0.2 else []
     balance, balanced, z_loss = random.choice(
         (

@@ -3,11 +3,12 @@ by workers."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -172,6 +173,71 @@ class Case:
         parts += [f"{self.offload} on {self.offload_to}"] if self.offload else []
         parts += [self.data] if self.data != "ragged" else []
         return "-".join([*parts, *(key for key, _ in self.more)])
+
+
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "balance": {"balance": True},
+    "global": {"balanced": "global"},
+    "unmasked": {"mask": False},
+    "window": {"window": True},
+    "batched_mm": {"kind": "batched_mm"},
+    "adapted": {"adapted": ("gate_up_proj", "down_proj")},
+    **{word: {"routed": word} for word in ("one", "unused")},
+    **{word: {"offload": word} for word in ("states", "parameters", "both")},
+    **{word: {"data": word} for word in get_args(context_parallel.Data)},
+}
+_SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
+    **{word: (("context", word),) for word in ("ring", "ulysses", "all-gather-kv")},
+    **{word: (("recompute", {"mode": word}),) for word in ("full", "selective")},
+    **{
+        word: (("pipeline", {"schedule": word}),)
+        for word in ("gpipe", "zbv", "interleaved-1f1b", "interleaved-zero-bubble")
+    },
+    "sequence": (("sequence_parallel", True),),
+    "hybrid": (("dp_replicate", 2), ("dp_shard", 2)),
+    "files": (
+        ("activation_offload", {"fraction": 1, "device": "disk", "path": tempfile.gettempdir()}),
+    ),
+}
+_NUMBERS = {
+    "zero": "stage",
+    "dp": "dp",
+    "layers": "layers",
+    "kv": "kv_heads",
+    "rate": "rate",
+    "z": "z_loss",
+}
+
+
+def case_of(text: str) -> Case:
+    """Return the case that words describe: `mixtral zero3 dp2 cp2 ep2 balance one ring tile3`."""
+    family, *words = text.split()
+    fields: dict[str, Any] = {"family": family, "degrees": (), "more": ()}
+    for word in words:
+        name, number = (
+            re.fullmatch(r"([^\d.]*)([\d.]*)", word).groups() if word[-1].isdigit() else (word, "")
+        )  # type: ignore[union-attr]
+        if word in _SWITCHES:
+            fields |= _SWITCHES[word]
+        elif word in _SETTINGS:
+            fields["more"] += _SETTINGS[word]
+        elif name in ("tp", "cp", "pp", "ep"):
+            fields["degrees"] += ((name, int(number)),)
+        elif name in _NUMBERS:
+            fields[_NUMBERS[name]] = float(number) if "." in number else int(number)
+        else:
+            settings = {
+                "tile": "mlp_tile_tokens",
+                "chunk": "loss_chunk_tokens",
+                "overlap": "tensor_overlap",
+            }
+            fields["more"] += ((settings[name], int(number)),)
+    return Case(**fields)
+
+
+def cases_of(text: str) -> list[Case]:
+    """Return a case for each line."""
+    return [case_of(line) for line in text.strip().splitlines()]
 
 
 def configured(case: Case) -> dict[str, Any]:

@@ -13,49 +13,47 @@ from plait.parallel.context.attention_function import PackedDocuments
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.parity import cases, flash
-from tests.parity.experts import Case, Result, assert_equal, biases, build, configured, steps
+from tests.parity.experts import (
+    Case,
+    Result,
+    assert_equal,
+    biases,
+    build,
+    case_of,
+    cases_of,
+    configured,
+    steps,
+)
 from tests.pool import Pool
 
-RING, ULYSSES, GATHERED = ("context", "ring"), ("context", "ulysses"), ("context", "all-gather-kv")
-CP2, TP2, FULL = ("cp", 2), ("tp", 2), ("recompute", {"mode": "full"})
-FLEX = [Case("gemma2", degrees=(CP2,), data="uneven", window=True, more=(GATHERED, FULL))]
-MORE_FLEX = [
-    Case("mistral", degrees=(CP2,), data="packed", window=True, more=(RING,)),
-    Case("llama", 3, (CP2,), dp=2, data="packed", more=(ULYSSES,)),
-    Case("deepseek_v3", 1, (CP2, ("ep", 2)), data="packed", more=(RING, FULL)),
-    Case("gpt_oss", degrees=(CP2,), data="uneven", more=(RING,)),
-    Case("gemma3_text", degrees=(("cp", 4),), data="packed", window=True, more=(GATHERED,)),
-    Case("llama", degrees=(CP2, TP2), data="border", more=(RING, ("sequence_parallel", True))),
-    Case(
-        "mixtral",
-        degrees=(CP2, ("pp", 2)),
-        data="padded",
-        balance=True,
-        window=True,
-        more=(ULYSSES,),
-    ),
-    Case("llama", degrees=(("cp", 4),), data="one_target", kv_heads=1, more=(RING,)),
-]
-FLASH = [
-    Case("mistral", degrees=(CP2,), data="packed", window=True, more=(ULYSSES,)),
-    Case("gemma2", 3, (CP2,), data="uneven", window=True, more=(ULYSSES, FULL)),
-    Case("deepseek_v3", degrees=(CP2,), data="packed", more=(ULYSSES,)),
-]
-MORE_FLASH = [
-    Case("llama", degrees=(("cp", 4),), data="packed", kv_heads=1, more=(ULYSSES,)),
-    Case(
-        "mixtral",
-        1,
-        (CP2, ("ep", 2)),
-        dp=2,
-        data="padded",
-        balance=True,
-        window=True,
-        more=(ULYSSES,),
-    ),
-    Case("llama", degrees=(CP2, TP2), data="border", more=(ULYSSES, ("sequence_parallel", True))),
-    Case("qwen3_moe", 2, (CP2, ("pp", 2)), data="packed", balance=True, more=(ULYSSES, FULL)),
-]
+FLEX = cases_of("""
+    gemma2 cp2 uneven window all-gather-kv full
+    mistral cp2 packed window ring
+    llama zero3 cp2 dp2 packed ulysses
+    deepseek_v3 zero1 cp2 ep2 packed ring full
+    gpt_oss cp2 uneven ring
+    gemma3_text cp4 packed window all-gather-kv
+    llama cp2 tp2 border ring sequence
+    mixtral cp2 pp2 padded balance window ulysses
+    llama cp4 one_target kv1 ring
+""")
+FLASH = cases_of("""
+    mistral cp2 packed window ulysses
+    gemma2 zero3 cp2 uneven window ulysses full
+    deepseek_v3 cp2 packed ulysses
+    llama cp4 packed kv1 ulysses
+    mixtral zero1 cp2 ep2 dp2 padded balance window ulysses
+    llama cp2 tp2 border ulysses sequence
+    qwen3_moe zero2 cp2 pp2 packed balance ulysses full
+""")
+
+
+def all_but(quick: int, listed: list[Case]) -> list[Any]:
+    """All cases as parameters; `make test` takes the first ones."""
+    return [
+        pytest.param(case, id=case.name, marks=() if at < quick else pytest.mark.proof)
+        for at, case in enumerate(listed)
+    ]
 
 
 def trained(case: Case, implementation: str) -> Result:
@@ -82,13 +80,13 @@ def with_flash(rank: int, world: int, case: Case) -> Result:
         return trained(case, "flash_attention_2")
 
 
-@pytest.mark.parametrize("case", FLEX, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", all_but(0, FLEX))
 def test_flex_attention(pool: Pool, case: Case) -> None:
     """torch's own, uncompiled."""
     assert_equal(case, pool.run(case.world, with_flex, case))
 
 
-@pytest.mark.parametrize("case", FLASH, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", all_but(1, FLASH))
 def test_flash_attention(pool: Pool, case: Case) -> None:
     """Through Transformers, with a package of its interface."""
     assert_equal(case, pool.run(case.world, with_flash, case))
@@ -129,37 +127,23 @@ def other_documents(
     return counts, *losses
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("degrees", [(CP2,), (CP2, ("pp", 2))], ids=["cp2", "cp2-pp2"])
-def test_documents_are_found_once_per_micro_batch(
-    pool: Pool, mode: str, degrees: tuple[tuple[str, int], ...]
-) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cp2 selective",
+        *(
+            pytest.param(f"{axes} {mode}", marks=pytest.mark.proof)
+            for axes in ("cp2", "cp2 pp2")
+            for mode in ("", "full", "selective")
+            if (axes, mode) != ("cp2", "selective")
+        ),
+    ],
+)
+def test_documents_are_found_once_per_micro_batch(pool: Pool, words: str) -> None:
     """In none of the layers, nor in their recomputation; each micro-batch has its own."""
-    case = Case(
-        "llama", degrees=degrees, data="packed", more=(ULYSSES, ("recompute", {"mode": mode}))
-    )
+    case = case_of(f"llama packed ulysses {words}")
     for counts, found, expected in pool.run(case.world, other_documents, case):
-        assert counts == [
-            2,
-            4,
-            7,
-            0,
-            0,
-            0,
-        ]  # two micro-batches a step, three evaluations; none for SDPA
+        # Two micro-batches a step, three evaluations; none for SDPA.
+        assert counts == [2, 4, 7, 0, 0, 0]
         assert found == pytest.approx(expected, rel=1e-10)
         assert found[0] == found[2] != found[1]
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("case", MORE_FLEX, ids=lambda case: case.name)
-def test_flex_attention_with_more(pool: Pool, case: Case) -> None:
-    """With sinks, tp, ep and pp."""
-    assert_equal(case, pool.run(case.world, with_flex, case))
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("case", MORE_FLASH, ids=lambda case: case.name)
-def test_flash_attention_with_more(pool: Pool, case: Case) -> None:
-    """With repeated key-value heads, tp, ep and pp."""
-    assert_equal(case, pool.run(case.world, with_flash, case))

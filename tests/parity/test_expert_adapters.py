@@ -12,32 +12,39 @@ import torch
 import plait
 from plait.errors import ModelError
 from tests.parity import trainers
-from tests.parity.experts import Case, assert_equal, build, configured, train, with_adapters
+from tests.parity.experts import (
+    Case,
+    assert_equal,
+    build,
+    case_of,
+    cases_of,
+    configured,
+    train,
+    with_adapters,
+)
 from tests.parity.trainers import close, zero
 from tests.pool import Pool
 
 pytest.importorskip("peft")
 BOTH = ("gate_up_proj", "down_proj")
-FULL, SELECTIVE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"})
-EP2 = (("ep", 2),)
-CASES = [
-    Case("mixtral", 1, dp=2, adapted=BOTH, more=(FULL,)),
-    Case("qwen3_moe", 3, dp=2, adapted=BOTH, balance=True, routed="unused"),
-    Case("mixtral", 0, EP2, dp=2, adapted=BOTH, routed="one", balance=True),
-    Case("deepseek_v3", 3, EP2, dp=2, adapted=BOTH, more=(FULL,)),
-    Case("mixtral", 1, (("pp", 2), ("ep", 2)), dp=2, adapted=BOTH),
-]
+CASES = cases_of("""
+    mixtral zero1 dp2 adapted full
+    qwen3_moe zero3 dp2 adapted balance unused
+    mixtral ep2 dp2 adapted one balance
+    deepseek_v3 zero3 ep2 dp2 adapted full
+    mixtral zero1 pp2 ep2 dp2 adapted
+""")
 MORE = [
-    Case("gpt_oss", 2, dp=2, adapted=BOTH, more=(SELECTIVE,)),
-    Case("gpt_oss", 1, EP2, dp=4, adapted=("down_proj",)),
+    case_of("gpt_oss zero2 dp2 adapted selective"),
+    Case("gpt_oss", 1, (("ep", 2),), dp=4, adapted=("down_proj",)),
     Case("mixtral", 0, dp=2, adapted=("gate_up_proj",)),
     *(
-        Case(family, stage, degrees, dp=2, adapted=BOTH, kind=kind)
-        for family, stage, degrees, kind in product(
+        case_of(f"{family} zero{stage} {axis} dp2 adapted {kind}")
+        for family, stage, axis, kind in product(
             ("mixtral", "gpt_oss", "deepseek_v3"),
             (0, 1, 2, 3),
-            ((), EP2, (("pp", 2),)),
-            ("eager", "batched_mm"),
+            ("", "ep2", "pp2"),
+            ("", "batched_mm"),
         )
     ),
 ]
@@ -111,11 +118,7 @@ def disabled(rank: int, world: int, case: Case) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case("mixtral", 0, dp=2, adapted=BOTH),
-        Case("mixtral", 3, dp=2, adapted=BOTH),
-        Case("mixtral", 1, EP2, dp=2, adapted=BOTH),
-    ],
+    cases_of("mixtral dp2 adapted\nmixtral zero3 dp2 adapted\nmixtral zero1 ep2 dp2 adapted"),
     ids=lambda case: case.name,
 )
 def test_disabled_adapters(pool: Pool, case: Case) -> None:
@@ -140,6 +143,6 @@ def split(rank: int, world: int, case: Case) -> str:
 
 
 def test_tensor_parallelism_is_refused(pool: Pool) -> None:
-    for message in pool.run(2, split, Case("mixtral", 0, (("tp", 2),), adapted=BOTH)):
+    for message in pool.run(2, split, case_of("mixtral tp2 adapted")):
         assert "has an adapter on its parameter down_proj (target_parameters)" in message
         assert "parallel.ep" in message

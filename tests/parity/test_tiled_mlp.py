@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,88 +9,44 @@ import plait
 from plait.verify.keep_float64 import keeping_float64
 from tests.measured.traffic import count_traffic
 from tests.parity import adapted
-from tests.parity.experts import Case, assert_equal, build, configured, steps, train
+from tests.parity.experts import (
+    Case,
+    assert_equal,
+    build,
+    case_of,
+    cases_of,
+    configured,
+    steps,
+    train,
+)
 from tests.pool import Pool
 
-FULL, SELECTIVE, SEQUENCE = (
-    ("recompute", {"mode": "full"}),
-    ("recompute", {"mode": "selective"}),
-    ("sequence_parallel", True),
+CASES = cases_of("""
+    mistral cp2 packed window ring tile3
+    llama zero3 dp2 tile3 full
+    llama tp2 tile4 sequence selective uneven
+    llama zero1 pp2 tile3 zbv layers4
+    mixtral zero3 ep2 dp2 one balance tile4
+    deepseek_v3 tp2 ep2 rate0.01 uneven sequence tile3 full
+    llama zero3 tp2 dp2 tile1 overlap2
+    llama zero3 cp4 one_target all-gather-kv tile3 chunk7
+""")
+"""`make test` takes the first, `make proof` all, and test_combinations.py what nobody chose."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.proof if at else ()) for at, case in enumerate(CASES)],
+    ids=lambda case: case.name,
 )
-RING, ULYSSES, GATHERED = ("context", "ring"), ("context", "ulysses"), ("context", "all-gather-kv")
-CP2, TP2, EP2, PP2 = ("cp", 2), ("tp", 2), ("ep", 2), ("pp", 2)
-
-
-def tile(tokens: int) -> tuple[str, Any]:
-    return ("mlp_tile_tokens", tokens)
-
-
-CASES = [
-    Case("llama", 3, dp=2, more=(tile(3), FULL)),
-    Case("llama", 0, (TP2,), more=(tile(4), SEQUENCE, SELECTIVE), data="uneven"),
-    Case("mistral", 0, (CP2,), data="packed", window=True, more=(RING, tile(3))),
-    Case("llama", 1, (PP2,), more=(tile(3), ("pipeline", {"schedule": "zbv"})), layers=4),
-    Case("mixtral", 3, (EP2,), dp=2, routed="one", balance=True, more=(tile(4),)),
-    Case("deepseek_v3", 0, (TP2, EP2), rate=0.01, data="uneven", more=(SEQUENCE, tile(3), FULL)),
-]
-MORE = [
-    Case("llama", 0, dp=2, more=(tile(1),)),
-    Case("llama", 2, dp=2, more=(tile(5), SELECTIVE)),
-    Case("llama", 3, dp=2, more=(tile(1000),)),
-    Case("llama", 1, (TP2,), more=(tile(7),), data="causal"),
-    Case("llama", 3, (TP2,), dp=2, more=(tile(1), ("tensor_overlap", 2))),
-    Case("llama", 0, (TP2,), more=(tile(1), SEQUENCE), data="uneven"),
-    Case("gemma2", 0, (("tp", 4),), more=(tile(6), SEQUENCE)),
-    Case("gemma3_text", 3, (CP2,), data="uneven", window=True, more=(ULYSSES, tile(3), FULL)),
-    Case(
-        "llama",
-        3,
-        (("cp", 4),),
-        data="one_target",
-        more=(GATHERED, tile(3), ("loss_chunk_tokens", 7)),
-    ),
-    Case("llama", 0, (PP2,), more=(tile(3),)),
-    Case(
-        "llama",
-        2,
-        (PP2,),
-        dp=2,
-        more=(tile(3), FULL, ("pipeline", {"schedule": "interleaved-zero-bubble"})),
-        layers=4,
-    ),
-    Case("mixtral", 0, dp=2, routed="one", balance=True, more=(tile(4), FULL)),
-    Case("deepseek_v3", 1, (CP2, EP2), rate=0.01, data="packed", more=(RING, tile(3), SELECTIVE)),
-    Case(
-        "qwen2_moe",
-        2,
-        (TP2, EP2),
-        dp=2,
-        routed="unused",
-        data="padded",
-        more=(tile(2), SEQUENCE),
-        kind="batched_mm",
-    ),
-    Case("gpt_oss", 3, (EP2,), dp=2, more=(tile(3), FULL)),
-    Case("qwen3_moe", 1, (PP2, EP2), dp=2, balance=True, routed="one", more=(tile(1),)),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_one_process(pool: Pool, case: Case) -> None:
     """To 1e-10, two steps of two micro-batches, clipped."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
-def test_more_equal_one_process(pool: Pool, case: Case) -> None:
-    """Tiles of one token, of more than there are, and what else they go with."""
-    assert_equal(case, pool.run(case.world, train, case))
-
-
 def sent(rank: int, world: int, tokens: int) -> dict[str, int]:
     """Bytes of a step. Runs in a worker."""
-    case = Case("llama", 3, (TP2,), dp=2, more=(tile(tokens), SEQUENCE), data="causal")
+    case = case_of(f"llama zero3 tp2 dp2 tile{tokens} sequence causal")
     model = build(case)
     with keeping_float64(model):
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
@@ -141,13 +94,14 @@ def test_adapters(pool: Pool) -> None:
     assert all(max(found) < 1e-13 for found in pool.run(2, adapters))
 
 
-@pytest.mark.parametrize("context", [RING, ULYSSES, GATHERED], ids=lambda context: context[1])
-def test_with_inputs_of_blocks_in_files(
-    pool: Pool, context: tuple[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "context",
+    [
+        "ulysses",
+        *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("ring", "all-gather-kv")),
+    ],
+)
+def test_with_inputs_of_blocks_in_files(pool: Pool, context: str) -> None:
     """Parts of sequences, in tiles, with what blocks keep elsewhere than on the device."""
-    offload = ("activation_offload", {"fraction": 1, "device": "disk", "path": str(tmp_path)})
-    case = Case(
-        "mistral", 0, (CP2,), data="packed", window=True, more=(context, offload, FULL, tile(5))
-    )
+    case = case_of(f"mistral cp2 packed window {context} files full tile5")
     assert_equal(case, pool.run(case.world, train, case))
