@@ -69,3 +69,16 @@ def cover(
         )
         for at, row in enumerate(rows)
     ]
+
+
+def proof_after(
+    count: int, cases: Iterable[Any], *, name: Callable[..., str] | None = None
+) -> list[Any]:
+    """All cases as parameters; those after the first `count` are marked proof. A case is a tuple of arguments or one argument."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(
+            *row, id=name(*row) if name else None, marks=[] if at < count else [pytest.mark.proof]
+        )
+        for at, row in enumerate(rows)
+    ]

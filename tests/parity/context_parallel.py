@@ -12,8 +12,9 @@ import plait
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import Trace, engine_trace
 from tests.parity import adapted, cases
+from tests.parity.data_parallel import assert_same, plain_trace
 
 CLIPPING, SEED, STEPS = 0.5, 3, 2
 Data = Literal["causal", "packed", "padded", "uneven", "one_target", "border"]
@@ -179,19 +180,15 @@ def _reference(case: Case, layers: int, micro_batches: int) -> Trace:
         template = materialise.template_of(model)
         materialise.allocate(model, torch.device("cpu"))
         materialise.initialise(model, template, find_blocks(model), seed=SEED)
-    with keeping_float64(model):
-        return reference_trace(
-            model,
-            steps(case.data, micro_batches),
-            loss_fn=plait.causal_lm_loss,
-            optimizer=lambda parameters: cases.adamw([p for p in parameters if p.requires_grad]),
-            clipping=CLIPPING,
-        )
+    return plain_trace(
+        model,
+        steps(case.data, micro_batches),
+        optimizer=lambda parameters: cases.adamw([p for p in parameters if p.requires_grad]),
+    )
 
 
 def assert_equal(case: Case, traces: list[Trace | None]) -> None:
     """Losses, gradients, norms and weights to 1e-10."""
     for trace in traces:
         if trace is not None:
-            bar = worst(compare(reference(case), trace))
-            assert bar.ok(1e-10), f"{case.name}: {bar.name}: {bar.error}"
+            assert_same(reference(case), trace, where=case.name)

@@ -11,7 +11,7 @@ import plait
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace, reference_trace
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 
 CLIPPING = 0.5
@@ -82,11 +82,27 @@ def materialise_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @cache
-def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
+def reference(kind: str, tied: bool, micro_batches: int, steps: int = 3) -> Trace:
     """One plain process on the whole batch."""
-    steps = cases.steps_for(kind, micro_batches)
-    model = materialised(kind, tied=tied)
+    return plain_trace(
+        materialised(kind, tied=tied), cases.steps_for(kind, micro_batches, steps=steps)
+    )
+
+
+def plain_trace(model: torch.nn.Module, steps: Any, *, optimizer: Any = cases.adamw) -> Trace:
+    """A language model in one plain process."""
     with keeping_float64(model):
         return reference_trace(
-            model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+            model,
+            steps,
+            loss_fn=plait.causal_lm_loss,
+            optimizer=optimizer,
+            clipping=CLIPPING,
         )
+
+
+def assert_same(wanted: Trace, found: Trace | None, *, bar: float = 1e-10, where: str = "") -> None:
+    """Losses, gradients, norms and weights agree, and the first that do not are named."""
+    assert found is not None
+    difference = worst(compare(wanted, found))
+    assert difference.ok(bar), f"{where} {difference.name}: {difference.error}"

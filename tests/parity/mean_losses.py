@@ -17,9 +17,9 @@ def mean_loss(model: Any, piece: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     return total / max(int(weight), 1), int(weight)
 
 
-def close(found: Weights, wanted: Weights) -> None:
+def close(found: Weights, wanted: Weights, *, rtol: float = 0, atol: float = 1e-12) -> None:
     """Within rounding of float64."""
     for name, tensor in wanted.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )

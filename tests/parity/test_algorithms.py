@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from plait.cluster.mesh import Levels, split_by_node
 from plait.comm.all_reduce import Name, advance, launch, run, sum_over, wire_bytes
-from plait.verify.parity import Trace, compare, worst
+from plait.verify.parity import Trace
 from tests.measured.traffic import count_traffic
-from tests.parity.data_parallel import reference, settings, train
+from tests.parity.data_parallel import assert_same, reference, settings, train
 from tests.pool import Pool, WorkerFailed
 
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -109,8 +109,7 @@ def test_training_equals_one_process(pool: Pool, algorithm: str, world: int) -> 
     config = settings(world, 0, 1, 3)
     config["parallel"] |= {"all_reduce": algorithm, "bucket_mib": 0.01}
     found = pool.run(world, train, "plain", True, config)[0]
-    bar = worst(compare(reference("plain", True, world * 3), found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(reference("plain", True, world * 3), found)
 
 
 def on_two_machines(
@@ -142,8 +141,7 @@ def test_two_levels_by_themselves_on_two_machines(pool: Pool) -> None:
     )
     trace = results[0][0]
     assert trace is not None
-    bar = worst(compare(reference("plain", True, 4), trace))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(reference("plain", True, 4), trace)
 
 
 def test_two_levels_of_one_machine_are_refused(pool: Pool) -> None:

@@ -12,6 +12,7 @@ import plait
 from plait.parallel.context.attention_function import PackedDocuments
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
+from tests.covers import proof_after
 from tests.parity import cases, flash
 from tests.parity.experts import (
     Case,
@@ -48,14 +49,6 @@ FLASH = cases_of("""
 """)
 
 
-def all_but(quick: int, listed: list[Case]) -> list[Any]:
-    """All cases as parameters; `make test` takes the first ones."""
-    return [
-        pytest.param(case, id=case.name, marks=() if at < quick else pytest.mark.proof)
-        for at, case in enumerate(listed)
-    ]
-
-
 def trained(case: Case, implementation: str) -> Result:
     model: Any = build(case)
     model.config._attn_implementation_internal = (
@@ -80,13 +73,13 @@ def with_flash(rank: int, world: int, case: Case) -> Result:
         return trained(case, "flash_attention_2")
 
 
-@pytest.mark.parametrize("case", all_but(0, FLEX))
+@pytest.mark.parametrize("case", proof_after(0, FLEX, name=lambda case: case.name))
 def test_flex_attention(pool: Pool, case: Case) -> None:
     """torch's own, uncompiled."""
     assert_equal(case, pool.run(case.world, with_flex, case))
 
 
-@pytest.mark.parametrize("case", all_but(1, FLASH))
+@pytest.mark.parametrize("case", proof_after(1, FLASH, name=lambda case: case.name))
 def test_flash_attention(pool: Pool, case: Case) -> None:
     """Through Transformers, with a package of its interface."""
     assert_equal(case, pool.run(case.world, with_flash, case))
@@ -129,15 +122,7 @@ def other_documents(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "cp2 selective",
-        *(
-            pytest.param(f"{axes} {mode}", marks=pytest.mark.proof)
-            for axes in ("cp2", "cp2 pp2")
-            for mode in ("", "full", "selective")
-            if (axes, mode) != ("cp2", "selective")
-        ),
-    ],
+    proof_after(1, ["cp2 selective", "cp2", "cp2 full", "cp2 pp2 full", "cp2 pp2 selective"]),
 )
 def test_documents_are_found_once_per_micro_batch(pool: Pool, words: str) -> None:
     """In none of the layers, nor in their recomputation; each micro-batch has its own."""

@@ -12,6 +12,7 @@ from torch import nn
 
 import plait
 from plait.verify.parity import whole
+from tests.parity.mean_losses import close
 from tests.pool import Pool
 
 
@@ -140,14 +141,7 @@ def test_parameters_of_a_sharded_model(pool: Pool, stage: int, transport: str) -
     refused: a hook on a gradient, a write in the forward, another parameter, other data."""
     wanted = reference(2, steps=2)
     for found, refusals in pool.run(2, engine_task, stage, transport):
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(
-                found[name],
-                tensor,
-                rtol=0,
-                atol=1e-12,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        close(found, wanted)
         hook, written, called, nothing, replaced, data = refusals
         assert "head.weight has a hook on its gradient" in hook
         assert "head.weight was written to while its shards were gathered" in written

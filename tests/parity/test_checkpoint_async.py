@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: the state of the call, one at a time, and an error that every rank is told of."""
+"""Checkpoints that are written while training goes on: an error that every rank is told of. test_stale_saves.py: what they hold."""
 
 from __future__ import annotations
 
@@ -17,142 +17,28 @@ import torch.distributed as dist
 
 import plait
 from plait.checkpoint import save as save_module
-from plait.checkpoint import save as writer_module
 from plait.checkpoint.folder import list_complete
-from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.cluster.mesh import Mesh
-from plait.engine import generators
 from plait.errors import CheckpointError, CommunicationError
 from tests.parity import cases
 from tests.parity.digests import build
 from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
-COUNT = 3
-CASES = [
-    (1, {}),
-    pytest.param(*(2, {"stage": 0}), marks=pytest.mark.proof),
-    (2, {"stage": 2, "fp16": {"enabled": True, "initial_scale_power": 8}}),
-    (2, {"stage": 3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "fused": True}}}),
-    (
-        2,
-        {
-            "stage": 2,
-            "parallel.optimizer_in_backward": True,
-            "parallel.unused_parameters": False,
-            "gradient_clipping": 0,
-        },
-    ),
-    pytest.param(
-        *(2, {"stage": 0, "parallel.compress_gradients": "int8", "parallel.error_feedback": True}),
-        marks=pytest.mark.proof,
-    ),
-    pytest.param(
-        *(2, {"stage": 3, "parallel.transport": "shared-memory"}), marks=pytest.mark.proof
-    ),
-    pytest.param(*(2, {"tp": 2}), marks=pytest.mark.proof),
-    (2, {"pp": 2}),
-]
 
-
-def config_of(world: int, more: dict[str, Any]) -> dict[str, Any]:
-    """A file for `world` processes."""
-    more = dict(more)
-    tp, stage, pp = more.pop("tp", 1), more.pop("stage", 0), more.pop("pp", 1)
-    config = settings(world // pp, tp, stage, 1, 2 if pp > 1 else 1)
-    config["parallel"]["pp"] = pp
-    for name, value in more.items():
-        inner = config["parallel"] if name.startswith("parallel.") else config
-        inner[name.removeprefix("parallel.")] = value
-    return config
-
-
-def saved(rank: int, world: int, folder: str, more: dict[str, Any]) -> int:
-    """How many checkpoints were still being written when the next step ran. Runs in a worker."""
-    at = Path(folder)
-    engine = plait.initialize(
+def engine_of(world: int) -> plait.Engine:
+    """ZeRO stage 1."""
+    return plait.initialize(
         build("llama", torch.float32, dropout=False),
-        config_of(world, more),
+        settings(world, 1, 1, 1, 1),
         loss_fn=plait.causal_lm_loss,
     )
-    generators.seed(
-        0, engine.mesh, step=0
-    )  # Python's and numpy's are else what earlier tasks of the worker left
-    count = engine.config.batch.accumulation
-    steps = cases.ragged_steps(engine.dp_size * count, steps=COUNT)
-    honest, behind = save_module.write_shards, 0
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.05)
-        return honest(*args)
-
-    with patch.object(save_module, "write_shards", slow):
-        for number, step in enumerate(steps):
-            engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
-            engine.save_checkpoint(at, tag=f"beside-{number}", wait=False)
-            engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
-            behind += engine.checkpoint_written() is None
-            assert engine.checkpoint_written(wait=True) in (at / f"beside-{number}", None)
-    return behind
-
-
-def at_once(rank: int, world: int, folder: str, more: dict[str, Any]) -> None:
-    """The same run, whose checkpoints are written at once. Runs in a worker."""
-    engine = plait.initialize(
-        build("llama", torch.float32, dropout=False),
-        config_of(world, more),
-        loss_fn=plait.causal_lm_loss,
-    )
-    generators.seed(
-        0, engine.mesh, step=0
-    )  # Python's and numpy's are else what earlier tasks of the worker left
-    count = engine.config.batch.accumulation
-    for number, step in enumerate(cases.ragged_steps(engine.dp_size * count, steps=COUNT)):
-        engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
-        engine.save_checkpoint(folder, tag=f"at-once-{number}")
-        engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
-
-
-@pytest.mark.parametrize(
-    ("world", "more"),
-    CASES,
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
-)
-def test_what_is_saved_is_the_state_of_the_call(
-    pool: Pool, tmp_path: Path, world: int, more: dict[str, Any]
-) -> None:
-    """Although the next step changed it while it was written; also what updates in place and in the backward."""
-    behind = pool.run(world, saved, str(tmp_path), more)
-    assert all(found >= COUNT - 1 for found in behind), "they were written beside the steps"
-    pool.run(world, at_once, str(tmp_path), more)
-    for number in range(COUNT):
-        beside, once = (
-            open_checkpoint(tmp_path / f"{kind}-{number}") for kind in ("beside", "at-once")
-        )
-        assert not list(differences(beside, once))
-        hashes = [
-            [entry.sha256 for entry in manifest(found, rank).values()]
-            for found in (beside, once)
-            for rank in range(world)
-        ]
-        assert hashes[:world] == hashes[world:], "what belongs to one rank, too"
-
-
-def manifest(found: Any, rank: int) -> dict[str, Any]:
-    """The entries of a rank's file."""
-    from plait.checkpoint.format import RankManifest, rank_file, read_json
-
-    return read_json(RankManifest, found.path / rank_file(rank, "json")).shards.entries
 
 
 def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     """(what the step after a save that failed says, checkpoints then). Runs in a worker."""
     at = Path(folder)
-    engine = plait.initialize(
-        build("llama", torch.float32, dropout=False),
-        config_of(world, {"stage": 1}),
-        loss_fn=plait.causal_lm_loss,
-    )
+    engine = engine_of(world)
     batch = cases.ragged_steps(world, steps=1)[0][rank]
     engine.train_batch([batch])
     engine.save_checkpoint(at, tag="one")
@@ -183,21 +69,17 @@ def test_an_error_is_told_at_the_next_step(pool: Pool, tmp_path: Path) -> None:
 
 def blocked(rank: int, world: int, folder: str) -> str:
     """What a save says whose timeout is over before the disk of rank 1 has taken its files. Runs in a worker."""
-    engine = plait.initialize(
-        build("llama", torch.float32, dropout=False),
-        config_of(world, {"stage": 1}),
-        loss_fn=plait.causal_lm_loss,
-    )
+    engine = engine_of(world)
     honest = save_module.write_shards
 
     def slow(*args: Any) -> Any:
-        time.sleep(5 * rank)
+        time.sleep(3 * rank)
         return honest(*args)
 
     short = patch.object(
         Mesh,
         "host_group",
-        lambda mesh: dist.new_group(backend="gloo", timeout=timedelta(seconds=2)),
+        lambda mesh: dist.new_group(backend="gloo", timeout=timedelta(seconds=1)),
     )
     with short, patch.object(save_module, "write_shards", slow):
         engine.save_checkpoint(folder, tag="one", wait=False)
@@ -217,18 +99,14 @@ def test_a_disk_that_blocks_one_rank_is_named(pool: Pool, tmp_path: Path) -> Non
 
 def without_room(rank: int, world: int, folder: str) -> set[str]:
     """The threads that wrote, where rank 1 has no memory for a copy. Runs in a worker."""
-    engine = plait.initialize(
-        build("llama", torch.float32, dropout=False),
-        config_of(world, {"stage": 1}),
-        loss_fn=plait.causal_lm_loss,
-    )
+    engine = engine_of(world)
     honest, threads = save_module.write_shards, set()
 
     def noting(*args: Any) -> Any:
         threads.add(threading.current_thread().name.partition("_")[0])
         return honest(*args)
 
-    room = patch.object(writer_module, "free_host_bytes", lambda: 1000 if rank else None)
+    room = patch.object(save_module, "free_host_bytes", lambda: 1000 if rank else None)
     with room, patch.object(save_module, "write_shards", noting):
         engine.save_checkpoint(folder, tag="one", wait=False)
         engine.checkpoint_written(wait=True)
@@ -242,11 +120,7 @@ def test_a_rank_without_room_writes_at_once(pool: Pool, tmp_path: Path) -> None:
 
 def at_other_moments(rank: int, world: int) -> list[bool]:
     """Whether the steps after a failure say so, of which rank 1 hears after rank 0. Runs in a worker."""
-    engine = plait.initialize(
-        build("llama", torch.float32, dropout=False),
-        config_of(world, {"stage": 1}),
-        loss_fn=plait.causal_lm_loss,
-    )
+    engine = engine_of(world)
     batch, said = cases.ragged_steps(world, steps=1)[0][rank], []
     failing, writer = Future[Path](), engine._writer
     writer._running = writer._unsettled = failing

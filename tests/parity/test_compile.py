@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import plait
-from plait.verify.parity import Trace, compare, engine_trace, worst
+from plait.verify.parity import Trace, engine_trace
 from tests.parity import cases
-from tests.parity.data_parallel import reference, settings
+from tests.parity.data_parallel import assert_same, reference, settings
 from tests.pool import Pool
 
 
@@ -32,8 +32,7 @@ def test_compiled_blocks(pool: Pool, stage: int) -> None:
         2, train, settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
     )[0]
     assert compiled
-    bar = worst(compare(reference("plain", True, 2), found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(reference("plain", True, 2), found)
 
 
 def test_compiled_blocks_that_are_recomputed(pool: Pool) -> None:
@@ -42,5 +41,4 @@ def test_compiled_blocks_that_are_recomputed(pool: Pool) -> None:
     config["parallel"] = {**config["parallel"], "recompute": {"mode": "full"}}
     found, compiled, _ = pool.run(2, train, config)[0]
     assert compiled
-    bar = worst(compare(reference("plain", True, 2), found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(reference("plain", True, 2), found)

@@ -25,9 +25,9 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
 from plait.parallel.parameter_layout import sharded_axes
 from plait.parallel.techniques import data_collectives
-from plait.verify.parity import Trace, engine_trace, reference_trace
+from plait.verify.parity import Trace, engine_trace
 from tests.parity import cases
-from tests.parity.data_parallel import CLIPPING, SEED
+from tests.parity.data_parallel import SEED, plain_trace
 from tests.parity.tensor_parallel import plan, settings
 from tests.pool import Pool
 
@@ -88,9 +88,7 @@ def reference(micro_batches: int) -> Trace:
     materialise.allocate(model, torch.device("cpu"))
     materialise.initialise(model, template, find_blocks(model), seed=SEED)
     steps = data(micro_batches, 1)
-    return reference_trace(
-        model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
-    )
+    return plain_trace(model, steps)
 
 
 @pytest.mark.parametrize("way", WAYS)

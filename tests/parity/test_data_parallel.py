@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from plait.verify.parity import compare, worst
 from tests.covers import cover
-from tests.parity.data_parallel import LAYOUTS, reference, settings, train
+from tests.parity.data_parallel import LAYOUTS, assert_same, reference, settings, train
 from tests.pool import Pool
 
 MODELS = list(product(("llama", "gpt2", "plain", "frozen"), (False, True), (1, 3)))
@@ -42,5 +41,4 @@ def test_equals_one_process(
 ) -> None:
     """Every number of a run is that of one process."""
     found = pool.run(world, train, kind, tied, settings(world, stage, replicas, accumulation))[0]
-    bar = worst(compare(reference(kind, tied, world * accumulation), found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(reference(kind, tied, world * accumulation), found)

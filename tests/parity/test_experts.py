@@ -18,6 +18,7 @@ from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
+from tests.covers import proof_after
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.experts import (
@@ -77,9 +78,7 @@ MORE = cases_of("""
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE)],
-    ids=lambda case: case.name,
+    "case", proof_after(len(QUICK), [*QUICK, *MORE], name=lambda case: case.name)
 )
 def test_equals_one_process(pool: Pool, case: Case) -> None:
     """To 1e-10, two steps of two micro-batches, clipped, of uneven lengths, with padding."""
@@ -121,18 +120,22 @@ def one_engine(
 
 @pytest.mark.parametrize(
     ("case", "plain"),
-    [
-        pytest.param(*map(case_of, pair), id=pair[0], marks=() if quick else pytest.mark.proof)
-        for quick, *pair in (
-            (True, "mixtral ep2 dp2", "mixtral zero1 dp2"),
-            (True, "mixtral cp2 ep2", "mixtral zero1 dp2"),
-            (True, "mixtral zero3 ep2 dp4 hybrid", "mixtral zero1 dp4"),
-            (False, "mixtral zero1 ep2 dp2", "mixtral dp2"),
-            (False, "mixtral tp2 ep2", "mixtral zero1 dp2"),
-            (False, "deepseek_v3 cp2 ep2 ring", "deepseek_v3 zero1 dp2"),
-            (False, "deepseek_v3 tp2 ep2 sequence", "deepseek_v3 zero1 dp2"),
-        )
-    ],
+    proof_after(
+        3,
+        [
+            (case_of(text), case_of(plain))
+            for text, plain in (
+                ("mixtral ep2 dp2", "mixtral zero1 dp2"),
+                ("mixtral cp2 ep2", "mixtral zero1 dp2"),
+                ("mixtral zero3 ep2 dp4 hybrid", "mixtral zero1 dp4"),
+                ("mixtral zero1 ep2 dp2", "mixtral dp2"),
+                ("mixtral tp2 ep2", "mixtral zero1 dp2"),
+                ("deepseek_v3 cp2 ep2 ring", "deepseek_v3 zero1 dp2"),
+                ("deepseek_v3 tp2 ep2 sequence", "deepseek_v3 zero1 dp2"),
+            )
+        ],
+        name=lambda case, plain: case.name,
+    ),
 )
 def test_account_refusals_and_checkpoints(
     pool: Pool, case: Case, plain: Case, tmp_path: Path
@@ -212,7 +215,7 @@ def saved_config(rank: int, world: int, case: Case, folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("axis", ["cp2", pytest.param("pp2", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("axis", proof_after(1, ["cp2", "pp2"]))
 def test_the_models_configuration_is_the_users(pool: Pool, axis: str, tmp_path: Path) -> None:
     """Also where the balance loss is not computed by the model: what is saved asks for it as before."""
     case = case_of(f"mixtral {axis} balance unmasked")

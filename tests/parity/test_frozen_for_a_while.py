@@ -13,9 +13,10 @@ from torch import nn
 import plait
 from plait.errors import InputError
 from plait.parallel.data.reducer import Reducer
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import Trace, engine_trace, whole
 from tests.parity import adapted, cases, trainers
-from tests.parity.data_parallel import CLIPPING, materialised, settings
+from tests.parity.data_parallel import CLIPPING, assert_same, materialised, plain_trace, settings
+from tests.parity.mean_losses import close
 from tests.pool import Pool
 
 ADVICE = (
@@ -83,14 +84,11 @@ def gradual_reference() -> Trace:
     """One process that freezes and unfreezes the block."""
     model = materialised("plain", tied=True)
     steps: Any = GradualSteps(model, cases.ragged_steps(2, steps=4, keys=()))
-    return reference_trace(
-        model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
-    )
+    return plain_trace(model, steps)
 
 
 def test_buckets_rebuilt_while_a_block_is_frozen(pool: Pool) -> None:
-    bar = worst(compare(gradual_reference(), pool.run(2, train_with_other_buckets)[0]))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(gradual_reference(), pool.run(2, train_with_other_buckets)[0])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -103,8 +101,7 @@ def test_gradual_unfreezing(pool: Pool, stage: int) -> None:
         True,
         False,
     ]
-    bar = worst(compare(wanted, found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(wanted, found)
 
 
 def unfrozen_with_a_group(
@@ -147,14 +144,7 @@ def test_a_group_for_an_unfrozen_block(pool: Pool, tmp_path: Path, stage: int) -
         2, unfrozen_with_a_group, settings(2, stage, 1, 1), str(tmp_path)
     ):
         assert groups == 2
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(
-                found[name],
-                tensor,
-                rtol=0,
-                atol=1e-10,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        close(found, wanted, atol=1e-10)
 
 
 class WithReference:
@@ -197,11 +187,8 @@ def test_reference_without_adapters_first(pool: Pool, stage: int, grad: bool) ->
     found = pool.run(2, adapted_trace, settings(2, stage, 1, 1), grad)[0]
     model = adapted.model(torch.float64)
     steps: Any = WithReference(model, adapter_steps(2), grad=grad)
-    wanted = reference_trace(
-        model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
-    )
-    bar = worst(compare(wanted, found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    wanted = plain_trace(model, steps)
+    assert_same(wanted, found)
 
 
 def evaluated_first(

@@ -15,9 +15,10 @@ from plait._torch.units import parameter_groups
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.techniques.offload import OptimizerOffload
-from plait.verify.parity import Trace, compare, engine_trace, worst
+from plait.verify.parity import Trace, engine_trace
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
+from tests.parity.data_parallel import assert_same
 from tests.parity.digests import build, digest
 from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
@@ -116,5 +117,4 @@ def test_in_a_pipeline(unchecked: Pool, stage: int, schedule: str) -> None:
     found = unchecked.run(
         4, in_a_pipeline, pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2)
     )[0]
-    difference = worst(compare(pipeline.reference("qwen3", True, 8), found))
-    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+    assert_same(pipeline.reference("qwen3", True, 8), found)

@@ -21,11 +21,10 @@ from plait.comm.shared_memory import collectives
 from plait.comm.shared_memory import host as host_module
 from plait.comm.transport import Transport, connect
 from plait.errors import CommunicationError, ConfigError
-from plait.verify.parity import compare, worst
 from tests.covers import cover
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.data_parallel import reference, settings, train
+from tests.parity.data_parallel import assert_same, reference, settings, train
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
@@ -452,8 +451,7 @@ def test_training_equals_one_process(
     config = settings(world, stage, replicas, accumulation)
     config["parallel"]["transport"] = "shared-memory"
     found = pool.run(world, train, "plain", True, config)[0]
-    bar = worst(compare(reference("plain", True, world * accumulation), found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(reference("plain", True, world * accumulation), found)
 
 
 def bf16_run(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float], dict[str, int]]:

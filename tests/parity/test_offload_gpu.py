@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import Trace, compare, engine_trace, worst
+from plait.verify.parity import Trace, engine_trace
 from tests.parity import cases
+from tests.parity.data_parallel import assert_same
 from tests.parity.digests import digest
 from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
@@ -49,8 +50,7 @@ def test_states_on_the_host(pool: Pool, stage: int) -> None:
         "offload_optimizer": {"device": "cpu"},
     }
     found, less = pool.run(1, trace, config)[0]
-    difference = worst(compare(plain, found))
-    assert difference.ok(1e-4), difference
+    assert_same(plain, found, bar=1e-4)
     assert less < whole
 
 
@@ -66,7 +66,6 @@ def test_a_share_of_the_states_on_the_host(pool: Pool, stage: int) -> None:
             "offload_optimizer": {"device": "cpu", "ratio": ratio},
         }
         found, size = pool.run(1, trace, config)[0]
-        difference = worst(compare(plain, found))
-        assert difference.ok(1e-4), difference
+        assert_same(plain, found, bar=1e-4)
         taken.append(size)
     assert taken[1] < taken[0] < most

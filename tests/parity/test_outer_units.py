@@ -14,11 +14,12 @@ import plait
 from plait._torch.units import unsharded_parameter_bytes
 from plait.errors import InputError
 from plait.model.outer_layers import OuterUnits, outer_units
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import Trace, compare, engine_trace, whole, worst
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.cases import VOCABULARY, Block, Output
-from tests.parity.data_parallel import CLIPPING, settings
+from tests.parity.data_parallel import plain_trace, settings
+from tests.parity.mean_losses import close
 from tests.pool import Pool
 
 WIDTH = 12
@@ -191,13 +192,7 @@ def refuse_differences(pool: Pool, world: int, names: list[str], config: dict[st
     for name, (found, gathered) in zip(
         names, pool.run(world, train, names, config)[0], strict=True
     ):
-        wanted = reference_trace(
-            model_of(name),
-            steps(count),
-            loss_fn=plait.causal_lm_loss,
-            optimizer=cases.adamw,
-            clipping=CLIPPING,
-        )
+        wanted = plain_trace(model_of(name), steps(count))
         bar = worst(compare(wanted, found))
         if not bar.ok(1e-10) or gathered:
             failures.append(
@@ -307,14 +302,7 @@ def test_several_forwards_before_a_backward(pool: Pool, stage: int) -> None:
         for name, gradient in _two_forwards(model_of("ReadsEmbedding"), rank).items():
             wanted[name] = wanted.get(name, 0) + gradient / 2
     for found in pool.run(2, two_forwards, stage):
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(
-                found[name],
-                gradient,
-                rtol=0,
-                atol=1e-12,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        close(found, wanted)
 
 
 def penalised(model: Base, read: Callable[[Base], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
@@ -345,14 +333,7 @@ def test_a_loss_that_reads_a_weight(pool: Pool, stage: int, leaf: str) -> None:
             wanted[name] = wanted.get(name, 0) + p.grad / 2
     for found in pool.run(2, penalty, stage, leaf):
         assert isinstance(found, dict)
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(
-                found[name],
-                gradient,
-                rtol=0,
-                atol=1e-12,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        close(found, wanted)
 
 
 def test_a_loss_that_reads_a_freed_embedding_is_refused(pool: Pool) -> None:

@@ -17,9 +17,10 @@ from plait.model.blocks import find_blocks
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.sizes import GIB
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, worst
+from plait.verify.parity import Trace, engine_trace
 from tests.fake.activations import LAYERS, LENGTH, foretold
 from tests.parity import cases
+from tests.parity.data_parallel import assert_same
 from tests.parity.digests import build, digest
 from tests.parity.pipelines import SCHEDULES, named
 from tests.parity.pipelines import settings as pipeline_settings
@@ -116,8 +117,7 @@ def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> N
     memory as whole ones are, and products of float64 differ by that in the last bit, so this is not compared bit by bit."""
     first, *others = pool.run(4, traces, "qwen3", settings(4, 2, 3, 1, 2, True), modes)[0]
     for found in others:
-        difference = worst(compare(first, found))
-        assert difference.ok(1e-11), f"{difference.name}: {difference.error}"
+        assert_same(first, found, bar=1e-11)
 
 
 PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [

@@ -15,11 +15,11 @@ import plait
 from plait.config.schema.optimization import OptimizerSpec
 from plait.optim.optimizer import build_optimizer
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import Trace, engine_trace, whole
 from tests.covers import cover
 from tests.parity import cases, tensor_parallel
 from tests.parity import pipelines as pipeline
-from tests.parity.data_parallel import CLIPPING, materialised
+from tests.parity.data_parallel import assert_same, materialised, plain_trace
 from tests.parity.digests import digest
 from tests.parity.language import ADAMW, losses
 from tests.parity.optimizers import optimizer
@@ -33,16 +33,13 @@ STEPS, WIDTH = 200, 128
 def reference(states: str, micro_batches: int, layers: int | None = None, steps: int = 3) -> Trace:
     """One plain process on the whole batch."""
     model = materialised("wide", tied=True) if layers is None else pipeline_model(layers)
-    with keeping_float64(model):
-        return reference_trace(
-            model,
-            cases.steps_for("wide", micro_batches, steps=steps),
-            loss_fn=plait.causal_lm_loss,
-            optimizer=lambda _: build_optimizer(
-                OptimizerSpec(**optimizer(states)), model.named_parameters()
-            ),
-            clipping=CLIPPING,
-        )
+    return plain_trace(
+        model,
+        cases.steps_for("wide", micro_batches, steps=steps),
+        optimizer=lambda _: build_optimizer(
+            OptimizerSpec(**optimizer(states)), model.named_parameters()
+        ),
+    )
 
 
 def pipeline_model(layers: int) -> torch.nn.Module:
@@ -79,8 +76,7 @@ def test_equals_one_process(pool: Pool, states: str, layout: tuple[int, ...]) ->
     world, tp, stage, replicas, accumulation = layout
     config = {**settings(world, tp, stage, replicas, accumulation), "optimizer": optimizer(states)}
     found = pool.run(world, tensor_parallel.train, "wide", True, config)[0]
-    difference = worst(compare(reference(states, world // tp * accumulation), found))
-    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+    assert_same(reference(states, world // tp * accumulation), found)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +92,7 @@ def test_in_a_pipeline(pool: Pool, stage: int, schedule: str) -> None:
     degrees = {"pp": 2, "dp_shard": 2} if stage else {"pp": 2, "dp_replicate": 2}
     config = pipeline.settings(stage, 4, schedule, **degrees, optimizer=optimizer("int8"))
     found = pool.run(4, pipeline.train, "wide", True, config)[0]
-    difference = worst(
-        compare(reference("int8", 8, pipeline.layers_of(config), pipeline.STEPS), found)
-    )
-    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+    assert_same(reference("int8", 8, pipeline.layers_of(config), pipeline.STEPS), found)
 
 
 def bits(rank: int, world: int, config: dict[str, Any], stages: list[int]) -> list[str]:

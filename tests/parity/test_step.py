@@ -13,6 +13,7 @@ import plait
 from plait.losses.loss import Weighted
 from plait.verify.parity import whole
 from tests.parity.data_parallel import settings
+from tests.parity.mean_losses import close
 from tests.pool import Pool
 
 STEPS, ROWS = 4, 8
@@ -111,8 +112,7 @@ def test_only_what_the_optimizer_holds_counts(pool: Pool, stage: int) -> None:
     for found in pool.run(2, apart, stage):
         assert found["norms"] == pytest.approx(norms, rel=1e-12)
         assert found["left"] == [[]] * STEPS
-        for name, tensor in weights.items():
-            torch.testing.assert_close(found["weights"][name], tensor, rtol=0, atol=1e-12)
+        close(found["weights"], weights)
         assert (
             "the loss returned weights that add up to 12, and its weight function" in found["said"]
             and "returned 8" in found["said"]

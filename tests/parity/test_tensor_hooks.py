@@ -16,9 +16,9 @@ from plait.model.blocks import find_blocks
 from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import Trace, engine_trace, reference_trace
 from tests.parity import cases
-from tests.parity.data_parallel import CLIPPING
+from tests.parity.data_parallel import CLIPPING, assert_same, plain_trace
 from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
@@ -141,17 +141,9 @@ def test_hooks_that_see_full_tensors_are_right(pool: Pool) -> None:
     """A17."""
     model = built("llama")
     hook_everywhere(model)
-    with keeping_float64(model):
-        wanted = reference_trace(
-            model,
-            cases.steps_for("llama", 1),
-            loss_fn=plait.causal_lm_loss,
-            optimizer=cases.adamw,
-            clipping=CLIPPING,
-        )
+    wanted = plain_trace(model, cases.steps_for("llama", 1))
     for trace, said in pool.run(2, hooked, settings(2, 2, 0, 1, 1)):
-        difference = worst(compare(wanted, trace))
-        assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+        assert_same(wanted, trace)
         for where, words in zip(
             ("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn", "mlp.gate_proj"), said, strict=True
         ):
@@ -203,5 +195,4 @@ def test_a_loss_of_hidden_states_and_attention_weights(pool: Pool, kind: str) ->
         )
     for traces in pool.run(2, returned, kind):
         for trace in traces:
-            difference = worst(compare(wanted, trace))
-            assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+            assert_same(wanted, trace)

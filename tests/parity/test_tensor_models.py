@@ -11,9 +11,9 @@ from torch import nn
 import plait
 from plait.losses.loss import CausalLMLoss
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import Trace, engine_trace, reference_trace, whole
 from tests.parity import cases
-from tests.parity.data_parallel import CLIPPING
+from tests.parity.data_parallel import CLIPPING, assert_same, plain_trace
 from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
@@ -67,11 +67,8 @@ def test_gemma4(pool: Pool, tp: int) -> None:
     model = gemma4()
     with keeping_float64(model):
         steps = cases.steps_for("llama", 1, steps=2)
-        wanted = reference_trace(
-            model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
-        )
-    difference = worst(compare(wanted, pool.run(tp, layers_that_differ)[0]))
-    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+        wanted = plain_trace(model, steps)
+    assert_same(wanted, pool.run(tp, layers_that_differ)[0])
 
 
 class Smoothed(CausalLMLoss):
@@ -128,6 +125,5 @@ def test_a_loss_of_one_s_own_and_full_tensors(pool: Pool, world: int, stage: int
             model, steps, loss_fn=Smoothed(), optimizer=cases.adamw, clipping=CLIPPING
         )
     for trace, wrong in pool.run(world, own_loss_and_full_tensors, stage):
-        difference = worst(compare(wanted, trace))
-        assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+        assert_same(wanted, trace)
         assert wrong == []

@@ -7,6 +7,7 @@ import torch
 
 import plait
 from plait.verify.keep_float64 import keeping_float64
+from tests.covers import proof_after
 from tests.measured.traffic import count_traffic
 from tests.parity import adapted
 from tests.parity.experts import (
@@ -36,8 +37,7 @@ CASES = cases_of("""
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.proof if at else ()) for at, case in enumerate(CASES)],
-    ids=lambda case: case.name,
+    proof_after(1, CASES, name=lambda case: case.name),
 )
 def test_equals_one_process(pool: Pool, case: Case) -> None:
     """To 1e-10, two steps of two micro-batches, clipped."""
@@ -94,13 +94,7 @@ def test_adapters(pool: Pool) -> None:
     assert all(max(found) < 1e-13 for found in pool.run(2, adapters))
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        "ulysses",
-        *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("ring", "all-gather-kv")),
-    ],
-)
+@pytest.mark.parametrize("context", proof_after(1, ["ulysses", "ring", "all-gather-kv"]))
 def test_with_inputs_of_blocks_in_files(pool: Pool, context: str) -> None:
     """Parts of sequences, in tiles, with what blocks keep elsewhere than on the device."""
     case = case_of(f"mistral cp2 packed window {context} files full tile5")

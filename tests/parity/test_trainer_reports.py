@@ -1,16 +1,23 @@
-"""`report_to`: the first process alone reports, and what a run in one process does."""
+"""`report_to` and `push_to_hub`: the first process alone reports, what a run in one process does, and pushes folders of the whole model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
 from tests.pool import Pool
+
+LOGGED = ("loss", "grad_norm", "learning_rate")
+PP2, TP2 = {"parallel": {"pp": 2}}, {"parallel": {"tp": 2}}
 
 
 def reported(
@@ -21,37 +28,20 @@ def reported(
         from transformers import TrainerCallback
         from transformers.integrations import integration_utils
 
-        from plait.hf import Trainer, TrainingArguments
-
         rows: list[tuple[int, dict[str, float]]] = []
 
         class Tracker(TrainerCallback):  # type: ignore[misc]
-            def on_log(
-                self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any
-            ) -> None:
+            def on_log(self, args: Any, state: Any, *_: Any, logs: Any, **others: Any) -> None:
                 if state.is_world_process_zero and "loss" in logs:
-                    rows.append(
-                        (
-                            state.global_step,
-                            {
-                                key: float(logs[key])
-                                for key in ("loss", "grad_norm", "learning_rate")
-                            },
-                        )
-                    )
+                    rows.append((state.global_step, {key: float(logs[key]) for key in LOGGED}))
 
         with mock.patch.dict(integration_utils.INTEGRATION_TO_CALLBACK, {"tracker": Tracker}):
-            arguments = trainers.arguments(
-                TrainingArguments, folder, deepspeed=config, report_to=["tracker"]
-            )
-            Trainer(
-                model=trainers.model(), args=arguments, train_dataset=trainers.samples()
-            ).train()
+            trainers.trainer_of(folder, config, report_to=["tracker"]).train()
         return rows
 
 
 @pytest.mark.parametrize(
-    ("dp", "config"), [(2, zero(3)), (1, {"parallel": {"pp": 2}})], ids=["zero3", "pp2"]
+    ("dp", "config"), proof_after(1, [(2, zero(3)), (1, PP2)], name=lambda dp, _: f"dp{dp}")
 )
 def test_the_first_process_reports_what_one_process_does(
     pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
@@ -60,5 +50,61 @@ def test_the_first_process_reports_what_one_process_does(
     wanted = trainers.native(dp)
     first, second = pool.run(2, reported, config, str(tmp_path))
     assert second == [] and [step for step, _ in first] == list(range(1, len(wanted["loss"]) + 1))
-    for key in ("loss", "grad_norm", "learning_rate"):
+    for key in LOGGED:
         assert [row[key] for _, row in first] == pytest.approx(wanted[key], rel=1e-5)
+
+
+Pushed = list[tuple[str, dict[str, torch.Tensor], list[str]]]
+
+
+def pushed(rank: int, world: int, config: dict[str, Any], folder: str) -> Pushed:
+    """What the hub is sent: (message, weights, names of files), in the order of time. Runs in a worker."""
+    sent: Pushed = []
+
+    def upload(self: Any, *, folder_path: str, commit_message: str, **others: Any) -> Any:
+        assert others["repo_id"] == "me/tiny" and others["revision"] == "draft"
+        path = Path(folder_path)
+        # Copies, because the file is written again.
+        weights = {k: v.clone() for k, v in load_file(path / "model.safetensors").items()}
+        sent.append((commit_message, weights, sorted(file.name for file in path.iterdir())))
+        return SimpleNamespace(done=lambda: True, is_done=lambda: True)
+
+    create = mock.Mock(return_value=SimpleNamespace(repo_id="me/tiny"))
+    hub = {"hub_model_id": "me/tiny", "hub_revision": "draft", "hub_always_push": True}
+    steps = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    with (
+        trainers.launched(rank, world),
+        mock.patch("huggingface_hub.HfApi.create_repo", create),
+        mock.patch("huggingface_hub.HfApi.upload_folder", upload),
+    ):
+        trainer = trainers.trainer_of(
+            folder, config, push_to_hub=True, gradient_accumulation_steps=1, **hub, **steps
+        )
+        trainer.train()
+        trainer.save_model()
+        trainer.push_to_hub()
+    assert create.call_count == (1 if rank == 0 else 0)
+    return sent
+
+
+@pytest.mark.parametrize(
+    "config", proof_after(1, [zero(3), PP2, TP2], name=lambda config: str([*config.values()]))
+)
+def test_the_first_process_pushes_the_whole_model(
+    pool: Pool, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    sent, other = pool.run(2, pushed, config, str(tmp_path))
+    assert other == []
+    progress = [f"Training in progress, step {step}" for step in (1, 2)]
+    assert [message for message, _, _ in sent] == [*progress, "Model save", "End of training"]
+    shapes = {name: tensor.shape for name, tensor in trainers.model().state_dict().items()}
+    for _, weights, names in sent:
+        assert {name: tensor.shape for name, tensor in weights.items()} == shapes
+        assert {"config.json", "training_args.bin"} <= set(names)
+    first, second, last = sent[0][1], sent[1][1], sent[3][1]
+    assert any(not torch.equal(first[name], second[name]) for name in first), "learned nothing"
+    assert all(torch.equal(second[name], last[name]) for name in last) and "README.md" in sent[3][2]
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(opened[name], tensor) for name, tensor in last.items())

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import Trace, engine_trace, whole
 from tests.parity import cases
-from tests.parity.data_parallel import CLIPPING, materialised, settings
+from tests.parity.data_parallel import assert_same, materialised, plain_trace, settings
+from tests.parity.mean_losses import close
 from tests.pool import Pool
 
 
@@ -47,17 +48,10 @@ def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
 def test_unused_parameters_are_skipped(pool: Pool, stage: int, accumulation: int) -> None:
     """Gradients are None exactly where one process leaves them None."""
     found = pool.run(2, train, settings(2, stage, 1, accumulation))[0]
-    wanted = reference_trace(
-        materialised("plain", tied=True),
-        steps(2 * accumulation),
-        loss_fn=plait.causal_lm_loss,
-        optimizer=cases.adamw,
-        clipping=CLIPPING,
-    )
+    wanted = plain_trace(materialised("plain", tied=True), steps(2 * accumulation))
     assert wanted.gradients[0]["blocks.0.side.weight"] is None
     assert wanted.gradients[1]["blocks.0.side.weight"] is not None
-    bar = worst(compare(wanted, found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    assert_same(wanted, found)
 
 
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
@@ -73,15 +67,8 @@ def test_momentum_of_a_branch_used_later(pool: Pool, stage: int) -> None:
     """The branch's first gradient comes in the second step."""
     config = settings(2, stage, 1, 1) | {"optimizer": {"type": "SGD", "params": SGD}}
     found = pool.run(2, train, config)[0]
-    wanted = reference_trace(
-        materialised("plain", tied=True),
-        steps(2),
-        loss_fn=plait.causal_lm_loss,
-        optimizer=sgd,
-        clipping=CLIPPING,
-    )
-    bar = worst(compare(wanted, found))
-    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+    wanted = plain_trace(materialised("plain", tied=True), steps(2), optimizer=sgd)
+    assert_same(wanted, found)
 
 
 Gradients = list[dict[str, torch.Tensor | None]]
@@ -156,11 +143,4 @@ def test_own_loop_skips_unused_parameters(pool: Pool, stage: int, accumulation: 
             assert {n for n, g in gradients.items() if g is None} == {
                 n for n, g in expected.items() if g is None
             }, step
-            for name, gradient in expected.items():
-                torch.testing.assert_close(
-                    gradients[name],
-                    gradient,
-                    rtol=0,
-                    atol=1e-12,
-                    msg=lambda t, n=name, i=step: f"{i} {n}: {t}",
-                )
+            close(gradients, expected)

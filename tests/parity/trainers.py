@@ -252,6 +252,22 @@ def on_plait(
         return run(Trainer, TrainingArguments, folder, deepspeed=config, **settings)
 
 
+def trainer_of(
+    folder: str,
+    config: Any,
+    given: dict[str, Any] | None = None,
+    *,
+    kind: Any = None,
+    **settings: Any,
+) -> Any:
+    """Plait's Trainer, or its subclass `kind`, of a short run. `given`: of its arguments, in place of the tiny model and the samples."""
+    from plait.hf import Trainer, TrainingArguments
+
+    args = arguments(TrainingArguments, folder, deepspeed=config, **settings)
+    both = {"model": model(), "args": args, "train_dataset": samples(), **(given or {})}
+    return (kind or Trainer)(**both)
+
+
 def zero(stage: int) -> dict[str, Any]:
     """A file with a ZeRO stage."""
     return {"zero_optimization": {"stage": stage}}

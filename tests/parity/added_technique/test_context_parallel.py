@@ -18,12 +18,12 @@ from plait.model.facts import model_facts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all, check_all
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import Trace, engine_trace
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.added_technique import context_parallel
 from tests.parity.added_technique.context_parallel import ContextParallel
-from tests.parity.data_parallel import CLIPPING, SEED, materialised
+from tests.parity.data_parallel import CLIPPING, SEED, assert_same, materialised, plain_trace
 from tests.pool import Pool
 
 LENGTH, STEPS = 8, 2
@@ -99,14 +99,7 @@ def train(
 def reference(micro_batches: int) -> Trace:
     """One plain process on full sequences."""
     model = materialised("llama", tied=False)
-    with keeping_float64(model):
-        return reference_trace(
-            model,
-            steps(micro_batches),
-            loss_fn=plait.causal_lm_loss,
-            optimizer=cases.adamw,
-            clipping=CLIPPING,
-        )
+    return plain_trace(model, steps(micro_batches))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -116,8 +109,7 @@ def test_equals_one_process_and_sends_its_account(pool: Pool, name: str) -> None
     ranks = world // degrees["cp"]
     results = pool.run(world, train, name)
     for trace, _, sent, accounted in results:
-        bar = worst(compare(reference(2 * ranks), trace))
-        assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+        assert_same(reference(2 * ranks), trace)
         assert sent == accounted
     model, pieces = materialised("llama", tied=False), steps(2 * ranks)[0][::2]
     with keeping_float64(model), torch.no_grad():
