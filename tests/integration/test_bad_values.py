@@ -79,14 +79,7 @@ def test_every_bad_value(case: Case, here: Path, capsys: pytest.CaptureFixture[s
         ),
         (
             [
-                "plan",
-                "--model",
-                "llama-3-8b",
-                "--gpu",
-                "h100",
-                "--world-size",
-                "8",
-                "--out",
+                *["plan", "--model", "llama-3-8b", "--gpu", "h100", "--world-size", "8", "--out"],
                 "a" * 300 + ".json",
             ],
             "cannot be written",
@@ -137,16 +130,18 @@ def test_a_closed_and_a_full_standard_output() -> None:
 def test_ctrl_c_while_something_is_computed(folder: Path) -> None:
     run = [
         *PLAIT,
-        "plan",
-        "--model",
-        "llama-3-70b",
-        "--world-size",
-        "1024",
-        "--gpu",
-        "h100",
-        "--all",
-        "--top",
-        "1000",
+        *[
+            "plan",
+            "--model",
+            "llama-3-70b",
+            "--world-size",
+            "1024",
+            "--gpu",
+            "h100",
+            "--all",
+            "--top",
+            "1000",
+        ],
     ]
     with subprocess.Popen(
         run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder

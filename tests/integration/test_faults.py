@@ -17,14 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_kills_of_saves_and_damages() -> None:
     command = [
         sys.executable,
-        "-m",
-        "tools.faults",
-        "small",
-        "--part",
-        "saves",
-        "--part",
-        "damage",
-        "--no-write",
+        *["-m", "tools.faults", "small", "--part", "saves", "--part", "damage", "--no-write"],
     ]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

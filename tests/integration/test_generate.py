@@ -58,10 +58,7 @@ def test_a_file_of_prompts_and_one_within_a_budget(
         str(folder),
         "--prompts",
         str(prompts),
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "6",
+        *["--temperature", "0", "--max-new-tokens", "6"],
     ]
     run(*common, "--out", str(tmp_path / "one.jsonl"), "--batch-size", "2")
     assert "it fits on one device" in capsys.readouterr().err
@@ -98,12 +95,7 @@ def test_one_prompt_and_a_chat(
     common = [
         "--model",
         str(folder),
-        "--max-new-tokens",
-        "8",
-        "--seed",
-        "3",
-        "--temperature",
-        "0.9",
+        *["--max-new-tokens", "8", "--seed", "3", "--temperature", "0.9"],
     ]
     run(*common, "--prompt", "def read")
     told = capsys.readouterr().out
@@ -297,10 +289,7 @@ def test_a_broken_folder(
         run(
             "--model",
             str(broken),
-            "--prompt",
-            "a",
-            "--max-new-tokens",
-            "2",
+            *["--prompt", "a", "--max-new-tokens", "2"],
             *more,
             code=4 if "index" in what or "shard" in what else 2,
         )
@@ -375,10 +364,7 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
             str(prompts),
             "--out",
             str(out),
-            "--temperature",
-            "0",
-            "--max-new-tokens",
-            "6",
+            *["--temperature", "0", "--max-new-tokens", "6"],
         )
         said[name] = answers(out)
         assert name != "streamed" or re.search(
@@ -390,17 +376,9 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(
             [
-                "plan",
-                "infer",
-                "--model",
+                *["plan", "infer", "--model"],
                 adapter,
-                "--prompt-tokens",
-                "8",
-                "--new-tokens",
-                "4",
-                "--cpu-budget",
-                "300KiB",
-                "--json",
+                *["--prompt-tokens", "8", "--new-tokens", "4", "--cpu-budget", "300KiB", "--json"],
             ]
         )
     account = json.loads(capsys.readouterr().out)["bytes"]
@@ -563,10 +541,7 @@ def test_the_folder_of_a_run(
         str(tmp_path / "run"),
         "--prompt",
         "def ",
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "4",
+        *["--temperature", "0", "--max-new-tokens", "4"],
     ]
     run(*common)
     answer = capsys.readouterr().out.rstrip("\n")
@@ -586,16 +561,9 @@ def test_the_folder_of_a_run(
     with pytest.raises(SystemExit):
         main(
             [
-                "plan",
-                "infer",
-                "--model",
+                *["plan", "infer", "--model"],
                 str(tmp_path / "run"),
-                "--prompt-tokens",
-                "4",
-                "--new-tokens",
-                "4",
-                "--cpu-budget",
-                "210KiB",
+                *["--prompt-tokens", "4", "--new-tokens", "4", "--cpu-budget", "210KiB"],
             ]
         )
     planned = capsys.readouterr().out

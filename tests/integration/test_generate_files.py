@@ -85,10 +85,7 @@ def test_all_is_checked_before_the_first_answer(
         str(prompts),
         "--out",
         str(out),
-        "--batch-size",
-        "1",
-        "--max-new-tokens",
-        "2",
+        *["--batch-size", "1", "--max-new-tokens", "2"],
         *options,
         code=2,
     )

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,16 @@ print(f"rank {dist.get_rank()} done in attempt {os.environ['TORCHELASTIC_RESTART
 dist.destroy_process_group()
 """
 
+SPAWNS = """
+import multiprocessing, pickle, sys
+import beside
+class Mine: pass
+def double(x): return 2 * x
+if __name__ == '__main__':
+    assert sys.modules['__main__'].Mine is Mine and type(pickle.loads(pickle.dumps(Mine()))) is Mine
+    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(double, [beside.value]), __file__)
+"""
+
 FAKE_SSH = """#!/bin/sh
 # Runs here what ssh would run there, and says where that was.
 while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
@@ -99,60 +109,73 @@ exec sh -c "$2"
 """
 
 
+class Launched:
+    """A folder with a stand-in for ssh, and scripts that are launched in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.running = folder, list[subprocess.Popen[str]]()
+
+    def script(self, text: str) -> str:
+        (self.folder / "script.py").write_text(text)
+        return "script.py"
+
+    def start(self, *arguments: str, text: str = "") -> subprocess.Popen[str]:
+        """Launch a script with this text, behind the options that come first."""
+        script = [self.script(text)] if text else []
+        at = next((n for n, word in enumerate(arguments) if word == "--"), len(arguments))
+        words = [*arguments[:at], *script, *arguments[at + 1 :]]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "plait", "launch", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.running.append(process)
+        return process
+
+    def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, text=text)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def waiting(self, *arguments: str, text: str, ranks: int = 2) -> tuple[subprocess.Popen[str], list[int]]:  # fmt: skip
+        """A script that waits for a signal, and the ids of its processes."""
+        process = self.start(*arguments, text=text)
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(ranks)]
+        return process, [int(re.search(r"ready (\d+)", line)[1]) for line in lines]  # type: ignore[index]
+
+    def close(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "ssh").write_text(FAKE_SSH)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return tmp_path
+    made = Launched(tmp_path)
+    yield made
+    made.close()
 
 
-def _script(folder: Path, text: str) -> str:
-    (folder / "script.py").write_text(text)
-    return "script.py"
-
-
-def _plait(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "plait", "launch", *arguments]
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _plait(*arguments), capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-Start = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    running: list[subprocess.Popen[str]] = []
-
-    def begin(*arguments: str) -> subprocess.Popen[str]:
-        running.append(
-            subprocess.Popen(
-                _plait(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-        return running[-1]
-
-    yield begin
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-        process.wait(10)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-
-
-def _ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
-    """The process ids that the ranks print when they wait for a signal."""
-    assert process.stdout is not None
-    return [int(re.search(r"ready (\d+)", process.stdout.readline())[1]) for _ in range(ranks)]  # type: ignore[index]
+def _gone(pids: list[int], seconds: float = 0) -> bool:
+    """Whether all processes end within this time; those that do not are killed."""
+    deadline = time.monotonic() + seconds
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in pids if _alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
 
 
 def _alive(pid: int) -> bool:
@@ -163,80 +186,66 @@ def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def _free_port() -> int:
+def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+        return str(probe.getsockname()[1])
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ONE, TWO = ("--nproc-per-node", "1"), ("--nproc-per-node", "2")
 
 
 class TestRanks:
-    def test_they_work_together(self, folder: Path) -> None:
-        done = _run("--nproc-per-node", "2", _script(folder, REDUCE), "--lr", "1")
+    def test_they_work_together(self, launched: Launched) -> None:
+        done = launched.run(*TWO, "--", "--lr", "1", text=REDUCE)
         assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == [
-            f"rank {rank} of 2 sum 2 args ['--lr', '1']" for rank in range(2)
-        ]
-        assert done.stderr == ""
+        lines = [f"rank {rank} of 2 sum 2 args ['--lr', '1']" for rank in range(2)]
+        assert sorted(done.stdout.splitlines()) == lines and done.stderr == ""
 
     @pytest.mark.proof
-    def test_the_same_script_under_torchrun(self, folder: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            _script(folder, REDUCE),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    def test_the_same_script_under_torchrun(self, launched: Launched) -> None:
+        done = subprocess.run(
+            [*TORCHRUN, launched.script(REDUCE)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 2
 
-    def test_an_engine_after_one_that_was_closed(self, folder: Path) -> None:
+    @pytest.mark.proof
+    def test_an_engine_after_one_that_was_closed(self, launched: Launched) -> None:
         """Its group does not find the addresses of the first engine's in the launch's store."""
-        done = _run("--nproc-per-node", "2", _script(folder, INITIALIZES_AGAIN))
+        done = launched.run(*TWO, text=INITIALIZES_AGAIN)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == AGAIN
 
     @pytest.mark.proof
     @pytest.mark.parametrize("torchrun", [False, True])
     def test_the_same_where_another_launcher_or_rank_0_has_the_store(
-        self, folder: Path, torchrun: bool
+        self, launched: Launched, torchrun: bool
     ) -> None:
-        script, port = _script(folder, INITIALIZES_AGAIN), str(_free_port())
-        if torchrun:
-            commands = {
-                0: [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--standalone",
-                    "--nproc-per-node",
-                    "2",
-                    script,
-                ]
-            }
-        else:
-            commands = {rank: [sys.executable, script] for rank in range(2)}
-        there = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-        }
-        with (folder / "output").open("w+") as output:
-            running = []
-            for rank, command in commands.items():
-                environment = {
-                    **os.environ,
-                    **({} if torchrun else {**there, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
-                }
-                running.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=output, stderr=subprocess.STDOUT
-                    )
+        script = launched.script(INITIALIZES_AGAIN)
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        there |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        with (launched.folder / "output").open("w+") as output:
+            codes = []
+            if torchrun:
+                commands = [(TORCHRUN, dict[str, str]())]
+            else:
+                ranks = [{**there, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+                commands = [([sys.executable], environment) for environment in ranks]
+            running = [
+                subprocess.Popen(
+                    [*command, script],
+                    env={**os.environ, **environment},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
                 )
+                for command, environment in commands
+            ]
             codes = [process.wait(120) for process in running]
             output.seek(0)
             text = output.read()
@@ -244,56 +253,44 @@ class TestRanks:
         assert sorted(line for line in text.splitlines() if line.startswith("turn")) == AGAIN
 
     @pytest.mark.proof
-    def test_a_module_in_the_current_folder(self, folder: Path) -> None:
-        package = folder / "mine"
+    def test_a_module_in_the_current_folder(self, launched: Launched) -> None:
+        package = launched.folder / "mine"
         package.mkdir()
         (package / "__init__.py").write_text("")
         (package / "part.py").write_text("word = 'part'")
         (package / "__main__.py").write_text(
             "import sys\nfrom .part import word\nprint(__name__, __package__, word, sys.argv[1:])"
         )
-        done = _run("--nproc-per-node", "1", "-m", "mine", "-x")
+        done = launched.run(*ONE, "-m", "mine", "-x")
         assert (done.returncode, done.stdout) == (0, "__main__ mine part ['-x']\n"), done.stderr
 
     @pytest.mark.proof
-    def test_a_script_finds_what_python_gives_it(self, folder: Path) -> None:
+    def test_a_script_finds_what_python_gives_it(self, launched: Launched) -> None:
         """Its own folder on the path, itself as `__main__` (for pickle and for processes it spawns), no trace of the launcher."""
-        (folder / "sub").mkdir()
-        (folder / "sub" / "beside.py").write_text("value = 3")
-        (folder / "sub" / "job.py").write_text(
-            "import multiprocessing, pickle, sys\n"
-            "import beside\n"
-            "class Mine: pass\n"
-            "def double(x): return 2 * x\n"
-            "if __name__ == '__main__':\n"
-            "    assert sys.modules['__main__'].Mine is Mine and type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
-            "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(double, [beside.value]), __file__)\n"
-        )
-        done = _run("--nproc-per-node", "1", "sub/job.py")
+        folder = launched.folder / "sub"
+        folder.mkdir()
+        (folder / "beside.py").write_text("value = 3")
+        (folder / "job.py").write_text(SPAWNS)
+        done = launched.run(*ONE, "sub/job.py")
         assert (done.returncode, done.stdout) == (0, "[6] sub/job.py\n"), done.stderr
 
     @pytest.mark.proof
-    @pytest.mark.parametrize(("given", "seen"), [(None, "share"), ("7", "7")])
+    @pytest.mark.parametrize("given", [None, "7"])
     def test_cores_are_shared_unless_the_user_says(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, seen: str
+        self, launched: Launched, monkeypatch: pytest.MonkeyPatch, given: str | None
     ) -> None:
         if given:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         from plait.cluster.topology import cpu_count
 
-        done = _run(
-            "--nproc-per-node",
-            "2",
-            _script(folder, "import os; print(os.environ['OMP_NUM_THREADS'] + '\\n', end='')"),
-        )
-        assert (
-            done.stdout.split() == [str(max(1, cpu_count() // 2)) if seen == "share" else seen] * 2
-        )
+        text = "import os; print(os.environ['OMP_NUM_THREADS'] + '\\n', end='')"
+        done = launched.run(*TWO, text=text)
+        assert done.stdout.split() == [given or str(max(1, cpu_count() // 2))] * 2
 
 
 class TestFailures:
-    def test_the_cause_comes_first_and_the_others_are_stopped(self, folder: Path) -> None:
-        done = _run("--nproc-per-node", "2", _script(folder, ONE_RAISES))
+    def test_the_cause_comes_first_and_the_others_are_stopped(self, launched: Launched) -> None:
+        done = launched.run(*TWO, text=ONE_RAISES)
         assert done.returncode == 1
         assert re.match(
             r"plait: rank 1 \(node \S+, process \d+\) failed with exit code 1\. Its traceback:\nTraceback",
@@ -308,59 +305,44 @@ class TestFailures:
         )
 
     @pytest.mark.proof
-    def test_it_is_told_while_another_rank_refuses_to_end(self, folder: Path, start: Start) -> None:
+    def test_it_is_told_while_another_rank_refuses_to_end(self, launched: Launched) -> None:
         """The 30 seconds that torchrun waits for the others do not delay the message."""
-        text = (
-            "import os\nif os.environ['RANK'] == '0':\n    raise KeyError('early')\n" + NEVER_ENDS
-        )
-        process = start("--nproc-per-node", "2", _script(folder, text))
+        early = "import os\nif os.environ['RANK'] == '0':\n    raise KeyError('early')\n"
+        process = launched.start(*TWO, text=early + NEVER_ENDS)
         assert process.stderr is not None
         assert "rank 0" in process.stderr.readline()
         assert process.poll() is None, "rank 1 is still waited for"
 
     @pytest.mark.proof
-    def test_exit_codes_are_propagated(self, folder: Path) -> None:
-        done = _run(
-            "--nproc-per-node",
-            "2",
-            _script(
-                folder,
-                "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)",
-            ),
-        )
+    def test_exit_codes_are_propagated(self, launched: Launched) -> None:
+        text = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"
+        done = launched.run(*TWO, text=text)
         assert done.returncode == 7
         assert re.match(r"plait: rank 1 \(node \S+\) ended with exit code 7", done.stderr)
         assert done.stderr.endswith("plait: rank 0 was stopped\n")
 
     @pytest.mark.proof
-    def test_a_crash_is_the_cause_before_errors_of_other_ranks(self, folder: Path) -> None:
-        crash = ONE_RAISES.replace(
-            'raise ValueError("a gradient went missing")',
-            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-        )
-        done = _run("--nproc-per-node", "2", _script(folder, crash))
+    def test_a_crash_is_the_cause_before_errors_of_other_ranks(self, launched: Launched) -> None:
+        raises = 'raise ValueError("a gradient went missing")'
+        crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+        done = launched.run(*TWO, text=ONE_RAISES.replace(raises, crash))
         assert done.returncode == 139
-        told = [line for line in done.stderr.splitlines() if line.startswith("plait:")]
-        assert "rank 1" in told[0]
-        assert "SIGSEGV" in told[0]
+        first = next(line for line in done.stderr.splitlines() if line.startswith("plait:"))
+        assert "rank 1" in first and "SIGSEGV" in first
         assert "Segmentation fault" in done.stderr
 
     @pytest.mark.proof
-    def test_a_users_mistake_is_one_sentence_with_its_exit_code(self, folder: Path) -> None:
-        done = _run(
-            "--nproc-per-node",
-            "2",
-            _script(
-                folder,
-                "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')",
-            ),
+    def test_a_users_mistake_is_one_sentence_with_its_exit_code(self, launched: Launched) -> None:
+        text = (
+            "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')"
         )
+        done = launched.run(*TWO, text=text)
         assert (done.returncode, done.stderr) == (4, "plait: step 40: incomplete\n")
 
     @pytest.mark.proof
     @pytest.mark.parametrize("name", ["nothing.here", "json.nothing"])
-    def test_a_module_that_is_not_there(self, folder: Path, name: str) -> None:
-        done = _run("--nproc-per-node", "2", "-m", name)
+    def test_a_module_that_is_not_there(self, launched: Launched, name: str) -> None:
+        done = launched.run(*TWO, "-m", name)
         assert done.returncode == 2
         assert (
             done.stderr
@@ -368,27 +350,25 @@ class TestFailures:
         )
 
     @pytest.mark.proof
-    def test_an_error_tracker_still_hears_of_it(self, folder: Path) -> None:
+    def test_an_error_tracker_still_hears_of_it(self, launched: Launched) -> None:
         text = "import sys\nsys.excepthook = lambda kind, error, trace: open('heard', 'w').write(kind.__name__)\n1 / 0"
-        done = _run("--nproc-per-node", "1", _script(folder, text))
-        assert (folder / "heard").read_text() == "ZeroDivisionError"
+        done = launched.run(*ONE, text=text)
+        assert (launched.folder / "heard").read_text() == "ZeroDivisionError"
         assert done.stderr.count("Traceback") == 1
 
     @pytest.mark.proof
-    def test_restart(self, folder: Path) -> None:
-        done = _run("--nproc-per-node", "2", "--max-restarts", "1", _script(folder, FAILS_ONCE))
+    def test_restart(self, launched: Launched) -> None:
+        done = launched.run(*TWO, "--max-restarts", "1", text=FAILS_ONCE)
         assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == [
-            "rank 0 done in attempt 1",
-            "rank 1 done in attempt 1",
-        ]
+        lines = [f"rank {rank} done in attempt 1" for rank in (0, 1)]
+        assert sorted(done.stdout.splitlines()) == lines
         assert "ValueError: only the first time" in done.stderr
         assert "starting the ranks again" in done.stderr
 
 
 class TestSignals:
     @pytest.mark.proof
-    def test_a_signal_that_one_rank_gets_is_no_failure(self, folder: Path) -> None:
+    def test_a_signal_that_one_rank_gets_is_no_failure(self, launched: Launched) -> None:
         """A scheduler may send it to one; the ranks agree to end, one sooner than the others, and nothing starts again."""
         text = """
 import os, sys, time
@@ -398,103 +378,84 @@ if rank == 0:
     print("rank 0 has saved", flush=True)
 sys.exit(138)
 """
-        done = _run("--nproc-per-node", "2", "--max-restarts", "2", _script(folder, text))
+        done = launched.run(*TWO, "--max-restarts", "2", text=text)
         assert (done.returncode, done.stdout) == (138, "rank 0 has saved\n")
-        assert (
-            done.stderr == "plait: the ranks have ended after SIGUSR1, which one of them received\n"
-        )
+        said = "plait: the ranks have ended after SIGUSR1, which one of them received\n"
+        assert done.stderr == said
 
     @pytest.mark.proof
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ranks_get_it_once_and_end_well(
-        self, folder: Path, start: Start, number: signal.Signals
+        self, launched: Launched, number: signal.Signals
     ) -> None:
-        process = start("--nproc-per-node", "2", _script(folder, ENDS_IN_TIME))
-        _ready(process, 2)
+        process, _ = launched.waiting(*TWO, text=ENDS_IN_TIME)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number
-        assert sorted(out.splitlines()) == [
-            f"rank {rank} saved after ['{number.name}']" for rank in range(2)
-        ]
+        lines = [f"rank {rank} saved after ['{number.name}']" for rank in range(2)]
+        assert sorted(out.splitlines()) == lines
         assert (
             err
             == f"plait: {number.name}: the ranks have up to 300 s to end; Ctrl-C or another signal stops them at once\n"
         )
 
-    def test_a_failure_while_ending_is_not_a_clean_end(self, folder: Path, start: Start) -> None:
-        process = start("--nproc-per-node", "2", _script(folder, ENDS_IN_TIME), "disk-full")
-        _ready(process, 2)
+    def test_a_failure_while_ending_is_not_a_clean_end(self, launched: Launched) -> None:
+        process, _ = launched.waiting(*TWO, "--", "disk-full", text=ENDS_IN_TIME)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "OSError: No space left on device" in err
 
     @pytest.mark.proof
-    def test_a_plain_script_ends_without_tracebacks(self, folder: Path, start: Start) -> None:
-        process = start(
-            "--nproc-per-node",
-            "2",
-            _script(
-                folder,
-                "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)",
-            ),
+    def test_a_plain_script_ends_without_tracebacks(self, launched: Launched) -> None:
+        text = (
+            "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)"
         )
-        _ready(process, 2)
+        process, _ = launched.waiting(*TWO, text=text)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "Traceback" not in err
 
     @pytest.mark.proof
-    def test_ranks_that_outlive_their_grace_are_killed(self, folder: Path, start: Start) -> None:
-        process = start("--nproc-per-node", "2", "--grace", "1", _script(folder, NEVER_ENDS))
-        pids = _ready(process, 2)
+    def test_ranks_that_outlive_their_grace_are_killed(self, launched: Launched) -> None:
+        process, pids = launched.waiting(*TWO, "--grace", "1", text=NEVER_ENDS)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
         assert process.returncode == 137
         assert "rank 0, 1 did not end within 1 s and is killed" in err
-        assert not any(map(_alive, pids))
+        assert _gone(pids)
 
     @pytest.mark.proof
-    def test_a_second_signal_stops_them_at_once(self, folder: Path, start: Start) -> None:
-        process = start("--nproc-per-node", "2", _script(folder, NEVER_ENDS))
-        pids = _ready(process, 2)
+    def test_a_second_signal_stops_them_at_once(self, launched: Launched) -> None:
+        process, pids = launched.waiting(*TWO, text=NEVER_ENDS)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         process.stderr.readline()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
-        assert process.returncode == 130
-        assert not any(map(_alive, pids))
+        assert process.returncode == 130 and _gone(pids)
 
     @pytest.mark.proof
     @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-    def test_ranks_do_not_outlive_a_killed_launcher(self, folder: Path, start: Start) -> None:
-        process = start("--nproc-per-node", "2", _script(folder, NEVER_ENDS))
-        pids = _ready(process, 2)
+    def test_ranks_do_not_outlive_a_killed_launcher(self, launched: Launched) -> None:
+        process, pids = launched.waiting(*TWO, text=NEVER_ENDS)
         process.kill()
         process.wait(10)
-        deadline = time.monotonic() + 10
-        while any(map(_alive, pids)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        left = [pid for pid in pids if _alive(pid)]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left
+        assert _gone(pids, seconds=10)
 
     @pytest.mark.proof
-    def test_a_closed_terminal_does_not_end_what_nohup_protects(self, folder: Path) -> None:
-        command = ["nohup", *_plait("--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))]
+    def test_a_closed_terminal_does_not_end_what_nohup_protects(self, launched: Launched) -> None:
+        script = launched.script(ENDS_IN_TIME)
         process = subprocess.Popen(
-            command,
+            ["nohup", sys.executable, "-m", "plait", "launch", *ONE, script],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         try:
-            _ready(process, 1)
+            assert process.stdout is not None and "ready" in process.stdout.readline()
             process.send_signal(signal.SIGHUP)
             time.sleep(1)
             assert process.poll() is None
@@ -506,89 +467,43 @@ sys.exit(138)
 
 
 class TestMachines:
-    def _together(self, start: Start, *commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
-        processes = [start(*command) for command in commands]
-        return [
-            (process.returncode, *streams)
-            for process in processes
-            for streams in [process.communicate(timeout=120)]
-        ]
+    def _together(
+        self, launched: Launched, text: str, *commands: tuple[str, ...]
+    ) -> tuple[list[str], list[str]]:
+        """What launchers of one process each print on standard output and standard error, all of which end well."""
+        processes = [launched.start(*ONE, *command, text=text) for command in commands]
+        said = [process.communicate(timeout=120) for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes), said
+        return [out for out, _ in said], [err for _, err in said]
 
     @pytest.mark.proof
-    def test_numbered_by_hand(self, folder: Path, start: Start) -> None:
-        meet = (
-            "--nproc-per-node",
-            "1",
-            "--nnodes",
-            "2",
-            "--master-addr",
-            "localhost",
-            "--master-port",
-            str(_free_port()),
-        )
-        script = _script(folder, REDUCE)
-        done = self._together(
-            start, *((*meet, "--node-rank", str(rank), script) for rank in (1, 0))
-        )
-        assert [code for code, _, _ in done] == [0, 0], done
-        assert [out for _, out, _ in done] == [
-            "rank 1 of 2 sum 2 args []\n",
-            "rank 0 of 2 sum 2 args []\n",
-        ]
+    def test_numbered_by_hand(self, launched: Launched) -> None:
+        meet = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", _free_port())
+        ranks = ((*meet, "--node-rank", str(rank)) for rank in (1, 0))
+        outs, _ = self._together(launched, REDUCE, *ranks)
+        assert outs == [f"rank {rank} of 2 sum 2 args []\n" for rank in (1, 0)]
 
     @pytest.mark.proof
-    def test_at_an_endpoint(self, folder: Path, start: Start) -> None:
-        meet = (
-            "--nproc-per-node",
-            "1",
-            "--nnodes",
-            "1:2",
-            "--rdzv-endpoint",
-            f"localhost:{_free_port()}",
-            _script(folder, REDUCE),
-        )
-        done = self._together(start, meet, meet)
-        assert [code for code, _, _ in done] == [0, 0], done
-        assert sorted(out for _, out, _ in done) == [
-            "rank 0 of 2 sum 2 args []\n",
-            "rank 1 of 2 sum 2 args []\n",
-        ]
+    def test_at_an_endpoint(self, launched: Launched) -> None:
+        meet = ("--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{_free_port()}")
+        outs, _ = self._together(launched, REDUCE, meet, meet)
+        assert sorted(outs) == [f"rank {rank} of 2 sum 2 args []\n" for rank in (0, 1)]
 
     @pytest.mark.proof
-    def test_all_start_again_when_a_rank_of_one_failed(self, folder: Path, start: Start) -> None:
+    def test_all_start_again_when_a_rank_of_one_failed(self, launched: Launched) -> None:
         failing = FAILS_ONCE.replace(
             'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"', 'not os.path.exists("failed")'
         ).replace("    raise", '    open("failed", "w").close()\n    raise')
-        endpoint = f"localhost:{_free_port()}"
-        meet = (
-            "--nproc-per-node",
-            "1",
-            "--nnodes",
-            "2",
-            "--rdzv-endpoint",
-            endpoint,
-            "--max-restarts",
-            "3",
-            _script(folder, failing),
-        )
-        done = self._together(start, meet, meet)
-        assert [code for code, _, _ in done] == [0, 0], done
-        assert sorted(out.split(" in ")[0] for _, out, _ in done) == ["rank 0 done", "rank 1 done"]
-        assert sum("ValueError: only the first time" in err for _, _, err in done) == 1
+        meet = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}")
+        again = (*meet, "--max-restarts", "3")
+        outs, errors = self._together(launched, failing, again, again)
+        assert sorted(out.split(" in ")[0] for out in outs) == ["rank 0 done", "rank 1 done"]
+        assert sum("ValueError: only the first time" in err for err in errors) == 1
 
     @pytest.mark.proof
-    def test_the_others_do_not_come(self, folder: Path) -> None:
-        meet = (
-            "--nproc-per-node",
-            "1",
-            "--nnodes",
-            "2",
-            "--rdzv-endpoint",
-            f"localhost:{_free_port()}",
-            "--timeout",
-            "2",
-        )
-        done = _run(*meet, _script(folder, REDUCE))
+    def test_the_others_do_not_come(self, launched: Launched) -> None:
+        meet = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
+        done = launched.run(*ONE, *meet, text=REDUCE)
         assert done.returncode == 1
         assert "2 machine(s) did not meet at localhost:" in done.stderr
         assert "Traceback" not in done.stderr
@@ -596,14 +511,15 @@ class TestMachines:
 
 class TestSsh:
     @pytest.fixture
-    def hosts(self, folder: Path) -> tuple[str, ...]:
-        (folder / "hosts").write_text(
-            f"{socket.gethostname()} slots=1\nfar slots=2  # played by this machine\n"
-        )
-        return ("-H", "hosts", "--master-port", str(_free_port()))
+    def hosts(self, launched: Launched) -> tuple[str, ...]:
+        return self._hosts(launched, "far slots=2  # played by this machine")
 
-    def test_every_machine_of_a_hostfile(self, folder: Path, hosts: tuple[str, ...]) -> None:
-        done = _run(*hosts, _script(folder, REDUCE), "it's mine")
+    def _hosts(self, launched: Launched, other: str) -> tuple[str, ...]:
+        (launched.folder / "hosts").write_text(f"{socket.gethostname()} slots=1\n{other}\n")
+        return ("-H", "hosts", "--master-port", _free_port())
+
+    def test_every_machine_of_a_hostfile(self, launched: Launched, hosts: tuple[str, ...]) -> None:
+        done = launched.run(*hosts, "--", "it's mine", text=REDUCE)
         assert done.returncode == 0, done.stderr
         expected = ["[far] rank 1 of 3 sum 3", "[far] rank 2 of 3 sum 3", "rank 0 of 3 sum 3"]
         assert sorted(line.split(" args")[0] for line in done.stdout.splitlines()) == expected
@@ -612,49 +528,38 @@ class TestSsh:
 
     @pytest.mark.proof
     def test_a_failure_there_stops_all_and_is_told_first(
-        self, folder: Path, hosts: tuple[str, ...]
+        self, launched: Launched, hosts: tuple[str, ...]
     ) -> None:
-        done = _run(*hosts, "--nproc-per-node", "1", _script(folder, ONE_RAISES))
+        done = launched.run(*hosts, *ONE, text=ONE_RAISES)
         assert done.returncode == 1
-        told = [line for line in done.stderr.splitlines() if "plait: " in line]
-        assert re.match(r"\[far\] plait: rank 1 .* failed with exit code 1", told[0])
+        first = next(line for line in done.stderr.splitlines() if "plait: " in line)
+        assert re.match(r"\[far\] plait: rank 1 .* failed with exit code 1", first)
         assert "[far] ValueError: a gradient went missing" in done.stderr
 
     @pytest.mark.proof
     def test_a_signal_reaches_every_machine_once(
-        self, folder: Path, hosts: tuple[str, ...], start: Start
+        self, launched: Launched, hosts: tuple[str, ...]
     ) -> None:
-        process = start(*hosts, "--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))
-        pids = _ready(process, 2)
+        process, pids = launched.waiting(*hosts, *ONE, text=ENDS_IN_TIME)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "rank 0 saved after ['SIGINT']" in out
         assert "[far] rank 1 saved after ['SIGINT']" in out
-        assert not any(map(_alive, pids))
+        assert _gone(pids)
 
     @pytest.mark.proof
     def test_machines_end_themselves_when_the_launcher_is_gone(
-        self, folder: Path, hosts: tuple[str, ...], start: Start
+        self, launched: Launched, hosts: tuple[str, ...]
     ) -> None:
-        process = start(*hosts, "--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))
-        pids = _ready(process, 2)
+        process, pids = launched.waiting(*hosts, *ONE, text=ENDS_IN_TIME)
         process.kill()
         process.wait(10)
-        deadline = time.monotonic() + 30
-        while any(map(_alive, pids)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left = [pid for pid in pids if _alive(pid)]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left
+        assert _gone(pids, seconds=30)
 
     @pytest.mark.proof
-    def test_a_machine_that_cannot_be_reached(self, folder: Path) -> None:
-        (folder / "hosts").write_text(
-            f"{socket.gethostname()} slots=1\nunreachable.invalid slots=1\n"
-        )
-        done = _run("-H", "hosts", "--master-port", str(_free_port()), _script(folder, REDUCE))
+    def test_a_machine_that_cannot_be_reached(self, launched: Launched) -> None:
+        done = launched.run(*self._hosts(launched, "unreachable.invalid slots=1"), text=REDUCE)
         assert done.returncode == 255
         assert (
             "node unreachable.invalid: no connection, or it was lost (try `ssh unreachable.invalid true`)"

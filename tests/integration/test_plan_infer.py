@@ -78,15 +78,17 @@ def test_bytes_are_those_that_generate_decides_with(
 
 def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     run(
-        "--model",
-        "llama-3-70b",
-        "--gpu",
-        "h100",
-        "--nproc-per-node",
-        "4",
-        "--batch-size",
-        "8",
-        "--json",
+        *[
+            "--model",
+            "llama-3-70b",
+            "--gpu",
+            "h100",
+            "--nproc-per-node",
+            "4",
+            "--batch-size",
+            "8",
+            "--json",
+        ],
     )
     found = json.loads(capsys.readouterr().out)
     assert found["placement"]["tp"] == 2 and 65e9 < found["bytes"]["weights"] < 75e9

@@ -486,7 +486,8 @@ def test_another_model_does_not_go_on(
 def test_a_refused_start_over_leaves_the_folder(place: Path, whole: tuple[Path, str]) -> None:
     assert (
         _main(
-            place, "--set", "run.folder=runs/whole", "--set", "model.config.vocab_size=3", "--fresh"
+            place,
+            *["--set", "run.folder=runs/whole", "--set", "model.config.vocab_size=3", "--fresh"],
         )
         == 2
     )
@@ -500,13 +501,7 @@ def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str
     code, out, err = _run(
         place,
         *where,
-        "--set",
-        "run.processes=1",
-        "--set",
-        "run.steps=2",
-        "--set",
-        "run.seed=1",
-        "--fresh",
+        *["--set", "run.processes=1", "--set", "run.steps=2", "--set", "run.seed=1", "--fresh"],
     )
     assert code == 0, err
     assert "runs/over.old-1" in out

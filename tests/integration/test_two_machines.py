@@ -48,15 +48,10 @@ def test_two_machines_train_one_run(tmp_path: Path) -> None:
             running = [
                 subprocess.Popen(
                     [
-                        "ip",
-                        "netns",
-                        "exec",
+                        *["ip", "netns", "exec"],
                         node,
                         sys.executable,
-                        "-m",
-                        "plait",
-                        "train",
-                        "run.json",
+                        *["-m", "plait", "train", "run.json"],
                         *meet,
                         "--node-rank",
                         str(rank),

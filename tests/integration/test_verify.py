@@ -1,4 +1,4 @@
-"""`plait verify`: equal layouts are found equal, planted defects are found and named, wrong input is refused before any process."""
+"""`plait verify`, tensor parallelism included: equal layouts are found equal, planted defects are found and named, wrong input is refused before any process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ import plait
 import plait.engine.build
 import plait.engine.engine
 import plait.parallel.techniques.pipeline_parallel
+from plait._torch.tensors import local_window
 from plait.cli.main import main
-from plait.comm.collectives import AsyncAllReduce
+from plait.comm.collectives import AsyncAllReduce, enter
 from plait.config.resolving.resolve import load
 from plait.errors import ParityError
 from plait.parallel import materialise
@@ -32,15 +33,37 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.pipeline.runtime import Runtime
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
+from plait.parallel.tensor import styles
 from plait.sharded.step import Stepper
 from plait.verify.plan import VerificationPlan, prepare
 from plait.verify.report import Report, failure, raise_unless_equal
 from plait.verify.run import compare, run_layout
-from tests.integration.verified import FILE, LLAMA
+from tests.covers import proof_after
 from tests.parity.cases import PlainModel
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 5001,
+}
+
+FILE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "model": {"config": LLAMA},
+    "run": {"seed": 5},
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 64, "tie_word_embeddings": True}
+PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+TP2 = {"parallel": {"tp": 2}}
 
 
 def plain() -> nn.Module:
@@ -71,36 +94,30 @@ def bare_logits() -> nn.Module:
     return BareLogits()
 
 
+SQUARES = plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
+
+
+def pairs_of(width: int) -> Callable[[int, torch.Generator], Any]:
+    """Micro-batches of inputs and targets."""
+
+    def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.randn(samples, size, generator=generator).double() for size in (6, width)
+        )
+
+    return micro_batch
+
+
 def regression() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]:
     """No language model: it brings its loss and its data."""
 
-    def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(samples, 6, generator=generator).double(), torch.randn(
-            samples, 2, generator=generator
-        ).double()
-
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
-    return (
-        model,
-        plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")),
-        micro_batch,
-    )
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)), SQUARES, pairs_of(2)
 
 
 def chain() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]:
     """Equal blocks, and micro-batches that are all of one shape."""
 
-    def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(samples, 6, generator=generator).double(), torch.randn(
-            samples, 6, generator=generator
-        ).double()
-
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    return (
-        model,
-        plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")),
-        micro_batch,
-    )
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), SQUARES, pairs_of(6)
 
 
 def random_model() -> nn.Module:
@@ -173,9 +190,41 @@ def _reversed_on_rank_1(self: Runtime, pieces: Any, **arguments: Any) -> None:
     _train(self, pieces[::-1] if torch.distributed.get_rank() else pieces, **arguments)
 
 
+def _summed_twice(module: torch.nn.Module, region: Any) -> Any:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        doubled = {
+            name: enter(enter(p, region.group), region.group)
+            for name, p in module.named_parameters(recurse=False)
+        }
+        with styles.own_values(module, doubled):
+            return original(*args, **kwargs)
+
+    return forward
+
+
+def _untied(model: torch.nn.Module, *args: Any, **options: Any) -> None:
+    _initialise(model, *args, **options)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+
+def _next_ranks(parameter: Any) -> tuple[slice, ...]:
+    """The neighbour's slice of a fused weight."""
+    window = _window(parameter)
+    rows = window[0]
+    size = rows.stop - rows.start
+    if size * 2 != parameter.shape[0] or parameter.shape[0] <= parameter.shape[1]:
+        return window
+    start = parameter.shape[0] - rows.stop
+    return slice(start, start + size), *window[1:]
+
+
 _stage_model, _train = plait.parallel.techniques.pipeline_parallel.stage_model, Runtime.train
 _attach_hooks = DataParallel.attach
 _attach, _initialise, _step = Reducer.attach, materialise.initialise, Stepper.__call__
+_window = local_window
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (Reducer, "_launch", _launch_nothing),
     "mean instead of sum": (DataParallel, "attach", _average),
@@ -188,6 +237,11 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "wrong stage cut": (plait.parallel.techniques.pipeline_parallel, "stage_model", _next_block),
     "lost tied gradient": (PipelineRank, "finish_reduction", lambda _: None),
     "micro-batches swapped": (Runtime, "train", _reversed_on_rank_1),
+    "missing all-reduce over tp": (styles, "leave", lambda x, group: x),
+    "missing all-reduce of gradients over tp": (styles, "enter", lambda x, group: x),
+    "replicated gradient counted double": (styles, "summed_gradient", _summed_twice),
+    "untied embedding": (materialise, "initialise", _untied),
+    "wrong shard": (materialise, "local_window", _next_ranks),
 }
 
 
@@ -228,32 +282,38 @@ def compared(pool: Pool, plan: VerificationPlan, defect: str | None = None) -> R
     return compare(plan, pool.run(plan.world_size, work, plan, defect)[0])
 
 
+STAGE_3 = {"zero_optimization": {"stage": 3}}
+TIED = {"model": {"config": {**LLAMA, "tie_word_embeddings": True}}}
+FOUND: list[tuple[str, Any, dict[str, Any]]] = [
+    ("missing all-reduce", plain, {}),
+    ("updated on rank 0 only", None, {}),
+    ("wrong stage cut", None, {"parallel": {"pp": 2}}),
+    ("wrong shard", None, {**TP2, "model": {"config": PHI3}}),
+    ("mean instead of sum", plain, {}),
+    ("mean instead of sum", None, {"zero_optimization": {"stage": 2}}),
+    ("wrong weight", None, {"zero_optimization": {"stage": 1}}),
+    ("unsynchronised weights", plain, {}),
+    ("unsynchronised weights", plain, STAGE_3),
+    ("initialised by rank", None, STAGE_3),
+    ("reduced in float32", None, {}),
+    ("not clipped", None, STAGE_3),
+    ("lost tied gradient", None, {"parallel": {"pp": 2}, **TIED}),
+    ("micro-batches swapped", chain, {"parallel": {"pp": 2, "pipeline": {"schedule": "gpipe"}}}),
+    *(
+        (defect, None, {**TP2, "model": {"config": QWEN3}})
+        for defect in (
+            "missing all-reduce over tp",
+            "missing all-reduce of gradients over tp",
+            "replicated gradient counted double",
+            "untied embedding",
+        )
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("defect", "function", "changes"),
-    [
-        ("missing all-reduce", plain, {}),
-        ("mean instead of sum", plain, {}),
-        ("mean instead of sum", None, {"zero_optimization": {"stage": 2}}),
-        ("wrong weight", None, {"zero_optimization": {"stage": 1}}),
-        ("unsynchronised weights", plain, {}),
-        ("unsynchronised weights", plain, {"zero_optimization": {"stage": 3}}),
-        ("initialised by rank", None, {"zero_optimization": {"stage": 3}}),
-        ("reduced in float32", None, {}),
-        ("not clipped", None, {"zero_optimization": {"stage": 3}}),
-        ("updated on rank 0 only", None, {}),
-        ("wrong stage cut", None, {"parallel": {"pp": 2}}),
-        (
-            "lost tied gradient",
-            None,
-            {"parallel": {"pp": 2}, "model": {"config": {**LLAMA, "tie_word_embeddings": True}}},
-        ),
-        (
-            "micro-batches swapped",
-            chain,
-            {"parallel": {"pp": 2, "pipeline": {"schedule": "gpipe"}}},
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
+    proof_after(4, FOUND, name=lambda defect, function, _: f"{defect}-{function is not None}"),
 )
 def test_defects_are_found_and_named(
     pool: Pool, defect: str, function: Any, changes: dict[str, Any]
@@ -275,47 +335,49 @@ def test_what_is_found_first(pool: Pool) -> None:
     assert "first: initial weight of embed.weight: ranks hold different copies" in told
 
 
-@pytest.mark.parametrize(
-    ("processes", "changes"),
-    [
-        (2, {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}),
-        (2, {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}),
-        (3, {"zero_optimization": {"stage": 2}}),
-        (2, {"model": {"config": {**LLAMA, "tie_word_embeddings": True}, "dtype": "bfloat16"}}),
-        (2, {"model": {"config": {"model_type": "gemma3_text", "vocab_size": 5001}}}),
-        (
-            2,
-            {
-                "model": {"config": {"model_type": "mixtral", "num_hidden_layers": 4}},
-                "zero_optimization": {"stage": 2},
-            },
-        ),
-        (2, {"parallel": {"pp": 2, "pipeline": {"schedule": "zbv"}}, "bf16": {"enabled": True}}),
-        pytest.param(
-            2,
-            {
-                "optimizer": {"type": "Muon", "params": {"lr": 1e-2}},
-                "zero_optimization": {"stage": 2},
-            },
-            marks=pytest.mark.proof,
-        ),
-    ],
-    ids=[
-        "bf16",
-        "fp16",
-        "uneven",
-        "tied-bf16-parameters",
-        "islands",
-        "experts",
-        "pipeline",
-        "muon",
-    ],
-)
-def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
+EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16": (2, {**STAGE_3, "bf16": {"enabled": True}}),
+    "experts": (
+        2,
+        {
+            "model": {"config": {"model_type": "mixtral", "num_hidden_layers": 4}},
+            "zero_optimization": {"stage": 2},
+        },
+    ),
+    "qwen3": (2, {**TP2, "model": {"config": QWEN3}}),
+    "fp16": (2, {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}),
+    "uneven": (3, {"zero_optimization": {"stage": 2}}),
+    "tied-bf16-parameters": (2, {"model": {**TIED["model"], "dtype": "bfloat16"}}),
+    "islands": (2, {"model": {"config": {"model_type": "gemma3_text", "vocab_size": 5001}}}),
+    "pipeline": (
+        2,
+        {"parallel": {"pp": 2, "pipeline": {"schedule": "zbv"}}, "bf16": {"enabled": True}},
+    ),
+    "muon": (
+        2,
+        {
+            "optimizer": {"type": "Muon", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 2},
+        },
+    ),
+    "qwen3-sp-zero3": (
+        4,
+        {
+            "parallel": {"tp": 2, "sequence_parallel": True},
+            "model": {"config": QWEN3},
+            **STAGE_3,
+        },
+    ),
+    "phi3": (2, {**TP2, "model": {"config": PHI3}}),
+}
+
+
+@pytest.mark.parametrize("name", proof_after(3, EQUAL))
+def test_equal(pool: Pool, name: str) -> None:
     """Both comparisons, in whatever precision and with whatever a model rounds by itself."""
-    report = compared(
-        pool, planned(processes=processes, passes=("float64", "configured"), **changes)
-    )
+    processes, changes = EQUAL[name]
+    plan = planned(processes=processes, passes=("float64", "configured"), **changes)
+    report = compared(pool, plan)
     assert report.equal, failure(report)
     assert [section.name for section in report.sections] == ["float64", "independent", "configured"]
     unchecked = (
@@ -326,8 +388,21 @@ def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
     assert "within 1e-10" in report.sections[0].title
 
 
-@pytest.mark.parametrize("function", [plain, bare_logits, regression])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "function"),
+    proof_after(
+        2,
+        [
+            (3, plain),
+            (0, regression),
+            (0, plain),
+            (0, bare_logits),
+            (3, bare_logits),
+            (3, regression),
+        ],
+        name=lambda stage, function: f"{stage}-{function.__name__}",
+    ),
+)
 def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
     """Models that Transformers does not know, with weights of their own that differ on every rank until the engine makes them equal."""
     report = compared(pool, planned(given=function, zero_optimization={"stage": stage}))
