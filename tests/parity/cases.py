@@ -168,7 +168,7 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
 def ragged_steps(
     micro_batches: int,
     *,
-    steps: int = 3,
+    steps: int = 2,
     size: int = 2,
     keys: tuple[str, ...] = ("attention_mask",),
 ) -> list[list[dict[str, torch.Tensor]]]:
@@ -198,7 +198,7 @@ def ragged_steps(
 
 
 def steps_for(
-    kind: str, micro_batches: int, *, steps: int = 3
+    kind: str, micro_batches: int, *, steps: int = 2
 ) -> list[list[dict[str, torch.Tensor]]]:
     """The data that a kind of model takes."""
     return ragged_steps(

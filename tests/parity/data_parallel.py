@@ -82,7 +82,7 @@ def materialise_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @cache
-def reference(kind: str, tied: bool, micro_batches: int, steps: int = 3) -> Trace:
+def reference(kind: str, tied: bool, micro_batches: int, steps: int = 2) -> Trace:
     """One plain process on the whole batch."""
     return plain_trace(
         materialised(kind, tied=tied), cases.steps_for(kind, micro_batches, steps=steps)

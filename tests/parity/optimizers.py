@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def two_parts(
     world: int, config: dict[str, Any], zeros: Sequence[dict[str, Any]], checkpoints: str
 ) -> Iterator[plait.Engine]:
-    """Three steps and a checkpoint, then a new engine and three more; each of the two with its `zero_optimization`: the engine after each.
+    """Two steps and a checkpoint, then a new engine and two more; each of the two with its `zero_optimization`: the engine after each.
     Runs in a worker."""
     for part, zero in enumerate(zeros):
         model = cases.build("llama", tied=True, dtype=torch.float32)
@@ -30,7 +30,7 @@ def two_parts(
         )
         if part:
             assert engine.load_checkpoint(checkpoints) is not None
-        for step in cases.ragged_steps(world, steps=3):
+        for step in cases.ragged_steps(world):
             engine.train_batch([step[engine.dp_rank]])
         if not part:
             engine.save_checkpoint(checkpoints)

@@ -7,9 +7,9 @@ from typing import Any
 
 import plait
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
-from tests.parity.data_parallel import CLIPPING, SEED
+from tests.parity.data_parallel import CLIPPING, SEED, plain_trace
 from tests.parity.data_parallel import materialised as one_process_model
 from tests.pool import Pool
 
@@ -73,15 +73,7 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 @cache
 def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
     """One plain process on the whole batch."""
-    model = one_process_model(kind, tied=tied)
-    with keeping_float64(model):
-        return reference_trace(
-            model,
-            cases.steps_for(kind, micro_batches),
-            loss_fn=plait.causal_lm_loss,
-            optimizer=cases.adamw,
-            clipping=CLIPPING,
-        )
+    return plain_trace(one_process_model(kind, tied=tied), cases.steps_for(kind, micro_batches))
 
 
 def check(

@@ -194,7 +194,7 @@ def resumed(
         )
         model = trainers.model(DTYPE)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        loader = DataLoader(trainers.samples(24), batch_size=2, shuffle=True)
+        loader = DataLoader(trainers.samples(16), batch_size=2, shuffle=True)
         loader, model, optimizer, rates = accelerator.prepare(
             loader, model, optimizer, rates_of(optimizer)
         )
@@ -217,10 +217,10 @@ def resumed(
 
         if save:
             epoch(loader)
-            epoch(loader, stop=2)
+            epoch(loader, stop=1)
         else:
             accelerator.load_state(folder)
-            epoch(accelerator.skip_first_batches(loader, 3))
+            epoch(accelerator.skip_first_batches(loader, 2))
         epoch(loader)
         accelerator.free_memory()
         return losses, counted.seen
@@ -245,5 +245,5 @@ def test_resume_in_mid_epoch(
     """Another seed of the process, the same order of the samples; schedule and objects of the user go on."""
     wanted, seen = pool.run(first[0], resumed, first[1], str(tmp_path), True, seedable)[0]
     for found, seen_again in pool.run(then[0], resumed, then[1], str(tmp_path), False, seedable):
-        assert len(wanted) == 3 + 6 and seen == seen_again == 18
+        assert len(wanted) == 2 + 4 and seen == seen_again == 12
         assert found == pytest.approx(wanted, rel=1e-9)

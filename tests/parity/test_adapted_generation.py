@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-import plait
 from plait.errors import InputError
 from plait.verify.keep_float64 import keeping_float64
-from tests.parity import cases
+from tests.covers import proof_after
+from tests.parity.generation import PROMPTS, built, by_transformers, engine_on
 from tests.parity.layouts import FOUR, TWO
 from tests.pool import Pool
 
 pytest.importorskip("peft")
-NEW = 8
-PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
+NEW = 4
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 8},
@@ -36,13 +35,7 @@ FOUR_RANKS = ["tp x pp", "pp x ZeRO 3", "hybrid sharding"]
 
 
 def base() -> Any:
-    """With weights, the same on every rank, and without an end."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(7)
-    config = cases.transformers_config("llama", tied=False, layers=4)
-    config.update({"eos_token_id": None, "initializer_range": 0.3})
-    return AutoModelForCausalLM.from_config(config).double()
+    return built().double()
 
 
 def adapted(kind: str) -> Any:
@@ -65,35 +58,25 @@ def adapted(kind: str) -> Any:
 def by_peft(kind: str, *, active: bool = True) -> list[list[int]]:
     """New tokens of PROMPTS, of one process."""
     model = adapted(kind).eval()
-    longest = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     of = model if active else model.get_base_model()
     if not active:
         model.base_model.disable_adapter_layers()
-    with keeping_float64(model):
-        return of.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)[
-            :, longest:
-        ].tolist()
+    return by_transformers(of, NEW)[:, -NEW:].tolist()
 
 
 def generated(rank: int, world: int, kind: str, layouts: list[str]) -> dict[str, Any]:
-    """By layout: prompts and new tokens, with a cache and without. Runs in a worker."""
+    """By layout: prompts and new tokens, with a cache, and at tp without. Runs in a worker."""
     found = {}
     for name in layouts:
         model = adapted(kind)
         with keeping_float64(model):
-            engine = plait.initialize(
-                model,
-                {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]},
-                loss_fn=plait.causal_lm_loss,
-            )
+            engine = engine_on({**TWO, **FOUR}[name], model)
             try:
                 mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
                 assert engine.sharded.new_cache() is not None
                 ways = [
                     engine.generate(mine, max_new_tokens=NEW, use_cache=cached)
-                    for cached in (True, False)
+                    for cached in ((True, False) if name == "tp" else (True,))
                 ]
                 found[name] = [(one.prompt_ids, one.token_ids) for made in ways for one in made]
             finally:
@@ -114,15 +97,13 @@ def compare(results: list[dict[str, Any]], kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layouts",
-    [["ZeRO 3", "tp", "pp, interleaved"], pytest.param(TWO_RANKS, marks=pytest.mark.proof)],
-    ids=["three layouts", "all layouts"],
+    "layouts", proof_after(1, [["ZeRO 3", "tp", "pp, interleaved"], TWO_RANKS], name=", ".join)
 )
 def test_two_ranks(pool: Pool, layouts: list[str]) -> None:
     compare(pool.run(2, generated, "lora", layouts), "lora")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lora"])
+@pytest.mark.parametrize("kind", proof_after(1, [kind for kind in KINDS if kind != "lora"]))
 def test_other_kinds(pool: Pool, kind: str) -> None:
     compare(
         pool.run(2, generated, kind, ["tp", "ZeRO 3"] if kind in SPLIT else ["ZeRO 3", "pp"]), kind
@@ -140,44 +121,28 @@ def test_four_ranks(pool: Pool, kind: str) -> None:
     )
 
 
-def test_prompts_that_are_learnt_are_refused() -> None:
-    from peft import PromptTuningConfig, get_peft_model
-
-    config = PromptTuningConfig(
-        task_type="CAUSAL_LM",
-        num_virtual_tokens=3,
-        token_dim=32,
-        num_layers=4,
-        num_attention_heads=4,
-    )
-    engine = plait.initialize(
-        get_peft_model(base(), config),
-        {"train_micro_batch_size_per_gpu": 1},
-        loss_fn=plait.causal_lm_loss,
-    )
-    try:
-        with pytest.raises(
-            InputError, match="PROMPT_TUNING puts 3 virtual tokens before the prompt"
-        ):
-            engine.generate(PROMPTS, max_new_tokens=2)
-    finally:
-        engine.close()
+LEARNT = {"num_virtual_tokens": 3, "token_dim": 32, "num_layers": 4, "num_attention_heads": 4}
 
 
-def test_an_adapter_that_begins_at_some_tokens_is_refused() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    made = get_peft_model(
-        base(),
-        LoraConfig(
-            r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 17]
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("PromptTuningConfig", LEARNT, "PROMPT_TUNING puts 3 virtual tokens before the prompt"),
+        (
+            "LoraConfig",
+            {"r": 2, "target_modules": ["q_proj"], "alora_invocation_tokens": [5, 17]},
+            "alora_invocation_tokens",
         ),
-    )
-    engine = plait.initialize(
-        made, {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss
-    )
+    ],
+)
+def test_what_is_refused(kind: str, fields: dict[str, Any], said: str) -> None:
+    """Prompts that are learnt, and an adapter that begins at some tokens."""
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **fields)
+    engine = engine_on({}, peft.get_peft_model(base(), config), size=1)
     try:
-        with pytest.raises(InputError, match="alora_invocation_tokens"):
+        with pytest.raises(InputError, match=said):
             engine.generate(PROMPTS, max_new_tokens=2)
     finally:
         engine.close()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covers import proof_after
 from tests.parity import adapted, context_parallel, trainers
 from tests.parity.context_parallel import Case
-from tests.parity.data_parallel import assert_same
 from tests.parity.trainers import close, zero
 from tests.pool import Pool
 
@@ -41,31 +41,25 @@ def adapters(
         return found, sum(p.numel() for p in held)
 
 
-@pytest.mark.parametrize(
-    ("world", "dp", "config"),
-    [
-        pytest.param(2, 1, {"parallel": {"tp": 2}}, id="tp2"),
-        pytest.param(2, 1, {"parallel": {"tp": 2, "sequence_parallel": True}}, id="tp2-sequence"),
-        pytest.param(2, 1, {"parallel": {"pp": 2}}, id="pp2"),
-        *(
-            pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof)
-            for stage in (0, 1, 2, 3)
-        ),
-        pytest.param(
-            4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof
-        ),
-        pytest.param(
-            4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof
-        ),
-        pytest.param(4, 1, {"parallel": {"pp": 2, "tp": 2}}, id="pp2-tp2", marks=pytest.mark.proof),
-    ],
-)
-def test_adapters_are_one_process(
-    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
-) -> None:
+TP2, PP2 = {"tp": 2}, {"pp": 2}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "pp2": (2, 1, {"parallel": PP2}),
+    "tp2": (2, 1, {"parallel": TP2}),
+    "tp2-sequence": (2, 1, {"parallel": {**TP2, "sequence_parallel": True}}),
+    **{f"zero{stage}": (2, 2, zero(stage)) for stage in (0, 1, 2, 3)},
+    "tp2-zero3": (4, 2, {"parallel": TP2, **zero(3)}),
+    "pp2-zero3": (4, 2, {"parallel": PP2, **zero(3)}),
+    "pp2-tp2": (4, 1, {"parallel": {**PP2, **TP2}}),
+}
+"""Processes, data-parallel ranks, and the file."""
+
+
+@pytest.mark.parametrize("name", proof_after(1, LAYOUTS))
+def test_adapters_are_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     """Saved at full shape, as PEFT opens them."""
     from peft import PeftModel
 
+    world, dp, config = LAYOUTS[name]
     wanted = trainers.native(dp, made=adapted.model, learning_rate=3e-2)
     found, elements = pool.run(world, adapters, config, str(tmp_path))[0]
     close(found, wanted)
@@ -74,23 +68,20 @@ def test_adapters_are_one_process(
     )
     assert elements <= sum(p.numel() for p in adapted.model().parameters() if p.requires_grad)
     opened = PeftModel.from_pretrained(trainers.model(), str(tmp_path / "model"))
-    for name, tensor in opened.state_dict().items():
-        if "lora_" in name:
-            torch.testing.assert_close(
-                tensor, wanted["weights"][name.replace(".default", "")], rtol=1e-5, atol=1e-5
-            )
+    for key, tensor in opened.state_dict().items():
+        if "lora_" in key:
+            trained = wanted["weights"][key.replace(".default", "")]
+            torch.testing.assert_close(tensor, trained, rtol=1e-5, atol=1e-5)
     saved = [path.read_text() for path in (tmp_path / "checkpoint-2" / "plait").rglob("*.json")]
     assert any("lora_A" in text for text in saved) and not any(
         "embed_tokens" in text for text in saved
     )
 
 
-@pytest.mark.parametrize("config", [{"parallel": {"tp": 2}}, zero(3)], ids=["tp2", "zero3"])
-def test_layers_that_are_trained_in_full(
-    pool: Pool, tmp_path: Path, config: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", proof_after(1, ["tp2", "zero3"]))
+def test_layers_that_are_trained_in_full(pool: Pool, tmp_path: Path, name: str) -> None:
     """Head and embedding in `modules_to_save` are replicated under tensor parallelism."""
-    dp = 1 if "parallel" in config else 2
+    _, dp, config = LAYOUTS[name]
     wanted = trainers.native(dp, made=adapted.with_copies, learning_rate=3e-2)
     found, _ = pool.run(2, adapters, config, str(tmp_path), adapted.with_copies)[0]
     close(found, wanted)
@@ -98,50 +89,22 @@ def test_layers_that_are_trained_in_full(
 
 
 SEQUENCE = (("sequence_parallel", True),)
+RECOMPUTED = (*SEQUENCE, ("recompute", {"mode": "full"}))
+TP, DP = ("tp", 2), ("dp_shard", 2)
+CASES = [
+    Case("ring", "uneven", "llama", degrees=(TP,), more=SEQUENCE, adapted=True),
+    Case("ring", "packed", "gemma", degrees=(TP,), more=SEQUENCE, adapted=True),
+    Case("ring", "packed", degrees=(("cp", 2), TP), more=RECOMPUTED, adapted=True),
+    Case("ring", degrees=(("pp", 2), TP), more=SEQUENCE, adapted=True),
+    Case("ring", stage=3, degrees=(DP, TP), more=SEQUENCE, adapted=True),
+    Case("ring", "causal", "qwen3", stage=1, degrees=(DP, TP), more=SEQUENCE, adapted=True),
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("ring", "uneven", "llama", degrees=(("tp", 2),), more=SEQUENCE, adapted=True),
-        Case("ring", "packed", "gemma", degrees=(("tp", 2),), more=SEQUENCE, adapted=True),
-        *(
-            pytest.param(case, marks=pytest.mark.proof)
-            for case in (
-                Case(
-                    "ring",
-                    "packed",
-                    degrees=(("cp", 2), ("tp", 2)),
-                    more=(*SEQUENCE, ("recompute", {"mode": "full"})),
-                    adapted=True,
-                ),
-                Case("ring", degrees=(("pp", 2), ("tp", 2)), more=SEQUENCE, adapted=True),
-                Case(
-                    "ring",
-                    stage=3,
-                    degrees=(("dp_shard", 2), ("tp", 2)),
-                    more=SEQUENCE,
-                    adapted=True,
-                ),
-                Case(
-                    "ring",
-                    "causal",
-                    "qwen3",
-                    stage=1,
-                    degrees=(("dp_shard", 2), ("tp", 2)),
-                    more=SEQUENCE,
-                    adapted=True,
-                ),
-            )
-        ),
-    ],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", proof_after(1, CASES, name=lambda case: case.name))
 def test_sequence_parallelism(pool: Pool, case: Case) -> None:
     """Losses, gradients, norms and weights to 1e-10, in float64."""
-    for trace in pool.run(case.world, context_parallel.train, case):
-        if trace is not None:
-            assert_same(context_parallel.reference(case), trace)
+    context_parallel.assert_equal(case, pool.run(case.world, context_parallel.train, case))
 
 
 def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[str]]:
@@ -151,19 +114,12 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[st
     from plait.errors import ModelError
 
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
 
         def made(config: Any, steps: int, **given: Any) -> Any:
             AcceleratorState._reset_state(reset_partial_state=True)
-            args = trainers.arguments(
-                TrainingArguments,
-                folder,
-                deepspeed=config,
-                gradient_accumulation_steps=steps,
-                **SETTINGS,
-            )
-            return Trainer(
-                model=adapted.model(**given), args=args, train_dataset=trainers.samples()
+            model = {"model": adapted.model(**given)}
+            return trainers.trainer_of(
+                folder, config, model, gradient_accumulation_steps=steps, **SETTINGS
             )
 
         made(zero(1), 2).train()

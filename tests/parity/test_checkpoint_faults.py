@@ -301,7 +301,7 @@ def damages(folder: Path, trials: int) -> None:
 
 def test_damage_of_every_kind_is_found(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, two, str(tmp_path))
-    damages(tmp_path, 120)
+    damages(tmp_path, 60)
 
 
 @pytest.mark.proof

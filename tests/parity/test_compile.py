@@ -9,6 +9,7 @@ import pytest
 
 import plait
 from plait.verify.parity import Trace, engine_trace
+from tests.covers import proof_after
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, reference, settings
 from tests.pool import Pool
@@ -25,20 +26,13 @@ def train(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, bool, l
     return trace, compiled, names
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_compiled_blocks(pool: Pool, stage: int) -> None:
-    """Parameter names stay, numbers stay."""
-    found, compiled, _ = pool.run(
-        2, train, settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
-    )[0]
-    assert compiled
-    assert_same(reference("plain", True, 2), found)
-
-
-def test_compiled_blocks_that_are_recomputed(pool: Pool) -> None:
-    """The checkpoint is inside the compiled block."""
-    config = settings(2, 3, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
-    config["parallel"] = {**config["parallel"], "recompute": {"mode": "full"}}
+@pytest.mark.parametrize(
+    ("stage", "mode"), proof_after(1, [(3, "full"), (0, "none"), (1, "none"), (3, "none")])
+)
+def test_compiled_blocks(pool: Pool, stage: int, mode: str) -> None:
+    """Parameter names stay, numbers stay; the checkpoint of a block that is recomputed is inside the compiled block."""
+    config = settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
+    config["parallel"]["recompute"] = {"mode": mode}
     found, compiled, _ = pool.run(2, train, config)[0]
     assert compiled
     assert_same(reference("plain", True, 2), found)

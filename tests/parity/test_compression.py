@@ -340,7 +340,7 @@ IN_PIPELINE = [
 
 
 def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[str, torch.Tensor]]:
-    """Gradients of every step, and the weights of this rank at the end. Runs in a worker."""
+    """Gradients of a step, and the weights of this rank at the end. Runs in a worker."""
     engine = plait.initialize(
         cases.build("qwen3", tied=True, layers=pipeline.LAYERS // 2),
         config,
@@ -348,7 +348,9 @@ def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[s
     )
     trace = engine_trace(
         engine,
-        cases.steps_for("qwen3", pipeline.dp_of(config) * config["gradient_accumulation_steps"]),
+        cases.steps_for(
+            "qwen3", pipeline.dp_of(config) * config["gradient_accumulation_steps"], steps=1
+        ),
     )
     return trace, {
         name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)

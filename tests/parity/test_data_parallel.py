@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3 and hybrid sharding against one process in float64: losses, norms, gradients and parameters after three steps."""
+"""ZeRO 0 to 3 and hybrid sharding against one process in float64: losses, norms, gradients and parameters after two steps."""
 
 from __future__ import annotations
 

@@ -204,10 +204,9 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: li
     return digest_of(engine)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints(pool: Pool, tmp_path: Path, stage: int) -> None:
-    """From memory to files, from files to memory, from files to files."""
-    config = settings(2, 1, stage, 1, 1)
+def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
+    """From memory to files, from files to memory, from files to files; test_parameter_offload.py: at stage 3."""
+    config = settings(2, 1, 1, 1, 1)
     wanted = pool.run(2, resumed, config, str(tmp_path), [False, False])
     for disk in ([False, True], [True, False], [True, True]):
         assert pool.run(2, resumed, config, str(tmp_path), disk) == wanted

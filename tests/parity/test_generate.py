@@ -15,13 +15,14 @@ from plait._torch.units import parameter_groups, sharded_modules, unsharded_para
 from plait.errors import InputError
 from plait.parallel.activations.activation_store import OffloadedActivations
 from plait.verify.keep_float64 import keeping_float64
-from tests.parity import cases
+from tests.covers import proof_after
+from tests.parity import cases, generation
+from tests.parity.generation import PROMPTS, engine_on
 from tests.parity.layouts import FOUR, TWO
 from tests.pool import Pool
 from tests.unit.inference import recurrent
 
-NEW = 8
-PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
+NEW = 5
 IN_FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 SAVED = {"activation_offload": {"device": "disk", "path": tempfile.gettempdir(), "fraction": 1.0}}
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -39,7 +40,16 @@ OFFLOADED: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}
     },
 }
-TRAINED = ("ZeRO 1", "ZeRO 3", "tp", "pp", "recomputed", "all in files")
+TRAINED = (
+    "ZeRO 3",
+    "ZeRO 1",
+    "tp",
+    "pp",
+    "recomputed",
+    "all in files",
+    "activations in files",
+    "a pipeline's activations in files",
+)
 RECOMPUTED = {"ZeRO 3", "sequence parallel", "tp x pp"}
 """Also without a cache, one request at a time."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -51,27 +61,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(kind: str) -> torch.nn.Module:
-    """With weights, the same on every rank, and without an end."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(7)
-    config = cases.transformers_config(kind, tied=kind == "gpt2", layers=4)
-    config.update({**KINDS[kind], "eos_token_id": None, "initializer_range": 0.3})
-    return AutoModelForCausalLM.from_config(config).double()
+def built(kind: str) -> Any:
+    return generation.built(kind, tied=kind == "gpt2", **KINDS[kind]).double()
 
 
-def by_transformers(kind: str, **settings: Any) -> list[list[int]]:
+def by_transformers(kind: str) -> list[list[int]]:
     """New tokens of PROMPTS."""
-    model = built(kind).eval()
-    longest = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    with keeping_float64(model):
-        found = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **settings
-        )
-    return found[:, longest:].tolist()
+    return generation.by_transformers(built(kind).eval(), NEW)[:, -NEW:].tolist()
 
 
 def generated(
@@ -83,8 +79,7 @@ def generated(
         for name in layouts:
             model = built(kind)
             with keeping_float64(model):
-                config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR, **OFFLOADED}[name]}
-                engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+                engine = engine_on({**TWO, **FOUR, **OFFLOADED}[name], model)
                 try:
                     mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
                     made = engine.generate(mine, max_new_tokens=NEW)
@@ -205,7 +200,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 def drawn(rank: int, world: int) -> list[list[int]]:
     """Of one prompt, three times in a call. Runs in a worker."""
-    engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 2, **TWO["tp"]})
+    engine = engine_on(TWO["tp"], built("llama"))
     together = engine.generate(
         [PROMPTS[0]] * 3, max_new_tokens=NEW, temperature=1.5, top_k=0, seed=5
     )
@@ -244,9 +239,7 @@ def between_micro_batches(rank: int, world: int, stage: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", [*TRAINED, "activations in files", "a pipeline's activations in files"]
-)
+@pytest.mark.parametrize("name", proof_after(1, TRAINED))
 def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool, name: str) -> None:
     pool.run(2, trained, [name])
 
@@ -256,7 +249,7 @@ def test_training_of_four_ranks_goes_on(pool: Pool) -> None:
     pool.run(4, trained, [*FOUR, "ZeRO 3"])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", proof_after(1, [3, 2]))
 def test_in_the_middle_of_a_step(pool: Pool, stage: int) -> None:
     pool.run(2, between_micro_batches, stage)
 
@@ -308,9 +301,7 @@ def interrupted(name: str, *, first: bool, hears: bool) -> tuple[list[float], li
     batch = [{"input_ids": ids, "labels": ids}]
     model, armed, heard = built("llama"), list[str](), list[str]()
     attentions = [path for path, _ in model.named_modules() if path.endswith("self_attn")]
-    engine = plait.initialize(
-        model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]}, loss_fn=plait.causal_lm_loss
-    )
+    engine = engine_on(TWO[name], model)
     made = (
         partial(engine.generate, PROMPTS, max_new_tokens=2),
         partial(engine.score, PROMPTS),
@@ -356,7 +347,7 @@ def caught_in_a_hook(rank: int, world: int, names: list[str], who: int | None) -
         ), heard
 
 
-@pytest.mark.parametrize("who", [None, 0, 1])
+@pytest.mark.parametrize("who", proof_after(1, [1, None, 0]))
 def test_a_refusal_that_a_hook_catches(pool: Pool, who: int | None) -> None:
     pool.run(2, caught_in_a_hook, ["pp", "ZeRO 1", "ZeRO 3", "tp"], who, timeout=60)
 
@@ -366,7 +357,7 @@ def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:
     expected = by_transformers("gemma2")
     model, widths = built("gemma2"), []
     with keeping_float64(model):
-        engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]})
+        engine = engine_on(TWO[name], model)
         model.get_submodule("model.norm").register_forward_pre_hook(
             lambda _, given: widths.append(given[0].shape[0])
         )
@@ -376,7 +367,7 @@ def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:
     return [(one.token_ids, one.finish_reason) for one in made]
 
 
-@pytest.mark.parametrize("name", ["tp", "pp, interleaved"])
+@pytest.mark.parametrize("name", proof_after(1, ["tp", "pp, interleaved"]))
 def test_a_request_that_ends_is_dropped(pool: Pool, name: str) -> None:
     expected = by_transformers("gemma2")
     end = expected[1][2]
@@ -456,7 +447,7 @@ def failing(rank: int, world: int, layouts: list[str]) -> list[dict[str, str]]:
     found = []
     for name in layouts:
         model = built("llama")
-        engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]})
+        engine = engine_on(TWO[name], model)
         mine, heard = [[1, 2]] if "ZeRO" not in name or rank == 0 else [], {}
 
         def refused(_: int, token: int) -> None:
@@ -507,9 +498,7 @@ def of_recurrent(rank: int, world: int, kinds: list[str]) -> list[list[list[int]
     """Runs in a worker."""
     found = []
     for kind in kinds:
-        engine = plait.initialize(
-            recurrent.built(kind), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]}
-        )
+        engine = engine_on(TWO["pp"], recurrent.built(kind))
         found.append(
             [
                 one.token_ids

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import plait
 from plait.errors import InputError, ModelError
-from tests.parity import cases
+from tests.parity.generation import PROMPTS, built, engine_on
 from tests.parity.layouts import FOUR, TWO
 from tests.pool import Pool
 
-PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 ASKED: dict[str, dict[str, Any]] = {
     "a token": {},
     "a prompt in pieces": {"prefill_tokens": 2},
@@ -22,16 +20,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "score": {},
 }
 IDS = torch.tensor([PROMPTS[0]])
-
-
-def built() -> torch.nn.Module:
-    """With weights, the same on every rank, and without an end."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(7)
-    config = cases.transformers_config("llama", tied=False, layers=4)
-    config.update({"eos_token_id": None, "initializer_range": 0.3})
-    return AutoModelForCausalLM.from_config(config)
 
 
 class _Fails:
@@ -50,8 +38,8 @@ def failing(
     rank: int, world: int, layout: str, layers: list[int], forwards: list[int], names: list[str]
 ) -> list[str]:
     """What is heard of blocks that fail, in the order of the arguments. Runs in a worker."""
-    config = {"train_micro_batch_size_per_gpu": 1, **{**TWO, **FOUR}[layout]}
-    engine = plait.initialize(built(), config, loss_fn=plait.causal_lm_loss)
+    config = {**TWO, **FOUR}[layout]
+    engine = engine_on(config, built(), size=1)
     fails, heard = _Fails(), []
     expected = [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=6)]
     for layer in layers:
@@ -128,7 +116,7 @@ def test_stages_of_two_tensor_parallel_ranks(pool: Pool) -> None:
 
 def without_an_index(rank: int, world: int) -> str:
     """A stage that cannot keep keys and values. Runs in a worker."""
-    engine = plait.initialize(built(), {"train_micro_batch_size_per_gpu": 1, **TWO["pp"]})
+    engine = engine_on(TWO["pp"], built(), size=1)
     for module in engine.module.modules() if rank == 1 else ():
         vars(module).pop("layer_idx", None)
     with pytest.raises((InputError, ModelError)) as error:

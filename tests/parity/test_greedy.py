@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import plait
+from plait.inference.decode import TokenSampler
 from plait.inference.requests import Generation
-from tests.parity import cases
+from tests.parity import generation
 from tests.parity.layouts import FOUR, OFF, TWO
-from tests.parity.seen_logits import SeenLogits
 from tests.pool import Pool
 
 NEW = 128
@@ -43,36 +42,36 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def built(kind: str) -> torch.nn.Module:
-    """With weights, the same on every rank, and without an end."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(7)
+def built(kind: str) -> Any:
     name, tied, more = KINDS[kind]
-    config = cases.transformers_config(name, tied=tied, layers=4)
-    config.update({**more, "eos_token_id": None, "initializer_range": 0.1})
-    return AutoModelForCausalLM.from_config(config).float()
+    return generation.built(name, tied=tied, initializer_range=0.1, **more).float()
 
 
 @cache
 def by_transformers(kind: str, new: int) -> tuple[list[list[int]], torch.Tensor]:
     """New tokens of PROMPTS and the logits [prompts, new tokens, vocabulary] that they were chosen from."""
-    longest = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    made = (
-        built(kind)
-        .eval()
-        .generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    )
-    return made.sequences[:, longest:].tolist(), torch.stack(made.logits, dim=1)
+    settings = {"output_logits": True, "return_dict_in_generate": True}
+    made = generation.by_transformers(built(kind).eval(), new, prompts=PROMPTS, **settings)
+    return made.sequences[:, -new:].tolist(), torch.stack(made.logits, dim=1)
+
+
+class SeenLogits:
+    """Keeps the logits that tokens are chosen from; on the rank that chooses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.logits: list[torch.Tensor] = []
+        choose = TokenSampler.__call__
+
+        def keep(chooser: TokenSampler, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+            self.logits.append(logits.clone())
+            return choose(chooser, logits, rows)
+
+        monkeypatch.setattr(TokenSampler, "__call__", keep)
+
+    def take(self) -> torch.Tensor | None:
+        """[requests, new tokens, vocabulary]; None on a rank that has none."""
+        found, self.logits = self.logits, []
+        return torch.stack(found, dim=1) if found else None
 
 
 Found = list[tuple[list[Generation], torch.Tensor | None]]
@@ -84,11 +83,7 @@ def generated(
     """What this rank's prompts became, with a cache and without, and their logits. Runs in a worker."""
     with pytest.MonkeyPatch.context() as patch:
         seen = SeenLogits(patch)
-        engine = plait.initialize(
-            built(kind),
-            {"train_micro_batch_size_per_gpu": 2, **config},
-            loss_fn=plait.causal_lm_loss,
-        )
+        engine = generation.engine_on(config, built(kind))
         try:
             mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
             ways = (True, False) if recomputes else (True,)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from plait.errors import InputError
 from plait.hf.transformers_trainer import cautions_about_loss
+from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
 from tests.pool import Pool
@@ -149,16 +150,19 @@ def native(kind: str, folder: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("kind", "config", "steps"),
-    [
-        pytest.param("Twice", zero(0), 2, marks=pytest.mark.proof),
-        ("Twice", zero(3), 2),
-        ("Twice", {"parallel": {"tp": 2}}, 4),
-        pytest.param("Super", zero(1), 2, marks=pytest.mark.proof),
-        ("Super", {"parallel": {"pp": 2}}, 4),
-        ("DividedForRanks", zero(1), 2),
-        ("DistilledForRanks", zero(1), 2),
-        ("DeclaredMean", zero(1), 2),
-    ],
+    proof_after(
+        4,
+        [
+            ("Twice", zero(3), 2),
+            ("Super", {"parallel": {"pp": 2}}, 4),
+            ("DistilledForRanks", zero(1), 2),
+            ("DeclaredMean", zero(1), 2),
+            ("Twice", zero(0), 2),
+            ("Twice", {"parallel": {"tp": 2}}, 4),
+            ("Super", zero(1), 2),
+            ("DividedForRanks", zero(1), 2),
+        ],
+    ),
 )
 def test_own_steps_are_one_process(
     pool: Pool, tmp_path: Path, kind: str, config: dict[str, Any], steps: int

@@ -20,14 +20,16 @@ FP16 = {
 }
 
 
-def run(rank: int, world: int, config: dict[str, Any], overflow_at: int | None) -> dict[str, Any]:
-    """Six steps; in step `overflow_at` the last rank alone meets an infinite loss. Runs in a worker."""
+def run(
+    rank: int, world: int, config: dict[str, Any], overflow_at: int | None, steps: int = 6
+) -> dict[str, Any]:
+    """Some steps; in step `overflow_at` the last rank alone meets an infinite loss. Runs in a worker."""
     engine = plait.initialize(
         cases.build("plain", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
     )
     history = []
     before = {name: whole(p) for name, p in engine.model.named_parameters()}
-    for index, step in enumerate(cases.ragged_steps(world, steps=6, keys=())):
+    for index, step in enumerate(cases.ragged_steps(world, steps=steps, keys=())):
         batch = step[rank]
         if index == overflow_at and rank == world - 1:
             engine.loss_fn = Exploding()
@@ -83,8 +85,8 @@ def test_fp16_skips_on_every_rank_and_halves_the_scale(pool: Pool, stage: int) -
 def test_half_precision_is_close_to_full(pool: Pool, stage: int, name: str) -> None:
     """The scale and every division cancel: the norm and losses are those of float32, to the precision of the format."""
     section: dict[str, Any] = FP16 if name == "fp16" else {"bf16": {"enabled": True}}
-    half = pool.run(2, run, settings(2, stage, 1, 1, **section), None)[0]
-    full = pool.run(2, run, settings(2, stage, 1, 1), None)[0]
+    half = pool.run(2, run, settings(2, stage, 1, 1, **section), None, 4)[0]
+    full = pool.run(2, run, settings(2, stage, 1, 1), None, 4)[0]
     for (*_, norm, loss), (*_, wanted_norm, wanted_loss) in zip(
         half["history"], full["history"], strict=True
     ):
@@ -106,7 +108,7 @@ def test_dtypes_on_the_wire(pool: Pool) -> None:
         (told, torch.float32),
         (added_up, torch.float32),
     ):
-        dtypes = pool.run(2, run, config, None)[0]["dtypes"]
+        dtypes = pool.run(2, run, config, None, 1)[0]["dtypes"]
         assert dtypes["all_gather"] == {torch.bfloat16}
         assert dtypes["reduce_scatter"] == {reduced}
 

@@ -35,10 +35,7 @@ def saved_in(folder: Path | str) -> dict[str, torch.Tensor]:
 def merged_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) -> None:
     """Train adapters, merge them, and save. Runs in a worker."""
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
-
-        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **SETTINGS)
-        trainer = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
+        trainer = trainers.trainer_of(folder, config, {"model": adapted.model()}, **SETTINGS)
         trainer.train()
         trainer.model = trainer.model.merge_and_unload()
         trainer.save_model(f"{folder}/merged")
@@ -73,14 +70,10 @@ def two_adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> 
     from peft import LoraConfig
 
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
-
         model = adapted.model()
-        model.add_adapter(
-            "other", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        )
-        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **SETTINGS)
-        trainer = Trainer(model=model, args=arguments, train_dataset=trainers.samples())
+        other = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model.add_adapter("other", other)
+        trainer = trainers.trainer_of(folder, config, {"model": model}, **SETTINGS)
         trainer.train()
         trainer.save_model(f"{folder}/before")
         trainer.model.set_adapter("other")
@@ -112,13 +105,12 @@ def saved_by_scripts(
 ) -> tuple[list[str], dict[str, Any]]:
     """Ways of scripts to save a Trainer's model. Runs in a worker."""
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
-
-        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, max_steps=1)
-        trainer = Trainer(model=trainers.model(), args=arguments, train_dataset=trainers.samples())
+        trainer = trainers.trainer_of(folder, config, max_steps=1)
         trainer.train()
         model, file = trainer.model, f"{folder}/{rank}.pt"
         refusals = [said(lambda: torch.save(model.state_dict(), file))]
+        own = said(lambda: model.save_pretrained(f"{folder}/own"))
+        assert "call trainer.save_model(folder) on every process" in own
         if config != {"parallel": {"pp": 2}}:
             shards = {
                 name: parameter.detach().cpu() for name, parameter in model.named_parameters()
@@ -198,11 +190,9 @@ def test_a_stage_is_not_the_model(pool: Pool, tmp_path: Path) -> None:
 def merged_parts(rank: int, world: int, folder: str) -> list[str]:
     """Merge adapters of which each rank has a part, and save them as advised. Runs in a worker."""
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
-
-        config = {"parallel": {"tp": 2}}
-        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=config, **SETTINGS)
-        trainer = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
+        trainer = trainers.trainer_of(
+            folder, {"parallel": {"tp": 2}}, {"model": adapted.model()}, **SETTINGS
+        )
         trainer.train()
         refusals = [said(trainer.model.merge_and_unload), said(trainer.model.merge_adapter)]
         trainer.save_model(f"{folder}/adapter")
@@ -266,13 +256,10 @@ def with_images(kind: str) -> Any:
 def saved_with_images(rank: int, world: int, kind: str, folder: str) -> None:
     """Runs in a worker: before and after the model is sharded."""
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
-
         model = with_images(kind)
         if rank == 0:
             model.save_pretrained(f"{folder}/native")
-        arguments = trainers.arguments(TrainingArguments, folder, deepspeed=zero(3))
-        trainer = Trainer(model=model, args=arguments, train_dataset=trainers.samples())
+        trainer = trainers.trainer_of(folder, zero(3), {"model": model})
         kinds = [type(module) for module in trainer.begin().model.modules()]
         trainer.save_model(f"{folder}/ours")
         assert [type(module) for module in model.modules()] == kinds

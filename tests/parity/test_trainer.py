@@ -11,47 +11,36 @@ import pytest
 import torch
 
 from plait.errors import InputError
+from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import close, zero
 from tests.pool import Pool
 
+TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"ep": 2}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "dp2": (2, 2, zero(0)),
+    "zero3": (2, 2, zero(3)),
+    "tp2": (2, 1, {"parallel": TP2}),
+    "pp2": (2, 1, {"parallel": PP2}),
+    "zero1": (2, 2, zero(1)),
+    "zero2": (2, 2, zero(2)),
+    "sp2": (2, 1, {"parallel": {**TP2, "sequence_parallel": True}}),
+    "tp2-dp2": (4, 2, {"parallel": TP2}),
+    "pp2-dp2": (4, 2, {"parallel": PP2}),
+    "tp2-zero3": (4, 2, {"parallel": TP2, **zero(3)}),
+    "pp2-zero3": (4, 2, {"parallel": PP2, **zero(3)}),
+    "pp2-tp2": (4, 1, {"parallel": {**PP2, **TP2}}),
+    "zero3-of-3": (3, 3, zero(3)),
+}
+"""Processes, data-parallel ranks, and the file."""
 
-@pytest.mark.parametrize(
-    ("world", "dp", "config"),
-    [
-        pytest.param(2, 2, zero(0), id="dp2"),
-        pytest.param(2, 2, zero(3), id="zero3"),
-        pytest.param(2, 1, {"parallel": {"tp": 2}}, id="tp2"),
-        pytest.param(2, 1, {"parallel": {"pp": 2}}, id="pp2"),
-        *(
-            pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof)
-            for stage in (1, 2)
-        ),
-        pytest.param(
-            2,
-            1,
-            {"parallel": {"tp": 2, "sequence_parallel": True}},
-            id="sp2",
-            marks=pytest.mark.proof,
-        ),
-        pytest.param(4, 2, {"parallel": {"tp": 2}}, id="tp2-dp2", marks=pytest.mark.proof),
-        pytest.param(4, 2, {"parallel": {"pp": 2}}, id="pp2-dp2", marks=pytest.mark.proof),
-        pytest.param(
-            4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof
-        ),
-        pytest.param(
-            4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof
-        ),
-        pytest.param(4, 1, {"parallel": {"pp": 2, "tp": 2}}, id="pp2-tp2", marks=pytest.mark.proof),
-        pytest.param(3, 3, zero(3), id="zero3-of-3", marks=pytest.mark.proof),
-    ],
-)
-def test_a_layout_is_one_process(
-    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
-) -> None:
+
+@pytest.mark.parametrize("name", proof_after(4, LAYOUTS))
+def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     """21 samples, of which the last step has too few for all ranks."""
     from transformers import AutoModelForCausalLM
 
+    world, dp, config = LAYOUTS[name]
     wanted = trainers.native(dp)
     found = pool.run(world, trainers.on_plait, config, str(tmp_path), {})
     close(found[0], wanted)
@@ -74,14 +63,10 @@ def test_a_layout_is_one_process(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    ("world", "dp", "config"),
-    [(2, 2, zero(3)), (2, 1, {"parallel": {"tp": 2}}), (2, 1, {"parallel": {"pp": 2}})],
-)
-def test_in_float64(
-    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", ["zero3", "tp2", "pp2"])
+def test_in_float64(pool: Pool, tmp_path: Path, name: str) -> None:
     """What the Trainer logs of a loss is float32 in both."""
+    world, dp, config = LAYOUTS[name]
     settings = {"dtype": torch.float64}
     found = pool.run(world, trainers.on_plait, config, str(tmp_path), settings)[0]
     wanted = trainers.native(dp, **settings)
@@ -91,33 +76,24 @@ def test_in_float64(
 
 
 @pytest.mark.parametrize(
-    ("world", "dp", "config"),
-    [
-        pytest.param(2, 2, {"parallel": {"ep": 2}, **zero(1)}, id="ep2-zero1"),
-        *(
-            pytest.param(
-                2,
-                2,
-                {"parallel": {"ep": 2}, **zero(stage)},
-                id=f"ep2-zero{stage}",
-                marks=pytest.mark.proof,
-            )
-            for stage in (0, 2, 3)
-        ),
-        pytest.param(
-            4, 4, {"parallel": {"ep": 2}, **zero(2)}, id="ep2-zero2-of-4", marks=pytest.mark.proof
-        ),
-        pytest.param(
-            4, 2, {"parallel": {"ep": 2, "pp": 2}, **zero(1)}, id="ep2-pp2", marks=pytest.mark.proof
-        ),
-    ],
+    ("dp", "config"),
+    proof_after(
+        1,
+        [
+            *((2, {"parallel": EP2, **zero(stage)}) for stage in (1, 0, 2, 3)),
+            (4, {"parallel": EP2, **zero(2)}),
+            (2, {"parallel": {**EP2, **PP2}, **zero(1)}),
+        ],
+        name=lambda dp, config: f"{dp}-{config}",
+    ),
 )
 def test_experts_on_different_processes(
-    pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]
+    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
 ) -> None:
     """With Transformers' balance loss; a rank that has no batch exchanges another's tokens."""
     made = trainers.experts_alone if "pp" in config["parallel"] else trainers.experts
     wanted = trainers.native(dp, made=made)
+    world = dp * config["parallel"].get("pp", 1)
     close(pool.run(world, trainers.on_plait, config, str(tmp_path), {"made": made})[0], wanted)
 
 
@@ -168,20 +144,14 @@ def resumed(
     from accelerate.state import AcceleratorState
 
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
 
         def made(config: Any, steps: int, **settings: Any) -> Any:
             AcceleratorState._reset_state(reset_partial_state=True)
-            both = {
-                "num_train_epochs": 2,
-                "save_strategy": "steps",
-                "save_steps": 2,
-                "gradient_accumulation_steps": steps,
-                **settings,
-            }
-            args = trainers.arguments(TrainingArguments, folder, deepspeed=config, **both)
-            data = {"train_dataset": trainers.samples(), "eval_dataset": trainers.samples(7)}
-            return Trainer(model=trainers.model(), args=args, **data)
+            both = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **settings}
+            data = {"eval_dataset": trainers.samples(7)}
+            return trainers.trainer_of(
+                folder, config, data, gradient_accumulation_steps=steps, **both
+            )
 
         best_is_worst = {
             "metric_for_best_model": "loss",
@@ -247,20 +217,14 @@ def masked(
 ) -> tuple[list[list[int]], list[int]]:
     """What was left out, and the lengths in the order of `group_by_length`. Runs in a worker."""
     with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
-
         collator = Masking()
-        args = trainers.arguments(
-            TrainingArguments, folder, deepspeed=config, train_sampling_strategy="group_by_length"
-        )
-        data = [{**one, "number": index} for index, one in enumerate(trainers.samples())]
-        model = trainers.model(attention_dropout=0.1)
-        trainer = Trainer(
-            model=model,
-            args=args,
-            data_collator=collator,
-            train_dataset=data,
-            eval_dataset=trainers.samples(7),
+        given = {
+            "model": trainers.model(attention_dropout=0.1),
+            "data_collator": collator,
+            "eval_dataset": trainers.samples(7),
+        }
+        trainer = trainers.trainer_of(
+            folder, config, given, train_sampling_strategy="group_by_length"
         )
         trainer.train()
         trainer.evaluate()
@@ -274,50 +238,15 @@ def masked(
         return collator.seen, order
 
 
-@pytest.mark.parametrize(
-    "config", [{"parallel": {"pp": 2}}, {"parallel": {"tp": 2}}], ids=["pp2", "tp2"]
-)
-def test_ranks_that_share_a_batch_draw_the_same(
-    pool: Pool, tmp_path: Path, config: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", proof_after(1, ["pp2", "tp2"]))
+def test_ranks_that_share_a_batch_draw_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
     """Stages draw other numbers for dropout, and read the same batches in the same order."""
-    (seen, order), other = pool.run(2, masked, config, str(tmp_path))
+    (seen, order), other = pool.run(2, masked, LAYOUTS[name][2], str(tmp_path))
     assert (
         (seen, order) == other
         and len(seen) == 11 + 2
         and sorted(order) == list(range(trainers.SAMPLES))
     )
-
-
-def written(rank: int, world: int, config: dict[str, Any], folder: str) -> str:
-    """What the model says that writes its own folder. Runs in a worker."""
-    with trainers.launched(rank, world):
-        from plait.hf import Trainer, TrainingArguments
-
-        args = trainers.arguments(TrainingArguments, folder, deepspeed=config)
-        trainer = Trainer(model=trainers.model(), args=args, train_dataset=trainers.samples(8))
-        trainer.train()
-        with pytest.raises(InputError) as raised:
-            trainer.model.save_pretrained(f"{folder}/own")
-        return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        zero(3),
-        {"parallel": {"tp": 2}},
-        pytest.param({"parallel": {"pp": 2}}, marks=pytest.mark.proof),
-    ],
-    ids=["zero3", "tp2", "pp2"],
-)
-def test_a_part_of_the_weights_is_no_folder(
-    pool: Pool, tmp_path: Path, config: dict[str, Any]
-) -> None:
-    """In a pipeline it would have been one stage's, without a word."""
-    for said in pool.run(2, written, config, str(tmp_path)):
-        assert "call trainer.save_model(folder) on every process" in said
-    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ import torch
 
 import plait
 from plait.verify.parity import whole
+from tests.covers import proof_after
 from tests.parity import cases
 from tests.parity.data_parallel import LAYOUTS, materialised, settings
 from tests.pool import Pool
@@ -47,23 +48,35 @@ def same(found: Weights, wanted: Weights) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("plain", False)]
+ALL = proof_after(
+    1,
+    [[(1, 3, 1), (2, 0, 1), (3, 2, 1), (4, 3, 2)], LAYOUTS],
+    name=lambda some: f"{len(some)} layouts",
 )
-def test_initialisation_does_not_depend_on_the_layout(pool: Pool, kind: str, tied: bool) -> None:
+
+
+@pytest.mark.parametrize("layouts", ALL)
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    proof_after(0, [("llama", False), ("llama", True), ("gpt2", True), ("plain", False)]),
+)
+def test_initialisation_does_not_depend_on_the_layout(
+    pool: Pool, kind: str, tied: bool, layouts: Any
+) -> None:
     """Every stage on 1, 2, 3 and 4 ranks holds what one process draws."""
     wanted = tensors(materialised(kind, tied=tied))
     assert all(torch.isfinite(tensor).all() for tensor in wanted.values())
-    for world, stage, replicas in LAYOUTS:
+    for world, stage, replicas in layouts:
         for found in pool.run(
             world, initialised, kind, tied, settings(world, stage, replicas, 1), None
         ):
             same(found, wanted)
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("gpt2", False)])
+@pytest.mark.parametrize("layouts", ALL)
+@pytest.mark.parametrize(("kind", "tied"), proof_after(1, [("llama", True), ("gpt2", False)]))
 def test_a_folder_loads_the_same_on_every_layout(
-    pool: Pool, tmp_path: Path, kind: str, tied: bool
+    pool: Pool, tmp_path: Path, kind: str, tied: bool, layouts: Any
 ) -> None:
     """A model saved by Transformers, rotary buffers included."""
     source = materialised(kind, tied=tied)
@@ -72,7 +85,7 @@ def test_a_folder_loads_the_same_on_every_layout(
             parameter.mul_(1.5)
     source.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    for world, stage, replicas in LAYOUTS:
+    for world, stage, replicas in layouts:
         for found in pool.run(
             world, initialised, kind, tied, settings(world, stage, replicas, 1), str(tmp_path)
         ):
