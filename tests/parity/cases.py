@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import plait
+
 VOCABULARY = 101
 
 
@@ -195,6 +197,11 @@ def ragged_steps(
             )
         plan.append(pieces)
     return plan
+
+
+def engine(model: nn.Module, config: Any, **more: Any) -> plait.Engine:
+    """An engine that trains a causal language model."""
+    return plait.initialize(model, config, loss_fn=plait.causal_lm_loss, **more)
 
 
 def steps_for(

@@ -251,16 +251,12 @@ def sharded(
                 return honest(self, *args, **options)
 
             stack.enter_context(patch.object(kind, "__call__", reduce))
-        engine = plait.initialize(
-            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
-        )
+        engine = cases.engine(cases.build("plain", tied=False), config)
         batch = cases.steps_for("plain", world)[0][rank]
         with clock.instead():
             results = [engine.train_batch(batch) for _ in range(steps)]
         engine.save_checkpoint(folder)
-        other = plait.initialize(
-            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
-        )
+        other = cases.engine(cases.build("plain", tied=False), config)
         other.load_checkpoint(folder)
         again = [float(one.train_batch(batch)) for one in (engine, other)]
     return {
@@ -335,18 +331,14 @@ def resumed(
     a worker."""
     batch = cases.steps_for("plain", world)[0][rank]
     with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
-        one = plait.initialize(
-            cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
-        )
+        one = cases.engine(cases.build("plain", tied=False), config_of())
         assert one.hooks.find(CompressionAutotuner) is not None
         one.train_batch(batch)
         one.hooks.find(CompressionAutotuner).commit(8 if compress else 0)
         for _ in range(2):
             one.train_batch(batch)
         one.save_checkpoint(folder)
-        other = plait.initialize(
-            cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss
-        )
+        other = cases.engine(cases.build("plain", tied=False), config_of())
         other.load_checkpoint(folder)
     assert other.hooks.find(Reducer) is not None
     compresses = isinstance(other.hooks.find(Reducer).reduction, QuantisedBuckets)

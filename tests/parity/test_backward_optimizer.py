@@ -41,11 +41,7 @@ def both(
     found = []
     for in_backward in (False, True):
         model = cases.build(kind, tied=True, dtype=torch.float32)
-        engine = plait.initialize(
-            model,
-            configuration(*arguments, in_backward=in_backward, **more),
-            loss_fn=plait.causal_lm_loss,
-        )
+        engine = cases.engine(model, configuration(*arguments, in_backward=in_backward, **more))
         steps = cases.steps_for(kind, engine.dp_size, steps=2)
         trace = engine_trace(engine, steps)
         for step in steps:

@@ -83,9 +83,7 @@ def load_other(rank: int, world: int, conf: dict[str, Any], folder: str) -> str:
 
 def between_micro_batches(rank: int, world: int, folder: str) -> str:
     """What a save says in the middle of a step of the three calls; a load there begins the step anew. Runs in a worker."""
-    engine = plait.initialize(
-        cases.build("plain", tied=True), settings(world, 1, 1, 2), loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(cases.build("plain", tied=True), settings(world, 1, 1, 2))
     pieces = cases.ragged_steps(2 * world, steps=1, keys=())[0][2 * rank : 2 * rank + 2]
 
     def micro_batch(index: int) -> None:

@@ -28,11 +28,7 @@ from tests.pool import Pool
 
 def engine_of(world: int) -> plait.Engine:
     """ZeRO stage 1."""
-    return plait.initialize(
-        build("llama", torch.float32, dropout=False),
-        settings(world, 1, 1, 1, 1),
-        loss_fn=plait.causal_lm_loss,
-    )
+    return cases.engine(build("llama", torch.float32, dropout=False), settings(world, 1, 1, 1, 1))
 
 
 def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:

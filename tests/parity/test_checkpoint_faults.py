@@ -32,11 +32,7 @@ FLIPS = 6
 
 def engine_of(world: int, **more: Any) -> plait.Engine:
     """ZeRO stage 3."""
-    return plait.initialize(
-        cases.build("plain", tied=True),
-        settings(world, 3, 1, 1, **more),
-        loss_fn=plait.causal_lm_loss,
-    )
+    return cases.engine(cases.build("plain", tied=True), settings(world, 3, 1, 1, **more))
 
 
 def step(engine: plait.Engine, number: int) -> float:

@@ -95,8 +95,8 @@ def check(pool: Pool, folder: Path, sources: list[str], targets: list[str]) -> i
 
 
 def test_some_pairs(pool: Pool, tmp_path: Path) -> None:
-    names = ["tp2-zero3x2", "pp2"]
-    assert check(pool, tmp_path, names, names) == 4
+    for source, target in (("tp2-zero3x2", "pp2"), ("pp2", "tp2-zero3x2")):
+        assert check(pool, tmp_path, [source], [target]) == 1
 
 
 @pytest.mark.proof

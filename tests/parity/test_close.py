@@ -37,9 +37,7 @@ def built(folder: Path | None) -> plait.Engine:
             "offload_optimizer": files,
         }
     model = cases.build("plain", tied=True)
-    engine = plait.initialize(
-        model, {**config, "parallel": {"measure_seconds": 0}}, loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(model, {**config, "parallel": {"measure_seconds": 0}})
     engine.train_batch(cases.ragged_steps(1, steps=1, keys=())[0])
     return engine
 
@@ -107,9 +105,7 @@ def one_after_the_other(rank: int, world: int) -> None:
         mock.patch.object(mesh, "end_groups", process_groups.end_groups),
     ):
         for _ in range(2):
-            engine = plait.initialize(
-                cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss
-            )
+            engine = cases.engine(cases.build("llama", tied=True), config)
             for parameter in engine.model.parameters():
                 full = (
                     parameter.detach().full_tensor()

@@ -234,11 +234,7 @@ def resumed(
     data = cases.steps_for("llama", world, steps=steps)
 
     def engine() -> Any:
-        return plait.initialize(
-            cases.build("llama", tied=False, dtype=torch.float32),
-            config,
-            loss_fn=plait.causal_lm_loss,
-        )
+        return cases.engine(cases.build("llama", tied=False, dtype=torch.float32), config)
 
     whole = engine()
     losses = []
@@ -341,11 +337,7 @@ IN_PIPELINE = [
 
 def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[str, torch.Tensor]]:
     """Gradients of a step, and the weights of this rank at the end. Runs in a worker."""
-    engine = plait.initialize(
-        cases.build("qwen3", tied=True, layers=pipeline.LAYERS // 2),
-        config,
-        loss_fn=plait.causal_lm_loss,
-    )
+    engine = cases.engine(cases.build("qwen3", tied=True, layers=pipeline.LAYERS // 2), config)
     trace = engine_trace(
         engine,
         cases.steps_for(

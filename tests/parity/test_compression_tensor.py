@@ -72,10 +72,8 @@ def configured(world: int, way: str) -> dict[str, Any]:
 
 def trained(rank: int, world: int, way: str, steps: int) -> tuple[Trace, list[str]]:
     """Runs in a worker."""
-    engine = plait.initialize(
-        cases.build("plain", tied=False, dtype=torch.float32),
-        configured(world, way),
-        loss_fn=plait.causal_lm_loss,
+    engine = cases.engine(
+        cases.build("plain", tied=False, dtype=torch.float32), configured(world, way)
     )
     return engine_trace(engine, data(world // 2, steps)), differing(engine)
 
@@ -131,9 +129,7 @@ def decided(rank: int, world: int, stage: int) -> int:
     config = settings(
         world, 2, stage, 1, 1, **plan("plain"), compress_gradients="auto", transport="torch"
     )
-    engine = plait.initialize(
-        cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(cases.build("plain", tied=False, dtype=torch.float32), config)
     assert engine.hooks.find(CompressionAutotuner) is not None
     deciding, slow, clock = (
         engine.hooks.find(CompressionAutotuner),
@@ -170,11 +166,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
 
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
     with patch.object(data_collectives, "connect", half):
-        engine = plait.initialize(
-            cases.build("plain", tied=False, dtype=torch.float32),
-            config,
-            loss_fn=plait.causal_lm_loss,
-        )
+        engine = cases.engine(cases.build("plain", tied=False, dtype=torch.float32), config)
     assert engine.hooks.find(Reducer) is not None
     mesh: Mesh = engine.mesh
     agreed = data_collectives._broadcast_over_tp(mesh, (rank, rank * 10))

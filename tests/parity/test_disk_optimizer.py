@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import plait
 from plait._torch.tensors import local_tensor
 from plait.optim.disk_optimizer import DiskTier
 from plait.verify.parity import engine_trace
@@ -29,10 +28,8 @@ def digests(
         zero = dict(config["zero_optimization"])
         if size is not None:
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "buffer_size": size}
-        engine = plait.initialize(
-            build(kind, dtype, dropout=True),
-            {**config, "zero_optimization": zero},
-            loss_fn=plait.causal_lm_loss,
+        engine = cases.engine(
+            build(kind, dtype, dropout=True), {**config, "zero_optimization": zero}
         )
         tier = engine.hooks.find(DiskTier)
         assert (tier is not None) == (size is not None)
@@ -111,10 +108,8 @@ def shares(
                 "buffer_size": 5000,
                 "ratio": ratio,
             }
-        engine = plait.initialize(
-            build("llama", dtype, dropout=True),
-            {**config, "zero_optimization": zero},
-            loss_fn=plait.causal_lm_loss,
+        engine = cases.engine(
+            build("llama", dtype, dropout=True), {**config, "zero_optimization": zero}
         )
         dp = world // config["parallel"]["tp"]
         seen = digest(

@@ -121,7 +121,7 @@ def one_engine(
 @pytest.mark.parametrize(
     ("case", "plain"),
     proof_after(
-        3,
+        2,
         [
             (case_of(text), case_of(plain))
             for text, plain in (

@@ -73,9 +73,7 @@ class RebuiltSteps(GradualSteps):
 
 def train_with_other_buckets(rank: int, world: int) -> Trace | None:
     """Runs in a worker."""
-    engine = plait.initialize(
-        cases.build("plain", tied=True), settings(2, 0, 1, 1), loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(cases.build("plain", tied=True), settings(2, 0, 1, 1))
     trace = engine_trace(engine, RebuiltSteps(engine, cases.ragged_steps(world, steps=4, keys=())))  # type: ignore[arg-type]
     return trace if rank == 0 else None
 

@@ -19,9 +19,7 @@ from tests.pool import Pool
 
 def lose_a_gradient(rank: int, world: int) -> str:
     """Runs in a worker. The hook that notes a block's gradients is lost, as by a hook that was registered too early."""
-    engine = plait.initialize(
-        cases.build("plain", tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(cases.build("plain", tied=True), settings(2, 2, 1, 1))
     first, second = cases.ragged_steps(world, steps=2, keys=())
     engine.train_batch([first[rank]])
     # The tensors that autograd accumulates into are others than the sharded parameters.
@@ -71,14 +69,10 @@ class Encoder(cases.PlainModel):
 
 def call_a_method(rank: int, world: int) -> str:
     """Runs in a worker."""
-    engine = plait.initialize(
-        Encoder(tied=False), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(Encoder(tied=False), settings(2, 2, 1, 1))
     engine.model.encode(torch.arange(3))  # the embedding and the head gather themselves
     engine.train_batch([cases.ragged_steps(world, steps=1, keys=())[0][rank]])
-    engine = plait.initialize(
-        Encoder(tied=True), settings(2, 2, 1, 1), loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(Encoder(tied=True), settings(2, 2, 1, 1))
     with pytest.raises(InputError) as caught:
         engine.model.encode(torch.arange(3))
     return str(caught.value)

@@ -86,9 +86,7 @@ def counted(rank: int, world: int, stage: int, folder: Path) -> dict[str, Any]:
     hook, own = Counting(), Counting()
     config = settings(world, stage, 1, 2)
     with attached(hook):
-        engine = plait.initialize(
-            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
-        )
+        engine = cases.engine(cases.build("plain", tied=False), config)
     batch = cases.steps_for("plain", 2 * world)[0][2 * rank : 2 * rank + 2]
     found: dict[str, Any] = {
         "order": [type(each).__name__ for each in engine.hooks.all],
@@ -166,10 +164,8 @@ def traced(rank: int, world: int) -> tuple[int, int]:
             "plait.parallel.techniques.tensor_parallel.make_plan", side_effect=make_plan
         ) as plans,
     ):
-        engine = plait.initialize(
-            cases.build("llama", tied=False, dtype=torch.float32, layers=2),
-            config,
-            loss_fn=plait.causal_lm_loss,
+        engine = cases.engine(
+            cases.build("llama", tied=False, dtype=torch.float32, layers=2), config
         )
     engine.close()
     return bounds.call_count, plans.call_count

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-import plait
 from plait._torch.units import parameter_groups
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
@@ -60,13 +59,9 @@ def digests(
         resolved = resolve(load({**config, "zero_optimization": zero}), world_size=world)
         if offload and OptimizerOffload.check is CHECK:  # later it is out
             with pytest.raises(ConfigError, match="nothing would move"):
-                plait.initialize(
-                    build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss
-                )
+                cases.engine(build(kind, dtype, dropout=False), resolved)
             OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
-        engine = plait.initialize(
-            build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss
-        )
+        engine = cases.engine(build(kind, dtype, dropout=False), resolved)
         assert engine.parts.shard.master_weights_on_host == offload
         on_host = [
             name

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-import plait
 from plait.comm import measure
 from plait.comm.choose import Cost, GroupLinks, Level, load_with_facts
 from plait.config.resolving.resolve import load as load_config
@@ -67,10 +66,8 @@ def started(
     resolved = resolve(load_config(config), world_size=world, micro_batch_size=1)
     data = resolved.data_parallel.model_copy(update={"kept_links": str(kept) if kept else None})
     with instead_of_measuring(planted[rank] if planted else None, agreement):
-        engine = plait.initialize(
-            cases.build("plain", tied=False),
-            resolved.model_copy(update={"data_parallel": data}),
-            loss_fn=plait.causal_lm_loss,
+        engine = cases.engine(
+            cases.build("plain", tied=False), resolved.model_copy(update={"data_parallel": data})
         )
     assert engine.hooks.find(Reducer) is not None
     loss = float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))

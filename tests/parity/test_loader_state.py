@@ -63,9 +63,7 @@ def batch_of(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def engine_of(world: int) -> plait.Engine:
-    return plait.initialize(
-        cases.build("plain", tied=True), settings(world, 2, 1, 1), loss_fn=plait.causal_lm_loss
-    )
+    return cases.engine(cases.build("plain", tied=True), settings(world, 2, 1, 1))
 
 
 def steps(engine: plait.Engine, loader: Any, count: int) -> list[list[int]]:

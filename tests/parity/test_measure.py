@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import plait
 from plait.cluster.mesh import split_by_node
 from plait.comm import measure
 from plait.comm.choose import Cost, GroupLinks, Level, choose_all_reduce, load_with_facts, prices
@@ -70,9 +69,7 @@ def trained(
 ) -> tuple[str, float]:
     """(what is said of the communication, loss of a step). Runs in a worker."""
     with patch.object(measure, "measure_algorithms", lambda *args, **options: measured):
-        engine = plait.initialize(
-            cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss
-        )
+        engine = cases.engine(cases.build("plain", tied=False), config)
     return engine.communication, float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
 
 

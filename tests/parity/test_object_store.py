@@ -38,10 +38,8 @@ class Killed(BaseException):
 
 
 def engine_of(world: int, stage: int) -> plait.Engine:
-    return plait.initialize(
-        build("llama", torch.float32, dropout=False),
-        settings(world, 1, stage, 1, 1),
-        loss_fn=plait.causal_lm_loss,
+    return cases.engine(
+        build("llama", torch.float32, dropout=False), settings(world, 1, stage, 1, 1)
     )
 
 

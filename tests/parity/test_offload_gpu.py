@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import plait
 from plait.verify.parity import Trace, engine_trace
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same
@@ -22,9 +21,7 @@ pytestmark = pytest.mark.gpu
 def trace(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, int]:
     """(trace, the most bytes of the device). Runs in a worker."""
     torch.cuda.reset_peak_memory_stats()
-    engine = plait.initialize(
-        cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(cases.build("llama", tied=True, dtype=torch.float32), config)
     found = engine_trace(engine, cases.ragged_steps(2))
     return found, torch.cuda.max_memory_allocated()
 

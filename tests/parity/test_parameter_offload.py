@@ -95,10 +95,8 @@ def digests(
     more = ((PARAMETERS, 10**6), (STATES, 0)) if world == 1 else ()
     for sections, size in (({}, 0), (PARAMETERS, buffer), (PARAMETERS | STATES, buffer), *more):
         zero = in_files(config["zero_optimization"], folder, set(sections), size)
-        engine = plait.initialize(
-            build(kind, dtype, dropout=True),
-            {**config, "zero_optimization": zero},
-            loss_fn=plait.causal_lm_loss,
+        engine = cases.engine(
+            build(kind, dtype, dropout=True), {**config, "zero_optimization": zero}
         )
         found.append(run(engine, config))
         are_in_files(engine, set(sections))
@@ -232,11 +230,7 @@ def fits(rank: int, world: int, folder: str, buffer: int) -> bool:
     config = settings(world, 1, 3, 1, 1)
     config["zero_optimization"] = in_files(config["zero_optimization"], folder, PARAMETERS, buffer)
     try:
-        plait.initialize(
-            cases.build("llama", tied=True, dtype=torch.float32),
-            config,
-            loss_fn=plait.causal_lm_loss,
-        )
+        cases.engine(cases.build("llama", tied=True, dtype=torch.float32), config)
     except ConfigError:
         return False
     return True

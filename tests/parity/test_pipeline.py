@@ -234,9 +234,7 @@ def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
 
 def evaluate(rank: int, world: int, config: dict[str, Any]) -> tuple[tuple[float, float], Any, Any]:
     """Runs in a worker: (loss sum and weight, logits or None, logits as every rank gets them)."""
-    engine = plait.initialize(
-        cases.build("qwen3", tied=True, layers=LAYERS), config, loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(cases.build("qwen3", tied=True, layers=LAYERS), config)
     piece = cases.steps_for("qwen3", 1)[0][0]
     output = engine.predict(piece)
     logits = None if output is None else output.logits
@@ -255,11 +253,7 @@ def test_evaluation_runs_through_the_stages(pool: Pool, schedule: str) -> None:
     )
     world = 2 * dp_of(config)
     model = cases.build("qwen3", tied=True, layers=LAYERS)
-    engine = plait.initialize(
-        model,
-        {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}},
-        loss_fn=plait.causal_lm_loss,
-    )
+    engine = cases.engine(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}})
     piece = cases.steps_for("qwen3", 1)[0][0]
     total, weight = engine.eval_batch(piece)
     expected = engine.predict(piece).logits
@@ -331,10 +325,9 @@ def test_every_stage_skips_what_overflowed_on_one(pool: Pool, at: int, schedule:
 
 def between_inputs_and_weights(rank: int, world: int) -> list[int]:
     """Runs in a worker. How many gradients a rank holds of what its stages received, whenever it has sent them back."""
-    engine = plait.initialize(
+    engine = cases.engine(
         cases.build("qwen3", tied=False, layers=4),
         settings(0, 4, "interleaved-zero-bubble", pp=world),
-        loss_fn=plait.causal_lm_loss,
     )
     found = []
 

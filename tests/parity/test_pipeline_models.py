@@ -142,12 +142,7 @@ def train_all(
     traces = {}
     for kind in kinds:
         model = model_of(kind)
-        engine = plait.initialize(
-            model,
-            config,
-            loss_fn=plait.causal_lm_loss,
-            optimizer=cases.sgd(list(model.parameters())),
-        )
+        engine = cases.engine(model, config, optimizer=cases.sgd(list(model.parameters())))
         steps = data_of(kind, dp_of(config) * config["gradient_accumulation_steps"])
         traces[kind] = engine_trace(engine, steps)
         engine.save_checkpoint(f"{folder}/{kind}")

@@ -24,9 +24,7 @@ def run(
     rank: int, world: int, config: dict[str, Any], overflow_at: int | None, steps: int = 6
 ) -> dict[str, Any]:
     """Some steps; in step `overflow_at` the last rank alone meets an infinite loss. Runs in a worker."""
-    engine = plait.initialize(
-        cases.build("plain", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(cases.build("plain", tied=True, dtype=torch.float32), config)
     history = []
     before = {name: whole(p) for name, p in engine.model.named_parameters()}
     for index, step in enumerate(cases.ragged_steps(world, steps=steps, keys=())):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import plait
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError
@@ -35,11 +34,7 @@ def differences(rank: int, world: int) -> dict[str, float]:
     for name, settings in CASES.items():
         model = cases.build("llama", tied=False)
         with keeping_float64(model):
-            engine = plait.initialize(
-                model,
-                {"train_micro_batch_size_per_gpu": 2, **settings},
-                loss_fn=plait.causal_lm_loss,
-            )
+            engine = cases.engine(model, {"train_micro_batch_size_per_gpu": 2, **settings})
             full = engine.predict({"input_ids": ids})
             cache = engine.new_cache()
             assert isinstance(cache, DynamicCache) or name == "pp"

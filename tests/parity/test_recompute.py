@@ -235,9 +235,7 @@ def traces(
         parallel = {**config["parallel"], **({"recompute": mode} if mode else {})}
         model = build(kind, torch.float64, dropout=False)
         with keeping_float64(model):
-            engine = plait.initialize(
-                model, {**config, "parallel": parallel}, loss_fn=plait.causal_lm_loss
-            )
+            engine = cases.engine(model, {**config, "parallel": parallel})
             found.append(
                 engine_trace(engine, cases.ragged_steps(2 * config["gradient_accumulation_steps"]))
             )
@@ -285,9 +283,7 @@ def test_equals_one_process(pool: Pool, kind: str, mode: str) -> None:
 def interleaved(rank: int, world: int, mode: str) -> dict[str, torch.Tensor]:
     """Two micro-batches of different lengths forward, then backward of both, as a pipeline does. Runs in a worker."""
     config = settings(2, 2, 0, 1, 2, True, recompute={"mode": mode})
-    engine = plait.initialize(
-        build("llama", torch.float64, dropout=False), config, loss_fn=plait.causal_lm_loss
-    )
+    engine = cases.engine(build("llama", torch.float64, dropout=False), config)
     ids = [torch.arange(2 * length).view(2, length) % cases.VOCABULARY for length in (11, 6)]
     sum(plait.causal_lm_loss(engine.model(input_ids=x), {"labels": x})[0] for x in ids).backward()  # type: ignore[union-attr]
     return {

@@ -82,9 +82,7 @@ def engine_of(
     }
     scheduler = more.pop("lr_scheduler", None)
     model = cases.build(kind, tied=True, layers=layers)
-    return plait.initialize(
-        model, conf | more, loss_fn=plait.causal_lm_loss, optimizer=made, lr_scheduler=scheduler
-    )
+    return cases.engine(model, conf | more, optimizer=made, lr_scheduler=scheduler)
 
 
 def batch(rank: int, step: int) -> dict[str, torch.Tensor]:

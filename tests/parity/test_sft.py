@@ -57,6 +57,23 @@ def test_supervised_fine_tuning_is_one_process(
         assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
 
 
+def packed(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: Any) -> Any:
+    """Several texts in a row of 16 tokens, with positions of their own."""
+    return made(wrap, folder, lora=lora, packing=True, max_length=16, **settings)
+
+
+@pytest.mark.parametrize(
+    ("dp", "config"), [(2, zero(3)), (1, {"parallel": {"tp": 2}}), (2, zero(0))]
+)
+def test_packed_rows_are_those_of_one_process(
+    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
+) -> None:
+    wanted = trl_runs.native(packed, (), dp, lora=False)
+    found = pool.run(2, trl_runs.on_plait, packed, (), config, str(tmp_path), False)[0]
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
+
+
 def refused(rank: int, world: int, folder: str) -> str:
     """Runs in a worker."""
     with pytest.raises(ConfigError) as raised:

@@ -100,9 +100,7 @@ def bits(rank: int, world: int, config: dict[str, Any], stages: list[int]) -> li
     found = []
     for stage in stages:
         model = cases.build("wide", tied=True, dtype=torch.float32)
-        engine = plait.initialize(
-            model, {**config, "zero_optimization": {"stage": stage}}, loss_fn=plait.causal_lm_loss
-        )
+        engine = cases.engine(model, {**config, "zero_optimization": {"stage": stage}})
         found.append(digest(engine_trace(engine, cases.ragged_steps(world, steps=8))))
         assert (0 < engine.skipped_steps < 8) == ("fp16" in config)
         states = {v.dtype for state in engine.optimizer.state.values() for v in state.values()}
@@ -205,10 +203,8 @@ def refused(
     """What loading says. Runs in a worker."""
     said = []
     for form in forms:
-        engine = plait.initialize(
-            cases.build("wide", tied=True),
-            {**config, "optimizer": optimizer(form)},
-            loss_fn=plait.causal_lm_loss,
+        engine = cases.engine(
+            cases.build("wide", tied=True), {**config, "optimizer": optimizer(form)}
         )
         try:
             engine.load_checkpoint(folder)

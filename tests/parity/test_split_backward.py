@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import plait
 from plait.verify.parity import Trace, engine_trace
 from tests.covers import proof_after
 from tests.parity import cases
@@ -149,12 +148,7 @@ def train(rank: int, world: int, kinds: list[str], config: dict[str, Any]) -> di
     traces = {}
     for kind in kinds:
         model = model_of(kind)
-        engine = plait.initialize(
-            model,
-            config,
-            loss_fn=plait.causal_lm_loss,
-            optimizer=cases.sgd(list(model.parameters())),
-        )
+        engine = cases.engine(model, config, optimizer=cases.sgd(list(model.parameters())))
         traces[kind] = engine_trace(engine, steps_of(config))
     return traces if rank == 0 else {}
 

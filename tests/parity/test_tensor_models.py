@@ -55,9 +55,7 @@ def layers_that_differ(rank: int, world: int) -> Trace:
     """Runs in a worker."""
     model = gemma4()
     with keeping_float64(model):
-        engine = plait.initialize(
-            model, settings(world, world, 0, 1, 1), loss_fn=plait.causal_lm_loss
-        )
+        engine = cases.engine(model, settings(world, world, 0, 1, 1))
         return engine_trace(engine, cases.steps_for("llama", 1, steps=2))
 
 

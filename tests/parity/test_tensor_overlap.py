@@ -188,10 +188,8 @@ def test_sums_are_beside_products(pool: Pool) -> None:
 def tensors_alive(rank: int, world: int) -> list[int]:
     """Tensors after each of some steps, when nothing looks for circles: the fewest at some moments, because a thread of gloo
     frees those of the last collective somewhat later. Runs in a worker."""
-    engine = plait.initialize(
-        cases.build("llama", tied=False),
-        settings(2, 2, 0, 1, 1, tensor_overlap=PIECES),
-        loss_fn=plait.causal_lm_loss,
+    engine = cases.engine(
+        cases.build("llama", tied=False), settings(2, 2, 0, 1, 1, tensor_overlap=PIECES)
     )
     batch = cases.steps_for("llama", 1)[0][0]
     found = []

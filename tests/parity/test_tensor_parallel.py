@@ -117,14 +117,13 @@ def test_a_direct_call_gives_whole_logits(pool: Pool, sequence: bool) -> None:
 
 def shortest(rank: int, world: int) -> tuple[str, int, list[float]]:
     """Runs in a worker."""
-    engine = plait.initialize(
+    engine = cases.engine(
         cases.build("llama", tied=True, dtype=torch.float32),
         {
             "zero_optimization": {"stage": 2},
             "tensor_parallel": {"tp_size": 2},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         },
-        loss_fn=plait.causal_lm_loss,
     )
     batch = cases.ragged_steps(1, steps=1, size=3)[0][0]
     return (

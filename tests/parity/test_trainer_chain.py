@@ -42,10 +42,10 @@ class Noting:
     """A collator that remembers which samples every micro-batch has."""
 
     def __init__(self, count: int) -> None:
-        rows = trainers.samples(count)
+        rows = trainers.samples(max(count, trainers.SAMPLES))  # the evaluation has these
         self.numbers = {tuple(row["input_ids"].tolist()): at for at, row in enumerate(rows)}
         self.seen: list[list[int]] = []
-        assert len(self.numbers) == count
+        assert len(self.numbers) == len(rows)
 
     def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         self.seen.append([self.numbers[tuple(row["input_ids"].tolist())] for row in rows])

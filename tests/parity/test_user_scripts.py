@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parity.user_scripts import ALL, DEEPSPEED_PYTHON, Script, on_peer, on_plait
+from tests.parity.user_scripts import ALL, DEEPSPEED_PYTHON, Script, of_deepspeed, on_peer, on_plait
 
 QUICK = frozenset({"fsdp2_gpt"})
 """Run in every `make test`."""
@@ -46,3 +47,33 @@ def test_a_script(tmp_path: Path, script: Script) -> None:
         agree(found[rank], numbers, script.rtol, f"rank {rank}")
         losses = numbers[0]
         assert len(losses) >= 4 and len(set(losses)) > 2
+
+
+COMMON: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}},
+}
+RATES = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "warmup_type": "linear"}
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not DEEPSPEED_PYTHON, reason="PLAIT_DEEPSPEED_PYTHON is not set")
+@pytest.mark.parametrize(
+    ("name", "stage", "more"),
+    [
+        ("gpt", 2, {"gradient_accumulation_steps": 2}),
+        ("gpt", 3, {"gradient_accumulation_steps": 2}),
+        ("cifar", 1, {"scheduler": {"type": "WarmupLR", "params": RATES}}),
+    ],
+)
+def test_curves_of_deepspeed(tmp_path: Path, name: str, stage: int, more: dict[str, Any]) -> None:
+    """Scripts that are given the file of DeepSpeed's launcher have the losses and norms that they have under DeepSpeed itself."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**COMMON, "zero_optimization": {"stage": stage}, **more}))
+    given = ("--folder", "checkpoints", "--deepspeed", "--deepspeed_config", str(file))
+    script = of_deepspeed(name, *given)
+    found = on_plait(script, tmp_path)
+    for rank, (losses, norm) in on_peer(script, tmp_path).items():
+        assert found[rank][0] == pytest.approx(losses, rel=2e-5) and len(losses) >= 8
+        assert found[rank][1] == pytest.approx(norm, rel=1e-4)

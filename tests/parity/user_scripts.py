@@ -28,6 +28,7 @@ class Script:
     rtol: float = 1e-5
     peer: str = "torch"
     """Which environment its author has: "torch" for this one, or "deepspeed"."""
+    arguments: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -52,13 +53,15 @@ def _ddp(
     return Script(name, line, line.replace("torch.nn.parallel", "plait.compat.torch"))
 
 
-def _deepspeed(name: str) -> Script:
+def of_deepspeed(name: str, *arguments: str) -> Script:
+    """A script whose import of DeepSpeed is changed."""
     return Script(
         f"deepspeed_{name}",
         "import deepspeed\n",
         "import plait.compat.deepspeed as deepspeed\n",
         rtol=2e-5,
         peer="deepspeed",
+        arguments=arguments,
     )
 
 
@@ -105,7 +108,7 @@ ALL = (
         )
         for name in ("classifier", "no_trainer", "tokens", "lora")
     ),
-    *(_deepspeed(name) for name in ("pipeline", "zero_init", "own_optimizer", "resume", "llama")),
+    *(of_deepspeed(name) for name in ("pipeline", "zero_init", "own_optimizer", "resume", "llama")),
     Script("fsdp2_gpt", _BY_LAYERS, _ZERO_3),
     Script("fsdp2_accumulation", "shard(model)\n    optimizer", f"{_ZERO_3}    optimizer"),
     Script("fsdp2_stream", _STREAM, f"{_ZERO_3}optimizer".replace("\n    ", "\n")),
@@ -129,6 +132,7 @@ def launched(
     script: Path,
     folder: Path,
     *,
+    arguments: Sequence[str] = (),
     seconds: int = 300,
     may_abort: bool = False,
     **more: str,
@@ -144,7 +148,9 @@ def launched(
     }
     environment = {**os.environ, **quiet, "ACCELERATE_USE_CPU": "true", **more}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = subprocess.Popen([*command, str(script)], cwd=folder, env=environment, **pipes)
+    started = subprocess.Popen(
+        [*command, str(script), *arguments], cwd=folder, env=environment, **pipes
+    )
     try:
         printed, errors = started.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -164,6 +170,7 @@ def on_plait(script: Script, folder: Path) -> dict[int, list[Any]]:
         [sys.executable, "-m", "plait", "launch", "--nproc-per-node", "2"],
         script.changed(folder),
         folder / "ours",
+        arguments=script.arguments,
     )
 
 
@@ -172,13 +179,19 @@ def on_peer(script: Script, folder: Path) -> dict[int, list[Any]]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if script.peer != "deepspeed":
         return launched(
-            [sys.executable, *torchrun], script.path, folder / "theirs", seconds=120, may_abort=True
+            [sys.executable, *torchrun],
+            script.path,
+            folder / "theirs",
+            arguments=script.arguments,
+            seconds=120,
+            may_abort=True,
         )
     path = f"{Path(DEEPSPEED_PYTHON).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja
     return launched(
         [DEEPSPEED_PYTHON, *torchrun],
         script.path,
         folder / "theirs",
+        arguments=script.arguments,
         seconds=120,
         may_abort=True,
         PATH=path,
