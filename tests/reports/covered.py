@@ -18,7 +18,7 @@ COVERED = {
     "Megatron-LM-1256": "test_tensor_dropout.py::test_masks",
     "Megatron-LM-1517": "test_checkpoint_layouts.py::test_every_pair",
     "Megatron-LM-1754": "test_tensor_parallel.py::test_families",
-    "PaddleFormers-3010": "test_expert_parallel.py::test_equals_one_process",
+    "PaddleFormers-3010": "test_experts.py::test_equals_one_process",
     "accelerate-952": "test_accelerator.py::test_a_layout_is_one_process",
     "accelerate-4177": "test_context_parallel.py::test_equals_one_process",
     "ao-3314": "test_small_states.py::test_equals_one_process",
