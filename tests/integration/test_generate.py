@@ -68,11 +68,7 @@ def test_a_file_of_prompts_and_one_within_a_budget(
     assert found == answers(tmp_path / "two.jsonl")
     assert found[0].keys() == {"prompt", "id", "text", "token_ids", "finish_reason"} and found[
         1
-    ].keys() == {
-        "text",
-        "token_ids",
-        "finish_reason",
-    }
+    ].keys() == {"text", "token_ids", "finish_reason"}
     expected = LlamaForCausalLM.from_pretrained(folder).generate(
         torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0
     )
@@ -522,11 +518,7 @@ def test_the_folder_of_a_run(
         "sequence_length": 32,
         "vocab_size": 300,
     }
-    section = {
-        "folder": str(tmp_path / "run"),
-        "steps": 1,
-        "processes": 1,
-    }
+    section = {"folder": str(tmp_path / "run"), "steps": 1, "processes": 1}
     run_file.write_text(
         json.dumps(
             {"train_micro_batch_size_per_gpu": 2, "model": model, "data": data, "run": section}

@@ -88,7 +88,7 @@ def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             "--batch-size",
             "8",
             "--json",
-        ],
+        ]
     )
     found = json.loads(capsys.readouterr().out)
     assert found["placement"]["tp"] == 2 and 65e9 < found["bytes"]["weights"] < 75e9

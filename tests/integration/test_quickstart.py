@@ -44,12 +44,7 @@ SMALL: dict[str, Any] = {
         "vocab_size": 400,
         "sequence_length": 48,
     },
-    "run": {
-        "steps": 12,
-        "log_every": 4,
-        "validate_every": 6,
-        "validate_sequences": 8,
-    },
+    "run": {"steps": 12, "log_every": 4, "validate_every": 6, "validate_sequences": 8},
 }
 
 

@@ -355,18 +355,11 @@ EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "muon": (
         2,
-        {
-            "optimizer": {"type": "Muon", "params": {"lr": 1e-2}},
-            "zero_optimization": {"stage": 2},
-        },
+        {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}},
     ),
     "qwen3-sp-zero3": (
         4,
-        {
-            "parallel": {"tp": 2, "sequence_parallel": True},
-            "model": {"config": QWEN3},
-            **STAGE_3,
-        },
+        {"parallel": {"tp": 2, "sequence_parallel": True}, "model": {"config": QWEN3}, **STAGE_3},
     ),
     "phi3": (2, {**TP2, "model": {"config": PHI3}}),
 }

@@ -93,11 +93,7 @@ def plain_trace(model: torch.nn.Module, steps: Any, *, optimizer: Any = cases.ad
     """A language model in one plain process."""
     with keeping_float64(model):
         return reference_trace(
-            model,
-            steps,
-            loss_fn=plait.causal_lm_loss,
-            optimizer=optimizer,
-            clipping=CLIPPING,
+            model, steps, loss_fn=plait.causal_lm_loss, optimizer=optimizer, clipping=CLIPPING
         )
 
 

@@ -73,11 +73,7 @@ def slowed(clock: Clock, seconds: dict[int, float]) -> ExitStack:
 
 
 def trained(
-    rank: int,
-    world: int,
-    config: dict[str, Any],
-    slow: dict[int, float],
-    steps: int,
+    rank: int, world: int, config: dict[str, Any], slow: dict[int, float], steps: int
 ) -> dict[str, Any]:
     """Runs in a worker."""
     clock = Clock()

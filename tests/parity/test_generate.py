@@ -113,10 +113,7 @@ LLAMA_LAYOUTS = ["ZeRO 1", "ZeRO 3", "pp", "ZeRO 3, loss in chunks", "tp, loss i
 
 
 def test_tokens_of_two_ranks(pool: Pool) -> None:
-    compare(
-        pool.run(2, generated, ["llama"], LLAMA_LAYOUTS),
-        ["llama"],
-    )
+    compare(pool.run(2, generated, ["llama"], LLAMA_LAYOUTS), ["llama"])
     compare(
         pool.run(2, generated, ["gemma2"], ["sequence parallel", "pp, interleaved"]), ["gemma2"]
     )

@@ -270,10 +270,7 @@ def changed(rank: int, world: int, folder: str) -> dict[str, Any]:
             {**adamw(lr=0.005), "scheduler": WARM},
         ),
         "lr under a passed schedule": (adamw() | decay, adamw(lr=0.005) | decay),
-        "a longer schedule": (
-            {**adamw(), "scheduler": COSINE},
-            {**adamw(), "scheduler": LONGER},
-        ),
+        "a longer schedule": ({**adamw(), "scheduler": COSINE}, {**adamw(), "scheduler": LONGER}),
         "another schedule": ({**adamw(), "scheduler": COSINE}, {**adamw(), "scheduler": WARM}),
         "no schedule": ({**adamw(), "scheduler": COSINE}, adamw()),
         "a new schedule": (adamw(), {**adamw(), "scheduler": COSINE}),

@@ -185,8 +185,7 @@ def check(pool: Pool, world: int, kinds: list[str], config: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    proof_after(1, ["zbv", "interleaved-zero-bubble", "dualpipev"]),
+    "schedule", proof_after(1, ["zbv", "interleaved-zero-bubble", "dualpipev"])
 )
 def test_gradients_of_both_halves(pool: Pool, schedule: str) -> None:
     """Parameters whose path to a stage's output meets no path from its input; a tied autoencoder whose biases come before its weight;

@@ -35,10 +35,7 @@ CASES = cases_of("""
 """`make test` takes the first, `make proof` all, and test_combinations.py what nobody chose."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    proof_after(1, CASES, name=lambda case: case.name),
-)
+@pytest.mark.parametrize("case", proof_after(1, CASES, name=lambda case: case.name))
 def test_equals_one_process(pool: Pool, case: Case) -> None:
     """To 1e-10, two steps of two micro-batches, clipped."""
     assert_equal(case, pool.run(case.world, train, case))

@@ -80,11 +80,7 @@ def run(
     groups = [len(group["params"]) for group in made.optimizer.param_groups]
     evaluated = made.evaluate()
     made.save_model(f"{folder}/model")
-    return {
-        **trainers.result(made, evaluated, f"{folder}/model"),
-        "seen": seen,
-        "groups": groups,
-    }
+    return {**trainers.result(made, evaluated, f"{folder}/model"), "seen": seen, "groups": groups}
 
 
 def hop(rank: int, world: int, config: dict[str, Any], *given: Any) -> dict[str, Any]:
