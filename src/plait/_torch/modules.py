@@ -13,6 +13,9 @@ DROPOUTS = nn.modules.dropout._DropoutNd
 Tensors = dict[str, torch.Tensor | None]
 Children = dict[str, nn.Module | None]
 HookKind = Literal["forward_pre", "forward", "backward_pre", "backward"]
+UNVERSIONED_BUFFERS = ("running_mean", "running_var")
+"""Buffers that torch's batch_norm writes in training without increasing their version."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -26,6 +29,16 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dictionary in which a module stores its buffers, without those of children."""
     return module._buffers
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are no parameter, buffer, child or state of torch."""
+    return {name: value for name, value in vars(module).items() if not is_of_torch(name)}
+
+
+def is_of_torch(attribute: str) -> bool:
+    """Return whether `nn.Module` itself has an attribute of this name."""
+    return attribute in _MODULE_ATTRIBUTES
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:

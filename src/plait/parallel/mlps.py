@@ -26,6 +26,7 @@ from plait.model.guess import signature, takes_one_tensor
 from plait.model.heads import count_attributes
 from plait.model.layers import count_parameters, in_features, is_linear, out_features
 from plait.model.sequence import is_inside
+from plait.parallel.activations.block_state import BlockState
 
 _SIZE_ATTRIBUTES = (
     "in_features",
@@ -196,7 +197,8 @@ def _compare_with_single_tokens(
     x = torch.randn(_ROWS, _LENGTH, width, dtype=torch.float64, generator=generator)
     x[1] = x[0, 0]  # equal tokens reach the capacity limit of an expert, if it has one
     # A module that records something of its input would record the last tile only.
-    before = _attributes(module)
+    state = BlockState(module)
+    snapshot = state.save()
     try:
         expected = module(x.clone())
     except RuntimeError:
@@ -204,9 +206,10 @@ def _compare_with_single_tokens(
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
         return _WRONG_INPUT
 
-    for name, value in _attributes(module).items():
-        if name not in before or before[name] is not value:
-            return f"a call changes its {name}"
+    state.record_changes(snapshot)
+    paths = {submodule: path for path, submodule in module.named_modules()}
+    for owner, name in (*snapshot.tensors, *snapshot.attributes):
+        return f"a call changes its {f'{paths[owner]}.{name}'.lstrip('.')}"
 
     rows = []
     for row in range(_ROWS):
@@ -219,17 +222,6 @@ def _compare_with_single_tokens(
     if not bool(((expected - separate).abs().max() <= 1e-9 * expected.abs().max()).item()):
         return "a token's output depends on other tokens"
     return None
-
-
-def _attributes(module: nn.Module) -> dict[str, object]:
-    """Return the public attributes and buffers of a module and of the modules inside, by name."""
-    attributes: dict[str, object] = {}
-    for name, submodule in module.named_modules():
-        values = {**vars(submodule), **vars(submodule)["_buffers"]}
-        for key, value in values.items():
-            if not key.startswith("_"):
-                attributes[f"{name}.{key}".lstrip(".")] = value
-    return attributes
 
 
 def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:

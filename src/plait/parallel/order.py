@@ -22,6 +22,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.parts import Parts, Plans
+from plait.parallel.shared_state import SharedState
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.context_parallel import ContextParallel, SequenceShards
@@ -75,6 +76,7 @@ HOOKS: tuple[type[StepHook], ...] = (
     OffloadedActivations,
     RecordedBalance,
     BiasUpdate,
+    SharedState,
     ChangingBuffers,
     CompressionAutotuner,
     Residuals,
@@ -85,7 +87,7 @@ Each reduction continues with the result of the one before: a gradient is summed
 data-parallel ranks, None is restored where no rank used the parameter, the shards of sequences are
 summed, and tied parameters are summed over the stages that hold them. The selection of compression
 comes before the state of the compressed collectives, so that a checkpoint's residuals find their
-collectives.
+collectives. Ranks compare what a forward changed before buffers are made equal.
 """
 
 

@@ -67,6 +67,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.up, self.down, self.between = nn.Linear(8, 32), nn.Linear(32, 8), between
         self.calls, self.seen = 0, None
+        self.lengths: list[int] = []
+        self.up.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x):
         return self.down(self.between(self, self.up(x)))
@@ -104,6 +106,16 @@ def counting(module, x):
     return x
 
 
+def averaging(module, x):
+    module.up.mean.add_(x.mean())
+    return x
+
+
+def listing(module, x):
+    module.lengths.append(x.shape[-2])
+    return x
+
+
 def over_the_sequence(_, x):
     return x - x.mean(-2, keepdim=True)
 
@@ -126,6 +138,8 @@ MIXED = r"blocks.0.mlp.up is not computed in tiles, because of blocks.0.mlp \(Ml
         (of_the_token_before, MIXED),
         (capacity, MIXED),
         (counting, "a call changes its seen"),
+        (averaging, "a call changes its up.mean"),
+        (listing, "a call changes its lengths"),
     ],
 )
 def test_what_is_refused(between, message):

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from plait._torch.modules import is_persistent, own_buffers
+from plait._torch.modules import UNVERSIONED_BUFFERS, is_persistent, own_buffers
 from plait._torch.tensors import version_of
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
@@ -237,9 +237,8 @@ class _WatchedBuffer:
             has_changed = self.persistent
         self.tensor = current
         self.version = version_of(current)
-        # torch's batch_norm writes these without increasing the version.
-        is_statistic = self.leaf in ("running_mean", "running_var")
-        return has_changed or (is_statistic and self.module.training)
+        is_unversioned = self.leaf in UNVERSIONED_BUFFERS
+        return has_changed or (is_unversioned and self.module.training)
 
 
 def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:

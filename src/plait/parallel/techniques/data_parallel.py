@@ -70,6 +70,7 @@ from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.precision.optimizer_states import state_bytes
+from plait.parallel.shared_state import SharedState
 from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques import data_collectives
 from plait.parallel.techniques.data_collectives import (
@@ -243,10 +244,17 @@ class DataParallel(CollectiveSettings):
             if not reads_in_place and not is_fake():
                 hooks.append(LostWrites(model, in_forward=mean))
 
+        # Its hook compares what ranks have before the hook of `buffers` makes it equal.
+        state = SharedState(
+            model,
+            mesh,
+            own_loop=mean,
+            sequence_parallel=parts.region is not None and parts.region.sequence_parallel,
+        )
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)
-        return [*hooks, buffers]
+        return [*hooks, state, buffers]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Add the bytes and the traffic of Note [ZeRO stages], exact to the padding."""

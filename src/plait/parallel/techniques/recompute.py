@@ -8,17 +8,15 @@ and sequence parallelism do around a block (gather parameters, split the sequenc
 it and is not repeated. The mode of every block is decided before anything runs: by the setting, or,
 for a budget, from measured activations (`accounting.activations`).
 
-Note [Buffers of recomputed blocks]
-    A block may change buffers in its forward, such as running means. The recomputation begins with
-    the values with which the forward began, and leaves the values that the forward left. Otherwise
-    a mean would move twice, and gradients would be those of another loss.
+A block whose forward changes buffers or attributes recomputes with their earlier values, see Note
+[State of recomputed blocks].
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,16 +25,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plait._torch.modules import own_buffers
 from plait._torch.operators import tree_flatten, tree_leaves, tree_unflatten
-from plait._torch.tensors import version_of
 from plait.cluster.mesh import Mesh
-from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.activations import Assignment, BlockMode, RankActivations
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations import selective
 from plait.parallel.activations.activation_store import ActivationStore, SavedTensors
+from plait.parallel.activations.block_state import BlockState
 from plait.parallel.hooks import StepHook
 from plait.parallel.parts import Parts
 from plait.parallel.technique import Technique, TechniqueContext
@@ -287,7 +284,7 @@ def _wrap(
         region: State of tensor parallelism, which knows the length of a sequence split over tp.
     """
     forward = block.forward
-    buffers = ChangedBuffers(block)
+    state = BlockState(block)
     # torch.compile only supports calls without this argument.
     context_fn: dict[str, Any] = {}
     if contexts is not None:
@@ -317,32 +314,32 @@ def _wrap(
             args, kwargs = tree_unflatten(leaves, structure)
             return forward(*args, **kwargs)
 
-        if not buffers or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             with hooks:
                 return checkpoint(
                     run, *leaves, use_reentrant=False, preserve_rng_state=True, **context_fn
                 )
 
-        values = buffers.save()
+        snapshot = state.save()
         has_run = False
 
-        def run_with_buffers(*leaves: Any) -> Any:
+        def run_with_state(*leaves: Any) -> Any:
             nonlocal has_run
             if not has_run:
                 has_run = True
                 return run(*leaves)
-            with buffers.restored(values):
+            with state.restored(snapshot):
                 return run(*leaves)
 
         with hooks:
             output = checkpoint(
-                run_with_buffers,
+                run_with_state,
                 *leaves,
                 use_reentrant=False,
                 preserve_rng_state=True,
                 **context_fn,
             )
-        buffers.record_changes(values)
+        state.record_changes(snapshot)
         return output
 
     block.forward = checkpointed_forward
@@ -374,91 +371,3 @@ def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
             tensors[0].register_hook(lambda grad: prefetch())
 
     block.register_forward_hook(register_prefetch)
-
-
-BufferKey = tuple[nn.Module, str]
-"""Module and name of one of its buffers."""
-Values = dict[BufferKey, torch.Tensor]
-"""Copies of buffers."""
-# torch's batch_norm writes these without increasing their version.
-_UNVERSIONED = ("running_mean", "running_var")
-
-
-class ChangedBuffers:
-    """Saves and restores the buffers of one block that its forward changes.
-
-    Call `save` and `record_changes` around every forward with gradients, and recompute inside of
-    `restored`. See Note [Buffers of recomputed blocks].
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._keys = [(module, name) for module in block.modules() for name in own_buffers(module)]
-        # Buffers that changed in any forward so far, by mode (training or evaluation). Without an
-        # entry the next forward saves all buffers, to see which of them change.
-        self._changing: dict[bool, set[BufferKey]] = {}
-        # Tensors and their versions at the last `save`.
-        self._versions: dict[BufferKey, tuple[torch.Tensor | None, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
-
-    def save(self) -> Values:
-        """Return copies of the buffers that a forward is about to change."""
-        values: Values = {}
-        changing = self._changing.get(self._block.training)
-        for key in self._keys:
-            module, name = key
-            tensor = own_buffers(module).get(name)
-            if tensor is None:
-                self._versions[key] = (None, 0)
-                continue
-            self._versions[key] = (tensor, version_of(tensor))
-            if changing is None or key in changing or self._is_unversioned(key):
-                values[key] = tensor.detach().clone()
-        return values
-
-    def record_changes(self, values: Values) -> None:
-        """Record which buffers a forward changed, and drop the copies of the others.
-
-        Args:
-            values: Result of `save` for this forward. Copies of unchanged buffers are removed.
-
-        Raises:
-            InputError: A buffer changed for the first time after the first forward.
-        """
-        changed = {key for key in self._keys if self._is_unversioned(key) or self._has_changed(key)}
-        for key in changed:
-            module, name = key
-            if key not in values and self._versions[key][0] is not None:
-                raise InputError(
-                    f"the buffer {name} of a {type(module).__name__} in a recomputed block began to"
-                    " change after the first forward, and recomputing would change it twice; use"
-                    " parallel.recompute.mode = none"
-                )
-        changed |= self._changing.get(self._block.training, set())
-        self._changing[self._block.training] = changed
-        for key in set(values) - changed:
-            del values[key]
-
-    @contextmanager
-    def restored(self, values: Values) -> Iterator[None]:
-        """Return a context in which the block has copies of `values` as its buffers."""
-        current = {key: own_buffers(key[0]).get(key[1]) for key in values}
-        for (module, name), value in values.items():
-            own_buffers(module)[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (module, name), tensor in current.items():
-                own_buffers(module)[name] = tensor
-
-    def _has_changed(self, key: BufferKey) -> bool:
-        tensor, version = self._versions[key]
-        current = own_buffers(key[0]).get(key[1])
-        return current is not tensor or (current is not None and version_of(current) != version)
-
-    @staticmethod
-    def _is_unversioned(key: BufferKey) -> bool:
-        module, name = key
-        return name in _UNVERSIONED and module.training

@@ -11,8 +11,14 @@ from torch import nn
 
 import plait
 from plait.cluster.layout import Layout
-from plait.errors import ConfigError, ModelError
-from plait.parallel.accounting.activations import ONE_STAGE, RankActivations, StageFacts, StageMode
+from plait.errors import ConfigError, InputError, ModelError
+from plait.parallel.accounting.activations import (
+    ONE_STAGE,
+    BlockMode,
+    RankActivations,
+    StageFacts,
+    StageMode,
+)
 from plait.parallel.parts import Parts
 from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.compile import Compile
@@ -123,8 +129,8 @@ def test_a_model_without_blocks_is_refused():
 
 
 class Counting(nn.Module):
-    """A block whose forward changes its buffers: in place, uncounted by torch, by assignment, and by the power iterations of a
-    parametrization."""
+    """A block whose forward changes its state. Buffers: in place, uncounted by torch, by assignment, and by the power iterations
+    of a parametrization. Attributes: a number, lists, a tensor that is assigned and one in place, and one that a forward adds."""
 
     steps: torch.Tensor
     mean: torch.Tensor
@@ -136,15 +142,29 @@ class Counting(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("still", torch.ones(4))
+        self.calls = 0
+        self.history: list[float] = []
+        self.seen: dict[str, int] = {}
+        self.level = torch.zeros(4)
+        self.last: torch.Tensor | None = None
 
     def forward(self, x):
         self.steps += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls += 1
+        self.history.append(0.1 * self.calls)
+        self.seen["rows"] = self.seen.get("rows", 0) + len(x)
+        self.added = getattr(self, "added", 0) + 1
+        self.level += x.detach().mean(0)
+        x = x * (1 + sum(self.history) + 0.1 * self.seen["rows"] + 0.1 * self.added) + self.level
+        if self.last is not None:
+            x = x + self.last.mean()
+        self.last = x.detach()
         return torch.tanh(self.norm(self.linear(x - self.mean))) * (1 + 0.1 * self.steps)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_buffers_that_a_forward_changes(mode):
+def test_state_that_a_forward_changes(mode):
     """A recomputation begins with what the forward began with, and leaves what it left: the bits of no recompute at all."""
 
     def run(technique):
@@ -163,7 +183,10 @@ def test_buffers_that_a_forward_changes(mode):
             first.square().sum().backward(retain_graph=True)
             second.square().sum().backward()
             first.sum().backward()
-        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+        state = [torch.tensor([block.calls, *block.history, block.added]) for block in model]
+        state += [tensor for block in model for tensor in (block.level, block.last)]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [*gradients, *model.buffers(), *state]
 
     for found, wanted in zip(run(Recompute(mode=mode)), run(None), strict=True):
         assert torch.equal(found, wanted)
@@ -205,3 +228,34 @@ def test_recomputed_blocks_get_their_own_forward_back():
     before = [block.calls for block in model]
     assert model(data).shape == data.shape
     assert [block.calls for block in model] == [count + 1 for count in before]
+
+
+class BeginsLater(nn.Linear):
+    """A block that changes a tensor in place from its third forward on."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.calls = 0
+        self.total = torch.zeros(4)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2:
+            self.total += 1
+        return super().forward(x + self.total).tanh()
+
+
+def test_a_tensor_that_begins_to_change_is_named():
+    """With the remedy, which works."""
+    model = nn.Sequential(BeginsLater())
+    Recompute(mode="full").apply(Parts(model=model, blocks=("0",)), SimpleNamespace())
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(
+        InputError, match='total of a BeginsLater .* parallel.recompute.mode = "none"'
+    ):
+        model(torch.randn(3, 4))
+    model = nn.Sequential(BeginsLater())
+    Recompute(mode="none").apply(Parts(model=model, blocks=("0",)), SimpleNamespace())
+    for _ in range(4):
+        model(torch.randn(3, 4)).sum().backward()

@@ -1,0 +1,86 @@
+"""State that a forward changes, where ranks of cp and tp compute a micro-batch together."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import plait
+from tests.parity import cases
+from tests.pool import Pool
+
+
+class StatefulLayer(LlamaDecoderLayer):
+    """A layer with a counter, which is the same on all ranks, and a running mean and a number, which follow from the tokens."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        hidden = super().forward(hidden_states, **kwargs)
+        hidden = hidden * (1 + 0.05 * self.calls + self.level) + self.mean
+        self.calls += 1
+        self.level = 0.9 * self.level + hidden.detach().mean().item()
+        self.mean.mul_(0.9).add_(hidden.detach().mean((0, 1)))
+        return hidden
+
+
+def train(parallel: dict[str, Any], *, own_loop: bool = False) -> tuple[float, list[str]]:
+    """The loss of the third step, and the warnings."""
+    model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
+    for layer in model.model.layers:
+        layer.__class__ = StatefulLayer
+        layer.calls, layer.level = 0, 0.0
+        layer.register_buffer("mean", torch.zeros(32))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": cases.OPTIMIZER,
+        "parallel": parallel,
+    }
+    ids = torch.arange(16).reshape(2, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    loss = 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if own_loop:
+            sharded = plait.parallelize(model, config)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for _ in range(3):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sharded.close()
+        else:
+            engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+            for _ in range(3):
+                loss = engine.train_batch(batch).loss
+            engine.close()
+    messages = [str(warning.message) for warning in caught]
+    return loss, [message for message in messages if "the forward changes" in message]
+
+
+def trained(rank: int, world: int) -> dict[str, tuple[float, list[str]]]:
+    """Runs in a worker."""
+    return {
+        "cp": train({"cp": 2, "context": "all-gather-kv"}),
+        "sequence": train({"tp": 2, "sequence_parallel": True}),
+        "own": train({"tp": 2, "sequence_parallel": True}, own_loop=True),
+        "tp": train({"tp": 2, "sequence_parallel": False}),
+    }
+
+
+def test_state_of_a_part_of_the_tokens_is_named_once(pool: Pool) -> None:
+    """And what the warning advises, `sequence_parallel = false`, gives the numbers of one process."""
+    first, second = pool.run(2, trained)
+    for name, remedy in (
+        ("cp", "parallel.cp = 1"),
+        ("sequence", "parallel.sequence_parallel = false"),
+        ("own", "parallel.sequence_parallel = false"),
+    ):
+        (message,) = first[name][1]
+        assert "model.layers.0.level, model.layers.0.mean and 2 more, with another" in message
+        assert message.endswith(f"or use {remedy}")
+        assert not second[name][1]
+    expected, silent = train({})
+    assert not silent and not first["tp"][1]
+    assert abs(first["tp"][0] - expected) < 1e-5 < abs(first["sequence"][0] - expected)
