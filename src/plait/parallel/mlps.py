@@ -248,6 +248,9 @@ def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
     copied = copy.deepcopy(module, memo).train().double()
     for submodule in copied.modules():
+        # Hooks of the user see the model's own calls only.
+        for kind in get_args(HookKind):
+            hooks_of(submodule, kind).clear()
         if isinstance(submodule, DROPOUTS):
             submodule.p = 0.0
         for name, value in list(vars(submodule).items()):

@@ -110,7 +110,7 @@ class Pipeline(Technique):
         if schedule.splits_backward:
             self._refuse_split_backward(context)
         block_list(model, blocks)
-        bounds = self._bounds(model, blocks, schedule.stages)
+        bounds = self._bounds(model, blocks, schedule)
         skeleton = Skeleton.of(model, blocks)
         stage_cut = cut_model(model, blocks, bounds, skeleton=skeleton)
         return PipelinePlan(schedule, stage_cut, skeleton)
@@ -145,8 +145,11 @@ class Pipeline(Technique):
                 )
             )
 
-    def _bounds(self, model: nn.Module, blocks: tuple[str, ...], stages: int) -> tuple[int, ...]:
+    def _bounds(
+        self, model: nn.Module, blocks: tuple[str, ...], schedule: Schedule
+    ) -> tuple[int, ...]:
         """Return the index of the first block of each stage, and the number of blocks."""
+        stages = schedule.stages
         counts = self.blocks_per_stage
         if counts is None:
             if stages > len(blocks):
@@ -154,13 +157,11 @@ class Pipeline(Technique):
                     f"{self.schedule} makes {stages} stages, each needs a block, and the model has"
                     f" {len(blocks)}"
                 )
+                remedy = 'use "1f1b", which has one stage per rank'
+                if schedule.pp > len(blocks):
+                    remedy += f", and parallel.pp = {len(blocks)} or less"
                 raise ConfigError(
-                    Problem(
-                        "parallel.pipeline.schedule",
-                        self.schedule,
-                        rule,
-                        "lower parallel.pp or stages_per_rank",
-                    )
+                    Problem("parallel.pipeline.schedule", self.schedule, rule, remedy)
                 )
             costs = forward_costs(model_facts(model, blocks))
             counts = balance_stages(costs.blocks, stages, first=costs.first, last=costs.last)

@@ -257,8 +257,9 @@ def refuse_unusable_parameters(
         if sharded and has_gradient_hooks(parameter):
             raise ModelError(
                 f"{name} has a hook on its gradient, and sharding puts another parameter in its"
-                " place, so the hook would never be called; register it afterwards, on the model's"
-                " parameters as they are then (they get reduced gradients), or use ZeRO stage 0"
+                " place, so the hook would never be called; use register_post_accumulate_grad_hook"
+                " afterwards, on the model's parameters as they are then, which gets the reduced"
+                " gradient in parameter.grad, or ZeRO stage 0"
             )
         if sharded and parameter.requires_grad and not parameter.numel():
             raise ModelError(
