@@ -1,0 +1,472 @@
+"""What a message advises works: each case makes a mistake, checks the message, and then does what it says.
+
+The cases of one table run in one task of the workers, because their engines are tiny.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import plait
+from plait.errors import PlaitError
+from tests.parity import cases, pipelines
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+LOSS = plait.causal_lm_loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake and its remedy.
+
+    Attributes:
+        words: Text of the message, from the rule to the remedy.
+        mistake: Function that raises.
+        remedy: Function that does what the message says. It returns whether that had an effect.
+    """
+
+    words: tuple[str, ...]
+    mistake: Callable[[], Any]
+    remedy: Callable[[], bool]
+
+
+def failures(table: Sequence[Case]) -> list[str]:
+    """Messages that are not raised, and remedies that fail."""
+    found = []
+    for case in table:
+        try:
+            case.mistake()
+            found.append(f"{case.words[0]}: nothing was raised")
+        except PlaitError as error:
+            found += [
+                f"{words!r} not in: {error}" for words in case.words if words not in str(error)
+            ]
+        try:
+            if not case.remedy():
+                found.append(f"{case.words[0]}: the remedy has no effect")
+        except Exception:
+            found.append(f"{case.words[0]}: {traceback.format_exc(limit=-3)}")
+    return found
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(16).reshape(2, 8)
+    return {"input_ids": ids, "labels": ids}
+
+
+def plain() -> cases.PlainModel:
+    torch.manual_seed(0)
+    return cases.PlainModel(tied=False)
+
+
+def engine_of(model: nn.Module, **more: Any) -> Any:
+    return plait.initialize(model, settings(2, 1, 1, 1, **more), loss_fn=LOSS)
+
+
+def trains(engine: Any, batches: Any = None) -> bool:
+    """Train two steps, of which the second has a smaller loss."""
+    first, second = (engine.train_batch(batches or batch()).loss for _ in range(2))
+    return bool(second < first)
+
+
+def changed(change: Callable[[Any], Any]) -> Callable[[], bool]:
+    """Train a model after a change."""
+
+    def train() -> bool:
+        model = plain()
+        change(model)
+        return trains(engine_of(model))
+
+    return train
+
+
+class Pair(nn.Module):
+    """Two blocks in one module."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+        return self.second(self.first(hidden, use_side), use_side)
+
+
+def tie_blocks(model: Any) -> None:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+
+
+def in_one_block() -> bool:
+    model = plain()
+    tie_blocks(model)
+    model.blocks = nn.ModuleList([Pair(model.blocks[0], model.blocks[1]), model.blocks[2]])
+    return trains(engine_of(model, parallel={"dp_shard": 2, "blocks": ["blocks.0"]}))
+
+
+def set_norm(weight: torch.Tensor) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.blocks[0].norm.weight = nn.Parameter(weight)
+
+    return change
+
+
+def hook_afterwards() -> bool:
+    engine = engine_of(plain())
+    norms = []
+    weight = engine.model.head.weight
+    weight.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.full_tensor().norm()))
+    engine.train_batch(batch())
+    return len(norms) == 1 and bool(norms[0] > 0)
+
+
+def add_empty(model: Any, trained: bool = True) -> None:
+    model.nothing = nn.Parameter(torch.zeros(0, 3), requires_grad=trained)
+
+
+def share_memory(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+
+
+def share_parameter(model: Any) -> None:
+    model.head.weight = model.embed.weight
+
+
+def with_own_optimizer(function: bool) -> bool:
+    model = plain()
+    optimizer = cases.adamw(list(model.parameters()))
+    model(batch()["input_ids"]).logits.sum().backward()
+    optimizer.step()
+    config = settings(2, 1, 1, 1)
+    del config["optimizer"]
+    return trains(
+        plait.initialize(
+            model, config, optimizer=cases.adamw if function else optimizer, loss_fn=LOSS
+        )
+    )
+
+
+class ScaledLoss(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, output: Any, batch: Any) -> Any:
+        total, weight = LOSS(output, batch)
+        return total * self.scale.sum(), weight
+
+
+def with_trained_loss(inside: bool) -> bool:
+    model, loss = plain(), ScaledLoss()
+    if inside:
+        model.loss = loss
+    config = settings(2, 1, 1, 1)
+    engine = plait.initialize(model, config, loss_fn=loss, weight_fn=LOSS.weight)
+    return trains(engine) and bool(loss.scale.full_tensor() < 1)
+
+
+def plateau(function: bool) -> bool:
+    if function:
+        config = settings(2, 1, 1, 1)
+        plait.initialize(plain(), config, loss_fn=LOSS, lr_scheduler=ReduceLROnPlateau)
+    engine = engine_of(plain())
+    schedule = ReduceLROnPlateau(engine.optimizer, patience=0)
+    for _ in range(2):
+        engine.train_batch(batch())
+        schedule.step(1.0)
+    return all(group["lr"] < 1e-3 for group in engine.optimizer.param_groups)
+
+
+class WithExtra(cases.PlainModel):
+    """A model with one more layer, which may be frozen for a while."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.extra = nn.Linear(cases.VOCABULARY, cases.VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
+        return cases.Output(self.extra(super().forward(input_ids).logits))
+
+
+def add_a_layer() -> None:
+    model = plain()
+    engine = engine_of(model)
+    extra = nn.Linear(3, 3)
+    extra(torch.ones(3)).sum().backward()
+    engine.optimizer.add_param_group({"params": list(extra.parameters())})
+    engine.train_batch(batch())
+
+
+def freeze_a_layer() -> bool:
+    engine = engine_of(WithExtra())
+    extra = engine.model.extra
+    before = extra.bias.full_tensor()
+    extra.requires_grad_(False)
+    engine.train_batch(batch())
+    frozen = extra.bias.full_tensor()
+    extra.requires_grad_(True)
+    engine.train_batch(batch())
+    return torch.equal(before, frozen) and not torch.equal(frozen, extra.bias.full_tensor())
+
+
+def weighted_backward(before: bool) -> bool:
+    parallel = {"dp_shard": 2, "optimizer_in_backward": True, "unused_parameters": False}
+    engine = engine_of(plain(), parallel=parallel, gradient_clipping=0.0)
+    output = engine(batch()["input_ids"], side=True)
+    total, weight = LOSS(output, batch())
+    if before:
+        engine.backward(total / weight)
+    else:
+        engine.backward(total, weight=weight)
+    engine.step()
+    return True
+
+
+def penalised(first: bool) -> bool:
+    model = plain()
+    plait.parallelize(model, settings(2, 1, 1, 1))
+    penalty = model.head.weight.square().sum() if first else None
+    total, weight = LOSS(model(batch()["input_ids"]), batch())
+    if penalty is None:
+        penalty = model.head.weight.square().sum()
+    (total / weight + penalty).backward()
+    return model.head.weight.grad is not None
+
+
+def copied(before: bool) -> bool:
+    model = plain()
+    reference = copy.deepcopy(model) if before else None
+    engine = engine_of(model)
+    if reference is None:
+        reference = copy.deepcopy(model)
+    engine.train_batch(batch())
+    weight = engine.model.head.weight.full_tensor()
+    return not torch.equal(reference.head.weight, weight)
+
+
+DATA_PARALLEL = (
+    Case(
+        (
+            "share one parameter across two units",
+            "put both modules into one module whose forward"
+            " runs both, and name it in parallel.blocks",
+        ),
+        changed(tie_blocks),
+        in_one_block,
+    ),
+    Case(
+        ("is an expanded tensor", "nn.Parameter(tensor.clone())"),
+        changed(set_norm(torch.ones(1).expand(12))),
+        changed(set_norm(torch.ones(1).expand(12).clone())),
+    ),
+    Case(
+        ("has a hook on its gradient", "use register_post_accumulate_grad_hook afterwards"),
+        changed(lambda model: model.head.weight.register_hook(lambda gradient: gradient)),
+        hook_afterwards,
+    ),
+    Case(
+        ("has no elements", "call requires_grad_(False) on it"),
+        changed(add_empty),
+        changed(lambda model: add_empty(model, trained=False)),
+    ),
+    Case(
+        ("are two tensors in the same memory", "make them one parameter"),
+        changed(share_memory),
+        changed(share_parameter),
+    ),
+    Case(
+        ("has to be of one dtype", "convert one of them"),
+        changed(lambda model: model.blocks[1].norm.double()),
+        changed(lambda model: model.blocks[1].norm.double().float()),
+    ),
+    Case(
+        ("already holds state of the unsharded", "pass a function of the parameters"),
+        lambda: with_own_optimizer(False),
+        lambda: with_own_optimizer(True),
+    ),
+    Case(
+        ("has a trainable parameter, `scale`", "model.loss = loss, before plait.initialize"),
+        lambda: with_trained_loss(False),
+        lambda: with_trained_loss(True),
+    ),
+    Case(
+        ("ReduceLROnPlateau follows a metric", "build it over engine.optimizer"),
+        lambda: plateau(True),
+        lambda: plateau(False),
+    ),
+    Case(
+        (
+            "the optimizer has a parameter of shape (3, 3)",
+            "add all modules before that call, and freeze",
+        ),
+        add_a_layer,
+        freeze_a_layer,
+    ),
+    Case(
+        ("backward(weight=...) divides", "divide the loss before"),
+        lambda: weighted_backward(False),
+        lambda: weighted_backward(True),
+    ),
+    Case(
+        ("is read by the loss itself", "read it after the model was called"),
+        lambda: penalised(True),
+        lambda: penalised(False),
+    ),
+    Case(
+        ("copy.deepcopy of PlainModel", "copy the model before plait.initialize"),
+        lambda: copied(False),
+        lambda: copied(True),
+    ),
+)
+
+
+class AuxiliaryBlock(cases.Block):
+    """A block with a loss of its own, as an attribute and as an output."""
+
+    def forward(self, hidden: torch.Tensor, loss: torch.Tensor) -> Any:  # type: ignore[override]
+        output = super().forward(hidden, False)
+        self.loss = output.square().mean()
+        return output, loss + self.loss
+
+
+class AuxiliaryModel(nn.Module):
+    """A model that passes the losses from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(cases.VOCABULARY, 12)
+        self.blocks = nn.ModuleList(AuxiliaryBlock(12) for _ in range(4))
+        self.head = nn.Linear(12, cases.VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        loss = hidden.new_zeros(())
+        for block in self.blocks:
+            hidden, loss = block(hidden, loss)
+        return {"logits": self.head(hidden), "auxiliary": loss}
+
+
+def with_auxiliary(passed: bool) -> bool:
+    model = AuxiliaryModel()
+
+    def loss(output: Any, batch: Any) -> Any:
+        total, weight = LOSS(cases.Output(output["logits"]), batch)
+        if passed:
+            return total + output["auxiliary"], weight
+        return total + sum(block.loss for block in model.blocks), weight
+
+    config = pipelines.settings(0, 2, pp=2)
+    engine = plait.initialize(model, config, loss_fn=loss, weight_fn=LOSS.weight)
+    return trains(engine, [batch(), batch()])
+
+
+def of_two_blocks(schedule: str) -> bool:
+    torch.manual_seed(0)
+    model = cases.PlainModel(tied=False, layers=2)
+    engine = plait.initialize(model, pipelines.settings(0, 2, schedule, pp=2), loss_fn=LOSS)
+    return trains(engine, [batch(), batch()])
+
+
+class Annealed(cases.PlainModel):
+    """A temperature that falls, in the forward or between steps."""
+
+    def __init__(self, in_forward: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__(tied=False, layers=2)
+        self.in_forward = in_forward
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
+        hidden = self.embed(input_ids) * self.temperature
+        for block in self.blocks:
+            hidden = block(hidden, False)
+        if self.in_forward:
+            self.temperature.mul_(0.5)
+        return cases.Output(self.head(hidden))
+
+
+def annealed(in_forward: bool) -> bool:
+    model = Annealed(in_forward)
+    engine = plait.initialize(model, pipelines.settings(0, 2, pp=2), loss_fn=LOSS)
+    losses = []
+    for _ in range(2):
+        losses.append(float(engine.train_batch([batch(), batch()]).loss))
+        model.temperature.mul_(0.5)
+
+    # With the weights after one step, one process has the loss of another temperature.
+    model = Annealed(in_forward)
+    optimizer = cases.adamw(list(model.parameters()))
+    for loss in losses:
+        total, weight = LOSS(model(batch()["input_ids"]), batch())
+        if abs(float(total.detach() / weight) - loss) > 1e-4:
+            return False
+        (total / weight).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.temperature.mul_(0.5)
+    return True
+
+
+PIPELINES = (
+    Case(
+        (
+            "the loss cannot be computed from only",
+            "pass the values that the loss reads from block to block and to the model's output",
+        ),
+        lambda: with_auxiliary(False),
+        lambda: with_auxiliary(True),
+    ),
+    Case(
+        ("zbv makes 4 stages, each needs a block", 'use "1f1b", which has one stage per rank'),
+        lambda: of_two_blocks("zbv"),
+        lambda: of_two_blocks("1f1b"),
+    ),
+    Case(
+        ("changes the buffer temperature after", "change it in the training loop, between two"),
+        lambda: annealed(True),
+        lambda: annealed(False),
+    ),
+)
+
+
+def mlp_hook(name: str) -> bool:
+    """Whether the hook sees each call of the model, in full, and nothing else."""
+    model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
+    shapes: list[Any] = []
+    module = model.get_submodule(name)
+    module.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    config = settings(2, 0, 1, 1, parallel={"dp_replicate": 2, "mlp_tile_tokens": 4})
+    engine = plait.initialize(model, config, loss_fn=LOSS)
+    return trains(engine) and shapes == [(2, 8, 32)] * 2
+
+
+TILES = (
+    Case(
+        ("has a hook, which would receive a tile", "register it on model.layers.0.mlp"),
+        lambda: mlp_hook("model.layers.0.mlp.up_proj"),
+        lambda: mlp_hook("model.layers.0.mlp"),
+    ),
+)
+
+
+def followed(rank: int, world: int) -> list[str]:
+    """Runs in a worker."""
+    return failures([*DATA_PARALLEL, *PIPELINES, *TILES])
+
+
+def test_advice_works_when_it_is_followed(pool: Pool) -> None:
+    """After a refusal by name, what the message says trains. Kinds: decisions, pipelines, own loops, shapes."""
+    first, second = pool.run(2, followed)
+    assert not first, "\n".join(first)
+    assert not second, "\n".join(second)
