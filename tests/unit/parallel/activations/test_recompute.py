@@ -14,7 +14,6 @@ from plait.cluster.layout import Layout
 from plait.errors import ConfigError, InputError, ModelError
 from plait.parallel.accounting.activations import (
     ONE_STAGE,
-    BlockMode,
     RankActivations,
     StageFacts,
     StageMode,
