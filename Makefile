@@ -22,7 +22,8 @@
 #   make step-counts   kernels, copies, collectives and waits of a step compared with plain torch, minutes
 #                      (needs a C++ compiler); writes docs/development/step_counts.md
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
-#   make faults        plants faults in runs and checkpoints and checks what becomes of them, minutes; ARGS=nightly for all (docs/how-to/faults.md)
+#   make faults        plants faults in runs and checkpoints and checks the outcome, minutes; ARGS=nightly for all;
+#                      writes docs/development/faults.md
 #   make reference-docs writes docs/reference: configuration, command line, Python
 #   make coverage-docs writes docs/development/coverage.md from the last test runs
 #   make model-types   docs/reference/model_types.md: every model type under four layouts and loaded (an hour on two cores; resumes where it was stopped)

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown
 from plait.comm.choose import Cost, GroupLinks, Level, Link, choose_buckets, describe
 from plait.comm.quantise import packed_bytes
 from plait.sizes import GIB, KIB, MIB, format_bytes

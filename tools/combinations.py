@@ -13,9 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import today
-from benchmarks.common.results import write
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown, today, write
 from plait.verify.parity import compare, worst
 from tests.parity.combinations import (
     ADDED_SEED,

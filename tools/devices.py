@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import rounded
+from benchmarks.common.report import rounded
 from plait.sizes import format_bytes
 from plait.validation.rows import FORMAT, summary_of
 

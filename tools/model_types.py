@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown
 from plait.verify.model_under_test import TestedModel
 from tests.measured.loaded_types import FOLDER, load_cell
 from tests.measured.model_types import (

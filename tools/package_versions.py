@@ -21,8 +21,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.common.machine import today
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown, today
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions" / "packages.json"

@@ -15,7 +15,7 @@ import matplotlib as mpl
 mpl.use("svg")
 import matplotlib.pyplot as plt
 
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown
 from tests.parity.language import bigram_losses, losses
 from tests.pool import Pool
 

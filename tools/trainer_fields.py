@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown
 from plait.hf.fields import FIELDS, SEQ2SEQ, TRL, ArgumentField
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "how-to" / "trainer.md"

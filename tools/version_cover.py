@@ -36,8 +36,7 @@ import torch.distributed as dist
 
 import plait
 import plait.engine.build  # before the forks
-from benchmarks.common.machine import today
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown, today
 from plait.parallel.schedules.schedule import SCHEDULES
 from tests.parity import cases
 

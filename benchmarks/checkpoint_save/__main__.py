@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.common.machine import facts
+from benchmarks.common.report import facts
 from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.load import Reader
 from plait.checkpoint.save import Writer, snapshot

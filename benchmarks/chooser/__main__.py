@@ -20,9 +20,7 @@ from typing import Any
 
 from benchmarks.chooser.worker import start
 from benchmarks.common.load import ForeignMeter
-from benchmarks.common.machine import facts
-from benchmarks.common.results import write
-from benchmarks.common.table import aligned, markdown
+from benchmarks.common.report import aligned, facts, markdown, write
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.two_nodes.network import Lab, NoLab, lab
 from plait.comm.choose import AlgorithmChoice, GroupLinks, Level, choose_all_reduce, refined

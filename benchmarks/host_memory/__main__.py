@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import facts
+from benchmarks.common.report import facts
 from plait.cluster import host_memory
 
 RESULT = Path(__file__).parents[1] / "results" / "host_memory.json"

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.machine import facts
+from benchmarks.common.report import facts
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/inference.json"
 REQUESTS, TOKENS = 4, 8

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.machine import facts
+from benchmarks.common.report import facts
 from benchmarks.common.statistics import paired_ratio, spread
 from benchmarks.offload import overlap
 from benchmarks.offload.baselines import (

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import write
+from benchmarks.common.report import write
 from benchmarks.common.workers import WorkerGroupError
 from benchmarks.pipeline_step import group, report
 from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS, Layout

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.load import wait_for_quiet
-from benchmarks.common.machine import facts
+from benchmarks.common.report import facts
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.pipeline_step import report
 from benchmarks.pipeline_step.baselines import Layout

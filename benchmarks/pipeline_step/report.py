@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common import summary
+from benchmarks.common.report import aligned, markdown
 from benchmarks.common.statistics import paired_ratio, spread
 from benchmarks.common.summary import failed_row, phase_row, ratio_cell
-from benchmarks.common.table import aligned, markdown
 from benchmarks.pipeline_step.baselines import TARGET, Layout
 from benchmarks.pipeline_step.workload import Workload
 from benchmarks.training_step.agreement import Agreement

@@ -19,7 +19,6 @@ from benchmarks.planner_accuracy.held_out import left_out, with_widths_of_others
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
 from benchmarks.planner_accuracy.predict import fit_of, summary
 from benchmarks.planner_accuracy.report import markdown
-from benchmarks.planner_accuracy.sweep import slow_runs
 from benchmarks.planner_accuracy.unseen import held
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +53,6 @@ def main() -> None:
             "false_alarms": fit.false_alarms,
         }
         if not calibrated:
-            result["slow"] = slow_runs(found["sweep"])
             experts = left_out([r for r in runs if r["moe"]], calibrated=False)
             result["experts"] = summary(experts)
             result["not named"] = summary(left_out(tables["runs"], calibrated=False, named=False))

@@ -330,18 +330,3 @@ def _count(reasons: Any) -> dict[str, int]:
     for reason in reasons:
         counted[reason] += 1
     return dict(sorted(counted.items(), key=lambda item: -item[1]))
-
-
-def as_json(evaluation: Evaluation) -> dict[str, Any]:
-    """Everything, for a file: `summary`, `predictions` with a row each, and `not_priced` rows with their reasons."""
-    return {
-        "summary": summary(evaluation),
-        "predictions": [
-            asdict(p) | {"fits": p.fits, "memory_bytes": p.memory_bytes}
-            for p in evaluation.predictions
-        ],
-        "not_priced": [
-            {"row": row, "id": evaluation.rows[row].get("id"), "reason": reason}
-            for row, reason in evaluation.reasons.items()
-        ],
-    }

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import rounded, write
+from benchmarks.common.report import rounded, write
 from benchmarks.planner_accuracy.metrics import Errors
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,6 @@ def store(result: dict[str, Any]) -> None:
             "sweep": {key: sweep[key] for key in ("time", "memory", "ranking")},
             "fit": result[name]["fit"],
         }
-    kept["slow"] = result["slow"]
     kept["experts"] = {key: result["experts"][key] for key in ("time_experts", "not_priced")}
     kept["not named"] = {"time": _tables(result["not named"]["time"], "all", "source")}
     kept["again"] = {

@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.planner_accuracy.frameworks import knowledge, open_kernels, unlearned
 from benchmarks.planner_accuracy.predict import LIKELY
-from benchmarks.planner_accuracy.sweep import paragraph
 
 _AIMS = {
     "left out": {"median": 0.09, "mean": 0.11, "p90": 0.21},
@@ -63,7 +62,6 @@ def markdown(result: dict[str, Any]) -> str:
                 "and whether its devices and precision are of the generation whose vendors ship fused kernels and overlap.",
                 "",
             ]
-    lines += paragraph(result["slow"])
     lines += [
         "## Models with experts",
         "",
@@ -306,6 +304,6 @@ def _aims(result: dict[str, Any]) -> list[str]:
         ):
             line(f"{what}, {_NAMES[name]}:", fit[key], "at most 5 %", fit[key] <= 0.05)
     lines.append(
-        "- the nanotron sweep: see above; on more than four nodes times of layouts that are alike differ up to a hundredfold"
+        "- the nanotron sweep: on more than four nodes, times of similar layouts differ up to a hundredfold"
     )
     return [*lines, ""]

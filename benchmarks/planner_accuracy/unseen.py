@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import dumps
+from benchmarks.common.report import dumps
 from benchmarks.planner_accuracy.frameworks import without_name
 from benchmarks.planner_accuracy.predict import evaluate, source_of, summary
 from benchmarks.planner_accuracy.recorded import packed_score

@@ -20,8 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common.load import ForeignMeter, wait_for_quiet
-from benchmarks.common.machine import facts
-from benchmarks.common.results import write
+from benchmarks.common.report import facts, write
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.planner_cpu import report
 from benchmarks.planner_cpu.layouts import CASES, QUICK, Case

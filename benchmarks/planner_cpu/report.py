@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.table import markdown as table
+from benchmarks.common.report import markdown as table
 from benchmarks.planner_cpu.layouts import Case, request
 from plait.planner.calibrate import (
     Calibration,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common.machine import facts
+from benchmarks.common.report import facts
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/planner_speed.json"
 _ROUNDS = 3

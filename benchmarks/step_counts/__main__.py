@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import facts
-from benchmarks.common.table import aligned
+from benchmarks.common.report import aligned, facts
 from benchmarks.step_counts import worker
 from benchmarks.step_counts.counting import StepCounts
 from benchmarks.step_counts.layouts import LAYOUTS, Layout

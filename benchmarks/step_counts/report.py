@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.common.table import markdown
+from benchmarks.common.report import markdown
 
 COUNTS = ("kernels", "copies", "collectives", "waits")
 AIM = 1.03

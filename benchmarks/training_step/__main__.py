@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import write
+from benchmarks.common.report import write
 from benchmarks.training_step import deepspeed_peer, group, report, rounds
 from benchmarks.training_step.baselines import ALL, BY_NAME, STAGES, Baseline, of_stage
 from benchmarks.training_step.group import say

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common.load import wait_for_quiet
-from benchmarks.common.machine import facts
-from benchmarks.common.table import aligned
+from benchmarks.common.report import aligned, facts
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.training_step import agreement, deepspeed_peer, report, rounds
 from benchmarks.training_step.baselines import REFERENCE, Baseline

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common import summary
+from benchmarks.common.report import aligned, markdown
 from benchmarks.common.statistics import Ratio, paired_ratio, spread
 from benchmarks.common.summary import failed_row, phase_row, ratio_cell
-from benchmarks.common.table import aligned, markdown
 from benchmarks.training_step.agreement import Agreement
 from benchmarks.training_step.baselines import REFERENCE, Baseline
 from benchmarks.training_step.phases import PHASES

@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import facts
-from benchmarks.common.results import write
-from benchmarks.common.table import aligned
+from benchmarks.common.report import aligned, facts, write
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.training_step import deepspeed_peer
 from benchmarks.training_step.workload import Workload

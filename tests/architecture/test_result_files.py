@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.common.results import MOST_BYTES, WIDTH, dumps, rounded
+from benchmarks.common.report import MOST_BYTES, WIDTH, dumps, rounded
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -18,7 +18,7 @@ def test_files_are_small() -> None:
     }
     large = {name: size for name, size in sizes.items() if size > MOST_BYTES}
     assert not large, (
-        f"at most {MOST_BYTES} bytes: leave out what no page, test or reader needs, and write with benchmarks.common.results"
+        f"at most {MOST_BYTES} bytes: leave out what no page, test or reader needs, and write with benchmarks.common.report"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.tensor_dispatch.baselines import RANKS, by_hand, by_plait, step
+from tests.fake.tensor_blocks import RANKS, by_hand, by_plait, step
 from tests.measured.traffic import count_traffic
 
 

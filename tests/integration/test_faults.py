@@ -1,4 +1,4 @@
-"""The scoreboard's harness works: kills of saves and damages at the small size; `make faults` has the rest."""
+"""The page of planted faults follows its results, and saves and damages work at the small size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.report import read
+from tools.faults import report
+
 ROOT = Path(__file__).parents[2]
+
+
+def test_page_has_the_results() -> None:
+    parts = read(report.RESULTS)
+    assert set(parts) == set(report.SECTIONS)
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(parts)
 
 
 @pytest.mark.proof

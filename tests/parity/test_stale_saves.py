@@ -1,8 +1,8 @@
 """A checkpoint that is written beside the training holds the state of the call: its content hash is that of the live tensors then, which
 other code takes; the training goes on before the first byte is written.
 
-`make test` takes a few saves of every kind, `make proof` a thousand. `python -m tools.stale_saves` does both, and plants the defects of
-`tools/mutants/defects/stale.yaml`, each of which the few saves must notice.
+`make test` takes a few saves of every kind, `make proof` a thousand. The few saves must notice each defect of
+`tools/mutants/defects/stale.yaml` (`make mutants`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module of the package changed in a running process: what `tools/planted_waits.py` plants, without the seconds that another start costs.
+"""A module of the package changed in a running process: what `tools/planted_waits` plants, without the seconds that another start costs.
 
 Functions are changed in place, by their code, so that all who imported them by name call the changed ones. Code at the top of a module,
 and what a decorator made of a function without keeping it (`functools.cache` keeps it), cannot be changed so and is refused.
@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -115,6 +116,8 @@ def _of(module: Any) -> Iterator[FunctionType]:
         elif isinstance(value, property):
             for part in (value.fget, value.fset, value.fdel):
                 yield from look(part)
+        elif isinstance(value, cached_property):
+            yield from look(value.func)
         elif isinstance(value, type) and value.__module__ == module.__name__:
             for inner in list(vars(value).values()):
                 yield from look(inner)

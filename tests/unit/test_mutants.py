@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutants import page, results
-from tools.mutants.__main__ import check
-from tools.mutants.catalogue import ROOT, Mutant, load
-from tools.mutants.probes import probed
+from tools.mutants import report
+from tools.mutants.catalogue import Mutant, check, load
+from tools.mutants.reach import probed
+from tools.planted.project import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +43,20 @@ def test_a_list_that_has_rotted_is_refused() -> None:
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "mutants.json"
-    assert results.load(file) == ({}, "")
+    assert report.load(file) == ({}, "")
     test = "tests/unit/test_a.py::test_one[case]"
     outcomes = {
         "first": {"caught_by": test, "seconds": 4},
         "second": {"caught_by": "(hangs)", "seconds": 600},
         "third": {"caught_by": "", "seconds": 9, "ran": "everything", "verify": True},
     }
-    results.store(outcomes, file, "2026-11-27")
-    assert results.load(file) == (outcomes, "2026-11-27")
+    report.store(outcomes, file, "2026-11-27")
+    assert report.load(file) == (outcomes, "2026-11-27")
 
 
-def test_page_has_the_last_results(
-    mutants: list[Mutant], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    # The page of the project follows its results only until the list of defects changes, so another file is written.
-    monkeypatch.setattr(page, "PAGE", tmp_path / "mutants.md")
-    page.write(mutants, *results.load())
-    written = page.PAGE.read_text(encoding="utf-8")
-    assert f"Last run: {results.load()[1]}." in written
+def test_page_has_the_last_results(mutants: list[Mutant]) -> None:
+    # The page of the project follows its results only until the list of defects changes.
+    results, date = report.load()
+    written = report.page(mutants, results, date)
+    assert f"Last run: {date}." in written
     assert all(f"| {mutant.id} |" in written for mutant in mutants)

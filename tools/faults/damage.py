@@ -1,12 +1,11 @@
-"""Files of a checkpoint that are damaged, and a file system that fails in a save: what is noticed, in one process, without ranks."""
+"""Damaged files of a checkpoint, and a file system that fails in a save, in one process."""
 
 from __future__ import annotations
 
 import errno
 import random
-import time
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from plait.cluster.mesh import build_mesh
 from plait.errors import CheckpointError
 from tests.faulty_files import Planted, failing, planted, slow
 
-Damage = Callable[[random.Random, Path, Path], str]
+Row = dict[str, Any]
 SAVE_ERRORS = {
     "no space left (ENOSPC)": errno.ENOSPC,
     "input/output error (EIO)": errno.EIO,
@@ -30,40 +29,113 @@ SAVE_ERRORS = {
 }
 
 
-@dataclass
-class Found:
-    """Of one kind of damage."""
+def damaged_files(folder: Path, count: int) -> list[Row]:
+    """Damage a file `count` times. The previous checkpoint must be loaded instead."""
+    chance = random.Random(0)
+    for step, tag in ((1, "old"), (2, "new")):
+        save(folder, step, tag)
+    files = sorted((folder / "new").iterdir())
+    rows = {kind: _row(kind) for kind in DAMAGES}
+    for number in range(count):
+        kind = list(DAMAGES)[number % len(DAMAGES)]
+        path = chance.choice(files)
+        before = path.read_bytes()
+        tensor = DAMAGES[kind](chance, path, folder / "old" / path.name)
+        if not path.exists() or path.read_bytes() != before:
+            _check_damage(rows[kind], folder, path, tensor)
+        path.write_bytes(before)
+    Reader(candidates(folder)[0]).verify("full")
+    return list(rows.values())
 
-    kind: str
-    count: int = 0
-    noticed: int = 0
-    named: int = 0
-    """With the file in the message, and the tensor where one was hit."""
-    wrong: list[str] = field(default_factory=list)
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+def _check_damage(row: Row, folder: Path, path: Path, tensor: str) -> None:
+    message = ""
+    try:
+        Reader(candidates(folder, "new")[0]).verify("full")
+    except CheckpointError as error:
+        message = str(error)
+    loaded = next(iter(_usable(folder)), None)
+    tag = loaded.manifest.tag if loaded else ""
+    is_named = path.stem in message and (not tensor or tensor in message)
+    row["count"] += 1
+    row["noticed"] += bool(message) and tag == "old"
+    row["named"] += is_named
+    if not message or tag != "old" or not is_named:
+        row["wrong"].append(
+            f"{row['kind']} of {path.name} {tensor}: message {message[:200]!r}, loaded {tag!r}"
+        )
 
 
-def put(folder: Path, value: int, tag: str) -> None:
-    """A checkpoint of one process."""
-    chance = torch.Generator().manual_seed(value)
+def failing_saves(folder: Path) -> list[Row]:
+    """Let every call of a save fail, once or from then on, with a tag that exists and a new one.
+
+    Each save must end with an error, or leave a complete checkpoint.
+    """
+    rows = []
+    for name, code in SAVE_ERRORS.items():
+        row = _row(f"save, {name}")
+        for tag in ("old", "new"):
+            layer = Planted()
+            _start_again(folder)
+            with planted(layer):
+                save(folder, 2, tag)
+            for call, where in enumerate(layer.calls):
+                for once in (True, False):
+                    _check_save(row, folder, tag, where, failing(call, code, once=once))
+        rows.append(row)
+    row = _row("save, slow disk")
+    _check_save(row, folder, "new", "", slow(0.02))
+    return [*rows, row]
+
+
+def _check_save(
+    row: Row, folder: Path, tag: str, where: str, happens: Callable[[int], None]
+) -> None:
+    _start_again(folder)
+    message = ""
+    with planted(Planted(happens)):
+        try:
+            save(folder, 2, tag)
+        except CheckpointError as error:
+            message = str(error)
+    steps = [one.manifest.metadata["global_steps"] for one in _usable(folder)[:1]]
+    is_right = steps in ([1], [2]) if message else steps == [2]
+    row["count"] += 1
+    row["noticed"] += is_right
+    row["named"] += is_right and (not message or str(folder) in message)
+    if not is_right:
+        row["wrong"].append(f"{tag}, {where}: message {message[:200]!r}, loaded {steps}")
+
+
+def save(folder: Path, step: int, tag: str) -> None:
+    """Write a checkpoint of one process."""
+    chance = torch.Generator().manual_seed(step)
     names = [f"model.layers.{index}.weight" for index in range(6)] + ["model.norm.bias"]
     tensors = {name: torch.randn(16, 24, generator=chance) for name in names}
     records = {name: record_of(tensor) for name, tensor in tensors.items()}
-    write(
-        Snapshot(
-            folder,
-            tag,
-            build_mesh(Layout()),
-            tensors,
-            records,
-            records,
-            {},
-            {"global_steps": value, "client_state": {}},
-        )
-    )
+    metadata = {"global_steps": step, "client_state": {}}
+    mesh = build_mesh(Layout())
+    write(Snapshot(folder, tag, mesh, tensors, records, records, {}, metadata))
+
+
+def _row(kind: str) -> Row:
+    return {"kind": kind, "count": 0, "noticed": 0, "named": 0, "wrong": []}
+
+
+def _usable(folder: Path) -> list[Any]:
+    """Return the first checkpoint of a folder that can be loaded, if there is one."""
+    for candidate in candidates(folder):
+        try:
+            Reader(candidate).verify("full")
+        except CheckpointError:
+            continue
+        return [candidate]
+    return []
+
+
+def _start_again(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    save(folder, 1, "old")
 
 
 def _flip(chance: random.Random, path: Path, other: Path) -> str:
@@ -71,7 +143,11 @@ def _flip(chance: random.Random, path: Path, other: Path) -> str:
     at = chance.randrange(len(raw))
     raw[at] ^= 1 << chance.randrange(8)
     path.write_bytes(raw)
-    return _tensor_at(path, at)
+    if path.suffix != ".safetensors":
+        return ""
+    entries = read_json(RankManifest, path.with_suffix(".json")).shards.entries
+    hit = [name for name, one in entries.items() if one.offset <= at < one.offset + one.size]
+    return hit[0] if hit else ""
 
 
 def _cut(chance: random.Random, path: Path, other: Path) -> str:
@@ -97,122 +173,11 @@ def _swap(chance: random.Random, path: Path, other: Path) -> str:
     return ""
 
 
-DAMAGES: dict[str, Damage] = {
+DAMAGES: dict[str, Callable[[random.Random, Path, Path], str]] = {
     "bit flip": _flip,
     "truncation": _cut,
     "512 zeros": _zeros,
     "deletion": _delete,
     "swap with an older one's file": _swap,
 }
-
-
-def _tensor_at(path: Path, at: int) -> str:
-    """The tensor that a byte of a shard file belongs to."""
-    if path.suffix != ".safetensors":
-        return ""
-    entries = read_json(RankManifest, path.with_suffix(".json")).shards.entries
-    return next(
-        (name for name, entry in entries.items() if entry.offset <= at < entry.offset + entry.size),
-        "",
-    )
-
-
-def damages(folder: Path, count: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """`count` in all. The checkpoint before must be what is loaded instead."""
-    chance = random.Random(seed)
-    for value, tag in ((1, "old"), (2, "new")):
-        put(folder, value, tag)
-    older = Reader(candidates(folder, "old")[0])
-    older.verify("full")
-    files = sorted((folder / "new").iterdir())
-    found = {kind: Found(kind) for kind in DAMAGES}
-    for number in range(count):
-        kind = list(DAMAGES)[number % len(DAMAGES)]
-        # Most bytes are in the shards; every file has its turn.
-        path = chance.choice(files)
-        before = path.read_bytes()
-        tensor = DAMAGES[kind](chance, path, folder / "old" / path.name)
-        if path.exists() and path.read_bytes() == before:
-            continue
-        _look(found[kind], folder, path, tensor)
-        path.write_bytes(before)
-    Reader(candidates(folder)[0]).verify("full")
-    return [one.plain() for one in found.values()]
-
-
-def _look(one: Found, folder: Path, path: Path, tensor: str) -> None:
-    one.count += 1
-    said, taken = "", ""
-    try:
-        Reader(candidates(folder, "new")[0]).verify("full")
-    except CheckpointError as error:
-        said = str(error)
-    for candidate in candidates(folder):
-        try:
-            Reader(candidate).verify("full")
-            taken = candidate.manifest.tag
-            break
-        except CheckpointError:
-            continue
-    one.noticed += bool(said) and taken == "old"
-    names = path.stem in said and (not tensor or tensor in said)
-    one.named += names
-    if not said or taken != "old" or not names:
-        one.wrong.append(
-            f"{one.kind} of {path.name} {tensor}: said {said[:200]!r}, loaded {taken!r}"
-        )
-
-
-def failing_saves(folder: Path) -> list[dict[str, Any]]:
-    """Every call of a save fails once, and from then on, under a tag that is there and a new one: an error, or a complete
-    checkpoint."""
-    found = []
-    for kind, code in SAVE_ERRORS.items():
-        one = Found(f"save, {kind}")
-        for tag in ("old", "new"):
-            counted = Planted()
-            _anew(folder)
-            with planted(counted):
-                put(folder, 2, tag)
-            for call, name in enumerate(counted.calls):
-                for once in (True, False):
-                    _anew(folder)
-                    _fail(one, folder, tag, name, failing(call, code, once=once))
-        found.append(one)
-    one = Found("save, slow disk")
-    _anew(folder)
-    _fail(one, folder, "new", "", slow(0.02))
-    return [one.plain() for one in (*found, one)]
-
-
-def _anew(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-    put(folder, 1, "old")
-
-
-def _fail(one: Found, folder: Path, tag: str, name: str, happens: Callable[[int], None]) -> None:
-    one.count += 1
-    said = ""
-    began = time.monotonic()
-    with planted(Planted(happens)):
-        try:
-            put(folder, 2, tag)
-        except CheckpointError as error:
-            said = str(error)
-    steps = []
-    for candidate in candidates(folder):
-        try:
-            Reader(candidate).verify("full")
-            steps.append(candidate.manifest.metadata["global_steps"])
-            break
-        except CheckpointError:
-            continue
-    right = steps in ([1], [2]) if said else steps == [2]
-    one.noticed += right
-    one.named += right and (not said or str(folder) in said)
-    if not right:
-        one.wrong.append(
-            f"{tag}, {name}: said {said[:200]!r}, loaded {steps} after {time.monotonic() - began:.1f} s"
-        )
+"""Each damages a file, and returns the name of the tensor that was hit, if it is known."""

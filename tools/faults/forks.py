@@ -1,4 +1,4 @@
-"""Ranks as forks of one process that has torch in memory: a run of two ranks begins in half a second, and may be ended at any time."""
+"""Ranks as forks of a process that has imported torch: two ranks start in half a second."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.workers import free_port
+
 LOADED = (
     "plait",
     "plait.engine.build",
@@ -25,49 +26,43 @@ LOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
 )
-ALONE_SECONDS = 4.0
-"""What the others get to end in by themselves when a rank was killed; a launcher gives them more."""
+GRACE_SECONDS = 4.0
+"""Time to end for the other ranks after one has failed. A launcher gives them more."""
 
 
 def load() -> None:
-    """Import what every rank needs. Call once, before the first fork; nothing may compute or communicate in this process."""
+    """Import what every rank needs, before the first fork.
+
+    Nothing may compute or communicate in this process.
+    """
     torch.set_num_threads(1)
     for name in LOADED:
         importlib.import_module(name)
 
 
-def free_port() -> int:
-    """Of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Notes:
-    """What ranks wrote down, a line each, readable also when they were killed."""
+    """A file with one line of JSON per event. It is readable after its writers were killed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def add(self, what: str, *values: Any) -> None:
-        """By a rank. One write is atomic."""
-        line = json.dumps([what, time.monotonic(), *values]) + "\n"
+    def add(self, event: str, *values: Any) -> None:
+        """Append a line in one write, which is atomic."""
+        line = json.dumps([event, time.monotonic(), *values]) + "\n"
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(handle, line.encode())
         os.close(handle)
 
-    def read(self, what: str | None = None) -> list[list[Any]]:
-        """All, or those of one kind."""
-        try:
-            lines = self.path.read_text().splitlines()
-        except FileNotFoundError:
+    def read(self, event: str | None = None) -> list[list[Any]]:
+        """Return all lines, or those of one event."""
+        if not self.path.exists():
             return []
-        found = [json.loads(line) for line in lines]
-        return [one for one in found if what is None or one[0] == what]
+        notes = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [note for note in notes if event in (None, note[0])]
 
 
-def alone(function: Callable[..., Any], *args: Any, folder: Path) -> Any:
-    """What `function` returns, as JSON, in a process of its own: what makes a process group or a thread must not do so in this one."""
+def in_process(function: Callable[..., Any], *args: Any, folder: Path) -> Any:
+    """Return what `function` returns, as JSON, from a process that may start threads and groups."""
     answer = folder / f"answer-{function.__name__}"
 
     def work(_: int) -> None:
@@ -79,7 +74,10 @@ def alone(function: Callable[..., Any], *args: Any, folder: Path) -> Any:
 
 
 class Ranks:
-    """Of one run."""
+    """The processes of one run. Each calls `function(rank, *args)` and prints to `log`.
+
+    What the function returns is the exit code.
+    """
 
     def __init__(
         self,
@@ -89,8 +87,8 @@ class Ranks:
         log: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`function(rank, *args)` runs in each; what it returns is the exit code. They print to `log`."""
-        port = free_port()
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), **(environment or {})}
         self.pids: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
         for rank in range(world):
@@ -98,67 +96,58 @@ class Ranks:
             sys.stderr.flush()
             pid = os.fork()
             if not pid:
-                self._child(function, rank, world, port, args, log, environment or {})
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                _work(lambda rank=rank: function(rank, *args), log, shared | own)
             self.pids[rank] = pid
 
-    def _child(
-        self,
-        function: Callable[..., int | None],
-        rank: int,
-        world: int,
-        port: int,
-        args: Any,
-        log: Path,
-        environment: Mapping[str, str],
-    ) -> None:
-        code = 1
-        try:
-            os.setpgid(0, 0)
-            handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.dup2(handle, 1)
-            os.dup2(handle, 2)
-            os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-            }
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
-            code = function(rank, *args) or 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
-
-    def poll(self) -> dict[int, int]:
-        """Those that run: rank to process."""
+    def poll(self) -> list[int]:
+        """Return the ranks that are running."""
         for rank, pid in self.pids.items():
             if rank not in self.statuses:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     self.statuses[rank] = os.waitstatus_to_exitcode(status)
-        return {rank: pid for rank, pid in self.pids.items() if rank not in self.statuses}
+        return [rank for rank in self.pids if rank not in self.statuses]
 
     def kill(self, rank: int) -> None:
-        """One rank, at once."""
+        """Send SIGKILL to a rank if it is running."""
         if rank in self.poll():
             os.kill(self.pids[rank], signal.SIGKILL)
 
-    def wait(self, seconds: float, *, after_death: float = ALONE_SECONDS) -> dict[int, int]:
-        """Exit codes by rank (negative: the signal), when all have ended. When one was killed or failed, the others get `after_death`;
-        after `seconds` all are killed."""
-        ends = time.monotonic() + seconds
+    def wait(self, seconds: float) -> dict[int, int]:
+        """Wait until all ranks have ended, and return their exit codes.
+
+        The code of a rank that a signal ended is negative. All ranks are killed after `seconds`, or
+        `GRACE_SECONDS` after the first failure.
+        """
+        deadline = time.monotonic() + seconds
         while running := self.poll():
             if any(self.statuses.values()):
-                ends = min(ends, time.monotonic() + after_death)
-            if time.monotonic() > ends:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if time.monotonic() > deadline:
                 for rank in running:
                     self.kill(rank)
-                ends = time.monotonic() + 5
+                deadline = time.monotonic() + 5
             time.sleep(0.005)
         return self.statuses
+
+
+def _work(function: Callable[[], int | None], log: Path, environment: Mapping[str, str]) -> None:
+    """Run a rank, and end its process."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        os.environ.update(environment)
+        code = function() or 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)

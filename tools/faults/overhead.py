@@ -1,7 +1,8 @@
-"""What the watchdog and the checks of every step cost: a run of two ranks, in turn with them and without, round by round.
+"""Cost of the watchdog and of the checks of every step.
 
-The processes are the same, because two equal runs differ by 3 % in where their memory lies. torch's record of collectives, which the
-watchdog reads, is on in both: it is by default, and cannot be switched while a process runs.
+Two ranks run rounds in turn with both and without. The processes are the same, because equal runs
+differ by 3 % in where their memory lies. torch's record of collectives, which the watchdog reads,
+is on in both: it is by default, and cannot be switched while a process runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,80 +21,53 @@ from torch import nn
 from tools.faults.forks import Ranks
 
 HIDDEN, LAYERS, SAMPLES, WORLD = 512, 6, 64, 2
+STEPS = 8
+"""Steps per round."""
 
 
-@dataclass
-class Overhead:
-    """Medians."""
+def measure(rounds: int) -> dict[str, Any]:
+    """Return the median ratios of neighbouring rounds with both and without.
 
-    rounds: int
-    steps_a_round: int
-    step_milliseconds: float
-    """Without."""
-    wall: float
-    """Time of a round with them to that without, of neighbours."""
-    cpu: float
-    """The same of all processor time of the ranks, which other programs disturb less."""
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
-def measure(rounds: int, *, steps: int = 8) -> Overhead:
-    """Interleaved; which of the two is first alternates."""
+    `wall` is a ratio of times. `cpu` is one of processor time, which other programs disturb less.
+    """
+    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
-        run = _Run(Path(folder), steps=steps)
-        times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        for number in range(-2, rounds):
+        pipes = [(os.pipe(), os.pipe()) for _ in range(WORLD)]
+        ends = [(go[0], done[1]) for go, done in pipes]
+        log = Path(folder) / "log"
+        variables = {"PLAIT_WATCH_FOLDER": folder, "TORCH_FR_BUFFER_SIZE": "64"}
+        ranks = Ranks(_run_rounds, WORLD, ends, log=log, environment=variables)
+
+        def run_round(checked: bool) -> tuple[float, float]:
+            for go, _ in pipes:
+                os.write(go[1], b"1" if checked else b"0")
+            answers = []
+            for _, done in pipes:
+                text = os.read(done[0], 100).decode()
+                if not text or len(ranks.poll()) < WORLD:
+                    raise SystemExit(f"a rank ended:\n{log.read_text()[-2000:]}")
+                answers.append([float(number) for number in text.split()])
+            return max(wall for wall, _ in answers), sum(cpu for _, cpu in answers)
+
+        for number in range(-2, rounds):  # two rounds are not counted
             for checked in (True, False) if number % 2 else (False, True):
-                found = run.round(checked)
+                seconds = run_round(checked)
                 if number >= 0:
-                    times[checked].append(found)
-        run.end()
-    wall, cpu = (
-        [one[which] / other[which] for one, other in zip(times[True], times[False], strict=True)]
-        for which in range(2)
-    )
-    step = 1000 * statistics.median(one[0] for one in times[False]) / steps
-    return Overhead(
-        rounds,
-        steps,
-        round(step, 2),
-        round(statistics.median(wall), 4),
-        round(statistics.median(cpu), 4),
-    )
-
-
-class _Run:
-    """Two ranks that do a round when they are told to."""
-
-    def __init__(self, folder: Path, *, steps: int) -> None:
-        self._pipes = [(os.pipe(), os.pipe()) for _ in range(WORLD)]
-        ends = [(go[0], done[1]) for go, done in self._pipes]
-        self._log = folder / "log"
-        environment = {"PLAIT_WATCH_FOLDER": str(folder), "TORCH_FR_BUFFER_SIZE": "64"}
-        self._ranks = Ranks(_rounds, WORLD, ends, steps, log=self._log, environment=environment)
-
-    def round(self, checked: bool) -> tuple[float, float]:
-        """(seconds, processor seconds of all ranks)."""
-        for go, _ in self._pipes:
-            os.write(go[1], b"1" if checked else b"0")
-        found = []
-        for _, done in self._pipes:
-            text = os.read(done[0], 100).decode()
-            if not text or len(self._ranks.poll()) < WORLD:
-                raise SystemExit(f"a rank ended:\n{self._log.read_text()[-2000:]}")
-            found.append([float(number) for number in text.split()])
-        return max(wall for wall, _ in found), sum(cpu for _, cpu in found)
-
-    def end(self) -> None:
-        for go, _ in self._pipes:
+                    times[checked].append(seconds)
+        for go, _ in pipes:
             os.write(go[1], b".")
-        self._ranks.wait(20)
+        ranks.wait(20)
+
+    pairs = list(zip(times[True], times[False], strict=True))
+    wall, cpu = (
+        statistics.median(checked[index] / plain[index] for checked, plain in pairs)
+        for index in range(2)
+    )
+    step = 1000 * statistics.median(seconds for seconds, _ in times[False]) / STEPS
+    return {"rounds": rounds, "step_milliseconds": step, "wall": wall, "cpu": cpu}
 
 
-def _rounds(rank: int, ends: list[tuple[int, int]], steps: int) -> None:
+def _run_rounds(rank: int, ends: list[tuple[int, int]]) -> None:
     import plait
     from plait.comm.watch import WATCH
 
@@ -113,15 +86,17 @@ def _rounds(rank: int, ends: list[tuple[int, int]], steps: int) -> None:
     )
     batch = torch.randn(SAMPLES, HIDDEN)
     go, done = ends[rank]
-    while (told := os.read(go, 1)) != b".":
-        engine.stepper.checks_finite = told == b"1"
+    while (order := os.read(go, 1)) != b".":
+        engine.stepper.checks_finite = order == b"1"
         WATCH.disarm()
-        if told == b"1":
+        if order == b"1":
             WATCH.arm()
         engine.train_batch(batch)
         dist.barrier()
-        began, used = time.perf_counter(), time.process_time()
-        for _ in range(steps):
+        began = time.perf_counter()
+        used = time.process_time()
+        for _ in range(STEPS):
             engine.train_batch(batch)
-        os.write(done, f"{time.perf_counter() - began} {time.process_time() - used}".encode())
+        text = f"{time.perf_counter() - began} {time.process_time() - used}"
+        os.write(done, text.encode())
     engine.close()

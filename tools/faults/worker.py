@@ -1,7 +1,4 @@
-"""What `plait launch` runs in a planned fault: a small model, and one rank that does something bad in its loss at one step.
-
-plait launch --nproc-per-node 2 tools/faults/worker.py '{"kind": "stop", "rank": 1, "step": 3, "log": "FILE", ...}'
-"""
+"""What `plait launch` runs in `ranks.py`: a small model, and a fault in the loss of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,41 +19,43 @@ from torch import nn
 import plait
 
 HIDDEN = 64
+FOREVER = 10_000
 
 
-def happen(kind: str, plan: dict[str, Any]) -> None:
-    """The fault."""
-    if kind == "exception":
-        raise ValueError("a planted exception in the loss")
-    if kind == "out of memory":
-        raise MemoryError("a planted lack of memory")
-    if kind == "disk full":
-        raise OSError(28, "No space left on device", "/planted/file")
-    if kind == "bad batch":
-        torch.zeros(2, 3) @ torch.zeros(2, 3)
-    if kind == "exit 0":
-        sys.exit(0)
-    if kind == "exit 7":
-        os._exit(7)
-    if kind == "segmentation fault":
-        ctypes.string_at(0)
-    if kind == "abort":
-        os.abort()
-    if kind == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "SIGSTOP":
-        os.kill(os.getpid(), signal.SIGSTOP)
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def fail_and_stay() -> None:
+    threading.Thread(target=time.sleep, args=(FOREVER,)).start()
+    raise ValueError("a planted exception in the loss")
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "exception": lambda: fail(ValueError("a planted exception in the loss")),
+    "out of memory": lambda: fail(MemoryError("a planted lack of memory")),
+    "disk full": lambda: fail(OSError(28, "No space left on device", "/planted/file")),
+    "bad batch": lambda: torch.zeros(2, 3) @ torch.zeros(2, 3),
+    "exit 0": lambda: sys.exit(0),
+    "exit 7": lambda: os._exit(7),
+    "segmentation fault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    # A call through PyDLL keeps the lock of the interpreter.
+    "interpreter's lock": lambda: ctypes.PyDLL(None).sleep(FOREVER),
+    "failed and does not end": fail_and_stay,
+}
+
+
+def happen(kind: str) -> None:
+    """Plant the fault. The messages of a hang name this function."""
     if kind == "sleep":
-        time.sleep(10_000)
-    if kind == "interpreter's lock":
-        ctypes.PyDLL(None).sleep(10_000)  # a call through PyDLL keeps the lock
-    if kind == "blocked read":
+        time.sleep(FOREVER)
+    elif kind == "blocked read":
         os.read(os.pipe()[0], 1)
-    if kind == "failed and does not end":
-        import threading
-
-        threading.Thread(target=time.sleep, args=(10_000,)).start()
-        raise ValueError("a planted exception in the loss")
+    else:
+        FAULTS[kind]()
 
 
 def main(plan: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ def main(plan: dict[str, Any]) -> None:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": plan["stage"]},
+        "zero_optimization": {"stage": 2},
         "parallel": {"transport": plan["transport"]},
         "faults": {"timeout_seconds": plan["timeout"]},
     }
@@ -75,18 +76,15 @@ def main(plan: dict[str, Any]) -> None:
     def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         if engine.rank == plan["rank"] and step == plan["step"]:
             note("fault")
-            happen(plan["kind"], plan)
-        if (
-            plan["kind"] == "slow"
-            and chance.randrange(engine.world_size) == engine.rank
-            and step % 2
-        ):
+            happen(plan["kind"])
+        is_chosen = chance.randrange(engine.world_size) == engine.rank
+        if plan["kind"] == "slow" and is_chosen and step % 2:
             time.sleep(plan["stall"])
         return output.square().sum(), len(output)
 
-    def note(what: str) -> None:
-        with open(plan["log"], "a") as file:
-            file.write(f"{json.dumps([what, os.getpid(), engine.rank, step, time.monotonic()])}\n")
+    def note(event: str) -> None:
+        with open(plan["notes"], "a") as file:
+            file.write(f"{json.dumps([event, time.monotonic(), os.getpid()])}\n")
 
     engine = plait.initialize(model, config, loss_fn=loss_fn, weight_fn=len)
     note("start")

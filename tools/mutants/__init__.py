@@ -1,1 +1,1 @@
-"""Mutation testing with a committed list of defects: which test notices each of them, and how soon. `make mutants`."""
+"""Mutation testing with a committed catalogue: which test notices each defect, and how soon."""

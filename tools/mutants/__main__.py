@@ -1,41 +1,47 @@
-"""Plants every defect of the list, one at a time, and says which test notices it.
+"""Plant every defect of the catalogue, one at a time, and report which test notices it.
 
-    python -m tools.mutants                 all of them; writes benchmarks/results/mutants.json and docs/development/mutants.md
+    python -m tools.mutants                 all of them
     python -m tools.mutants A1 wrong-norm   these only; the results of the others stay
-    python -m tools.mutants --reaching-only     only the tests that reach a mutant; survivors are left for
-    python -m tools.mutants --survivors     those that no test noticed the last time, against the whole suite
-    python -m tools.mutants --check         only: does every defect of the list still apply?
+    python -m tools.mutants --reaching-only survivors of the tests that reach them stay open
+    python -m tools.mutants --survivors     those that no test noticed, against all tests
+    python -m tools.mutants --check         only check that every defect applies
 
-A mutant runs the tests that reach its lines, first the one that noticed it the last time, and stops at the first failure; survivors run
-everything, and then `plait verify`. Exit code 1 where fewer than 95 of 100 are noticed by the tests.
+A mutant runs the tests that reach its lines, first the one that noticed it the last time, and stops
+at the first failure. Survivors run all tests, and then `plait verify`. The command writes
+benchmarks/results/mutants.json and docs/development/mutants.md, and ends with exit code 1 if the
+tests notice fewer than 95 of 100.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
+import re
 import sys
-from collections import defaultdict
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from tools.mutants import page, results, verified
-from tools.mutants.catalogue import ROOT, Mutant, load
-from tools.mutants.probes import MARKS, probed
-from tools.mutants.runner import Copy, CutResult, run_mutant
+from tools.mutants import reach, report
+from tools.mutants.catalogue import Mutant, check, load
+from tools.planted.project import ROOT, ProjectCopy
 
 BUILD = ROOT / "build/mutants"
 SIDE_BY_SIDE = 2
-LIMIT = 600.0
-"""Seconds for one mutant's tests."""
-WANTED = 0.95
+LIMIT_SECONDS = 600.0
+"""Time for the tests that reach one mutant."""
+REQUIRED_SHARE = 0.95
+FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+NO_TESTS = 5
+"""Exit code of pytest if no test was selected."""
+NOT_EQUAL = 3
+"""Exit code of `plait verify` if a layout computes something else than one process."""
+
+Outcome = dict[str, Any]
+"""`caught_by` (empty if no test failed), `seconds`, and `ran`: `reaching` or `everything`."""
 
 
 def main() -> int:
@@ -45,155 +51,158 @@ def main() -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("ids", nargs="*", help="mutants to run; all by default")
-    parser.add_argument(
-        "--survivors",
-        action="store_true",
-        help="run those that no test noticed the last time, against everything",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="only see whether every defect applies and is valid Python",
-    )
-    parser.add_argument(
-        "--reaching-only", action="store_true", help="leave survivors for a later --survivors"
-    )
-    parser.add_argument(
-        "--reached",
-        type=Path,
-        help="use this file of an earlier run instead of finding out which tests reach what",
-    )
-    arguments = parser.parse_args()
+    parser.add_argument("--survivors", action="store_true", help="those that no test noticed")
+    parser.add_argument("--check", action="store_true", help="run nothing")
+    parser.add_argument("--reaching-only", action="store_true", help="leave survivors open")
+    parser.add_argument("--reached", type=Path, help="file of an earlier run with probes")
+    options = parser.parse_args()
+
     mutants = load()
-    unknown = sorted(set(arguments.ids) - {mutant.id for mutant in mutants})
+    unknown = sorted(set(options.ids) - {mutant.id for mutant in mutants})
     if unknown:
-        parser.error(
-            f"no mutant is called {', '.join(unknown)}; the list has {', '.join(mutant.id for mutant in mutants)}"
-        )
+        names = ", ".join(mutant.id for mutant in mutants)
+        parser.error(f"no mutant is called {', '.join(unknown)}; the catalogue has {names}")
     check(mutants)
-    if arguments.check:
+    if options.check:
         print(f"{len(mutants)} mutants apply")
         return 0
-    known, _ = results.load()
-    chosen = [m for m in mutants if not arguments.ids or m.id in arguments.ids]
-    if arguments.survivors:
-        chosen = [m for m in chosen if not known.get(m.id, {}).get("caught_by")]
+
+    results, _ = report.load()
+    selected = [one for one in mutants if not options.ids or one.id in options.ids]
+    tests = None
     BUILD.mkdir(parents=True, exist_ok=True)
-    reached = None if arguments.survivors else tests_of(arguments.reached or find_reached(mutants))
-    for mutant, outcome in run(chosen, known, reached, thorough=not arguments.reaching_only):
-        known[mutant.id] = asdict(outcome)
-        if not outcome.caught_by and outcome.ran == "everything":
-            known[mutant.id]["verify"] = verified.notices(mutant, Copy(BUILD / "verify"))
-        results.store({m.id: known[m.id] for m in mutants if m.id in known})
-    page.write(mutants, *results.load())
-    missed = [m.id for m in mutants if m.id in known and not known[m.id]["caught_by"]]
-    share = 1 - len(missed) / max(1, len(known))
+    if options.survivors:
+        selected = [one for one in selected if not results.get(one.id, {}).get("caught_by")]
+    else:
+        lines = options.reached or reach.find(mutants, BUILD, limit_seconds=9 * LIMIT_SECONDS)
+        tests = reach.tests_by_mutant(lines)
+    for mutant, outcome in run(selected, results, tests, thorough=not options.reaching_only):
+        results[mutant.id] = outcome
+        if not outcome["caught_by"] and outcome["ran"] == "everything":
+            outcome["verify"] = is_noticed_by_verify(mutant)
+        report.store({one.id: results[one.id] for one in mutants if one.id in results})
+    report.PAGE.write_text(report.page(mutants, *report.load()), encoding="utf-8")
+
+    recorded = [one.id for one in mutants if one.id in results]
+    missed = [name for name in recorded if not results[name]["caught_by"]]
+    share = 1 - len(missed) / max(1, len(recorded))
     print(
-        f"{share:.1%} of {len(known)} mutants are noticed by the tests; not noticed: {', '.join(missed) or 'none'}"
+        f"the tests notice {share:.1%} of {len(recorded)}; not {', '.join(missed) or 'noticed: 0'}"
     )
-    return 0 if share >= WANTED else 1
-
-
-def check(mutants: list[Mutant]) -> None:
-    """Raises ValueError for a mutant that does not apply to the sources as they are, or changes nothing."""
-    for mutant in mutants:
-        text = (ROOT / mutant.file).read_text(encoding="utf-8")
-        if ast.dump(ast.parse(mutant.applied(text))) == ast.dump(ast.parse(text)):
-            raise ValueError(f"mutant {mutant.id} changes nothing")
-
-
-def find_reached(mutants: list[Mutant]) -> Path:
-    """Runs the whole suite with probes; returns a file with one line of JSON a test."""
-    copy = Copy(BUILD / "probed")
-    copy.make()
-    by_file = defaultdict(list)
-    for mutant in mutants:
-        by_file[mutant.file].append(mutant)
-    for name, members in by_file.items():
-        copy.write(name, probed((ROOT / name).read_text(encoding="utf-8"), members))
-    marks = BUILD / "marks"
-    log = marks.with_suffix(".jsonl")
-    log.unlink(missing_ok=True)
-    print("which tests reach which mutant: one run of the suite with probes ...", flush=True)
-    copy.run(
-        "tools/tests.py",
-        "-p",
-        "tools.mutants.probes",
-        limit=9 * LIMIT,
-        log=BUILD / "probed.log",
-        **{MARKS: str(marks)},
-    )
-    if not log.exists():
-        raise SystemExit(f"the suite did not start; {BUILD / 'probed.log'} says why")
-    return log
-
-
-def tests_of(log: Path) -> dict[str, list[tuple[str, float]]]:
-    """Tests that reach a mutant and pass without it, with their seconds; the quickest files first, in the order of the suite within."""
-    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for line in log.read_text(encoding="utf-8").splitlines():
-        row: dict[str, Any] = json.loads(line)
-        for mutant in row["reached"] if not row["failed"] else ():
-            found[mutant].append((row["test"], row["seconds"]))
-    ordered = {}
-    for mutant, tests in found.items():
-        of_file: dict[str, float] = defaultdict(float)
-        for test, seconds in tests:
-            of_file[test.partition("::")[0]] += seconds
-        ordered[mutant] = sorted(tests, key=lambda entry: of_file[entry[0].partition("::")[0]])
-    return ordered
+    return 0 if share >= REQUIRED_SHARE else 1
 
 
 def run(
     mutants: list[Mutant],
-    known: dict[str, Any],
-    reached: dict[str, list[tuple[str, float]]] | None,
+    results: dict[str, Outcome],
+    tests: dict[str, list[str]] | None,
     *,
     thorough: bool,
-) -> Any:
-    """Yields (mutant, outcome) in the list's order. `thorough`: survivors of the tests that reach them run everything."""
-    copies: SimpleQueue[Copy] = SimpleQueue()
-    for index in range(min(SIDE_BY_SIDE, len(mutants))):
-        copy = Copy(BUILD / f"copy-{index}")
-        copy.make()
-        copies.put(copy)
+) -> Iterator[tuple[Mutant, Outcome]]:
+    """Run the tests against each mutant, and yield the outcomes in the order of the catalogue.
 
-    def one(mutant: Mutant) -> CutResult:
+    Args:
+        mutants: Mutants to run.
+        results: Outcomes of earlier runs. The test that noticed a mutant runs first.
+        tests: Tests that reach each mutant, or None to run all tests against each.
+        thorough: Whether survivors of the tests that reach them run all tests.
+    """
+    copies: SimpleQueue[ProjectCopy] = SimpleQueue()
+    for index in range(min(SIDE_BY_SIDE, len(mutants))):
+        copies.put(ProjectCopy(BUILD / f"copy-{index}"))
+
+    def test(mutant: Mutant) -> Outcome:
         copy = copies.get()
         try:
-            log = BUILD / f"{mutant.id}.log"
-            if reached is not None:
-                last = known.get(mutant.id, {}).get("caught_by", "")
-                tests = [test for test, _ in reached.get(mutant.id, [])]
-                tests = [test for test in [last] if test in tests] + [
-                    test for test in tests if test != last
-                ]
-                outcome = run_mutant(mutant, copy, tests, limit=LIMIT, log=log) if tests else None
-                if outcome is not None and (outcome.caught_by or not thorough):
+            reaching = [] if tests is None else tests.get(mutant.id, [])
+            if reaching:
+                last = results.get(mutant.id, {}).get("caught_by", "")
+                # A stable sort: the test that noticed the mutant the last time comes first.
+                reaching = sorted(reaching, key=lambda name: name != last)
+                outcome = test_mutant(mutant, copy, reaching, limit_seconds=LIMIT_SECONDS)
+                if outcome["caught_by"] or not thorough:
                     return outcome
-            return run_mutant(mutant, copy, None, limit=3 * LIMIT, log=log)
+            return test_mutant(mutant, copy, None, limit_seconds=3 * LIMIT_SECONDS)
         finally:
             copies.put(copy)
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console()
-    with (
-        ThreadPoolExecutor(SIDE_BY_SIDE) as threads,
-        Progress(*columns, console=console) as progress,
-    ):
-        task = progress.add_task("mutants", total=len(mutants))
-        for mutant, outcome in zip(mutants, threads.map(one, mutants), strict=True):
-            said = f"noticed by {outcome.caught_by}" if outcome.caught_by else "NOT NOTICED"
-            progress.console.print(
-                f"{mutant.id}: {said} ({outcome.seconds:.0f} s)", soft_wrap=True, highlight=False
-            )
-            progress.advance(task)
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+        outcomes = threads.map(test, mutants)
+        for number, (mutant, outcome) in enumerate(zip(mutants, outcomes, strict=True), 1):
+            by = f"noticed by {outcome['caught_by']}" if outcome["caught_by"] else "NOT NOTICED"
+            count = f"{number}/{len(mutants)}"
+            print(f"{count} {mutant.id}: {by} ({outcome['seconds']:.0f} s)", flush=True)
             yield mutant, outcome
+
+
+def test_mutant(
+    mutant: Mutant, copy: ProjectCopy, tests: list[str] | None, *, limit_seconds: float
+) -> Outcome:
+    """Run `tests` in this order, or all if None, until the first failure.
+
+    Tests that do not end within the limit count as a failure: `make test` would not end either.
+    """
+    log = BUILD / f"{mutant.id}.log"
+    arguments = log.with_suffix(".args")
+    arguments.write_text("\n".join(tests or ["tests"]) + "\n", encoding="utf-8")
+    options = ("-x", "-q", "--no-header", "-rfE", "-p", "no:cacheprovider", f"@{arguments}")
+    began = time.monotonic()
+    with copy.planted(mutant.file, mutant.applied()):
+        code, output = copy.run("-m", "pytest", *options, limit_seconds=limit_seconds, log=log)
+    failure = FIRST_FAILURE.search(output)
+    if code in (0, NO_TESTS):
+        caught_by = ""
+    elif code is None:
+        caught_by = "(hangs)"
+    else:
+        caught_by = failure[1] if failure else "(does not start)"
+    return {
+        "caught_by": caught_by,
+        "seconds": round(time.monotonic() - began, 1),
+        "ran": "everything" if tests is None else "reaching",
+    }
+
+
+VERIFIED = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 176,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 301,
+        }
+    },
+}
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"dp_replicate": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_shard": 2, "pp": 2},
+    {"dp_shard": 2, "tp": 2, "sequence_parallel": True},
+)
+"""Section `parallel` of the files that `plait verify` runs, by ZeRO stage."""
+
+
+def is_noticed_by_verify(mutant: Mutant) -> bool:
+    """Return whether `plait verify` finds a difference in one of `LAYOUTS`."""
+    copy = ProjectCopy(BUILD / "verify")
+    with copy.planted(mutant.file, mutant.applied()):
+        for stage, parallel in enumerate(LAYOUTS):
+            file = copy.folder / f"verify-{stage}.json"
+            settings = {"zero_optimization": {"stage": stage}, "parallel": parallel}
+            file.write_text(json.dumps(VERIFIED | settings), encoding="utf-8")
+            log = BUILD / f"{mutant.id}-verify.log"
+            command = ("-m", "plait", "verify", str(file))
+            code, _ = copy.run(*command, limit_seconds=LIMIT_SECONDS, log=log)
+            if code == NOT_EQUAL:
+                return True
+    return False
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""The list of planted defects, `defects/*.yaml`: each replaces a piece of one source file that occurs there exactly once."""
+"""The planted defects, `defects/*.yaml`. Each replaces text that occurs once in a source file."""
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tools.planted.project import ROOT
+
 LISTS = Path(__file__).parent / "defects"
 
 
@@ -23,43 +25,61 @@ class Mutant:
     old: str
     new: str
     author: str
-    """The list that it comes from: `known` holds defects that Plait once had, `fresh` was written without knowing the tests."""
+    """Name of the list, without its suffix. `known` has defects that Plait once had. `fresh` was
+    written without knowledge of the tests."""
 
-    def applied(self, text: str) -> str:
-        """`text` of the file with the defect in it. Raises ValueError where `old` does not occur exactly once."""
-        found = text.count(self.old)
-        if found != 1:
+    def applied(self) -> str:
+        """Return the text of the file with the defect.
+
+        Raises:
+            ValueError: The old text does not occur exactly once.
+        """
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1:
             raise ValueError(
-                f"mutant {self.id}: the old text occurs {found} times in {self.file}, not once"
+                f"mutant {self.id}: the old text occurs {count} times in {self.file}, not once"
             )
         return text.replace(self.old, self.new)
 
     def line(self, text: str) -> int:
-        """The first line, from 1, that the defect changes."""
-        before = text.index(self.old)
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(self.old, self.new, strict=False)) if a != b),
-            min(len(self.old), len(self.new)),
-        )
-        return text.count("\n", 0, before + shared) + 1
+        """Return the number of the first line of `text` that the defect changes."""
+        pairs = zip(self.old, self.new, strict=False)
+        shorter = min(len(self.old), len(self.new))
+        shared = next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
+        return text.count("\n", 0, text.index(self.old) + shared) + 1
 
 
 def load(folder: Path = LISTS) -> list[Mutant]:
-    """All mutants, ordered by list and place. Raises ValueError for one that is not well-formed or two of one id."""
+    """Return all mutants, ordered by list and place.
+
+    Raises:
+        ValueError: An entry is not well-formed, or two have the same id.
+    """
     mutants: list[Mutant] = []
     for path in sorted(folder.glob("*.yaml")):
         for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
             if set(entry) != {"id", "what", "file", "old", "new"}:
                 raise ValueError(
-                    f"{path}: {entry.get('id')}: id, what, file, old and new are needed, and nothing else"
+                    f"{path}: {entry.get('id')}: the keys must be id, what, file, old and new"
                 )
-            values = {
-                key: str(value).strip("\n") if key in ("old", "new") else str(value)
-                for key, value in entry.items()
-            }
+            values = {key: str(value) for key, value in entry.items()}
+            values |= {key: values[key].strip("\n") for key in ("old", "new")}
             mutants.append(Mutant(**values, author=path.stem))
     ids = [mutant.id for mutant in mutants]
-    twice = sorted({id for id in ids if ids.count(id) > 1})
-    if twice:
-        raise ValueError(f"ids used twice: {', '.join(twice)}")
+    repeated = sorted({name for name in ids if ids.count(name) > 1})
+    if repeated:
+        raise ValueError(f"ids used twice: {', '.join(repeated)}")
     return mutants
+
+
+def check(mutants: list[Mutant]) -> None:
+    """Check that every mutant applies to the sources and changes them.
+
+    Raises:
+        ValueError: A mutant does not apply, or changes nothing.
+    """
+    for mutant in mutants:
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        if ast.dump(ast.parse(mutant.applied())) == ast.dump(ast.parse(text)):
+            raise ValueError(f"mutant {mutant.id} changes nothing")

@@ -1,4 +1,4 @@
-"""The two baselines: a small Llama split by Plait, and the same block split by hand with torch's own styles."""
+"""A small Llama split by Plait, and the same block split by hand with the styles of torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,18 @@
+"""The command line of a benchmark: `python -m benchmarks.NAME [--quick]`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+
+
+def command(name: str, description: str | None) -> ArgumentParser:
+    """Return a parser with the option that all benchmarks have."""
+    parser = ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, to see that all runs; writes nothing"
+    )
+    return parser

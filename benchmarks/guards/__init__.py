@@ -1,1 +1,0 @@
-"""What the guards that are always on cost in a step."""

@@ -1,1 +1,0 @@
-"""Host time of a tensor-parallel block, Plait beside torch's own styles."""

@@ -1,0 +1,113 @@
+"""Results of the last runs in benchmarks/results/mutants.json, and docs/development/mutants.md.
+
+The JSON file has three entries. "date" is the date of the last run. "noticed" maps a test file to
+its tests, a test to the mutants that it was the first to notice, and a mutant to the seconds until
+that failure. "missed" maps the other mutants to what ran, the seconds, and whether `plait verify`
+notices them. Grouping by test keeps the file below 20 KB.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.report import markdown, today
+from tools.mutants.catalogue import Mutant
+from tools.planted.project import ROOT
+
+RESULTS = ROOT / "benchmarks/results/mutants.json"
+PAGE = ROOT / "docs/development/mutants.md"
+TITLES = {
+    "fresh": "Planted without knowledge of the tests",
+    "known": "Defects that Plait once had, and similar ones",
+    "stale": "Checkpoints that hold another state than that of the call",
+    "compat": "Interfaces of other libraries",
+    "context": "Context parallelism",
+    "experts": "Experts",
+    "inference": "Inference",
+    "standby": "Standby processes",
+    "trainer": "Trainer of Transformers",
+}
+
+
+def load(path: Path = RESULTS) -> tuple[dict[str, Any], str]:
+    """Return the results keyed by mutant, and the date of the last run. Empty if nothing has run."""
+    if not path.exists():
+        return {}, ""
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    results = {
+        mutant: {"caught_by": "", **outcome} for mutant, outcome in recorded["missed"].items()
+    }
+    for file, tests in recorded["noticed"].items():
+        for test, mutants in tests.items():
+            caught_by = f"{file}::{test}" if test else file
+            for mutant, seconds in mutants.items():
+                results[mutant] = {"caught_by": caught_by, "seconds": seconds}
+    return results, recorded["date"]
+
+
+def store(results: dict[str, Any], path: Path = RESULTS, date: str | None = None) -> None:
+    """Write results keyed by mutant, as of `date` (default: today)."""
+    noticed: dict[str, dict[str, dict[str, float]]] = {}
+    missed = {}
+    for mutant, outcome in results.items():
+        seconds = round(outcome["seconds"])
+        if outcome["caught_by"]:
+            file, _, test = outcome["caught_by"].partition("::")
+            noticed.setdefault(file, {}).setdefault(test, {})[mutant] = seconds
+        else:
+            verify = outcome.get("verify", False)
+            missed[mutant] = {"seconds": seconds, "ran": outcome["ran"], "verify": verify}
+
+    # One line per test file.
+    lines = [f"  {json.dumps(file)}: {json.dumps(tests)}" for file, tests in noticed.items()]
+    head = f'{{\n "date": {json.dumps(date or today())},\n "missed": {json.dumps(missed)},\n'
+    text = f'{head} "noticed": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def page(mutants: list[Mutant], results: dict[str, Any], date: str) -> str:
+    """Return the page for results of which the newest are of `date`."""
+    recorded = [mutant.id for mutant in mutants if mutant.id in results]
+    missed = {name: results[name] for name in recorded if not results[name]["caught_by"]}
+    by_verify = [name for name, outcome in missed.items() if outcome.get("verify")]
+    unfinished = [name for name, outcome in missed.items() if outcome["ran"] != "everything"]
+    survivors = missed.keys() - {*by_verify, *unfinished}
+    lines = [
+        "# Mutants",
+        "",
+        "Written by `make mutants`; do not edit. Each row is a defect that was planted alone into "
+        "the sources, with the first test",
+        "of `make test` that failed. For each defect the tests that reach its lines run until the "
+        "first failure; if none fails, all",
+        "tests run. Seconds are from the start of pytest to that failure, with two defects tested "
+        "at the same time.",
+        "",
+        f"**{len(recorded) - len(missed)} of {len(recorded)} are noticed by `make test`.** "
+        f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. "
+        f"Not noticed: {', '.join(name for name in missed if name in survivors) or 'none'}. "
+        "Not noticed by the tests that reach them, and not run against all tests yet: "
+        f"{', '.join(unfinished) or 'none'}. "
+        f"Not run yet: {len(mutants) - len(recorded)} of {len(mutants)}. Last run: {date}.",
+    ]
+    for author, title in TITLES.items():
+        rows = [_row(one, results.get(one.id)) for one in mutants if one.author == author]
+        table = markdown(("defect", "what goes wrong", "noticed by", "s"), rows, right=(3,))
+        lines += ["", f"## {title}", "", table.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(mutant: Mutant, result: dict[str, Any] | None) -> tuple[str, ...]:
+    place = f"{mutant.what} (`{mutant.file}`)"
+    if result is None:
+        return mutant.id, place, "not run yet", ""
+    if result["caught_by"]:
+        by = f"`{result['caught_by']}`"
+    elif result.get("verify"):
+        by = "`plait verify` only"
+    elif result["ran"] == "everything":
+        by = "**nothing**"
+    else:
+        by = "no test that reaches it; not run against everything yet"
+    return mutant.id, place, by, f"{result['seconds']:.0f}"

@@ -1,0 +1,85 @@
+"""Commands that run with a time limit, in the project or in a copy that holds a defect."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
+    """Return the environment of a command that imports the sources below `root`."""
+    paths = {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **paths, **variables}
+
+
+def run(
+    *arguments: str, root: Path = ROOT, limit_seconds: float, log: Path, **variables: str
+) -> tuple[int | None, str]:
+    """Run Python in `root` and write what it prints to `log`.
+
+    Returns:
+        The exit code, or None if the command was killed at the limit, and the text of the log. No
+        process of the command is left.
+    """
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=root,
+            env=environment(root, **variables),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code, log.read_text(encoding="utf-8", errors="replace")
+
+
+class ProjectCopy:
+    """A new copy of the files of the project, without its history and what git ignores."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def write(self, name: str, text: str) -> None:
+        """Replace the text of a file."""
+        (self.folder / name).write_text(text, encoding="utf-8")
+        # Python compares whole seconds and sizes, and would run the old compiled file.
+        for compiled in (self.folder / name).parent.glob(f"__pycache__/{Path(name).stem}.*"):
+            compiled.unlink()
+
+    @contextmanager
+    def planted(self, name: str, text: str) -> Iterator[None]:
+        """Replace the text of a file inside the context, and restore that of the project."""
+        self.write(name, text)
+        try:
+            yield
+        finally:
+            self.write(name, (ROOT / name).read_text(encoding="utf-8"))
+
+    def run(
+        self, *arguments: str, limit_seconds: float, log: Path, **variables: str
+    ) -> tuple[int | None, str]:
+        """Run Python in the copy. See `run`."""
+        return run(*arguments, root=self.folder, limit_seconds=limit_seconds, log=log, **variables)
