@@ -18,10 +18,8 @@
 #   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml
 #                      allows, in separate environments; writes docs/development/versions-packages.md
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
-#   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make step-counts   kernels, copies, collectives and waits of a step compared with plain torch, minutes
 #                      (needs a C++ compiler); writes docs/development/step_counts.md
-#   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
 #   make faults        plants faults in runs and checkpoints and checks the outcome, minutes; ARGS=nightly for all;
 #                      writes docs/development/faults.md
 #   make reference-docs writes docs/reference: configuration, command line, Python
@@ -36,7 +34,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers bench-step step-counts bench-pipeline faults reference-docs coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores bitsandbytes torchao versions versions-lowest versions-newest mutants proof lint format types layers step-counts faults reference-docs coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -108,14 +106,8 @@ types: environment
 layers: environment
 	$(VENV)/bin/lint-imports
 
-bench-step: environment
-	$(RUN) -m benchmarks.training_step $(ARGS)
-
 step-counts: environment
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m benchmarks.step_counts $(ARGS)
-
-bench-pipeline: environment
-	$(RUN) -m benchmarks.pipeline_step $(ARGS)
 
 faults: environment
 	OMP_NUM_THREADS=1 $(RUN) -m tools.faults $(ARGS)

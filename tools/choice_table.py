@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.common.report import markdown
+from benchmarks.common.report import markdown, with_section
 from plait.comm.choose import Cost, GroupLinks, Level, Link, choose_buckets, describe
 from plait.comm.quantise import packed_bytes
 from plait.sizes import GIB, KIB, MIB, format_bytes
@@ -17,7 +17,7 @@ from plait.sizes import GIB, KIB, MIB, format_bytes
 ROOT = Path(__file__).parents[1]
 TOPOLOGIES = ROOT / "tests" / "unit" / "comm" / "topologies.json"
 DOCUMENT = ROOT / "docs" / "explanation" / "communication.md"
-BEGIN, END = "<!-- tools/choice_table.py -->\n", "<!-- end -->\n"
+MARK = "tools/choice_table.py"
 ON_A_GPU = 2e-11
 """Seconds a byte to quantise with all of its steps and error feedback: about 30 passes over memory of 1.5 TB/s. Not measured."""
 GRADIENTS = (64 * KIB, 100 * MIB, 4 * GIB)
@@ -72,19 +72,14 @@ def table() -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return (
-        f"{seconds * 1e6:.0f} us"
-        if seconds < 1e-3
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds < 1
-        else f"{seconds:.3g} s"
-    )
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def written(text: str) -> str:
-    """The document's text with the table of now between its marks."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    """Return the text of the document with the current table."""
+    return with_section(text, MARK, table())
 
 
 if __name__ == "__main__":

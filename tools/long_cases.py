@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.mutants.results import load
+from tools.mutants.report import load
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "long_cases.txt"

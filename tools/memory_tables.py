@@ -456,6 +456,12 @@ secondary partition (hpZ), and an all-reduce algorithm that the file selects.
 
 Written by `python tools/memory_tables.py`; do not edit. torch {torch.__version__}, CPU operators.
 
+## Model states
+
+The states of Llama-3.1-8B per rank for every ZeRO stage, from the ledger (`python -m tools.figures zero_memory`):
+
+![model states per rank](../figures/zero_memory.svg)
+
 ## The peak of a step
 
 The table shows the peak of allocated bytes on rank 0 during a step, with micro-batches of {SAMPLES} x {LENGTH} tokens. The bytes

@@ -8,19 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.common.report import markdown
+from benchmarks.common.report import markdown, with_section
 from plait.hf.fields import FIELDS, SEQ2SEQ, TRL, ArgumentField
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "how-to" / "trainer.md"
-END = "<!-- end -->\n"
 
 
 def tables() -> dict[str, str]:
-    """Return the tables as markdown, keyed by the line that stands before each in the document."""
-    trainer = _table(FIELDS | SEQ2SEQ)
+    """Return the tables as Markdown, keyed by their marks in the document."""
     return {
-        "<!-- tools/trainer_fields.py -->\n": trainer,
-        "<!-- tools/trainer_fields.py: TRL -->\n": _table(TRL),
+        "tools/trainer_fields.py": _table(FIELDS | SEQ2SEQ),
+        "tools/trainer_fields.py: TRL": _table(TRL),
     }
 
 
@@ -35,10 +33,9 @@ def _table(known: dict[str, ArgumentField]) -> str:
 
 
 def written(text: str) -> str:
-    """The document with the tables."""
-    for begin, table in tables().items():
-        before, rest = text.split(begin)
-        text = f"{before}{begin}{table}\n{END}{rest.split(END, 1)[1]}"
+    """Return the text of the document with the current tables."""
+    for mark, table in tables().items():
+        text = with_section(text, mark, f"{table}\n")
     return text
 
 

@@ -19,8 +19,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.chooser.worker import start
+from benchmarks.common.command import command
 from benchmarks.common.load import ForeignMeter
-from benchmarks.common.report import aligned, facts, markdown, write
+from benchmarks.common.report import aligned, facts, markdown, say, write
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.two_nodes.network import Lab, NoLab, lab
 from plait.comm.choose import AlgorithmChoice, GroupLinks, Level, choose_all_reduce, refined
@@ -125,15 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if right >= SHARE else 1
 
 
-def say(line: str) -> None:
-    """Progress, on stderr, so that stdout holds the table."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chooser", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command("chooser", __doc__)
     parser.add_argument(
         "--fit-seconds",
         type=float,
@@ -162,9 +156,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="",
         metavar="TEXT",
         help="only the scenes whose title has the text; writes nothing",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a minute, to see that everything runs; writes nothing"
     )
     options = parser.parse_args(arguments)
     if options.quick:

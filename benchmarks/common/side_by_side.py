@@ -1,27 +1,64 @@
-"""Times of several ways to compute one training step, in the same processes, round by round."""
+"""Times of several ways to compute one training step, in the same two processes, round by round."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
-RESULTS = Path(__file__).parents[1] / "results"
-AGREE = 1e-3
-"""Relative difference of losses in float32 below which two ways compute the same step."""
+from benchmarks.common.command import command
+from benchmarks.common.report import store
+from benchmarks.common.workers import free_port
+
+RANKS = 2
+ROUNDS = 15
+QUICK_TOKENS = 128
+LARGEST_DIFFERENCE = 1e-3
+"""Relative difference of float32 losses up to which two ways compute the same step."""
+
+Step = Callable[[], float]
+"""One training step on this rank. Returns the loss."""
+MakeSteps = Callable[[int, int], Mapping[str, Step]]
+"""Takes the rank and the number of tokens. The first of its steps is the baseline."""
 
 
-def side_by_side(
-    steps: Mapping[str, Callable[[], float]], name: str, *, rounds: int, tokens: int
+def run(name: str, description: str | None, make_steps: MakeSteps, *, tokens: int) -> None:
+    """Run the command of a benchmark, which writes benchmarks/results/NAME.json."""
+    quick = command(name, description).parse_args().quick
+    sizes = (1, QUICK_TOKENS) if quick else (ROUNDS, tokens)
+    arguments = (name, make_steps, *sizes, free_port(), quick)
+    mp.spawn(_work, args=arguments, nprocs=RANKS)  # type: ignore[no-untyped-call]
+
+
+def _work(
+    rank: int, name: str, make_steps: MakeSteps, rounds: int, tokens: int, port: int, quick: bool
 ) -> None:
-    """Run every way `rounds` times, the first one as the baseline; rank 0 prints and writes `results/NAME.json`. Collective. Raises
-    ValueError where losses differ."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    times = _time(make_steps(rank, tokens), rounds)
+    if rank == 0:
+        baseline = next(iter(times.values()))
+        results = {}
+        for way, seconds in times.items():
+            ratios = [ours / theirs for ours, theirs in zip(seconds, baseline, strict=True)]
+            milliseconds = round(1e3 * statistics.median(seconds), 1)
+            ratio = round(statistics.median(ratios), 3)
+            results[way] = {"milliseconds": milliseconds, "ratio": ratio}
+            print(f"{way:18s} {results[way]}")
+        if not quick:
+            sizes = {"rounds": rounds, "tokens": tokens, "ranks": RANKS}
+            store(name, {**sizes, "results": results}, "torch", "transformers")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _time(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Return seconds per round. Raises ValueError if losses differ."""
     times: dict[str, list[float]] = {way: [] for way in steps}
     for index in range(rounds + 1):
         losses = {}
@@ -29,27 +66,10 @@ def side_by_side(
             dist.barrier()
             began = time.perf_counter()
             losses[way] = step()
-            if index:  # the first one warms up
+            if index:  # the first round is not counted
                 times[way].append(time.perf_counter() - began)
         expected = next(iter(losses.values()))
-        if any(abs(loss - expected) > AGREE * abs(expected) for loss in losses.values()):
+        allowed = LARGEST_DIFFERENCE * abs(expected)
+        if any(abs(loss - expected) > allowed for loss in losses.values()):
             raise ValueError(f"the losses of round {index} differ: {losses}")
-    if dist.get_rank():
-        return
-    baseline, results = next(iter(times.values())), {}
-    for way, values in times.items():
-        ratios = [ours / theirs for ours, theirs in zip(values, baseline, strict=True)]
-        results[way] = {
-            "milliseconds": round(1e3 * statistics.median(values), 1),
-            "ratio": round(statistics.median(ratios), 3),
-        }
-        print(f"{way:18s} {results[way]}")
-    document = {
-        "rounds": rounds,
-        "tokens": tokens,
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "results": results,
-    }
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return times

@@ -1,6 +1,6 @@
 """Times generation by a Llama of 190 M parameters (float32, one thread), and takes its peak of memory.
 
-    python -m benchmarks.inference            some minutes on a quiet machine
+    python -m benchmarks.inference [--quick]    some minutes on a quiet machine
 
 - in memory: Plait beside Transformers;
 - from disk, a fifth of the weights' size as budget, files out of the kernel's cache: Plait beside accelerate; the share of the rate at
@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -29,9 +28,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.report import facts
+from benchmarks.common.command import command
+from benchmarks.common.report import store
 
-RESULT = Path(__file__).parents[2] / "benchmarks/results/inference.json"
 REQUESTS, TOKENS = 4, 8
 OVERLAPPED = 64
 """Requests whose tokens take so long that memory can be copied in a third of it."""
@@ -80,15 +79,17 @@ def quickest(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    quick = command("inference", __doc__).parse_args().quick
     build = Path.cwd() / "build"
     build.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build) as place:
         folder, disk = Path(place) / "model", Path(place) / "offload"
         disk.mkdir()
-        size = made(folder, LAYERS)
+        size = made(folder, 2 if quick else LAYERS)
+        if quick:
+            for engine, asked in (("transformers", {}), ("plait", {}), ("plait", {"budget": size})):
+                print(engine, asked, run(folder, engine, rounds=1, **asked))
+            return
         budget = size // 5
         resident = [(run(folder, "transformers"), run(folder, "plait")) for _ in range(TURNS)]
         rows = {
@@ -191,10 +192,7 @@ def main() -> None:
         "budgets": {str(key): row for key, row in budgets.items()},
         "same_tokens": same,
     }
-    RESULT.write_text(
-        json.dumps({"machine": facts("torch", "transformers", "accelerate"), **content}, indent=1)
-        + "\n"
-    )
+    store("inference", content, "torch", "transformers", "accelerate")
     sys.exit(not same)
 
 

@@ -14,12 +14,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import write
+from benchmarks.common.command import command
+from benchmarks.common.report import say, write
 from benchmarks.common.workers import WorkerGroupError
 from benchmarks.pipeline_step import group, report
 from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS, Layout
 from benchmarks.pipeline_step.workload import Workload
-from benchmarks.training_step.group import say
 from benchmarks.training_step.rounds import Pace
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -59,20 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [layout.name for layout in LAYOUTS]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline_step", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command("pipeline_step", __doc__)
     parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="default: all")
     parser.add_argument(
         "--profile",
         choices=list(BY_NAME),
         metavar="NAME",
         help=f"instead, profile one of {' '.join(BY_NAME)}",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a small model and 2 rounds of 1 step, to see that everything runs; writes nothing",
     )
     parser.add_argument(
         "--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.load import wait_for_quiet
-from benchmarks.common.report import facts
+from benchmarks.common.report import facts, say
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.pipeline_step import report
 from benchmarks.pipeline_step.baselines import Layout
@@ -16,7 +16,7 @@ from benchmarks.pipeline_step.worker import start
 from benchmarks.pipeline_step.workload import Workload
 from benchmarks.training_step import agreement, rounds
 from benchmarks.training_step.baselines import Baseline
-from benchmarks.training_step.group import START_SECONDS, say, show_profile
+from benchmarks.training_step.group import START_SECONDS, show_profile
 
 PACKAGES = ("torch", "transformers", "plait")
 

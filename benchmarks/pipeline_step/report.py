@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common import summary
-from benchmarks.common.report import aligned, markdown
+from benchmarks.common.report import aligned, machine_line, markdown
 from benchmarks.common.statistics import paired_ratio, spread
 from benchmarks.common.summary import failed_row, phase_row, ratio_cell
 from benchmarks.pipeline_step.baselines import TARGET, Layout
@@ -146,13 +146,9 @@ def page(layouts: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(found: Mapping[str, Any]) -> str:
     machine, work, pace = found["machine"], found["workload"], found["pace"]
-    versions = ", ".join(
-        f"{name} {version}" for name, version in machine["versions"].items() if version
-    )
     clipping = f"clipping at {work['clip']}" if work["clip"] else "no clipping"
     about = (
-        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
-        f"Python {machine['python']}, {versions}.",
+        machine_line(machine),
         f"Llama of {work['parameters'] / 1e6:.1f} M parameters ({work['layers']} layers, hidden {work['hidden']}, vocabulary "
         f"{work['vocabulary']}), float32, sequence {work['sequence']}, {work['slices']} x {work['micro_batches']} micro-batches of "
         f"{work['micro_batch']}, {work['ranks']} gloo ranks of {work['threads']} thread, fused AdamW, {clipping}; {pace['rounds']} rounds "

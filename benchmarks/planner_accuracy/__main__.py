@@ -8,12 +8,12 @@ Nothing runs but arithmetic; the result is the same on every machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.command import command
 from benchmarks.planner_accuracy import published, recorded
 from benchmarks.planner_accuracy.held_out import left_out, with_widths_of_others
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
@@ -28,13 +28,14 @@ PAGE = ROOT / "docs/explanation/planner_accuracy.md"
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    arguments = command("planner_accuracy", __doc__)
     arguments.add_argument(
         "--learn", action="store_true", help="learn the shipped constants from all sources"
     )
     given = arguments.parse_args()
+    if given.quick:
+        print(markdown(recorded.load()))
+        return
     if given.learn:
         write(with_widths_of_others(learn(rows_of("runs", "sweeps"))), CONSTANTS)
     runs, sweep, memory = rows_of("runs"), rows_of("sweeps"), rows_of("oom")

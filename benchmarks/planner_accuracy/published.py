@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
+from benchmarks.common.report import read
+from benchmarks.planner_accuracy.frameworks import DATA, knowledge, read_runs
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate
@@ -25,55 +26,6 @@ from plait.planner.request import Request
 from plait.planner.search import plan, price
 from plait.planner.step_time import STEP_TERMS
 from plait.sizes import GIB
-
-_MEGATRON = {
-    "gated_mlp": "n",
-    "n_kv_heads": "",
-    "vocab": "51200",
-    "moe": "",
-    "tied_emb": "y",
-    "gpu": "A100-80GB-SXM",
-    "gpus_per_node": "8",
-}
-_LLAMA3_405B = {
-    "n_layers": "126",
-    "hidden": "16384",
-    "n_heads": "128",
-    "n_kv_heads": "8",
-    "ffn_hidden": "53248",
-    "vocab": "128256",
-    "gated_mlp": "y",
-    "tied_emb": "n",
-    "moe": "",
-    "gpu": "H100-80GB-SXM",
-    "gpus_per_node": "8",
-    "precision": "bf16",
-    "micro_batch": "1",
-    "tp": "8",
-    "sp": "y",
-    "pp": "16",
-    "vpp": "8",
-    "zero_or_fsdp": "ZeRO-1",
-    "recompute": "none",
-    "framework": "Llama 3's own",
-}
-_NVIDIA = {
-    "n_heads": "64",
-    "n_kv_heads": "8",
-    "n_layers": "80",
-    "hidden": "8192",
-    "gated_mlp": "y",
-    "tied_emb": "n",
-    "moe": "",
-    "gpu": "H100-80GB-SXM",
-    "gpus_total": "512",
-    "gpus_per_node": "8",
-    "precision": "bf16",
-    "micro_batch": "1",
-    "zero_or_fsdp": "ZeRO-1",
-    "recompute": "none",
-    "framework": "NeMo 24.09 (Megatron-Core)",
-}
 
 
 @dataclass(frozen=True)
@@ -89,180 +41,9 @@ class Published:
     """Of a GPU, where the source prints that and no seconds."""
 
 
-PUBLISHED = (
-    Published(
-        "llama-3-8b",
-        "h100-hbm2e",
-        "TITANLOG-0002",
-        "torchtitan's log in torchao's tutorial, H100 of 500 W",
-    ),
-    Published(
-        "llama-3-8b",
-        "h100",
-        {
-            **_NVIDIA,
-            "n_layers": "32",
-            "hidden": "4096",
-            "n_heads": "32",
-            "ffn_hidden": "14336",
-            "vocab": "128256",
-            "seq_len": "8192",
-            "global_batch": "8192",
-            "tp": "1",
-            "sp": "n",
-            "pp": "1",
-            "vpp": "1",
-            "cp": "2",
-            "dp": "256",
-        },
-        "NVIDIA's recipe for 8 to 128 GPUs (DGX Cloud benchmarks), continued to 512",
-    ),
-    Published("llama-3-70b", "h100", "NEMO2407-0012", "NeMo 24.07 performance summary, float8"),
-    Published("llama-3-70b", "h100", "DGXC-0006", "NVIDIA's DGX Cloud benchmarks, NeMo 24.09"),
-    Published("llama-2-70b", "a100", "XTUNER-0012", "XTuner's benchmark of long sequences"),
-    Published(
-        "qwen2.5-72b",
-        "h100",
-        {
-            **_NVIDIA,
-            "ffn_hidden": "29568",
-            "vocab": "152064",
-            "seq_len": "131072",
-            "global_batch": "256",
-            "tp": "8",
-            "sp": "y",
-            "pp": "4",
-            "vpp": "5",
-            "cp": "16",
-            "dp": "1",
-        },
-        "NeMo's recipe llama3_70b_64k, twice as long over twice as many GPUs",
-    ),
-    Published("llama-3-405b", "h100", "MBRIDGE-0064", "Megatron-Bridge 26.04 recipes, float8"),
-    Published(
-        "llama-3-405b",
-        "h100",
-        {
-            **_LLAMA3_405B,
-            "gpus_total": "8192",
-            "seq_len": "8192",
-            "global_batch": "2048",
-            "cp": "1",
-            "dp": "64",
-        },
-        "arXiv 2407.21783 table 4",
-        430.0,
-    ),
-    Published(
-        "llama-3-405b",
-        "h100",
-        {
-            **_LLAMA3_405B,
-            "gpus_total": "16384",
-            "seq_len": "8192",
-            "global_batch": "2048",
-            "cp": "1",
-            "dp": "128",
-        },
-        "arXiv 2407.21783 table 4",
-        400.0,
-    ),
-    Published(
-        "llama-3-405b",
-        "h100",
-        {
-            **_LLAMA3_405B,
-            "gpus_total": "16384",
-            "seq_len": "131072",
-            "global_batch": "128",
-            "cp": "16",
-            "dp": "8",
-        },
-        "arXiv 2407.21783 table 4",
-        380.0,
-    ),
-    Published(
-        "gpt3-175b",
-        "a100",
-        {
-            **_MEGATRON,
-            "n_layers": "96",
-            "hidden": "12288",
-            "n_heads": "96",
-            "ffn_hidden": "49152",
-            "gpus_total": "1024",
-            "precision": "fp16",
-            "seq_len": "2048",
-            "global_batch": "1536",
-            "micro_batch": "1",
-            "tp": "8",
-            "sp": "n",
-            "pp": "16",
-            "vpp": "1",
-            "cp": "1",
-            "dp": "8",
-            "zero_or_fsdp": "none",
-            "recompute": "full",
-            "framework": "Megatron-LM",
-            "step_time_s": "32.0",
-        },
-        "NVIDIA/Megatron-LM README: about 32 s",
-    ),
-    Published(
-        "gpt3-13b",
-        "v100-32gb",
-        {
-            **_MEGATRON,
-            "gpu": "V100-32GB-SXM2",
-            "n_layers": "40",
-            "hidden": "5120",
-            "n_heads": "40",
-            "ffn_hidden": "20480",
-            "gpus_total": "8",
-            "precision": "fp16",
-            "seq_len": "2048",
-            "global_batch": "512",
-            "micro_batch": "4",
-            "tp": "1",
-            "sp": "n",
-            "pp": "1",
-            "vpp": "1",
-            "cp": "1",
-            "dp": "8",
-            "zero_or_fsdp": "ZeRO-3 + CPU offload of the optimizer",
-            "recompute": "full",
-            "framework": "DeepSpeed",
-        },
-        "DeepSpeed's ZeRO-3 Offload, which trained 13B and more on V100",
-    ),
-    Published(
-        "turing-nlg-530b",
-        "a100",
-        {
-            **_MEGATRON,
-            "n_layers": "105",
-            "hidden": "20480",
-            "n_heads": "128",
-            "ffn_hidden": "81920",
-            "gpus_total": "2240",
-            "precision": "bf16",
-            "seq_len": "2048",
-            "global_batch": "1920",
-            "micro_batch": "1",
-            "tp": "8",
-            "sp": "n",
-            "pp": "35",
-            "vpp": "1",
-            "cp": "1",
-            "dp": "8",
-            "zero_or_fsdp": "none",
-            "recompute": "full",
-            "framework": "Megatron-DeepSpeed",
-            "step_time_s": "60.1",
-        },
-        "arXiv 2201.11990, 280 DGX A100",
-    ),
-)
+def published() -> list[Published]:
+    """Return the runs of data/published.json."""
+    return [Published(**entry) for entry in read(DATA / "published.json")]
 
 
 def rows() -> list[dict[str, Any]]:
@@ -270,7 +51,7 @@ def rows() -> list[dict[str, Any]]:
     table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
     return [
         _beside(one, table[one.row] if isinstance(one.row, str) else dict(one.row))
-        for one in PUBLISHED
+        for one in published()
     ]
 
 

@@ -10,7 +10,6 @@ layout has no undisturbed turn.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.common.command import command
 from benchmarks.common.load import ForeignMeter, wait_for_quiet
 from benchmarks.common.report import facts, write
 from benchmarks.common.workers import WorkerGroup
@@ -35,14 +35,7 @@ _WAIT_SECONDS = 5.0
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument(
-        "--quick",
-        action="store_true",
-        help="five layouts, one round, however noisy; writes nothing",
-    )
+    arguments = command("planner_cpu", __doc__)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument(
         "--steps", type=int, default=2, help="steps of a turn, after one that does not count"

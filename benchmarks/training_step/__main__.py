@@ -14,10 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import write
+from benchmarks.common.command import command
+from benchmarks.common.report import say, write
 from benchmarks.training_step import deepspeed_peer, group, report, rounds
 from benchmarks.training_step.baselines import ALL, BY_NAME, STAGES, Baseline, of_stage
-from benchmarks.training_step.group import say
 from benchmarks.training_step.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -62,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [baseline.name for baseline in ALL]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training_step", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command("training_step", __doc__)
     parser.add_argument(
         "--stages",
         nargs="+",
@@ -83,11 +81,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--profile", choices=names, metavar="NAME", help="instead of rounds, profile one baseline"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a small model and 2 rounds of 1 step, to see that everything runs; writes nothing",
     )
     parser.add_argument(
         "--output", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)"

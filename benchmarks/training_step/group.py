@@ -5,7 +5,6 @@ A group is small on purpose: its turns follow each other within seconds, and its
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common.load import wait_for_quiet
-from benchmarks.common.report import aligned, facts
+from benchmarks.common.report import aligned, facts, say
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.training_step import agreement, deepspeed_peer, report, rounds
 from benchmarks.training_step.baselines import REFERENCE, Baseline
@@ -27,11 +26,6 @@ LIBRARIES_BYTES = 400 * 2**20
 """Of a worker before it holds a model."""
 COPIES = 7
 """Parameters, gradients, two moments, buckets or gathered parameters, and activations, in units of the parameters' bytes."""
-
-
-def say(line: str) -> None:
-    """Progress, on stderr, so that stdout holds the tables."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def measure(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common import summary
-from benchmarks.common.report import aligned, markdown
+from benchmarks.common.report import aligned, machine_line, markdown
 from benchmarks.common.statistics import Ratio, paired_ratio, spread
 from benchmarks.common.summary import failed_row, phase_row, ratio_cell
 from benchmarks.training_step.agreement import Agreement
@@ -151,12 +151,8 @@ def page(stages: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(found: Mapping[str, Any]) -> str:
     machine, work, pace = found["machine"], found["workload"], found["pace"]
-    versions = ", ".join(
-        f"{name} {version}" for name, version in machine["versions"].items() if version
-    )
     about = (
-        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
-        f"Python {machine['python']}, {versions}.",
+        machine_line(machine),
         f"Llama of {work['parameters'] / 1e6:.1f} M parameters ({work['layers']} layers, hidden {work['hidden']}, vocabulary "
         f"{work['vocabulary']}), float32, sequence {work['sequence']}, micro-batch {work['micro_batch']}, {work['ranks']} gloo ranks of "
         f"{work['threads']} thread, fused AdamW, clipping at {work['clip']}; {pace['rounds']} rounds of {pace['steps']} timed steps.",

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import aligned, facts, write
+from benchmarks.common.command import command
+from benchmarks.common.report import aligned, facts, say, write
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.training_step import deepspeed_peer
 from benchmarks.training_step.workload import Workload
@@ -51,17 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def say(line: str) -> None:
-    """Progress, on stderr, so that stdout holds the tables."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [one.name for one in ALL]
     usual = [one.name for one in ALL if not one.tensor]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.two_nodes", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command("two_nodes", __doc__)
     parser.add_argument(
         "--baselines",
         nargs="+",
@@ -77,8 +71,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULT)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds = options.steps = 1
+    return options
 
 
 def _measure(
@@ -140,8 +136,8 @@ def _measure(
         "said": said,
         "failures": failures,
     }
-    write(options.output, document)
-    say(f"written: {options.output}")
+    if not options.quick:
+        write(RESULT, document)
     return 1 if failures else 0
 
 

@@ -1,12 +1,13 @@
-"""Time of a training step with parts of sequences: Plait's kinds beside `all_to_all_single` and SDPA written by hand, on 2 CPU processes.
+"""Time of a training step with context parallelism, compared with torch by hand.
 
-The same Llama in float32, AdamW, batches and torch threads; their rounds are interleaved, and a ratio is that of one round. A
-quiet machine is needed for ratios that mean something. Run: python -m benchmarks.context_step [rounds] [tokens]
+    python -m benchmarks.context_step [--quick]
+
+Plait's kinds and `all_to_all_single` with SDPA written by hand train the same Llama in float32 on
+two CPU processes. Rounds are interleaved, and ratios are taken within a round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from benchmarks.common.side_by_side import side_by_side
+from benchmarks.common.side_by_side import RANKS, Step, run
 
-RANKS, KINDS = 2, ("ulysses", "all-gather-kv", "ring")
+KINDS = ("ulysses", "all-gather-kv", "ring")
 FIELDS = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -70,7 +71,7 @@ def attend(
     return Exchange.apply(output, 2, 1).transpose(1, 2).contiguous(), None
 
 
-def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
+def by_hand(rank: int, ids: torch.Tensor) -> Step:
     """A step in plain torch."""
     from transformers import AttentionInterface
 
@@ -106,7 +107,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
     return step
 
 
-def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
+def by_plait(kind: str, ids: torch.Tensor) -> Step:
     """A step of Plait."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -118,16 +119,12 @@ def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
     return lambda: float(engine.train_batch({"input_ids": ids, "labels": ids}))
 
 
-def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
-    """Runs on every rank; rank 0 prints and writes."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
-    ids = torch.randint(
-        0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2)
-    )
-    steps = {"torch by hand": by_hand(rank, ids), **{kind: by_plait(kind, ids) for kind in KINDS}}
-    side_by_side(steps, "context_step", rounds=rounds, tokens=tokens)
-    dist.barrier()
-    dist.destroy_process_group()
+def steps(rank: int, tokens: int) -> dict[str, Step]:
+    """Return the steps of all ways on a rank."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
+    return {"torch by hand": by_hand(rank, ids), **{kind: by_plait(kind, ids) for kind in KINDS}}
+
+
+if __name__ == "__main__":
+    run("context_step", __doc__, steps, tokens=4096)

@@ -1,13 +1,13 @@
-"""Time of a training step with experts on different processes: Plait's dispatch beside `all_to_all_single` written by hand, on 2 CPU
-processes with their own samples.
+"""Time of a training step with experts on two processes, compared with torch by hand.
 
-The same Mixtral in float32, AdamW, batches and torch threads; their rounds are interleaved, and a ratio is that of one round. Both have to
-come to the same losses. A quiet machine is needed for ratios that mean something. Run: python -m benchmarks.expert_step [rounds] [tokens]
+    python -m benchmarks.expert_step [--quick]
+
+Plait's dispatch and `all_to_all_single` written by hand train the same Mixtral in float32 on two
+CPU processes with their own samples. Rounds are interleaved, and ratios are taken within a round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from benchmarks.common.side_by_side import side_by_side
+from benchmarks.common.side_by_side import RANKS, Step, run
 
-RANKS, EXPERTS, TOP_K = 2, 8, 2
+EXPERTS, TOP_K = 8, 2
 HERE = EXPERTS // RANKS
 FIELDS = {
     "hidden_size": 256,
@@ -88,7 +88,7 @@ def routed(
     return torch.zeros_like(hidden).index_add(0, order // TOP_K, returned)
 
 
-def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
+def by_hand(rank: int, ids: torch.Tensor) -> Step:
     """A step in plain torch."""
     made = model()
     layers = [layer.mlp.experts for layer in made.model.layers]
@@ -134,7 +134,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
     return step
 
 
-def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
+def by_plait(kind: str, ids: torch.Tensor) -> Step:
     """A step of Plait."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -146,19 +146,13 @@ def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
     return lambda: float(engine.train_batch({"input_ids": ids, "labels": ids}))
 
 
-def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
-    """Runs on every rank; rank 0 prints and writes."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
-    ids = torch.randint(
-        0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2 + rank)
-    )
-    steps = {
-        "torch by hand": by_hand(rank, ids),
-        **{f"plait, {kind}": by_plait(kind, ids) for kind in KINDS},
-    }
-    side_by_side(steps, "expert_step", rounds=rounds, tokens=tokens)
-    dist.barrier()
-    dist.destroy_process_group()
+def steps(rank: int, tokens: int) -> dict[str, Step]:
+    """Return the steps of all ways on a rank."""
+    generator = torch.Generator().manual_seed(2 + rank)
+    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
+    ours = {f"plait, {kind}": by_plait(kind, ids) for kind in KINDS}
+    return {"torch by hand": by_hand(rank, ids), **ours}
+
+
+if __name__ == "__main__":
+    run("expert_step", __doc__, steps, tokens=2048)

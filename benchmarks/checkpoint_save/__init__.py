@@ -1,1 +1,0 @@
-"""How long a checkpoint keeps the training thread, beside torch's distributed checkpoint."""

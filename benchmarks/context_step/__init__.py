@@ -1,1 +1,0 @@
-"""Context parallelism beside torch by hand."""

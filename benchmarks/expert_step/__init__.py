@@ -1,1 +1,0 @@
-"""Expert parallelism beside torch by hand."""

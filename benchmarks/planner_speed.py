@@ -1,0 +1,73 @@
+"""Time of `plait plan` for Llama-3.1-405B on 16,384 H100.
+
+    python -m benchmarks.planner_speed [--quick]
+
+Three cases: the closed form of the whole space; the five best layouts with their pipelines
+simulated, which is what the command does; and the 25 best. Times are the medians of a few rounds in
+one process with one thread. Imports are measured separately.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from benchmarks.common.command import command
+from benchmarks.common.report import store
+
+ROUNDS = 3
+AIMS = {"closed form": 2.0, "five best": 2.0, "25 best": 30.0}
+BATCHES = ((2048, 8192), (16384, 8192), (128, 131072))
+"""Samples per step and tokens per sample."""
+
+
+def main() -> None:
+    quick = command("planner_speed", __doc__).parse_args().quick
+    began = time.process_time()
+    from plait.planner.calibrate import uncalibrated
+    from plait.planner.hardware import cluster
+    from plait.planner.models import find_model
+    from plait.planner.request import Request
+    from plait.planner.search import plan, price_space
+    from plait.planner.space import space_of
+
+    imports = time.process_time() - began
+    calibration = uncalibrated()
+    rows = []
+    for batch, sequence in BATCHES[:1] if quick else BATCHES:
+        request = Request(find_model("llama-3-405b"), cluster("h100", 16384), batch, sequence)
+        layouts = plan(request, best=5 if quick else 25).candidates  # also fills caches
+        cases: dict[str, Callable[[], object]] = {
+            "closed form": lambda asked=request: price_space(asked, space_of(asked), calibration),
+            "five best": lambda asked=request: plan(asked),
+            "25 best": lambda asked=request: plan(asked, best=25),
+        }
+        for name in list(cases)[:1] if quick else cases:
+            wall, processor = _medians(cases[name], 1 if quick else ROUNDS)
+            row = {"batch": batch, "sequence": sequence, "layouts": layouts, "what": name}
+            times = {"wall_seconds": wall, "processor_seconds": processor, "aim": AIMS[name]}
+            rows.append(row | times)
+            print(
+                f"batch {batch} x {sequence}: {layouts:,} layouts, {name}: {wall:.2f} s, "
+                f"{processor:.2f} s of processor time"
+            )
+    print(f"imports: {imports:.2f} s of processor time")
+    if not quick:
+        store("planner_speed", {"imports_seconds": imports, "rows": rows}, "numpy")
+
+
+def _medians(work: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Return wall and processor seconds."""
+    times = []
+    for _ in range(rounds):
+        wall = time.perf_counter()
+        processor = time.process_time()
+        work()
+        times.append((time.perf_counter() - wall, time.process_time() - processor))
+    walls, processors = zip(*times, strict=True)
+    return statistics.median(walls), statistics.median(processors)
+
+
+if __name__ == "__main__":
+    main()
