@@ -3,6 +3,7 @@ the code generation, which takes minutes on a CPU)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,16 @@ def test_compiled_blocks(pool: Pool, stage: int, mode: str) -> None:
     """Parameter names stay, numbers stay; the checkpoint of a block that is recomputed is inside the compiled block."""
     config = settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
     config["parallel"]["recompute"] = {"mode": mode}
+    found, compiled, _ = pool.run(2, train, config)[0]
+    assert compiled
+    assert_same(reference("plain", True, 2), found)
+
+
+def test_compiled_blocks_with_shards_in_files(pool: Pool, tmp_path: Path) -> None:
+    """The hooks of a compiled block, which torch.compile traces, touch shards that are not in memory."""
+    files = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = settings(2, 3, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
+    config["zero_optimization"] |= {"offload_optimizer": files, "offload_param": files}
     found, compiled, _ = pool.run(2, train, config)[0]
     assert compiled
     assert_same(reference("plain", True, 2), found)

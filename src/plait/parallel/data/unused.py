@@ -93,6 +93,8 @@ class UnusedTracker(StepHook):
         if finishes_backward:
             around_backward(model, begin=self._begin_backward, end=self._end_backward)
 
+    # torch.compile would trace the hook of a compiled block, and fails on shards that are in files.
+    @torch.compiler.disable
     def _watch(self, module: FSDPModule, *_: object) -> None:
         pairs = gathered_parameters(module)
         for sharded, unsharded in pairs:

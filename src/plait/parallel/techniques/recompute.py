@@ -315,10 +315,11 @@ def _wrap(
             return forward(*args, **kwargs)
 
         if torch.compiler.is_compiling():
-            with hooks:
-                return checkpoint(
-                    run, *leaves, use_reentrant=False, preserve_rng_state=True, **context_fn
-                )
+            # Without a context, inside of which torch.compile cannot resume after a graph break.
+            # The saved tensors of compiled blocks are never moved.
+            return checkpoint(
+                run, *leaves, use_reentrant=False, preserve_rng_state=True, **context_fn
+            )
 
         snapshot = state.save()
         has_run = False
