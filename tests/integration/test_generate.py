@@ -112,6 +112,22 @@ def test_a_chat_takes_bytes_that_are_no_text(
         assert capsys.readouterr().out.strip()
 
 
+def test_a_chat_goes_on_after_a_line_that_is_too_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(folder), "--max-new-tokens", "8", "--seed", "3"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("def read\n\n"))
+    run(*arguments)
+    answer = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("a b " * 250_000 + "\ndef read\n\n"))
+    run(*arguments)
+    output = capsys.readouterr()
+    assert output.out == answer
+    assert re.search(
+        r"the line of 999,999 characters: .* may have [\d,]+ tokens .* end at [\d,]+", output.err
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

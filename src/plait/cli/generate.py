@@ -36,7 +36,7 @@ from plait.cli.options import (
 )
 from plait.cli.terminal import close_stdout, exit_on_signals, progress_bar
 from plait.cluster.topology import place
-from plait.errors import InputError
+from plait.errors import InputError, TooLongError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -536,7 +536,8 @@ def _chat(
 ) -> None:
     """Chat with the user until an empty line.
 
-    A model without a chat template continues each line without the earlier turns.
+    A model without a chat template continues each line without the earlier turns. A line that is
+    too long is refused and is not part of the conversation.
     """
     from plait.cluster.small_messages import broadcast_object
 
@@ -551,7 +552,13 @@ def _chat(
             return
         turns.append({"role": "user", "content": text})
         prompt = list(turns) if has_template else text
-        answer = _answer(arguments, sharded, tokenizer, prompt, prints=is_first)
+        try:
+            answer = _answer(arguments, sharded, tokenizer, prompt, prints=is_first)
+        except TooLongError as error:
+            turns.pop()
+            if is_first:
+                print(f"the line of {len(text):,} characters: {error}", file=sys.stderr)
+            continue
         turns.append({"role": "assistant", "content": answer})
 
 

@@ -90,7 +90,8 @@ def export(
             raised it. No folder remains in these cases.
     """
     require_transformers("plait export")
-    if out.exists():
+    # A dangling symbolic link too, because a folder cannot be renamed to it.
+    if os.path.lexists(out):
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     reader = Reader(checkpoint)
     reader.verify("full")
@@ -216,7 +217,11 @@ def _claim(temporary: Path, out: Path) -> int:
     temporary.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     # Another export may have published, and so renamed, the folder since it was opened.
-    if not try_lock(descriptor) or not names_open_file(temporary, descriptor) or out.exists():
+    if (
+        not try_lock(descriptor)
+        or not names_open_file(temporary, descriptor)
+        or os.path.lexists(out)
+    ):
         os.close(descriptor)
         raise InputError(
             f"--out {out}: another export is writing it; wait until it ends, or give another name"

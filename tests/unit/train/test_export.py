@@ -170,6 +170,12 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, small):
     assert not (tmp_path / ".out.tmp").exists()
 
 
+def test_a_dangling_link_is_in_the_way(tmp_path, small):
+    (tmp_path / "out").symlink_to("nothing")
+    with pytest.raises(InputError, match="out: exists; give another name, or remove it first"):
+        export_module.export(mock.Mock(), tmp_path / "out")
+
+
 def test_logits_and_tokens_are_compared(tmp_path, monkeypatch):
     """A folder whose tensors are right, and which Transformers computes something else with."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"

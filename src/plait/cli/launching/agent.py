@@ -236,10 +236,14 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             self._failed_attempts = max_restarts + 1
         succeeded = set(ended) - exit_codes.keys()
+        failed = set(ended) & exit_codes.keys()
+        # Without a rank that failed before, the last look at the ranks was too early to tell.
+        running = exit_codes.keys() - failed if failed else set()
         cause = self._reporter.report_attempt(
             exit_codes,
             time.time_ns(),
             ended=succeeded,
+            running=running,
             restarting=self._failed_attempts <= max_restarts,
         )
         self.exit_code = process_exit_code(cause)

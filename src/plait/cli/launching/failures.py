@@ -74,11 +74,17 @@ class Failure:
     exit_code: int
     noticed_ns: int
     record: FailureRecord | None = None
+    was_running: bool = False
+    """True if the rank still ran when the launcher noticed another failure and ended all ranks."""
 
     @property
     def stopped(self) -> bool:
         """True if the rank ended because the launcher stopped it."""
-        return self.record is None and self.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        codes = [-signal.SIGTERM, 128 + signal.SIGTERM]
+        if self.was_running:
+            # It did not end after SIGTERM.
+            codes.append(-signal.SIGKILL)
+        return self.record is None and self.exit_code in codes
 
     @property
     def order(self) -> tuple[bool, bool, int]:
@@ -209,6 +215,7 @@ class Reporter:
         noticed_ns: int,
         *,
         ended: Collection[int] = (),
+        running: Collection[int] = (),
         restarting: bool = False,
     ) -> Failure:
         """Report the end of an attempt: its cause, unless that was reported, and the other ranks.
@@ -217,6 +224,7 @@ class Reporter:
             exit_codes: Exit codes of the failed ranks.
             noticed_ns: Time at which the failures were noticed.
             ended: Ranks that had ended before with exit code 0.
+            running: Failed ranks that still ran when the failure of another rank was noticed.
             restarting: Whether the ranks start again.
 
         Returns:
@@ -224,7 +232,7 @@ class Reporter:
         """
         with self._lock:
             failures = [
-                Failure(rank, code, noticed_ns, self._read_record(rank))
+                Failure(rank, code, noticed_ns, self._read_record(rank), rank in running)
                 for rank, code in exit_codes.items()
             ]
             cause = first_cause(failures)
