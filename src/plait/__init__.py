@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from plait.inference.generate import generate
     from plait.inference.score import score
     from plait.losses.chunked_loss import chunked_causal_lm_loss
-    from plait.losses.loss import causal_lm_loss, per_sample
+    from plait.losses.loss import WeightedLoss, causal_lm_loss, per_sample
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
     from plait.sharded.full_weights import iterate_weights
     from plait.sharded.parallel_model import ParallelModel, parallelize
@@ -36,6 +36,7 @@ _DEFINING_MODULES = {
     "ParallelModel": "plait.sharded.parallel_model",
     "PlaitError": "plait.errors",
     "StepResult": "plait.engine.engine",
+    "WeightedLoss": "plait.losses.loss",
     "causal_lm_loss": "plait.losses.loss",
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
     "from_pretrained": "plait.sharded.pretrained",
@@ -58,6 +59,7 @@ __all__ = [
     "PlaitError",
     "StepResult",
     "TiedLayerSpec",
+    "WeightedLoss",
     "__version__",
     "causal_lm_loss",
     "chunked_causal_lm_loss",

@@ -8,11 +8,10 @@ import torch
 
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import rank_activations, token_batch
-from plait.losses.loss import causal_lm_loss
+from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import RankActivations
-from plait.parallel.micro_batches import default_forward
+from plait.parallel.parts import Parts, Plans
 from tests.parity import cases
 
 LENGTH, LAYERS = 16, 4
@@ -27,15 +26,8 @@ def foretold(
     pipeline = resolved.pipeline.plan(resolved.context(model=model, blocks=find_blocks(model)))
     assert pipeline is not None
     return rank_activations(
-        model,
-        blocks=find_blocks(model),
-        pipeline=pipeline,
+        Parts(model, find_blocks(model), Plans(pipeline=pipeline)),
         mesh=build_mesh(resolved.layout),
         batch=token_batch(2, LENGTH),
-        tensor_parallel=resolved.tensor_parallel,
-        recompute=resolved.recompute,
-        offloads=resolved.activation_offload.blocks,
-        compute_dtype=None,
-        loss_fn=causal_lm_loss,
-        forward=default_forward,
+        techniques=ActivationTechniques.of(resolved),
     )

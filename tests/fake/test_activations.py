@@ -10,7 +10,7 @@ import torch
 import plait
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import rank_activations, token_batch
+from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
@@ -19,6 +19,7 @@ from plait.parallel.accounting.activations import RankActivations
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.order import account_all
+from plait.parallel.parts import Parts
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import measure_activations
 from tests.measured.traffic import count_traffic
@@ -57,13 +58,10 @@ def foretold(
         resolved.precision.compute
     ]
     (measured,) = rank_activations(
-        model,
-        blocks=blocks,
+        Parts(model, blocks),
         mesh=build_mesh(resolved.layout),
         batch=token_batch(SAMPLES, LENGTH),
-        tensor_parallel=resolved.tensor_parallel,
-        tiled_mlp=resolved.tiled_mlp,
-        recompute=resolved.recompute,
+        techniques=ActivationTechniques.of(resolved),
         compute_dtype=compute,
         **(
             {

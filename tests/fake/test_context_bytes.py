@@ -10,12 +10,13 @@ import torch
 import plait
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import rank_activations, token_batch
+from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
+from plait.parallel.parts import Parts
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import measure_step
 from tests.measured.traffic import count_traffic
@@ -71,13 +72,10 @@ def test_sends_and_keeps_its_account(
     model = cases.build(family, tied=False, dtype=torch.float32)
     blocks, at = find_blocks(model), resolved.layout
     (measured,) = rank_activations(
-        model,
-        blocks=blocks,
+        Parts(model, blocks),
         mesh=build_mesh(at),
         batch=token_batch(SAMPLES, LENGTH),
-        tensor_parallel=resolved.tensor_parallel,
-        context_parallel=resolved.context_parallel,
-        recompute=resolved.recompute,
+        techniques=ActivationTechniques.of(resolved),
     )
     facts = model_facts(
         model, blocks, tensor_plan=make_plan(model, tp=at.tp, blocks=blocks) if at.tp > 1 else None
@@ -113,11 +111,10 @@ def test_activations_fall_with_cp(fake_world: FakeWorld, kind: str) -> None:
         )
         model = cases.build("wide", tied=False, dtype=torch.float32)
         (measured,) = rank_activations(
-            model,
-            blocks=find_blocks(model),
+            Parts(model, find_blocks(model)),
             mesh=build_mesh(resolved.layout),
             batch=token_batch(1, length),
-            context_parallel=resolved.context_parallel,
+            techniques=ActivationTechniques.of(resolved),
         )
         (stage,) = measured.stages
         found.append((sum(stage.modes["none"].kept), stage.modes["none"].head))

@@ -13,8 +13,9 @@ import torch
 from benchmarks.planner_memory.layouts import CASES, MODELS, Case, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.dryrun.dry_model import MODES, rank_activations, token_batch
+from plait.dryrun.dry_model import MODES, ActivationTechniques, rank_activations, token_batch
 from plait.model.blocks import find_blocks
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.planner.block_bytes import logits_bytes, saved_bytes
 from plait.planner.hardware import cluster
@@ -58,12 +59,11 @@ def test_bytes_of_a_block_and_of_the_loss(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     (rank,) = rank_activations(
-        model,
-        blocks=find_blocks(model),
+        Parts(model, find_blocks(model)),
         mesh=build_mesh(Layout(tp=tp)),
         batch=token_batch(SAMPLES, LENGTH),
         compute_dtype=torch.bfloat16,
-        tensor_parallel=TensorParallel(sequence_parallel=sp),
+        techniques=ActivationTechniques(TensorParallel(sequence_parallel=sp)),
     )
     (found,) = rank.stages
     request = Request(
@@ -135,8 +135,7 @@ def test_bytes_of_blocks_with_experts_and_latent_attention(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     (rank,) = rank_activations(
-        model,
-        blocks=find_blocks(model),
+        Parts(model, find_blocks(model)),
         mesh=build_mesh(Layout()),
         batch=token_batch(SAMPLES, LENGTH),
         compute_dtype=torch.bfloat16,
@@ -266,8 +265,7 @@ def _compare_blocks(
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     batch = token_batch(SAMPLES, length)
     (rank,) = rank_activations(
-        model,
-        blocks=find_blocks(model),
+        Parts(model, find_blocks(model)),
         mesh=build_mesh(Layout()),
         batch=batch,
         compute_dtype=compute,

@@ -371,8 +371,7 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
         return plait.initialize(
             deep(),
             config,
-            loss_fn=loss,
-            weight_fn=lambda _: 1.0,
+            loss_fn=plait.WeightedLoss(loss, lambda _: 1.0),
             forward=forward,
             optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
         )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.losses.loss import Weighted
+from plait.losses.loss import WeightedLoss
 from plait.verify.parity import whole
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -95,7 +95,7 @@ def counted_twice(engine: Any, rank: int) -> str:
     def total(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         return squares(output, batch)[0], 2 * len(batch[0]) if rank else len(batch[0])
 
-    engine.loss_fn = Weighted(total, lambda batch: len(batch[0]))
+    engine.loss_fn = WeightedLoss(total, lambda batch: len(batch[0]))
     try:
         engine.train_batch([part[:4] for part in pairs(0)])
     except plait.PlaitError as error:

@@ -97,8 +97,7 @@ def train(rank: int, folder: str, steps: int, keeps: str, kill_rank: int, kill_c
     engine = plait.initialize(
         model,
         config,
-        loss_fn=lambda output, batch: (output.square().sum(), len(output)),
-        weight_fn=len,
+        loss_fn=plait.WeightedLoss(lambda output, batch: (output.square().sum(), len(output)), len),
     )
     generators.seed(0, engine.mesh, step=0)
     at = Path(folder) / "checkpoints"

@@ -696,9 +696,9 @@ class WeightCheck:
         if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):
             raise InputError(
                 f"step {step}: the loss returned weights that add up to {returned:g}, and its"
-                f" weight function (weight_fn, or the loss's `weight`) returned {divided_by:g} for"
-                " the same batch; train_batch divides by the second, before the first backward, so"
-                " both must count the same"
+                f" weight function (the loss's `weight`) returned {divided_by:g} for the same"
+                " batch; train_batch divides by the second, before the first backward, so both must"
+                " count the same"
             )
 
 

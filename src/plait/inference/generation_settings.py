@@ -95,6 +95,8 @@ class GenerationSettings:
     stop_strings: tuple[str, ...] = ()
     """Texts of which each ends a request. They stay in its text."""
     use_cache: bool = True
+    offload_cache: bool = False
+    """Whether keys and values are in pinned host memory. This setting is Plait's own."""
 
     def new_tokens(self, prompt: int) -> int:
         """Return how many tokens may be added to a prompt of `prompt` tokens."""
@@ -112,7 +114,7 @@ _INTEGERS = (
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pad_token_id"),
 )
 _NUMBERS = (*SAMPLING, "repetition_penalty", "encoder_repetition_penalty")
-_FLAGS = ("do_sample", "use_cache")
+_FLAGS = ("do_sample", "use_cache", "offload_cache")
 _TOKEN_LISTS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 
 

@@ -19,13 +19,14 @@ from plait.errors import ModelError
 from plait.losses.loss import causal_lm_loss, per_sample
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import StageFacts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from tests.parity import cases
 
 
-def stage(model: nn.Module, **more: Any) -> StageFacts:
+def stage(model: nn.Module, *, blocks: tuple[str, ...], **more: Any) -> StageFacts:
     """The one stage of a model in one process."""
-    return rank_activations(model, mesh=ONE, **more)[0].stages[0]
+    return rank_activations(Parts(model, blocks), mesh=ONE, **more)[0].stages[0]
 
 
 ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
@@ -139,7 +140,7 @@ def test_a_budget_in_the_engine() -> None:
     from tests.measured.memory import measure_activations
 
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
-    (rank,) = rank_activations(model, mesh=ONE, blocks=find_blocks(model), batch=token_batch(2, 12))
+    (rank,) = rank_activations(Parts(model, find_blocks(model)), mesh=ONE, batch=token_batch(2, 12))
     (facts,) = rank.stages
     budget = rank.most(("none", "none")) - 1
     section = {"budget_gib": budget / 2**30, "sequence_length": 12}

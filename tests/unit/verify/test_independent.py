@@ -20,7 +20,7 @@ from plait.config.schema.optimization import OptimizerSpec
 from plait.verify import independent, run
 from plait.verify.independent import AdamW, train
 from plait.verify.model_under_test import give_weights, token_batches
-from plait.verify.parity import Trace
+from plait.verify.parity import ReferenceNumerics, Trace
 from plait.verify.plan import VerificationPlan, prepare
 from plait.verify.report import Section, compare_float64, compare_independent
 from plait.verify.run import adamw_of, second_trace
@@ -145,9 +145,8 @@ def one_process(plan: VerificationPlan) -> Trace:
     """What Plait's own functions compute in this process."""
     built = plan.build(torch.float64)
     model = give_weights(built.model, blocks=(), seed=plan.resolved.seed)
-    nothing = Trace((), (), (), {})
     with plan.lifting("float64", model):
-        return run._trace(plan, built, model, plan.data(built), nothing)
+        return run._trace(plan, built, model, plan.data(built), ReferenceNumerics())
 
 
 def sections_of(plan: VerificationPlan) -> tuple[Section, Section]:
