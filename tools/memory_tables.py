@@ -118,7 +118,7 @@ def predicted_and_measured() -> Iterator[list[str]]:
                         else f"tp {tp}" + (", sequence parallel" if sequence else "")
                     )
                     figures = (
-                        facts.kept(modes),
+                        facts.saved(modes),
                         held["activations"],
                         facts.modes["none"].head,
                         held["logits"],
@@ -333,7 +333,7 @@ def time_for_memory() -> Iterator[list[str]]:
         found = facts[mode]  # type: ignore[index]
         yield [
             mode,
-            f"{sum(found.kept) / MIB:.1f} MiB",
+            f"{sum(found.saved) / MIB:.1f} MiB",
             f"{found.flops / facts['none'].flops:.3f}",
             f"{ratio:.2f}",
         ]
@@ -373,7 +373,7 @@ def large() -> Iterator[list[str]]:
         layout = f"tp {tp}" + (", sequence parallel" if sequence else "")
         for mode in MODES:
             found = facts.modes[mode]  # type: ignore[index]
-            shown = (sum(found.kept), found.head, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
+            shown = (sum(found.saved), found.head, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
             yield [layout, mode, *(f"{figure / GIB:.2f}" for figure in shown)]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plait.inference.score import score
     from plait.losses.chunked_loss import chunked_causal_lm_loss
     from plait.losses.loss import WeightedLoss, causal_lm_loss, per_sample
-    from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
+    from plait.model.pipeline_model import LayerSpec, PipelineModel, TiedLayerSpec
     from plait.sharded.full_weights import iterate_weights
     from plait.sharded.parallel_model import ParallelModel, parallelize
     from plait.sharded.pretrained import from_pretrained
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # torch.
 _DEFINING_MODULES = {
     "ConfigError": "plait.errors",
-    "LayerSpec": "plait.model.pipeline_module",
-    "PipelineModule": "plait.model.pipeline_module",
-    "TiedLayerSpec": "plait.model.pipeline_module",
+    "LayerSpec": "plait.model.pipeline_model",
+    "PipelineModel": "plait.model.pipeline_model",
+    "TiedLayerSpec": "plait.model.pipeline_model",
     "Engine": "plait.engine.engine",
     "ParallelModel": "plait.sharded.parallel_model",
     "PlaitError": "plait.errors",
@@ -55,7 +55,7 @@ __all__ = [
     "Engine",
     "LayerSpec",
     "ParallelModel",
-    "PipelineModule",
+    "PipelineModel",
     "PlaitError",
     "StepResult",
     "TiedLayerSpec",

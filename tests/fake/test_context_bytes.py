@@ -117,7 +117,7 @@ def test_activations_fall_with_cp(fake_world: FakeWorld, kind: str) -> None:
             techniques=ActivationTechniques.of(resolved),
         )
         (stage,) = measured.stages
-        found.append((sum(stage.modes["none"].kept), stage.modes["none"].head))
+        found.append((sum(stage.modes["none"].saved), stage.modes["none"].head))
     (alone, head), *parts = found
     for kept, own_head in parts:
         assert own_head == pytest.approx(

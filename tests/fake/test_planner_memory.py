@@ -76,9 +76,9 @@ def test_bytes_of_a_block_and_of_the_loss(
     none, operators, full = (float(np.ravel(value)[0]) * tokens for value in saved_bytes(job))
     logits = float(np.ravel(logits_bytes(job))[0])
     for predicted, mode in ((none, "none"), (operators, "selective"), (full, "full")):
-        assert predicted == pytest.approx(found.modes[mode].kept[1], rel=0.02), mode
+        assert predicted == pytest.approx(found.modes[mode].saved[1], rel=0.02), mode
     measured = found.modes["none"]
-    at_loss = measured.peak - sum(measured.kept) - measured.outside
+    at_loss = measured.peak - sum(measured.saved) - measured.outside
     assert logits == pytest.approx(at_loss, rel=0.02)
 
 
@@ -154,7 +154,7 @@ def test_bytes_of_blocks_with_experts_and_latent_attention(
         )
         per_layer, kept = layer_activations(job)
         assert float(np.ravel(per_layer if mode == "none" else kept)[0]) == pytest.approx(
-            found.modes[mode].kept[1], rel=error
+            found.modes[mode].saved[1], rel=error
         ), mode
 
 
@@ -282,7 +282,7 @@ def _compare_blocks(
             request, Layouts(recompute=np.array([RECOMPUTE.index(priced)]), micro_batch=SAMPLES)
         )
         per_layer, kept = layer_activations(job)
-        measured = np.mean(rank.stages[0].modes[mode].kept)  # blocks of several kinds
+        measured = np.mean(rank.stages[0].modes[mode].saved)  # blocks of several kinds
         assert float(np.ravel(per_layer if mode == "none" else kept)[0]) == pytest.approx(
             measured, rel=error
         ), mode

@@ -151,7 +151,7 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
     measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
     modes = engine.parts.recompute_modes
     assert facts.stored(modes) > 0
-    return measured, {"activations": facts.kept(modes), "logits": facts.modes["none"].head}
+    return measured, {"activations": facts.saved(modes), "logits": facts.modes["none"].head}
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

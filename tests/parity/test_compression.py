@@ -23,7 +23,7 @@ from plait.comm.compress import (
     QuantisedReduceScatter,
 )
 from plait.comm.quantise import Bits, Packing, Segment
-from plait.verify.parity import Trace, engine_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
@@ -354,7 +354,8 @@ def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[s
         cases.steps_for("qwen3", pipeline.dp_of(config) * config["gradient_accumulation_steps"]),
     )
     return trace, {
-        name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)
+        name: full_tensor_on_cpu(p)
+        for name, p in engine.model.named_parameters(remove_duplicate=False)
     }
 
 

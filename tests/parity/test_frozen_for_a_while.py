@@ -13,7 +13,14 @@ from torch import nn
 import plait
 from plait.errors import InputError
 from plait.parallel.data.reducer import Reducer
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import (
+    Trace,
+    compare,
+    engine_trace,
+    full_tensor_on_cpu,
+    reference_trace,
+    worst,
+)
 from tests.parity import adapted, cases, trainers
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.pool import Pool
@@ -121,7 +128,7 @@ def unfrozen_with_a_group(
         engine.train_batch(step[rank])
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
-    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    weights = {name: full_tensor_on_cpu(parameter) for name, parameter in model.named_parameters()}
     count = len(engine.optimizer.param_groups)
     engine.close()
     return weights, count
@@ -280,7 +287,8 @@ def adversarial(
             judge.backward(judge(made(mine).detach()).mean() - judge(mine).mean())
             judge.step()
     return [
-        {name: whole(p) for name, p in engine.model.named_parameters()} for engine in (made, judge)
+        {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
+        for engine in (made, judge)
     ]
 
 

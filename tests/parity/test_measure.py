@@ -61,7 +61,7 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
         "far_exchange",
     }
     for cost in first.whole.costs.values():
-        assert 0 < cost.at(MIB) < 5
+        assert 0 < cost.seconds(MIB) < 5
     assert set(prices(MIB, first)) == ways
 
 

@@ -15,7 +15,14 @@ import plait
 from plait.parallel.pipeline import runtime
 from plait.parallel.schedules.schedule import Action, Kind
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import (
+    Trace,
+    compare,
+    engine_trace,
+    full_tensor_on_cpu,
+    reference_trace,
+    worst,
+)
 from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
@@ -173,7 +180,7 @@ def head(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def layered() -> nn.Module:
     """Layers of several classes, a function among them, the first and the last tied."""
-    return plait.PipelineModule(
+    return plait.PipelineModel(
         [
             plait.TiedLayerSpec("embedding", nn.Embedding, cases.VOCABULARY, 12),
             plait.LayerSpec(nn.Linear, 12, 30),
@@ -287,7 +294,10 @@ def resume(
             engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
         if save:
             engine.save_checkpoint(folder)
-    return {name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)}
+    return {
+        name: full_tensor_on_cpu(p)
+        for name, p in engine.model.named_parameters(remove_duplicate=False)
+    }
 
 
 @pytest.mark.parametrize(
@@ -365,10 +375,10 @@ def overflow(rank: int, world: int, at: int, schedule: str) -> list[tuple[bool, 
     engine = plait.initialize(model, config, loss_fn=loss)
     told = []
     for factor in (1.0, 60000.0, 1.0):
-        before = [whole(p) for p in engine.model.parameters()]
+        before = [full_tensor_on_cpu(p) for p in engine.model.parameters()]
         result = engine.train_batch((torch.ones(8, 8), torch.full((8,), factor), torch.zeros(8)))
         changed = any(
-            not torch.equal(a, whole(b))
+            not torch.equal(a, full_tensor_on_cpu(b))
             for a, b in zip(before, engine.model.parameters(), strict=True)
         )
         told.append((result.skipped, result.loss_scale, changed))

@@ -15,7 +15,14 @@ import plait
 from plait.config.schema.optimization import OptimizerSpec
 from plait.optim.optimizer import build_optimizer
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import (
+    Trace,
+    compare,
+    engine_trace,
+    full_tensor_on_cpu,
+    reference_trace,
+    worst,
+)
 from tests.covers import cover
 from tests.parity import cases, tensor_parallel
 from tests.parity import pipelines as pipeline
@@ -149,7 +156,10 @@ def resumed(
             for name, parameter in engine.model.named_parameters():
                 values = {"": parameter, **engine.optimizer.state.get(parameter, {})}
                 found.update(
-                    {f"{when} {name} {key}": whole(value) for key, value in values.items()}
+                    {
+                        f"{when} {name} {key}": full_tensor_on_cpu(value)
+                        for key, value in values.items()
+                    }
                 )
 
         if first:

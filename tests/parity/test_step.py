@@ -11,7 +11,7 @@ from torch import nn
 
 import plait
 from plait.losses.loss import WeightedLoss
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
@@ -85,7 +85,7 @@ def apart(rank: int, world: int, stage: int) -> dict[str, Any]:
         )
         norms.append(float(result.grad_norm))
         left.append([name for name, p in model.named_parameters() if p.grad is not None])
-    weights = {name: whole(p) for name, p in model.named_parameters()}
+    weights = {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
     return {"norms": norms, "left": left, "weights": weights, "said": counted_twice(engine, rank)}
 
 

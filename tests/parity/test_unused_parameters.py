@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from plait.verify.parity import (
+    Trace,
+    compare,
+    engine_trace,
+    full_tensor_on_cpu,
+    reference_trace,
+    worst,
+)
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.pool import Pool
@@ -111,13 +118,13 @@ def own_loop(rank: int, world: int, config: dict[str, Any]) -> Gradients:
             mean_of(model, {**last, "side": False}).backward()
         gradients.append(
             {
-                name: None if p.grad is None else whole(p.grad)
+                name: None if p.grad is None else full_tensor_on_cpu(p.grad)
                 for name, p in model.named_parameters()
             }
         )
         optimizer.step()
         optimizer.zero_grad(set_to_none=index != 2)
-    return [*gradients, {name: whole(p) for name, p in model.named_parameters()}]
+    return [*gradients, {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}]
 
 
 def alone(count: int) -> Gradients:

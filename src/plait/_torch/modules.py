@@ -15,7 +15,7 @@ Children = dict[str, nn.Module | None]
 HookKind = Literal["forward_pre", "forward", "backward_pre", "backward"]
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary in which a module stores its parameters, without those of children.
 
     A change of the dictionary changes the module.
@@ -23,12 +23,12 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def direct_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dictionary in which a module stores its buffers, without those of children."""
     return module._buffers
 
 
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+def direct_children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dictionary in which a module stores its children."""
     return module._modules
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.groups import FakeStore
-from plait._torch.modules import own_buffers
+from plait._torch.modules import direct_buffers
 from plait._torch.operators import (
     FakeTensorMode,
     KernelWithoutMemory,
@@ -269,7 +269,7 @@ class DryModel:
 
         trace = StageTrace(
             figures=StageMode(
-                kept=tuple(saved[unit] for unit in units.values()),
+                saved=tuple(saved[unit] for unit in units.values()),
                 outside=saved[OUTSIDE],
                 head=saved[HEAD],
                 returning=(),
@@ -426,7 +426,7 @@ def _fake_copy(
         )
 
     for module in model.modules():
-        for value in (*own_buffers(module).values(), *module.__dict__.values()):
+        for value in (*direct_buffers(module).values(), *module.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value)
     return copy.deepcopy(model, memo)
@@ -647,7 +647,7 @@ def _facts(
     """
     by_mode: dict[BlockMode, StageMode] = {}
     for mode, (trace, stored) in modes.items():
-        saved = trace.figures.kept
+        saved = trace.figures.saved
         # While a block's tensors return, those of the block before it are prefetched.
         prefetched = (0,) * len(saved)
         if stored:
@@ -655,7 +655,7 @@ def _facts(
         returning = tuple(
             without_recompute - by_mode_bytes + arriving
             for without_recompute, by_mode_bytes, arriving in zip(
-                plain.figures.kept, saved, prefetched, strict=True
+                plain.figures.saved, saved, prefetched, strict=True
             )
         )
         by_mode[mode] = replace(trace.figures, returning=returning, stored=stored)

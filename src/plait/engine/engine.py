@@ -220,7 +220,7 @@ class Engine(EngineFacts):
         """
         loss_fn = self._required_loss()
         self._recover()
-        micro_batch = self.sharded.prepared(batch)
+        micro_batch = self.sharded.prepare_batch(batch)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.evaluating(), self.sharded.logits_for(loss_fn):
             output = self.sharded.output(micro_batch)
@@ -555,7 +555,7 @@ class Engine(EngineFacts):
             )
             # See Note [Life of a save] in `checkpoint.save`. States in files are not copied: a copy
             # would need the memory that the files save.
-            self._writer.begin(snapshot, stage=not wait and self.sharded.tier is None)
+            self._writer.begin(snapshot, asynchronous=not wait and self.sharded.tier is None)
             written = self._writer.wait() if wait else None
         return written or snapshot.folder / snapshot.tag
 

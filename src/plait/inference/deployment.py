@@ -685,4 +685,4 @@ def load_model(
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
     model.requires_grad_(False)
-    return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+    return ShardedModel(parts, mesh, resolved, forward=default_forward, variable="plait generate")

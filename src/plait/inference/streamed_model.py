@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait.cluster.host_memory import move_to_huge_pages, trim_heap
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
@@ -247,7 +247,9 @@ def load_streamed(
                 model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
             )
             parts = parts.with_hooks(WeightStreamHook(stream))
-    sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+    sharded = ShardedModel(
+        parts, mesh, resolved, forward=default_forward, variable="plait generate"
+    )
     return sharded, planned
 
 
@@ -465,7 +467,7 @@ def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
             name = f"{block}.{leaf}"
             owner, _, attribute = name.rpartition(".")
             empty = torch.empty(0, dtype=parameter.dtype, device="meta")
-            parameters = own_parameters(model.get_submodule(owner))
+            parameters = direct_parameters(model.get_submodule(owner))
             parameters[attribute] = nn.Parameter(empty, requires_grad=False)
             names.append(name)
     return frozenset(names)

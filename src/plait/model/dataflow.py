@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait._torch.modules import own_buffers
+from plait._torch.modules import direct_buffers
 from plait._torch.operators import (
     TorchDispatchMode,
     refusing_triton_kernels,
@@ -662,7 +662,7 @@ def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.T
     """Return the buffers of modules by their full names."""
     buffers = {}
     for name, module in modules:
-        for leaf, buffer in own_buffers(module).items():
+        for leaf, buffer in direct_buffers(module).items():
             if buffer is not None:
                 buffers[f"{name}.{leaf}".removeprefix(".")] = buffer
     return buffers

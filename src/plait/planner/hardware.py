@@ -1,7 +1,7 @@
 """Catalogue of devices and links (`data/hardware.yaml`), and the cluster that a plan is made for.
 
 The figures are those of datasheets; reached rates are in `constants`. A Device has scalars or
-arrays with one entry per candidate, so that runs of many machines are priced in one call.
+arrays with one entry per candidate, so that runs of many machines are estimated in one call.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The configuration is the file that was planned for, with values in place of "auto" and of missing
 options. No value in the file changes. Invariant: the configuration resolves, for the planned number
-of processes, to the layout that was priced.
+of processes, to the layout that was estimated.
 """
 
 from __future__ import annotations

@@ -665,7 +665,7 @@ def _cut(model: Architecture, stages: int) -> Sequence[int]:
     """Return the number of layers of every stage."""
     layers = int(model.layers)
     if stages > layers:
-        # Priced for comparison; no engine runs it.
+        # Estimated for comparison; no engine runs it.
         return [-(-layers // stages)] * stages
     block = float(model.block_parameters / model.layers) - float(model.small_parameters)
     return balance_stages([block] * layers, stages, last=float(model.vocab * model.hidden))

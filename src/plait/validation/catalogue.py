@@ -256,8 +256,8 @@ def _compiled_parity() -> list[Row]:
         ),
         Row(
             "parity/attention-kernels",
-            "kernels of context parallelism beside float64: FlashAttention, efficient attention,"
-            " FlexAttention",
+            "kernels of context parallelism compared with float64: FlashAttention, efficient"
+            " attention, FlexAttention",
             "attention:kernels",
             planned_seconds=55,
         ),
@@ -369,11 +369,16 @@ def _on_several_gpus(gpus: int) -> list[Row]:
         parity("zero-3", "ZeRO 3", sharded, without),
         parity("tp", "tensor parallelism", tensor, without_pairs),
         parity("pp", "a pipeline", pipeline, without_pairs),
-        step("zero-3", "ZeRO 3 beside FSDP2", ["plait", "fsdp2"], without),
-        step("tp", "tensor parallelism beside DTensor's", ["plait-tp", "torch-tp"], without_pairs),
+        step("zero-3", "ZeRO 3 compared with FSDP2", ["plait", "fsdp2"], without),
+        step(
+            "tp",
+            "tensor parallelism compared with DTensor's",
+            ["plait-tp", "torch-tp"],
+            without_pairs,
+        ),
         step(
             "pp",
-            "a pipeline beside torch.distributed.pipelining",
+            "a pipeline compared with torch.distributed.pipelining",
             ["plait-pp", "torch-pp"],
             without_pairs,
             4,

@@ -159,14 +159,14 @@ def reference_trace(
 
 
 def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter) for name, parameter in parameters.items()}
+    return {name: full_tensor_on_cpu(parameter) for name, parameter in parameters.items()}
 
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
     gradients = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
-        gradients[name] = None if gradient is None else whole(gradient)
+        gradients[name] = None if gradient is None else full_tensor_on_cpu(gradient)
     return gradients
 
 
@@ -207,7 +207,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
 
     def record_gradient(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        gradients[-1][names[parameter]] = whole(parameter.grad)
+        gradients[-1][names[parameter]] = full_tensor_on_cpu(parameter.grad)
 
     # Inside of a backward the model has gathered parameters under these names.
     names = {parameter: name for name, parameter in named().items()}
@@ -256,7 +256,7 @@ def micro_batches_of_rank(engine: Engine, step: Sequence[Any]) -> list[Any]:
     return list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on the CPU. Collective for a DTensor."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu().clone()

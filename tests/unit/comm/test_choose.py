@@ -173,7 +173,7 @@ def test_small_messages_through_a_buffer_are_not_merged() -> None:
     shaped = measured_cost([(16 * KIB, 1e-4), (256 * KIB, 1e-3), (MIB, 80e-3)])
     group = GroupLinks("dp_replicate", 2, 1, Level(2, {"all-reduce": shaped}))
     choice = choose_buckets(16 * MIB, group)
-    assert choice.seconds == pytest.approx(shaped.at(16 * MIB))
+    assert choice.seconds == pytest.approx(shaped.seconds(16 * MIB))
     assert "2 ranks on 2 machines" in choice.reason
 
 

@@ -3,7 +3,7 @@
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.models import find_model
-from plait.planner.offers import SPLIT_BACKWARD, offered, relieves
+from plait.planner.offers import SPLIT_BACKWARD, offered, supports_measures
 from plait.planner.request import Request
 from plait.planner.space import space_of
 
@@ -14,8 +14,8 @@ def test_no_recomputation_where_gradients_of_weights_are_put_off() -> None:
         schedule = SCHEDULES.index(name)
         splits = name in SPLIT_BACKWARD
         assert offered().runs(name, pp=2, micro_batches=8, chunks=1 + splits, zero=1)
-        assert relieves(Layouts(schedule=schedule))
-        assert relieves(Layouts(schedule=schedule, recompute=recomputed)) == (not splits)
+        assert supports_measures(Layouts(schedule=schedule))
+        assert supports_measures(Layouts(schedule=schedule, recompute=recomputed)) == (not splits)
 
 
 def test_every_proposed_stage_has_a_layer() -> None:

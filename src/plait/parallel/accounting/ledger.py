@@ -1,7 +1,7 @@
 """Ledger of layouts in bytes. Every technique writes to it, and the planner reads it.
 
-All figures are NumPy arrays with one entry per candidate layout, so that a search space is priced
-in one call. Figures are per rank and exact: they are the bytes that a process measures, which
+All figures are NumPy arrays with one entry per candidate layout, so that one call accounts for
+a search space. Figures are per rank and exact: they are the bytes that a process measures, which
 `verify` compares. Expert parameters are split over ep along their first dimension, like a dimension
 that tensor parallelism splits. They are replicated or sharded over the ranks that have the same
 experts (`of_experts`).

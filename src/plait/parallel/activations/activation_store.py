@@ -39,7 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait._torch.operators import FakeTensor, tree_leaves
 from plait._torch.tensors import local_tensor, memory_key, version_of
 from plait.cluster import accelerator
@@ -202,7 +202,7 @@ def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
     # Units gather their parameters after the forward of the block has begun, so their storages are
     # not known before.
     for unit in units:
-        for attribute in (*own_parameters(unit).values(), *vars(unit).values()):
+        for attribute in (*direct_parameters(unit).values(), *vars(unit).values()):
             if not isinstance(attribute, torch.Tensor):
                 continue
             if memory_key(tensor) == memory_key(local_tensor(attribute)):

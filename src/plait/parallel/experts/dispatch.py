@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from plait._torch.modules import HookKind, hooks_of, own_parameters
+from plait._torch.modules import HookKind, direct_parameters, hooks_of
 from plait._torch.operators import FakeTensor
 from plait._torch.tensors import local_tensor
 from plait.cluster.accelerator import HostCopy
@@ -172,7 +172,7 @@ class Dispatch:
             return arrived
         local = {
             name: local_tensor(parameter)
-            for name, parameter in own_parameters(self.module).items()
+            for name, parameter in direct_parameters(self.module).items()
             if parameter is not None
         }
         with own_values(self.module, local):

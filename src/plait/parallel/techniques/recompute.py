@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plait._torch.modules import own_buffers
+from plait._torch.modules import direct_buffers
 from plait._torch.operators import tree_flatten, tree_leaves, tree_unflatten
 from plait._torch.tensors import version_of
 from plait.cluster.mesh import Mesh
@@ -197,7 +197,7 @@ class Recompute(Technique):
         (stage,) = measured.stages
         modes = self.solved([measured]).modes(stage.blocks)
         figures = {
-            "activations": stage.kept(modes),
+            "activations": stage.saved(modes),
             "logits": stage.modes["none"].head,
             "returning_activations": stage.returning(modes),
             "stored_activations": stage.stored(modes),
@@ -246,7 +246,7 @@ def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
         head = stage.modes["none"].head
         backward = stage.returning(modes)
         shares = (
-            f"blocks {format_bytes(stage.kept(modes))}, head and loss {format_bytes(head)}, one"
+            f"blocks {format_bytes(stage.saved(modes))}, head and loss {format_bytes(head)}, one"
             f" block in backward {format_bytes(backward)}"
         )
         return f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares})"
@@ -393,7 +393,9 @@ class ChangedBuffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._keys = [(module, name) for module in block.modules() for name in own_buffers(module)]
+        self._keys = [
+            (module, name) for module in block.modules() for name in direct_buffers(module)
+        ]
         # Buffers that changed in any forward so far, by mode (training or evaluation). Without an
         # entry the next forward saves all buffers, to see which of them change.
         self._changing: dict[bool, set[BufferKey]] = {}
@@ -409,7 +411,7 @@ class ChangedBuffers:
         changing = self._changing.get(self._block.training)
         for key in self._keys:
             module, name = key
-            tensor = own_buffers(module).get(name)
+            tensor = direct_buffers(module).get(name)
             if tensor is None:
                 self._versions[key] = (None, 0)
                 continue
@@ -444,18 +446,18 @@ class ChangedBuffers:
     @contextmanager
     def restored(self, values: Values) -> Iterator[None]:
         """Return a context in which the block has copies of `values` as its buffers."""
-        current = {key: own_buffers(key[0]).get(key[1]) for key in values}
+        current = {key: direct_buffers(key[0]).get(key[1]) for key in values}
         for (module, name), value in values.items():
-            own_buffers(module)[name] = value.clone()
+            direct_buffers(module)[name] = value.clone()
         try:
             yield
         finally:
             for (module, name), tensor in current.items():
-                own_buffers(module)[name] = tensor
+                direct_buffers(module)[name] = tensor
 
     def _has_changed(self, key: BufferKey) -> bool:
         tensor, version = self._versions[key]
-        current = own_buffers(key[0]).get(key[1])
+        current = direct_buffers(key[0]).get(key[1])
         return current is not tensor or (current is not None and version_of(current) != version)
 
     @staticmethod
