@@ -28,5 +28,5 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "0.4", "2 G i B", "1e9", "2PiB", "nan"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(InputError, match="--cpu-budget .*: give a size such as 2GiB"):
+    with pytest.raises(InputError, match="--cpu-budget .*: pass a size such as 2GiB"):
         parse_bytes(text, "--cpu-budget")

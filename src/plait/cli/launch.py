@@ -384,7 +384,7 @@ def _refuse_contradictions(
                 "--rdzv-backend",
                 backend,
                 f"this backend requires {required}",
-                f"give {required}, or leave --rdzv-backend out",
+                f"pass {required}, or leave --rdzv-backend out",
             )
         )
     raise_problems(problems)

@@ -164,7 +164,7 @@ class TrainerMixin(CheckpointMixin):
         passed = [name for name, source in sources.items() if source]
         if len(passed) > 1:
             rule = f"{passed[1]} is given too, and both describe the run"
-            raise ConfigError(Problem(passed[0], None, rule, "give one of them"))
+            raise ConfigError(Problem(passed[0], None, rule, "pass one of them"))
         return sources[passed[0]] if passed else None
 
     plait_config: Config

@@ -192,7 +192,7 @@ def open_adapter(folder: Path) -> Adapter:
     require_extra(f"--adapter {folder}", "peft", peft="PEFT")
     if not is_adapter_folder(folder):
         raise InputError(
-            f"--adapter {folder}: has no {CONFIG}; give a folder that PEFT's save_pretrained wrote"
+            f"--adapter {folder}: has no {CONFIG}; pass a folder that PEFT's save_pretrained wrote"
         )
     if not (folder / WEIGHTS).is_file():
         raise InputError(
@@ -234,7 +234,7 @@ def base_folder(folder: Path) -> Path:
     if not base or not Path(base).is_dir():
         raise InputError(
             f"--model {folder}: is an adapter, and {base!r}, which it names as its base, is not"
-            f" a folder here; give --model BASE --adapter {folder}"
+            f" a folder here; pass --model BASE --adapter {folder}"
         )
     return Path(base)
 

@@ -369,7 +369,7 @@ def _remaining_host_bytes(host_bytes: int, cache: int) -> int:
         raise InputError(
             f"--offload-cache: the KV cache takes {format_bytes(cache)} of pinned host memory,"
             f" and {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at"
-            " once, or give a larger --cpu-budget"
+            " once, or pass a larger --cpu-budget"
         )
     return host_bytes - cache
 

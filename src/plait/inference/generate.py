@@ -236,7 +236,7 @@ def _requests(
             )
     if isinstance(seed, Sequence) and len(seed) != len(prompts):
         raise InputError(
-            f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one"
+            f"seed has {len(seed)} entries for {len(prompts)} prompts; pass one for each, or one"
             " number"
         )
 

@@ -287,7 +287,7 @@ def plan_streaming(
             f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
             f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
             f" {format_bytes(slots)}, the KV cache and activations {format_bytes(other_bytes)};"
-            f" give at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
+            f" pass at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
             " fewer tokens or prompts at once"
         )
 

@@ -165,14 +165,14 @@ def request_of(file: File, cluster: Cluster) -> Request:
                 "train_batch_size",
                 batch,
                 '"auto" is planned for a batch size',
-                "give the samples of an optimizer step",
+                "set the samples of an optimizer step",
             )
         )
 
     if config.model is None:
         problems.append(
             Problem(
-                "model", None, '"auto" is planned for a model', "give model.config or model.path"
+                "model", None, '"auto" is planned for a model', "set model.config or model.path"
             )
         )
     for name in ("bf16", "fp16"):
@@ -298,7 +298,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
                 "parallel.pipeline.blocks_per_stage",
                 None,
                 "it fixes the stages, which parallel.pp leaves open",
-                "give parallel.pp, or leave it out",
+                "set parallel.pp, or leave it out",
             )
         )
 

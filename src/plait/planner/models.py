@@ -413,7 +413,7 @@ def _check_counts(model: Architecture, source: str) -> None:
                 f"{source}: num_experts_per_tok",
                 model.active,
                 f"a token goes to {model.active} experts, and a layer has {model.experts}",
-                "give at most that many",
+                "use at most that many",
             )
         )
 
@@ -540,7 +540,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
                 f"{source}: hidden_size",
                 hidden,
                 f"num_attention_heads is {heads} and {hidden} % {heads} = {hidden % heads}",
-                "give head_dim, or sizes that divide",
+                "set head_dim, or sizes that divide",
             )
         )
 
@@ -560,7 +560,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
                 f"{source}: {name}",
                 0,
                 f"a layer has {experts} experts, and a token goes to none",
-                "give at least 1",
+                "use at least 1",
             )
         )
 

@@ -229,7 +229,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     path = Path(path)
     if path.suffix != ".json":
         raise InputError(
-            f"{path}: the configuration is written as JSON; give a name that ends in .json"
+            f"{path}: the configuration is written as JSON; pass a name that ends in .json"
         )
     sidecar_path = path.with_suffix(".plan.json")
     best = plan.best[0]

@@ -91,7 +91,7 @@ def export(
     """
     require_transformers("plait export")
     if out.exists():
-        raise InputError(f"--out {out}: exists; give another name, or remove it first")
+        raise InputError(f"--out {out}: exists; pass another name, or remove it first")
     reader = Reader(checkpoint)
     reader.verify("full")
     model = build_described_model(checkpoint, dtype=dtype)
@@ -219,7 +219,7 @@ def _claim(temporary: Path, out: Path) -> int:
     if not try_lock(descriptor) or not names_open_file(temporary, descriptor) or out.exists():
         os.close(descriptor)
         raise InputError(
-            f"--out {out}: another export is writing it; wait until it ends, or give another name"
+            f"--out {out}: another export is writing it; wait until it ends, or pass another name"
         )
     for leftover in temporary.iterdir():
         if leftover.is_dir() and not leftover.is_symlink():

@@ -138,7 +138,7 @@ def test_no_peak_is_said_with_its_reason(
     assert "peak of a step: predicted with --peak" in capsys.readouterr().out
     assert run(tmp_path, "--peak") == 0
     assert (
-        "peak of a step: the file has no data.sequence_length; give --sequence-length too"
+        "peak of a step: the file has no data.sequence_length; pass --sequence-length too"
         in capsys.readouterr().out
     )
     offload = (

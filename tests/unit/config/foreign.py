@@ -237,7 +237,7 @@ ACCELERATE_REFUSED: dict[str, tuple[str, list[tuple[str, str]]]] = {
     ),
     "hybrid without processes": (
         "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n",
-        [("fsdp_config.fsdp_sharding_strategy", "give num_processes and num_machines")],
+        [("fsdp_config.fsdp_sharding_strategy", "set num_processes and num_machines")],
     ),
     "ignored modules": (
         "distributed_type: FSDP\nfsdp_config: {fsdp_ignored_modules: 'lm_head'}\n",
@@ -266,7 +266,7 @@ ACCELERATE_REFUSED: dict[str, tuple[str, list[tuple[str, str]]]] = {
     ),
     "nothing to shard over": (
         "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\nparallelism_config: {parallelism_config_tp_size: 2}\n",
-        [("parallelism_config", "give parallelism_config_dp_shard_size")],
+        [("parallelism_config", "set parallelism_config_dp_shard_size")],
     ),
     "cp and sp": (
         "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config:\n  parallelism_config_cp_size: 2\n"

@@ -77,7 +77,7 @@ def test_when_tokens_are_drawn() -> None:
         ({"bad_words_ids": [[3], [50]]}, "bad_words_ids has token 50"),
         (
             {"bad_words_ids": [[3], []]},
-            r"bad_words_ids: \[\] is not a word; give a list of token ids",
+            r"bad_words_ids: \[\] is not a word; pass a list of token ids",
         ),
         ({"bad_words_ids": [["a"]]}, r"bad_words_ids: \['a'\] is not a word"),
         ({"pad_token_id": -1}, "pad_token_id has token -1, and the model's tokens are 0 to 49"),

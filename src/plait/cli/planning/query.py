@@ -195,10 +195,10 @@ def _check_sizes(batch: int | None, seq: int | None) -> None:
         if value is None or 1 <= value <= _MAX_SIZE:
             continue
         rule = f"the planner accepts at most {_MAX_SIZE:,}"
-        remedy = "give fewer"
+        remedy = "pass fewer"
         if value < 1:
             rule = _MIN_RULES[name]
-            remedy = "give 1 or more"
+            remedy = "pass 1 or more"
         raise ConfigError(Problem(f"--{name}", value, rule, remedy))
 
 

@@ -428,7 +428,7 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
                     MICRO_KEY,
                     None,
                     f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest",
-                    f"give one of the two (dp is {dp})",
+                    f"set one of the two (dp is {dp})",
                 )
             )
         accumulation = accumulation or 1

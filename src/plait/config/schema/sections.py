@@ -340,8 +340,10 @@ TrackerName = Literal["tensorboard", "wandb", "comet", "csv_monitor"]
 
 
 class FileTrackerSection(Policy):
-    """Settings that all trackers which write files have."""
+    """Settings of a tracker that writes files."""
 
+    enabled: Flag = False
+    """Write the numbers of every step, on the first process."""
     output_path: Folder = "."
     """Folder that contains the folder of the tracker. If omitted, it is `run.folder`, or the
     working folder in a file without `run`.
@@ -355,15 +357,9 @@ class FileTrackerSection(Policy):
 class TensorboardSection(FileTrackerSection):
     """Settings of the TensorBoard tracker."""
 
-    enabled: Flag = False
-    """Write the numbers of every step for TensorBoard, on the first process."""
-
 
 class CsvMonitorSection(FileTrackerSection):
-    """Settings of the tracker that writes CSV files."""
-
-    enabled: Flag = False
-    """Write one CSV file per number, with a row per step, on the first process."""
+    """Settings of the tracker that writes one CSV file per number, with a row per step."""
 
 
 class WandbSection(Policy):

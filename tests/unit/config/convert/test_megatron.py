@@ -171,7 +171,7 @@ def test_what_flags_leave_out_is_megatrons() -> None:
         "override",
     )
     assert problems("--weight-decay", "0.1") == [
-        "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; give it"
+        "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; pass it"
     ]
 
 
