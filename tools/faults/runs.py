@@ -168,7 +168,7 @@ def _launched(
     def follow() -> None:
         for text in stream:
             if text.strip():
-                lines.append((time.monotonic(), text.rstrip()))  # noqa: PERF401 others read it meanwhile
+                lines.append((time.monotonic(), text.rstrip()))
 
     reader = threading.Thread(target=follow, daemon=True)
     reader.start()

@@ -230,13 +230,14 @@ def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
             if path.name.startswith(".") and path.name.endswith(".deleted"):
                 remove(path)
         pointer, _ = _pointer(folder)
-        checkpoints = [
-            checkpoint
-            for checkpoint in _complete(folder)
-            if is_name_of_tag(checkpoint.path.name, checkpoint.manifest.tag)
-            and has_only_saved_files(checkpoint.path)
-            and not (checks_files and _is_truncated(checkpoint))
-        ]
+        checkpoints = []
+        for checkpoint in _complete(folder):
+            if (
+                is_name_of_tag(checkpoint.path.name, checkpoint.manifest.tag)
+                and has_only_saved_files(checkpoint.path)
+                and not (checks_files and _is_truncated(checkpoint))
+            ):
+                checkpoints.append(checkpoint)
         latest = _newest_of_tag(checkpoints, pointer.tag) if pointer is not None else None
         for old in checkpoints[keep:]:
             if old is not latest:

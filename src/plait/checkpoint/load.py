@@ -221,11 +221,11 @@ class Reader:
         """Return the tensors that only one rank has, such as states of random generators."""
         shards = self._rank_manifest(rank).shards
         with ShardReader(self._file(rank), shards) as file:
-            return {
-                name.removeprefix(RANK_START): file.read(name)
-                for name in shards.entries
-                if name.startswith(RANK_START)
-            }
+            tensors: dict[str, torch.Tensor] = {}
+            for name in shards.entries:
+                if name.startswith(RANK_START):
+                    tensors[name.removeprefix(RANK_START)] = file.read(name)
+            return tensors
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
         """Yield (name without prefix, record) for tensors whose name begins with `start`."""
@@ -346,11 +346,10 @@ def build_described_model(
             f"{checkpoint.path} was not written by plait train, so it does not say which model it"
             " is; plait.load_trained(model, folder) loads its weights into yours"
         )
-    fields = {
-        name.removeprefix("model."): value
-        for name, value in identity.items()
-        if name.startswith("model.") and name != "model.dtype"
-    }
+    fields = {}
+    for name, value in identity.items():
+        if name.startswith("model.") and name != "model.dtype":
+            fields[name.removeprefix("model.")] = value
     model_type = fields.pop("model_type")
     settings = {name: value for name, value in fields.items() if value is not None}
     config = AutoConfig.for_model(model_type, **settings)

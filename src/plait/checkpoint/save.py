@@ -215,11 +215,11 @@ class _Save:
         if self._commit is None:
             return []
         files = self._commit.files
-        return [
-            str(files / rank_file(rank, "safetensors"))
-            for rank in range(self._mesh.layout.world_size)
-            if not (files / rank_file(rank, "json")).exists()
-        ]
+        unwritten: list[str] = []
+        for rank in range(self._mesh.layout.world_size):
+            if not (files / rank_file(rank, "json")).exists():
+                unwritten.append(str(files / rank_file(rank, "safetensors")))
+        return unwritten
 
     def _make_folder(self) -> bytes:
         if self._mesh.rank != 0:

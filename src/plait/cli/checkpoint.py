@@ -52,18 +52,19 @@ def ls_command(folder: Folder, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in checkpoints], indent=2))
     else:
-        cells = [
-            (
-                "*" if row.latest else "",
-                row.tag,
-                "-" if row.step is None else f"{row.step:,}",
-                format_bytes(row.size),
-                row.content[:12] or "-",
-                row.layout or "-",
-                row.problem or "good",
+        cells = []
+        for row in checkpoints:
+            cells.append(
+                (
+                    "*" if row.latest else "",
+                    row.tag,
+                    "-" if row.step is None else f"{row.step:,}",
+                    format_bytes(row.size),
+                    row.content[:12] or "-",
+                    row.layout or "-",
+                    row.problem or "good",
+                )
             )
-            for row in checkpoints
-        ]
         print_table(
             Console(), ("", "tag", "step", "size", "content", "written by", "manifest"), cells
         )

@@ -314,11 +314,10 @@ def _print_layout(
                 ]
             )
         tables.append((("stage", "pp rank", "blocks", "", "parameters"), stages))
-    states = [
-        [name, str(memory[kind]), format_bytes(memory[kind])]
-        for kind, name in _STATE_NAMES.items()
-        if memory.get(kind)
-    ]
+    states = []
+    for kind, name in _STATE_NAMES.items():
+        if memory.get(kind):
+            states.append([name, str(memory[kind]), format_bytes(memory[kind])])
     tables.append((("model states on rank 0", "bytes", ""), states))
     for columns, rows in tables:
         print_table(console, columns, rows, indent="")

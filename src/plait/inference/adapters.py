@@ -78,11 +78,11 @@ class Adapter:
     @property
     def replaced(self) -> dict[str, StoredTensor]:
         """Tensors of the base model that the adapter has trained in full, by the base's names."""
-        return {
-            base_tensor(name): tensor
-            for name, tensor in self.stored.items()
-            if not _LORA_TENSOR_IN_FILE.search(name)
-        }
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in self.stored.items():
+            if not _LORA_TENSOR_IN_FILE.search(name):
+                tensors[base_tensor(name)] = tensor
+        return tensors
 
     def put_on(self, model: nn.Module) -> None:
         """Wrap the layers of a model in place.

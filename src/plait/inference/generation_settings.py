@@ -278,11 +278,11 @@ def _set_values(config: Any) -> dict[str, Any]:
             " dictionary of its settings"
         )
     values = config if isinstance(config, Mapping) else config.to_dict()
-    return {
-        str(name): value
-        for name, value in values.items()
-        if value is not None and not str(name).startswith("_")
-    }
+    settings: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is not None and not str(name).startswith("_"):
+            settings[str(name)] = value
+    return settings
 
 
 def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:

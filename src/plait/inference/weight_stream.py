@@ -387,11 +387,11 @@ def streamed_parameters(model: nn.Module, block: str) -> dict[str, nn.Parameter]
 
     Those of adapters stay in memory.
     """
-    return {
-        name: parameter
-        for name, parameter in model.get_submodule(block).named_parameters()
-        if not is_adapters(f"{block}.{name}")
-    }
+    streamed: dict[str, nn.Parameter] = {}
+    for name, parameter in model.get_submodule(block).named_parameters():
+        if not is_adapters(f"{block}.{name}"):
+            streamed[name] = parameter
+    return streamed
 
 
 def pinned_bytes(size: int) -> int:

@@ -101,11 +101,11 @@ def _configuration(config: Mapping[str, Any]) -> Any:
 
 
 def _dropouts(part: Any) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in vars(part).items()
-        if "drop" in name and isinstance(value, float)
-    }
+    dropouts: dict[str, float] = {}
+    for name, value in vars(part).items():
+        if "drop" in name and isinstance(value, float):
+            dropouts[name] = value
+    return dropouts
 
 
 def _parts(config: Any) -> Iterator[Any]:

@@ -102,11 +102,11 @@ def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
         isinstance(value_at(tree, "train_batch_size"), int | float | str)
         and value_at(tree, "train_batch_size") != "auto"
     )
-    return tuple(
-        path
-        for path in auto_paths(tree)
-        if path in PLANNABLE_SETTINGS or (path in open_sizes and has_batch and not follows)
-    )
+    paths: list[str] = []
+    for path in auto_paths(tree):
+        if path in PLANNABLE_SETTINGS or (path in open_sizes and has_batch and not follows):
+            paths.append(path)
+    return tuple(paths)
 
 
 def read_file(examined: ExaminedDocument) -> File:

@@ -192,16 +192,17 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain values."""
-    shortages = [
-        {
-            "region": shortage.region,
-            "candidates": shortage.candidates,
-            "needed_bytes": shortage.needed,
-            "room_bytes": shortage.room,
-            "parts": dict(shortage.parts),
-        }
-        for shortage in plan.shortages
-    ]
+    shortages = []
+    for shortage in plan.shortages:
+        shortages.append(
+            {
+                "region": shortage.region,
+                "candidates": shortage.candidates,
+                "needed_bytes": shortage.needed,
+                "room_bytes": shortage.room,
+                "parts": dict(shortage.parts),
+            }
+        )
     return {
         "candidates": plan.candidates,
         "fitting": plan.fitting,

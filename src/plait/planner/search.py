@@ -163,26 +163,28 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
         each, (estimated.seconds, memory.total, memory.allocated, memory.reserved)
     )
 
-    return [
-        LayoutChoice(
-            layout=layouts.as_dict(i),
-            seconds=float(seconds[i]),
-            seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
-            seconds_high=float(seconds[i] * np.exp(NINETY * time_spread[i])),
-            tokens_per_second=tokens / float(seconds[i]),
-            mfu=flops / peak / float(seconds[i]),
-            terms={name: float(terms[name][i]) for name in STEP_TERMS},
-            allocated=float(allocated[i]),
-            reserved=float(reserved[i]),
-            needed=float(total[i]),
-            needed_high=float(total[i] * np.exp(NINETY * memory_spread[i])),
-            fit_probability=0.5
-            * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
-            memory_terms={name: float(memory_terms[name][i]) for name in MEMORY_TERMS},
-            moment=MOMENTS[int(moment[i])],
+    choices: list[LayoutChoice] = []
+    for i in range(count):
+        choices.append(
+            LayoutChoice(
+                layout=layouts.as_dict(i),
+                seconds=float(seconds[i]),
+                seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
+                seconds_high=float(seconds[i] * np.exp(NINETY * time_spread[i])),
+                tokens_per_second=tokens / float(seconds[i]),
+                mfu=flops / peak / float(seconds[i]),
+                terms={name: float(terms[name][i]) for name in STEP_TERMS},
+                allocated=float(allocated[i]),
+                reserved=float(reserved[i]),
+                needed=float(total[i]),
+                needed_high=float(total[i] * np.exp(NINETY * memory_spread[i])),
+                fit_probability=0.5
+                * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
+                memory_terms={name: float(memory_terms[name][i]) for name in MEMORY_TERMS},
+                moment=MOMENTS[int(moment[i])],
+            )
         )
-        for i in range(count)
-    ]
+    return choices
 
 
 def _broadcast_job(job: Job, count: int) -> Job:

@@ -356,11 +356,11 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
             chunks = [1]
         schedules += [(SCHEDULES.index(name), count) for count in chunks]
 
-    return [
-        (schedule, count)
-        for schedule, count in schedules
-        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", count) == count
-    ]
+    allowed: list[tuple[int, int]] = []
+    for schedule, count in schedules:
+        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", count) == count:
+            allowed.append((schedule, count))
+    return allowed
 
 
 def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
@@ -377,11 +377,11 @@ def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
         entries += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
     names = ("stage", "dp_replicate", "dp_shard")
 
-    return [
-        entry
-        for entry in entries
-        if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True))
-    ]
+    allowed: list[tuple[int, int, int]] = []
+    for entry in entries:
+        if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True)):
+            allowed.append(entry)
+    return allowed
 
 
 def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:

@@ -274,11 +274,10 @@ def _build_with_groups(
     resolved: Resolved, model: nn.Module, groups: list[dict[str, Any]], parameter_ids: set[int]
 ) -> torch.optim.Optimizer:
     """Build the configuration's optimizer over the caller's groups."""
-    named_parameters = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if id(parameter) in parameter_ids
-    ]
+    named_parameters = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in parameter_ids:
+            named_parameters.append((name, parameter))
     optimizer = build_optimizer(resolved.optimizer, named_parameters)
     if len(optimizer.param_groups) != 1:
         raise InputError(

@@ -603,15 +603,14 @@ def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDty
 
 
 def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
-    values = {
-        name: findings.resolve_auto(
+    values = {}
+    for name, key in LOSS_SCALE.items():
+        values[name] = findings.resolve_auto(
             f"fp16.{key}",
             getattr(fp16, key),
             Fp16Section.model_fields[key].default,
             "DeepSpeed's default",
         )
-        for name, key in LOSS_SCALE.items()
-    }
 
     power = values["initial_scale_power"]
     initial = 2.0**power

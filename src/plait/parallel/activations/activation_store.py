@@ -153,11 +153,10 @@ class SavedTensors:
         shared = {memory_key(tensor) for tensor in tensors} - {input_storage}
         for tensor in (*self._block.parameters(), *self._block.buffers()):
             shared.add(memory_key(local_tensor(tensor)))
-        nested_units = [
-            module
-            for module in self._block.modules()
-            if isinstance(module, FSDPModule) and module is not self._block
-        ]
+        nested_units = []
+        for module in self._block.modules():
+            if isinstance(module, FSDPModule) and module is not self._block:
+                nested_units.append(module)
         store: Callable[[torch.Tensor], Any] = _identity
         if self._store is not None:
             store = _StoredCall(self._store.open(self._index)).put

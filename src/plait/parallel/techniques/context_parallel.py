@@ -142,11 +142,10 @@ class ContextParallel(Technique):
         installed = parts.attention
         if installed is None:
             return []
-        parameters = [
-            parameter
-            for parameter in parts.model.parameters()
-            if parameter.requires_grad and "cp" in parts.reduction(parameter).summed
-        ]
+        parameters = []
+        for parameter in parts.model.parameters():
+            if parameter.requires_grad and "cp" in parts.reduction(parameter).summed:
+                parameters.append(parameter)
         dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
         model = without_wrapper(parts.model)
         return [SequenceShards(model, self, installed, parameters, dtype, device=mesh.device)]
@@ -203,11 +202,10 @@ class ContextParallel(Technique):
             # With `ulysses` a rank computes attention for all tokens.
             if self.context != "ulysses":
                 starts = layout.shard(starts, dim=1)
-        local_entries = {
-            name: _split_entry(name, entry, ids, layout)
-            for name, entry in batch.items()
-            if name not in (LABELS, "attention_mask")
-        }
+        local_entries = {}
+        for name, entry in batch.items():
+            if name not in (LABELS, "attention_mask"):
+                local_entries[name] = _split_entry(name, entry, ids, layout)
         mask = attention_function.as_mask(starts, len(ids), ids.device)
         attach_token_mask(mask, _local_token_mask(batch, ids, layout))
         return LocalBatch(local_entries, attention_mask=mask, use_cache=False)

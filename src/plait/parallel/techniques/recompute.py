@@ -179,11 +179,10 @@ class Recompute(Technique):
         """Return the hook that restores the forward of blocks if the model gets another owner."""
         # `apply` may have been given modes that were solved from a budget.
         modes = parts.recompute_modes or self.modes(len(parts.blocks))
-        recomputed = [
-            parts.model.get_submodule(name)
-            for name, mode in zip(parts.blocks, modes, strict=True)
-            if mode != "none"
-        ]
+        recomputed = []
+        for name, mode in zip(parts.blocks, modes, strict=True):
+            if mode != "none":
+                recomputed.append(parts.model.get_submodule(name))
         return [Recomputed(recomputed)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
