@@ -29,7 +29,7 @@ def main() -> None:
     from plait.planner.hardware import cluster
     from plait.planner.models import find_model
     from plait.planner.request import Request
-    from plait.planner.search import plan, price_space
+    from plait.planner.search import estimate_space, plan
     from plait.planner.space import space_of
 
     imports = time.process_time() - began
@@ -39,7 +39,9 @@ def main() -> None:
         request = Request(find_model("llama-3-405b"), cluster("h100", 16384), batch, sequence)
         layouts = plan(request, best=5 if quick else 25).candidates  # also fills caches
         cases: dict[str, Callable[[], object]] = {
-            "closed form": lambda asked=request: price_space(asked, space_of(asked), calibration),
+            "closed form": lambda asked=request: estimate_space(
+                asked, space_of(asked), calibration
+            ),
             "five best": lambda asked=request: plan(asked),
             "25 best": lambda asked=request: plan(asked, best=25),
         }

@@ -25,13 +25,12 @@ from plait._torch.groups import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import rank_activations, token_batch
+from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
 from plait.dryrun.predicted_peak import predict_peak, predict_peak_on
 from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.peak import PEAK_KINDS
-from plait.parallel.micro_batches import default_forward
-from plait.parallel.parts import Parts
+from plait.parallel.parts import Parts, Plans
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.sizes import GIB, MIB
@@ -104,11 +103,10 @@ def predicted_and_measured() -> Iterator[list[str]]:
                     model = model_of(kind, device="meta")
                     split = TensorParallel(sequence_parallel=sequence)
                     (rank,) = rank_activations(
-                        model,
-                        blocks=find_blocks(model),
+                        Parts(model, find_blocks(model)),
                         mesh=build_mesh(resolved.layout),
                         batch=token_batch(SAMPLES, LENGTH),
-                        tensor_parallel=split,
+                        techniques=ActivationTechniques(split),
                     )
                     (facts,) = rank.stages
                     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
@@ -120,7 +118,7 @@ def predicted_and_measured() -> Iterator[list[str]]:
                         else f"tp {tp}" + (", sequence parallel" if sequence else "")
                     )
                     figures = (
-                        facts.kept(modes),
+                        facts.saved(modes),
                         held["activations"],
                         facts.modes["none"].head,
                         held["logits"],
@@ -230,17 +228,12 @@ def budgets() -> Iterator[list[str]]:
                 )
                 assert pipeline is not None
                 ranks = rank_activations(
-                    model,
-                    blocks=find_blocks(model),
-                    pipeline=pipeline,
+                    Parts(model, find_blocks(model), Plans(pipeline=pipeline)),
                     mesh=build_mesh(resolved.layout),
                     batch=token_batch(SAMPLES, LENGTH),
-                    tensor_parallel=resolved.tensor_parallel,
-                    recompute=resolved.recompute,
-                    offloads=lambda count: 0,
-                    compute_dtype=None,
-                    loss_fn=plait.causal_lm_loss,
-                    forward=default_forward,
+                    techniques=ActivationTechniques(
+                        resolved.tensor_parallel, recompute=resolved.recompute
+                    ),
                 )
                 at = ranks[rank]
                 plain, least = at.most(("none",) * at.blocks), at.least()[0]
@@ -322,7 +315,7 @@ def time_for_memory() -> Iterator[list[str]]:
         models[mode] = model
     plain = model_of("llama", device="meta", hidden_size=512, intermediate_size=1376)
     (rank,) = rank_activations(
-        plain, blocks=find_blocks(plain), mesh=build_mesh(Layout()), batch=token_batch(2, 256)
+        Parts(plain, find_blocks(plain)), mesh=build_mesh(Layout()), batch=token_batch(2, 256)
     )
     facts = rank.stages[0].modes
     ids = torch.arange(512).view(2, 256)
@@ -340,7 +333,7 @@ def time_for_memory() -> Iterator[list[str]]:
         found = facts[mode]  # type: ignore[index]
         yield [
             mode,
-            f"{sum(found.kept) / MIB:.1f} MiB",
+            f"{sum(found.saved) / MIB:.1f} MiB",
             f"{found.flops / facts['none'].flops:.3f}",
             f"{ratio:.2f}",
         ]
@@ -370,18 +363,17 @@ def large() -> Iterator[list[str]]:
         model = llama_8b()
         with fake_world(tp), torch.device("meta"):
             (one,) = rank_activations(
-                model,
-                blocks=find_blocks(model),
+                Parts(model, find_blocks(model)),
                 mesh=build_mesh(Layout(tp=tp)),
                 batch=token_batch(1, 4096),
-                tensor_parallel=TensorParallel(sequence_parallel=sequence),
+                techniques=ActivationTechniques(TensorParallel(sequence_parallel=sequence)),
                 compute_dtype=torch.bfloat16,
             )
         (facts,) = one.stages
         layout = f"tp {tp}" + (", sequence parallel" if sequence else "")
         for mode in MODES:
             found = facts.modes[mode]  # type: ignore[index]
-            shown = (sum(found.kept), found.head, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
+            shown = (sum(found.saved), found.head, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
             yield [layout, mode, *(f"{figure / GIB:.2f}" for figure in shown)]
 
 

@@ -147,7 +147,7 @@ def _published(rows: list[dict[str, Any]]) -> list[str]:
         f"{sum(r['inside'] for r in timed)} of {len(timed)} published times lie in the 90 % interval of the prediction for that",
         f"layout and that framework, by constants learned without the source; of the other {len(rows) - len(timed)} layouts no time was",
         "found. The plan is for Plait's own kernels, which are eager and keep more of every block, in bf16 or fp16; the published layout",
-        "is priced by the same kernels beside it. The reasons are up to three terms of the step that differ most in favour of the faster",
+        "is estimated with the same kernels next to it. The reasons are up to three terms of the step that differ most in favour of the faster",
         "of the two, as theirs less the plan's.",
         "",
         "| model | GPUs | tokens | published layout | measured | predicted (90 %) | inside | plan | plan's | theirs in Plait | reasons "

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from plait.inference.generate import generate
     from plait.inference.score import score
     from plait.losses.chunked_loss import chunked_causal_lm_loss
-    from plait.losses.loss import causal_lm_loss, per_sample
-    from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
+    from plait.losses.loss import WeightedLoss, causal_lm_loss, per_sample
+    from plait.model.pipeline_model import LayerSpec, PipelineModel, TiedLayerSpec
     from plait.sharded.full_weights import iterate_weights
     from plait.sharded.parallel_model import ParallelModel, parallelize
     from plait.sharded.pretrained import from_pretrained
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 # torch.
 _DEFINING_MODULES = {
     "ConfigError": "plait.errors",
-    "LayerSpec": "plait.model.pipeline_module",
-    "PipelineModule": "plait.model.pipeline_module",
-    "TiedLayerSpec": "plait.model.pipeline_module",
+    "LayerSpec": "plait.model.pipeline_model",
+    "PipelineModel": "plait.model.pipeline_model",
+    "TiedLayerSpec": "plait.model.pipeline_model",
     "Engine": "plait.engine.engine",
     "ParallelModel": "plait.sharded.parallel_model",
     "PlaitError": "plait.errors",
     "StepResult": "plait.engine.engine",
+    "WeightedLoss": "plait.losses.loss",
     "causal_lm_loss": "plait.losses.loss",
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
     "from_pretrained": "plait.sharded.pretrained",
@@ -54,10 +55,11 @@ __all__ = [
     "Engine",
     "LayerSpec",
     "ParallelModel",
-    "PipelineModule",
+    "PipelineModel",
     "PlaitError",
     "StepResult",
     "TiedLayerSpec",
+    "WeightedLoss",
     "__version__",
     "causal_lm_loss",
     "chunked_causal_lm_loss",

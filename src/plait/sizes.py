@@ -117,6 +117,6 @@ def parse_bytes(text: str, name: str) -> int:
         size = int(float(match[1]) * base**exponent)
     if size < 1:
         raise InputError(
-            f"{name} {text}: give a size such as 2GiB, 512MiB, 2GB or a number of bytes"
+            f"{name} {text}: pass a size such as 2GiB, 512MiB, 2GB or a number of bytes"
         )
     return size

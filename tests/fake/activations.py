@@ -9,11 +9,12 @@ from torch import nn
 
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import Resolved, load, resolve
-from plait.dryrun.dry_model import rank_activations, token_batch
+from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import RankActivations
 from plait.parallel.micro_batches import default_forward
+from plait.parallel.parts import Parts, Plans
 from tests.parity import cases
 
 LENGTH, LAYERS = 16, 4
@@ -23,28 +24,21 @@ def predicted_activations(
     model: nn.Module, resolved: Resolved, *, samples: int = 2, length: int = LENGTH
 ) -> tuple[RankActivations, ...]:
     """Of every rank of the pipeline, before anything is applied to the model."""
-    blocks, chunk, compute = (
-        find_blocks(model),
-        resolved.loss_chunk_tokens,
-        resolved.precision.compute,
-    )
+    blocks = find_blocks(model)
+    chunk = resolved.loss_chunk_tokens
+    compute = resolved.precision.compute
     loss: dict[str, Any] = {}
     if chunk:
         loss = {
             "loss_fn": ChunkedCausalLMLoss(chunk_tokens=chunk),
             "forward": deferred(default_forward, model),
         }
+    pipeline = resolved.pipeline.plan(resolved.context(model=model, blocks=blocks))
     return rank_activations(
-        model,
-        blocks=blocks,
-        pipeline=resolved.pipeline.plan(resolved.context(model=model, blocks=blocks)),
+        Parts(model, blocks, Plans(pipeline=pipeline)),
         mesh=build_mesh(resolved.layout),
         batch=token_batch(samples, length),
-        tensor_parallel=resolved.tensor_parallel,
-        context_parallel=resolved.context_parallel,
-        tiled_mlp=resolved.tiled_mlp,
-        recompute=resolved.recompute,
-        offloads=resolved.activation_offload.blocks,
+        techniques=ActivationTechniques.of(resolved),
         compute_dtype=getattr(torch, compute) if compute else None,
         **loss,
     )

@@ -54,7 +54,7 @@ def test_activations_fall_with_cp(fake_world, kind):
         model = cases.build("wide", tied=False, dtype=torch.float32)
         (measured,) = predicted_activations(model, resolved, samples=1, length=length)
         alone = measured.stages[0].modes["none"]
-        found.append((sum(alone.kept), alone.head))
+        found.append((sum(alone.saved), alone.head))
     (alone, head), (kept, own_head) = found
     assert own_head == pytest.approx(
         head, rel=1e-2

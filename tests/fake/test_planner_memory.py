@@ -9,8 +9,9 @@ import torch
 from benchmarks.planner_memory.layouts import CASES, MODELS, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.dryrun.dry_model import MODES, rank_activations, token_batch
+from plait.dryrun.dry_model import MODES, ActivationTechniques, rank_activations, token_batch
 from plait.model.blocks import find_blocks
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.planner.block_bytes import logits_bytes, saved_bytes
 from plait.planner.hardware import cluster
@@ -51,12 +52,11 @@ def test_bytes_of_a_block_and_of_the_loss(fake_world, kind, tp, sp):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     (rank,) = rank_activations(
-        model,
-        blocks=find_blocks(model),
+        Parts(model, find_blocks(model)),
         mesh=build_mesh(Layout(tp=tp)),
         batch=token_batch(SAMPLES, LENGTH),
         compute_dtype=torch.bfloat16,
-        tensor_parallel=TensorParallel(sequence_parallel=sp),
+        techniques=ActivationTechniques(TensorParallel(sequence_parallel=sp)),
     )
     (found,) = rank.stages
     request = Request(
@@ -69,9 +69,9 @@ def test_bytes_of_a_block_and_of_the_loss(fake_world, kind, tp, sp):
     none, operators, full = (float(np.ravel(value)[0]) * tokens for value in saved_bytes(job))
     logits = float(np.ravel(logits_bytes(job))[0])
     for predicted, mode in ((none, "none"), (operators, "selective"), (full, "full")):
-        assert predicted == pytest.approx(found.modes[mode].kept[1], rel=0.02), mode
+        assert predicted == pytest.approx(found.modes[mode].saved[1], rel=0.02), mode
     measured = found.modes["none"]
-    at_loss = measured.peak - sum(measured.kept) - measured.outside
+    at_loss = measured.peak - sum(measured.saved) - measured.outside
     assert logits == pytest.approx(at_loss, rel=0.02)
 
 
@@ -110,8 +110,7 @@ def test_bytes_of_blocks_with_experts_and_latent_attention(fake_world, name):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     (rank,) = rank_activations(
-        model,
-        blocks=find_blocks(model),
+        Parts(model, find_blocks(model)),
         mesh=build_mesh(Layout()),
         batch=token_batch(SAMPLES, LENGTH),
         compute_dtype=torch.bfloat16,
@@ -130,7 +129,7 @@ def test_bytes_of_blocks_with_experts_and_latent_attention(fake_world, name):
         )
         per_layer, kept = layer_activations(job)
         assert float(np.ravel(per_layer if mode == "none" else kept)[0]) == pytest.approx(
-            found.modes[mode].kept[1], rel=error
+            found.modes[mode].saved[1], rel=error
         ), mode
 
 
@@ -214,8 +213,7 @@ def _compare_blocks(fake_world, fields, device, precision, compute, errors, leng
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     batch = token_batch(SAMPLES, length)
     (rank,) = rank_activations(
-        model,
-        blocks=find_blocks(model),
+        Parts(model, find_blocks(model)),
         mesh=build_mesh(Layout()),
         batch=batch,
         compute_dtype=compute,
@@ -232,7 +230,7 @@ def _compare_blocks(fake_world, fields, device, precision, compute, errors, leng
             request, Layouts(recompute=np.array([RECOMPUTE.index(priced)]), micro_batch=SAMPLES)
         )
         per_layer, kept = layer_activations(job)
-        measured = np.mean(rank.stages[0].modes[mode].kept)  # blocks of several kinds
+        measured = np.mean(rank.stages[0].modes[mode].saved)  # blocks of several kinds
         assert float(np.ravel(per_layer if mode == "none" else kept)[0]) == pytest.approx(
             measured, rel=error
         ), mode

@@ -75,7 +75,7 @@ def test_a_file_of_prompts_and_one_within_a_budget(
     assert found[1]["token_ids"] == expected[0, 3:].tolist()
     run(*common, "--out", str(tmp_path / "two.jsonl"), code=2)
     assert (
-        "exists; give another name" in capsys.readouterr().err
+        "exists; pass another name" in capsys.readouterr().err
         and answers(tmp_path / "two.jsonl") == found
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -133,28 +133,28 @@ def test_a_chat_goes_on_after_a_line_that_is_too_long(
     [
         (
             ["--prompt", "a", "--cpu-budget", "9KiB"],
-            "--cpu-budget|budget of 9.0 KiB is too small: .* give at least",
+            "--cpu-budget|budget of 9.0 KiB is too small: .* pass at least",
         ),
-        (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: give a size such as 2GiB"),
+        (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: pass a size such as 2GiB"),
         (
             ["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"],
             "--tp = 2: chooses a layout of several devices, and a budget",
         ),
         (["--prompt", "a", "--tp", "3"], "--tp 3: must divide the model's 4 attention heads"),
-        (["--prompt", "a", "--tp", "x"], "--tp x: give a number of devices, or auto"),
-        (["--prompt", "a", "--pp", "\u00b2"], "--pp \u00b2: give a number of devices, or auto"),
-        (["--prompt", "a", "--tp", "9" * 5000], "9: give a number of devices, or auto"),
+        (["--prompt", "a", "--tp", "x"], "--tp x: pass a number of devices, or auto"),
+        (["--prompt", "a", "--pp", "\u00b2"], "--pp \u00b2: pass a number of devices, or auto"),
+        (["--prompt", "a", "--tp", "9" * 5000], "9: pass a number of devices, or auto"),
         (["--prompt", "a", "--top-p", "7"], "top_p = 7.0 must be above 0"),
         (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
-        (["--prompt", "a", "--prompts", "b", "--out", "c"], "give one of them"),
+        (["--prompt", "a", "--prompts", "b", "--out", "c"], "pass one of them"),
         (["--out", "c"], "belong together"),
         (
             ["--prompts", __file__, "--out", "x" * 300],
-            "'x{100}': File name too long; give another path",
+            "'x{100}': File name too long; pass another path",
         ),
         (
             ["--prompt", "a", "--adapter", "x" * 300],
-            "'x{100}': File name too long; give another path",
+            "'x{100}': File name too long; pass another path",
         ),
         (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is no folder; make it first"),
     ],

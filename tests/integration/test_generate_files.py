@@ -185,12 +185,12 @@ def test_another_command_writes_the_answers(
         )
         answers.add([MADE])
     assert json.loads(out.read_text(encoding="utf-8")) == ANSWER
-    with pytest.raises(InputError, match="exists; give another name"), answer_file(out, lines, {}):
+    with pytest.raises(InputError, match="exists; pass another name"), answer_file(out, lines, {}):
         pass
     assert sorted(tmp_path.iterdir()) == [out, prompts]
     (tmp_path / "other.partial").symlink_to(prompts)
     with (
-        pytest.raises(InputError, match="symbolic links; give a file"),
+        pytest.raises(InputError, match="symbolic links; pass a file"),
         answer_file(tmp_path / "other", lines, {}),
     ):
         pass
@@ -262,7 +262,7 @@ def test_a_command_goes_on_after_finished_answers(
         file.write(b'{"of a process that was killed')
     run(folder, *common, "--out", str(out), "--max-new-tokens", "5", code=2)
     assert (
-        "finished answers of another command (--max-new-tokens was 4 and is 5); give another --out, or"
+        "finished answers of another command (--max-new-tokens was 4 and is 5); pass another --out, or"
         in capsys.readouterr().err
     )
     run(folder, *common, "--out", str(out), "--batch-size", "3")

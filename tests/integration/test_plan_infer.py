@@ -119,7 +119,7 @@ def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["--model", "llama-3-70b", "--gpu", "h100", "--gpu-budget", "2GiB"],
-            "a budget of 2.0 GiB is too small: .* give at least",
+            "a budget of 2.0 GiB is too small: .* pass at least",
         ),
         (["--model", "gpt2", "--tp", "2"], "--tp = 2: is for GPUs"),
         (["--model", "gpt2", "--gpu-budget", "1GiB"], "this machine has no visible GPU"),

@@ -222,7 +222,7 @@ def test_readmes_commands_on_a_run(
     assert len(AutoTokenizer.from_pretrained(tmp_path / "trained")) == 400
     assert (
         _code(["export", "runs/mine", "--out", "trained"]) == 2
-        and "exists; give another name" in capsys.readouterr().err
+        and "exists; pass another name" in capsys.readouterr().err
     )
     again = ["export", "runs/mine", "--out", "other"]
     (tmp_path / ".linked.tmp").symlink_to(tmp_path / "trained")

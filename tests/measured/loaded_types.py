@@ -14,7 +14,7 @@ import plait
 from plait.errors import PlaitError
 from plait.parallel.materialise import is_meta
 from plait.verify.model_under_test import TestedModel, transformers_model
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 
 FOLDER = "from a folder"
 """Its place beside the layouts."""
@@ -56,7 +56,7 @@ def load_cell(rank: int, world: int, tested: TestedModel, folder: str) -> Loaded
         return Loaded("refused", _without(str(error), folder))
     try:
         found = {
-            name: whole(tensor.detach())
+            name: full_tensor_on_cpu(tensor.detach())
             for name, tensor in (*engine.model.named_parameters(), *engine.model.named_buffers())
         }
     finally:

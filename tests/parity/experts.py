@@ -16,7 +16,7 @@ from torch import nn
 import plait
 from plait._torch.tensors import local_tensor
 from plait.engine.engine import Engine
-from plait.losses.loss import Weighted
+from plait.losses.loss import WeightedLoss
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
@@ -519,7 +519,7 @@ def _reference_of_routers(case: Case, dp: int) -> Trace:
         return reference_trace(
             model,
             [groups(step) for step in steps(case, 2 * dp)],
-            loss_fn=Weighted(total, weight),
+            loss_fn=WeightedLoss(total, weight),
             optimizer=cases.adamw,
             clipping=CLIPPING,
             forward=forward,
@@ -561,7 +561,7 @@ def _reference(case: Case, micro_batches: int) -> Result:
         trace = reference_trace(
             model,
             steps(case, micro_batches),
-            loss_fn=Weighted(transformers_loss, targets),
+            loss_fn=WeightedLoss(transformers_loss, targets),
             optimizer=lambda parameters: Updating(parameters, move),
             clipping=CLIPPING,
             forward=lambda module, batch: module(**batch),

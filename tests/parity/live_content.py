@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import plait
 from plait.engine import generators
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 
 Lanes = tuple[int, int]
 MASK = (1 << 64) - 1
@@ -74,17 +74,17 @@ def live_content(engine: plait.Engine) -> tuple[str, str]:
     names: dict[int, str] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), name)
-        tensors[f"model.{name}"] = lanes_of(f"model.{name}", whole(parameter))
+        tensors[f"model.{name}"] = lanes_of(f"model.{name}", full_tensor_on_cpu(parameter))
     for prefix, module in engine.model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 path = "model." + ".".join(part for part in (prefix, name) if part)
-                tensors[path] = lanes_of(path, whole(buffer))
+                tensors[path] = lanes_of(path, full_tensor_on_cpu(buffer))
     for parameter, states in engine.optimizer.state.items():
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
                 path = f"optimizer.state.{names[id(parameter)]}.{key}"
-                tensors[path] = lanes_of(path, whole(value))
+                tensors[path] = lanes_of(path, full_tensor_on_cpu(value))
     own = {
         f"hooks.{name}": tensor for name, tensor in engine.hooks.state().items()
     } | generators.states(engine.device)

@@ -9,8 +9,9 @@ import torch
 
 import plait
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import rank_activations, token_batch
+from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
 from plait.parallel.activations.activation_store import OffloadedActivations
+from plait.parallel.parts import Parts
 from plait.verify.parity import engine_trace
 from tests.measured.memory import measure_activations
 from tests.parity import cases
@@ -139,11 +140,10 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
 
     technique = resolve(load(config), world_size=1).activation_offload
     (foretold,) = rank_activations(
-        model,
-        blocks=names,
+        Parts(model, names),
         mesh=build_mesh(Layout()),
         batch=token_batch(2, 8),
-        offloads=technique.blocks,
+        techniques=ActivationTechniques(activation_offload=technique),
     )
     (facts,) = foretold.stages
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -151,7 +151,7 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
     measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
     modes = engine.parts.recompute_modes
     assert facts.stored(modes) > 0
-    return measured, {"activations": facts.kept(modes), "logits": facts.modes["none"].head}
+    return measured, {"activations": facts.saved(modes), "logits": facts.modes["none"].head}
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

@@ -170,7 +170,7 @@ def with_trained_loss(inside: bool) -> bool:
     if inside:
         model.loss = loss
     config = settings(2, 1, 1, 1)
-    engine = plait.initialize(model, config, loss_fn=loss, weight_fn=LOSS.weight)
+    engine = plait.initialize(model, config, loss_fn=plait.WeightedLoss(loss, LOSS.weight))
     return trains(engine) and bool(loss.scale.full_tensor() < 1)
 
 
@@ -366,7 +366,7 @@ def with_auxiliary(passed: bool) -> bool:
         return total + sum(block.loss for block in model.blocks), weight
 
     config = pipelines.settings(0, 2, pp=2)
-    engine = plait.initialize(model, config, loss_fn=loss, weight_fn=LOSS.weight)
+    engine = plait.initialize(model, config, loss_fn=plait.WeightedLoss(loss, LOSS.weight))
     return trains(engine, [batch(), batch()])
 
 

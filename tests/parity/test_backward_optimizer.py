@@ -12,7 +12,7 @@ from torch import nn
 import plait
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError, ModelError
-from plait.verify.parity import engine_trace, whole
+from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.digests import digest, digest_of
 from tests.parity.tensor_parallel import settings
@@ -105,7 +105,7 @@ def resumed(
             [{name: value[rank * size : (rank + 1) * size] for name, value in rows.items()}]
         )
     engine.save_checkpoint(folder)
-    return [whole(p) for p in engine.model.parameters()]
+    return [full_tensor_on_cpu(p) for p in engine.model.parameters()]
 
 
 def pad(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.mean_losses import close
 from tests.pool import Pool
 
@@ -110,7 +110,7 @@ def engine_task(
     for step in range(2):
         engine.train_batch(batch(rank, step))
         between(model)
-    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    weights = {name: full_tensor_on_cpu(parameter) for name, parameter in model.named_parameters()}
 
     refusals = []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.parity.mean_losses import close
@@ -49,7 +49,7 @@ def run(
         engine.save_checkpoint(folder, client_state={"position": last})
     return {
         "losses": losses,
-        "weights": {name: whole(p) for name, p in engine.model.named_parameters()},
+        "weights": {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()},
         "lr": engine.get_lr(),
     }
 
@@ -90,7 +90,7 @@ def between_micro_batches(rank: int, world: int, folder: str) -> str:
         engine.backward(engine(pieces[index]["input_ids"]).logits.square().mean())
 
     def weights() -> list[torch.Tensor]:
-        return [whole(parameter) for parameter in engine.model.parameters()]
+        return [full_tensor_on_cpu(parameter) for parameter in engine.model.parameters()]
 
     engine.save_checkpoint(folder)
     before = weights()

@@ -21,7 +21,7 @@ from plait.checkpoint.folder import candidates, list_complete
 from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.checkpoint.load import Reader
 from plait.errors import CheckpointError
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -43,7 +43,7 @@ def step(engine: plait.Engine, number: int) -> float:
 
 def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
     """Unsharded."""
-    return {name: whole(p) for name, p in engine.model.named_parameters()}
+    return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
 def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

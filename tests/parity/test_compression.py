@@ -22,7 +22,7 @@ from plait.comm.compress import (
     QuantisedReduceScatter,
 )
 from plait.comm.quantise import Bits, Packing, Segment
-from plait.verify.parity import Trace, engine_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
@@ -345,7 +345,8 @@ def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[s
         ),
     )
     return trace, {
-        name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)
+        name: full_tensor_on_cpu(p)
+        for name, p in engine.model.named_parameters(remove_duplicate=False)
     }
 
 

@@ -87,7 +87,7 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...
             lambda: engine.train_batch({"input_ids": ids, "labels": ids, "weights": ids[:, :3]}),
             lambda: engine.predict({"input_ids": ids, "use_cache": True}),
             lambda: engine.predict({"input_ids": ids, "output_attentions": True}),
-            lambda: engine.sharded.prepared({"input_ids": ids, "labels": ids})["labels"],
+            lambda: engine.sharded.prepare_batch({"input_ids": ids, "labels": ids})["labels"],
         )
         for call in calls:
             with pytest.raises((InputError, ModelError)) as error:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.mean_losses import close
 from tests.pool import Pool
 
@@ -78,7 +78,7 @@ def on_the_page(rank: int, world: int, stage: int) -> tuple[list[float], dict[st
     }
     with keeping_float64(model):
         exec(code.replace('"stage": 2', f'"stage": {stage}'), names)
-    weights = {name: whole(p) for name, p in model.named_parameters()}
+    weights = {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
     names["sharded"].close()
     return names["losses"], weights
 

@@ -11,7 +11,7 @@ import torch
 
 import plait
 from plait.config.convert.conversion import convert
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised
 from tests.parity.mean_losses import Weights, close, mean_loss
@@ -86,7 +86,7 @@ def trained(rank: int, world: int, source: Any) -> tuple[dict[str, int], Weights
         engine.backward(loss)
         engine.step()
     found = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
-    weights = {name: whole(p) for name, p in engine.model.named_parameters()}
+    weights = {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
     stage, clipping = engine.config.data_parallel.stage, engine.config.gradient_clipping
     engine.close()
     return {**found, "stage": stage}, weights, clipping

@@ -11,7 +11,7 @@ from torch import nn
 import plait
 from plait.comm.failures import ComparedCollectives
 from plait.errors import CommunicationError
-from plait.losses.loss import Weighted
+from plait.losses.loss import WeightedLoss
 from tests.pool import Pool
 
 
@@ -84,7 +84,9 @@ def train(rank: int, world: int) -> list[float]:
             "faults": {"check_collectives": checked},
         }
         engine = plait.initialize(
-            model, config, loss_fn=Weighted(lambda out, batch: (out.square().sum(), len(out)), len)
+            model,
+            config,
+            loss_fn=WeightedLoss(lambda out, batch: (out.square().sum(), len(out)), len),
         )
         losses.append(
             [float(engine.train_batch(torch.full((2, 6), 1.0 + rank)).loss) for _ in range(2)][-1]

@@ -11,7 +11,7 @@ import torch
 
 import plait
 from plait.errors import InputError
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import materialised, settings
 from tests.parity.mean_losses import Weights, close
@@ -84,7 +84,7 @@ def run(
             for optimizer in optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
-    return {name: whole(p) for name, p in model.named_parameters()}, has_gradient
+    return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, has_gradient
 
 
 def loss_of(model: Any, world: int, ranks: list[int]) -> Loss:
@@ -200,7 +200,7 @@ def engine_runs(rank: int, world: int, stage: int) -> Weights:
         engine.step()
         if number == 0:
             engine.module.zero_grad()
-    return {name: whole(p) for name, p in engine.module.named_parameters()}
+    return {name: full_tensor_on_cpu(p) for name, p in engine.module.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -13,7 +13,7 @@ from torch import nn
 import plait
 from plait.errors import InputError
 from plait.parallel.data.reducer import Reducer
-from plait.verify.parity import Trace, engine_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
 from tests.parity import adapted, cases, trainers
 from tests.parity.data_parallel import CLIPPING, assert_same, materialised, plain_trace, settings
 from tests.parity.mean_losses import close
@@ -116,7 +116,7 @@ def unfrozen_with_a_group(
         engine.train_batch(step[rank])
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
-    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    weights = {name: full_tensor_on_cpu(parameter) for name, parameter in model.named_parameters()}
     count = len(engine.optimizer.param_groups)
     engine.close()
     return weights, count
@@ -265,7 +265,8 @@ def adversarial(
             judge.backward(judge(made(mine).detach()).mean() - judge(mine).mean())
             judge.step()
     return [
-        {name: whole(p) for name, p in engine.model.named_parameters()} for engine in (made, judge)
+        {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
+        for engine in (made, judge)
     ]
 
 

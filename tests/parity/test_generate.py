@@ -267,8 +267,7 @@ def within_a_pipelines_step(rank: int, world: int) -> None:
         engine = plait.initialize(
             built("llama"),
             {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]},
-            loss_fn=loss,
-            weight_fn=plait.causal_lm_loss.weight,
+            loss_fn=plait.WeightedLoss(loss, plait.causal_lm_loss.weight),
         )
         calls = (
             partial(engine.generate, PROMPTS, max_new_tokens=2),

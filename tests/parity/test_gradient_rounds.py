@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.errors import InputError, ModelError
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
@@ -69,7 +69,7 @@ def data(parts: int) -> list[torch.Tensor]:
 
 def gradients(model: nn.Module) -> Gradients:
     return {
-        name: None if p.grad is None else whole(p.grad).clone()
+        name: None if p.grad is None else full_tensor_on_cpu(p.grad).clone()
         for name, p in model.named_parameters()
     }
 
@@ -260,7 +260,7 @@ def lying_unusually(rank: int, world: int, stage: int, more: dict[str, Any]) -> 
             update.zero_grad()
             engine.backward(engine(step[rank]).square().mean())
             engine.step()
-        found = {name: whole(p) for name, p in engine.model.named_parameters()}
+        found = {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
         same(found, {name: p.detach() for name, p in one.named_parameters()}, 1e-11)  # type: ignore[arg-type]
         engine.close()
 
@@ -322,7 +322,7 @@ def looks_between(rank: int, world: int, stage: int, more: dict[str, Any]) -> No
         with torch.no_grad():
             engine(piece)
         engine.step()
-    same({name: whole(p) for name, p in engine.model.named_parameters()}, wanted)
+    same({name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}, wanted)
     engine.close()
     config = settings(world, stage, 1, 1) | {"gradient_clipping": 0}
     config["parallel"] |= more
@@ -334,7 +334,7 @@ def looks_between(rank: int, world: int, stage: int, more: dict[str, Any]) -> No
             model(piece)
         update.step()
         update.zero_grad()
-    same({name: whole(p) for name, p in model.named_parameters()}, wanted)
+    same({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, wanted)
 
 
 @pytest.mark.parametrize("transport", ["torch", "shared-memory"])
@@ -371,8 +371,7 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
         return plait.initialize(
             deep(),
             config,
-            loss_fn=loss,
-            weight_fn=lambda _: 1.0,
+            loss_fn=plait.WeightedLoss(loss, lambda _: 1.0),
             forward=forward,
             optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
         )
@@ -390,7 +389,7 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
         fails(lambda step=step: engine.train_batch(iter(step)))  # type: ignore[misc]
         failing, engine.sharded.forward = "", forward
         engine.train_batch(iter(step))
-    same({name: whole(p) for name, p in engine.model.named_parameters()}, wanted)
+    same({name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}, wanted)
     assert engine.global_steps == 3
     engine.close()
 
@@ -426,7 +425,7 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
                 engine.step()
             if kind == "dropped":
                 break
-    same({name: whole(p) for name, p in engine.model.named_parameters()}, wanted)
+    same({name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}, wanted)
     assert engine.global_steps == 3
     engine.close()
 
@@ -470,7 +469,7 @@ def given_twice(rank: int, world: int) -> None:
         engine.step()
         if len(engines) == 2:
             engine.close()
-    same({name: whole(p) for name, p in model.named_parameters()}, wanted)
+    same({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, wanted)
     for former in engines[:2]:
         with pytest.raises(InputError, match="was closed, or its model given to another"):
             former(data(1)[rank])

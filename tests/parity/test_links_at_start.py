@@ -199,7 +199,7 @@ def slow_rank(rank: int, world: int) -> float:
         found = measure.find_links(
             "dp_replicate", dist.group.WORLD, None, device=torch.device("cpu"), seconds=1.0
         )
-    return found.links.whole.costs["all-reduce"].at(MIB)
+    return found.links.whole.costs["all-reduce"].seconds(MIB)
 
 
 def test_a_slow_link_is_seen_by_every_rank(pool: Pool) -> None:

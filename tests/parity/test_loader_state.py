@@ -11,7 +11,7 @@ import torch
 
 import plait
 from plait.errors import CheckpointError, InputError
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -77,7 +77,9 @@ def steps(engine: plait.Engine, loader: Any, count: int) -> list[list[int]]:
 
 
 def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
-    return {name: whole(p).detach().clone() for name, p in engine.model.named_parameters()}
+    return {
+        name: full_tensor_on_cpu(p).detach().clone() for name, p in engine.model.named_parameters()
+    }
 
 
 def in_one_go(rank: int, world: int, kind: str, folder: str) -> Any:

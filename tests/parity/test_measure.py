@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 from plait.cluster.mesh import split_by_node
 from plait.comm import measure
-from plait.comm.choose import Cost, GroupLinks, Level, choose_all_reduce, load_with_facts, prices
+from plait.comm.choose import (
+    Cost,
+    GroupLinks,
+    Level,
+    algorithm_seconds,
+    choose_all_reduce,
+    load_with_facts,
+)
 from plait.comm.measure import measure_group
 from plait.sizes import MIB
 from tests.parity import cases
@@ -60,8 +67,8 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
         "far_exchange",
     }
     for cost in first.whole.costs.values():
-        assert 0 < cost.at(MIB) < 5
-    assert set(prices(MIB, first)) == ways
+        assert 0 < cost.seconds(MIB) < 5
+    assert set(algorithm_seconds(MIB, first)) == ways
 
 
 def trained(

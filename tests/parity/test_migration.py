@@ -13,7 +13,7 @@ import torch
 
 from plait.cli.main import main
 from plait.config.convert.conversion import convert
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import trainers
 from tests.pool import Pool
 
@@ -44,7 +44,10 @@ def run(
         found.append(
             (
                 names["losses"],
-                {name: whole(p).detach().clone() for name, p in model.named_parameters()},
+                {
+                    name: full_tensor_on_cpu(p).detach().clone()
+                    for name, p in model.named_parameters()
+                },
             )
         )
         for handle in ("engine", "sharded"):

@@ -11,7 +11,7 @@ from torch import nn
 import plait
 from plait._torch.tensors import local_tensor
 from plait.errors import ConfigError, NumbersError
-from plait.losses.loss import Weighted
+from plait.losses.loss import WeightedLoss
 from plait.sharded.alike import bits_of
 from tests.pool import Pool
 
@@ -28,7 +28,7 @@ def engine_of(stage: int, world: int, **faults: Any) -> Any:
         "faults": faults,
     }
     return plait.initialize(
-        model, config, loss_fn=Weighted(lambda out, batch: (out.square().sum(), len(out)), len)
+        model, config, loss_fn=WeightedLoss(lambda out, batch: (out.square().sum(), len(out)), len)
     )
 
 

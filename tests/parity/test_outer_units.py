@@ -14,7 +14,7 @@ import plait
 from plait._torch.units import unsharded_parameter_bytes
 from plait.errors import InputError
 from plait.model.outer_layers import OuterUnits, outer_units
-from plait.verify.parity import Trace, compare, engine_trace, whole, worst
+from plait.verify.parity import Trace, compare, engine_trace, full_tensor_on_cpu, worst
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.cases import VOCABULARY, Block, Output
@@ -280,7 +280,9 @@ def two_forwards(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
     """Runs in a worker: one backward of two forwards with an evaluation between, then a backward of each."""
     model = model_of("ReadsEmbedding")
     plait.parallelize(model, settings(2, stage, 1, 1))
-    return {name: whole(gradient) for name, gradient in _two_forwards(model, rank).items()}
+    return {
+        name: full_tensor_on_cpu(gradient) for name, gradient in _two_forwards(model, rank).items()
+    }
 
 
 def _two_forwards(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
@@ -318,7 +320,11 @@ def penalty(rank: int, world: int, stage: int, leaf: str) -> dict[str, torch.Ten
         penalised(model, lambda m: m.get_parameter(leaf), steps(2)[0][rank]["input_ids"]).backward()
     except InputError as error:
         return str(error)
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: full_tensor_on_cpu(p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 import plait
 from plait.errors import InputError
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.parity.digests import build
@@ -44,7 +44,7 @@ def loop(
         outcome = sharded.step(optimizer)
         assert not outcome.skipped and all(p.grad is None for p in model.parameters())
         norms.append(float(outcome.grad_norm))
-    return {name: whole(p) for name, p in model.named_parameters()}, losses, norms
+    return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, losses, norms
 
 
 def parallel(
@@ -144,7 +144,7 @@ def both(
     for (name, one), (_, other) in zip(
         engine.model.named_parameters(), model.named_parameters(), strict=True
     ):
-        assert torch.equal(whole(one), whole(other)), name
+        assert torch.equal(full_tensor_on_cpu(one), full_tensor_on_cpu(other)), name
     assert sharded.loss_scale == engine.sharded.loss_scale
     with pytest.raises(InputError, match=r"loss.backward\(\)"):
         mean_of(sharded(steps[0][rank]["input_ids"]), steps[0][rank]).backward()
@@ -176,7 +176,7 @@ def two_optimizers(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]
         for optimizer in optimizers:
             sharded.step(optimizer)
         assert all(p.grad is None for p in parameters)
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -220,7 +220,7 @@ def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor
         first_fails()
     sharded.forward_backward(mine, mean_of)
     optimizer.step()
-    found = {name: whole(p) for name, p in model.named_parameters()}
+    found = {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
     if not stage:
         model.out_of_buckets.requires_grad_(True).grad = torch.ones(2, dtype=torch.float64)
         with pytest.raises(

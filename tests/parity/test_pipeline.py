@@ -13,7 +13,7 @@ from torch import nn
 import plait
 from plait.parallel.pipeline import runtime
 from plait.parallel.schedules.schedule import Action, Kind
-from plait.verify.parity import Trace, engine_trace, reference_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu, reference_trace
 from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED, assert_same
@@ -171,7 +171,7 @@ def head(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def layered() -> nn.Module:
     """Layers of several classes, a function among them, the first and the last tied."""
-    return plait.PipelineModule(
+    return plait.PipelineModel(
         [
             plait.TiedLayerSpec("embedding", nn.Embedding, cases.VOCABULARY, 12),
             plait.LayerSpec(nn.Linear, 12, 30),
@@ -305,10 +305,10 @@ def overflow(rank: int, world: int, at: int, schedule: str) -> list[tuple[bool, 
     engine = plait.initialize(model, config, loss_fn=loss)
     told = []
     for factor in (1.0, 60000.0, 1.0):
-        before = [whole(p) for p in engine.model.parameters()]
+        before = [full_tensor_on_cpu(p) for p in engine.model.parameters()]
         result = engine.train_batch((torch.ones(8, 8), torch.full((8,), factor), torch.zeros(8)))
         changed = any(
-            not torch.equal(a, whole(b))
+            not torch.equal(a, full_tensor_on_cpu(b))
             for a, b in zip(before, engine.model.parameters(), strict=True)
         )
         told.append((result.skipped, result.loss_scale, changed))

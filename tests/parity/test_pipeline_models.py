@@ -204,13 +204,11 @@ def told(rank: int, world: int) -> dict[str, str]:
         if kind == "mixtral":
             model.config.output_router_logits = True
         try:
-            weigh = plait.causal_lm_loss.weight
-            engine = plait.initialize(
-                model,
-                config,
-                loss_fn=loss or plait.causal_lm_loss,
-                weight_fn=weigh if loss else None,
-            )
+            if loss is None:
+                used = plait.causal_lm_loss
+            else:
+                used = plait.WeightedLoss(loss, plait.causal_lm_loss.weight)
+            engine = plait.initialize(model, config, loss_fn=used)
             said[kind] = "made"
             engine.train_batch(data_of(kind, 2)[0])
         except plait.PlaitError as error:

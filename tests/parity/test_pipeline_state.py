@@ -96,7 +96,7 @@ def error_of(rank: int, world: int, case: str) -> str:
     plan = cases.ragged_steps(2, steps=2, keys=())
     try:
         engine = plait.initialize(
-            model, CONFIG, loss_fn=loss, weight_fn=plait.causal_lm_loss.weight
+            model, CONFIG, loss_fn=plait.WeightedLoss(loss, plait.causal_lm_loss.weight)
         )
         engine.train_batch(plan[0])
         model.skip_blocks = case == "skip"

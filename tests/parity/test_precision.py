@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.data_parallel import materialised, settings
@@ -26,7 +26,7 @@ def run(
     """Some steps; in step `overflow_at` the last rank alone meets an infinite loss. Runs in a worker."""
     engine = cases.engine(cases.build("plain", tied=True, dtype=torch.float32), config)
     history = []
-    before = {name: whole(p) for name, p in engine.model.named_parameters()}
+    before = {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
     for index, step in enumerate(cases.ragged_steps(world, steps=steps, keys=())):
         batch = step[rank]
         if index == overflow_at and rank == world - 1:
@@ -34,7 +34,7 @@ def run(
         with count_traffic() as traffic:
             result = engine.train_batch([batch])
         engine.loss_fn = plait.causal_lm_loss
-        after = {name: whole(p) for name, p in engine.model.named_parameters()}
+        after = {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
         changed = any(not torch.equal(before[name], after[name]) for name in after)
         history.append(
             (

@@ -22,7 +22,7 @@ from plait.errors import InputError
 from plait.model.experts import SCORE_CORRECTION_BIAS
 from plait.parallel.materialise import is_meta
 from plait.sharded.pretrained import weights_of
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import experts, trainers
 from tests.pool import Pool
 
@@ -48,7 +48,7 @@ def loaded(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
         assert is_meta(model)
         found.append(
             {
-                name: whole(tensor)
+                name: full_tensor_on_cpu(tensor)
                 for name, tensor in plait.initialize(
                     model, CONFIG | config
                 ).model.named_parameters()
@@ -57,7 +57,7 @@ def loaded(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
     model = plait.from_pretrained(folder, model_class=LlamaForCausalLM)
     found.append(
         {
-            name: whole(tensor)
+            name: full_tensor_on_cpu(tensor)
             for name, tensor in plait.parallelize(model, CONFIG).model.named_parameters()
         }
     )
@@ -159,7 +159,9 @@ def experts_of_others(rank: int, world: int, folder: str) -> list[dict[str, torc
             for name, buffer in model.named_buffers()
             if name.endswith(SCORE_CORRECTION_BIAS)
         }
-        found.append({name: whole(tensor) for name, tensor in model.named_parameters()} | biases)
+        found.append(
+            {name: full_tensor_on_cpu(tensor) for name, tensor in model.named_parameters()} | biases
+        )
     return found
 
 

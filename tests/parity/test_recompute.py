@@ -14,7 +14,7 @@ from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.dryrun.dry_model import rank_activations, token_batch
 from plait.model.blocks import find_blocks
-from plait.parallel.techniques.tensor_parallel import TensorParallel
+from plait.parallel.parts import Parts
 from plait.sizes import GIB
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, engine_trace
@@ -197,11 +197,7 @@ def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
         mesh = build_mesh(Layout(tp=2))
         batch = token_batch(2, LENGTH)
         (foretold_rank,) = rank_activations(
-            model,
-            blocks=find_blocks(model),
-            mesh=mesh,
-            batch=batch,
-            tensor_parallel=TensorParallel(),
+            Parts(model, find_blocks(model)), mesh=mesh, batch=batch
         )
         own = foretold_rank.most(("none", "none")) - 1
     else:

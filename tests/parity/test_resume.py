@@ -17,7 +17,7 @@ import torch
 
 import plait
 from plait.errors import CheckpointError, InputError
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.pool import Pool
 
@@ -99,7 +99,7 @@ def go(engine: plait.Engine, *steps: int) -> plait.Engine:
 
 
 def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
-    return {name: whole(p) for name, p in engine.model.named_parameters()}
+    return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

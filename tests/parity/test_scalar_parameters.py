@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.verify.parity import Trace, engine_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, plain_trace, settings
 from tests.pool import Pool
@@ -76,7 +76,10 @@ def own_loop(rank: int, world: int) -> dict[str, torch.Tensor | None]:
     with sharded.accumulate():
         (mean_of(model, first) / 2).backward()
     (mean_of(model, last) / 2).backward()
-    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else full_tensor_on_cpu(p.grad)
+        for name, p in model.named_parameters()
+    }
 
 
 def test_own_loop(pool: Pool) -> None:

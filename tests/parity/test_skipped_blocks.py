@@ -9,7 +9,7 @@ import torch
 
 import plait
 from plait.errors import CommunicationError
-from plait.verify.parity import Trace, engine_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, materialise_model, plain_trace, settings
 from tests.pool import Pool
@@ -129,7 +129,10 @@ def gradients_of(model: Any, case: str, ranks: list[int]) -> dict[str, torch.Ten
             loss = loss + mean_of(model, second[rank], skip="")
             model.repeats = False
         (loss / len(ranks)).backward()
-    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else full_tensor_on_cpu(p.grad)
+        for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import plait
 from plait.comm.all_reduce import Flat
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
-from plait.losses.loss import Weighted
+from plait.losses.loss import WeightedLoss
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -59,7 +59,7 @@ def skip(rank: int, world: int, stage: int, overflows: bool) -> dict[str, Any]:
         if index == 2:
             if not overflows:
                 continue
-            engine.loss_fn = Weighted(exploding, plait.causal_lm_loss.weight)
+            engine.loss_fn = WeightedLoss(exploding, plait.causal_lm_loss.weight)
         result = engine.train_batch(
             [{**piece, "side": True} for piece in step[rank * 2 : rank * 2 + 2]]
         )

@@ -15,7 +15,7 @@ import plait
 from plait.config.schema.optimization import OptimizerSpec
 from plait.optim.optimizer import build_optimizer
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
 from tests.covers import cover
 from tests.parity import cases, tensor_parallel
 from tests.parity import pipelines as pipeline
@@ -140,7 +140,10 @@ def resumed(
             for name, parameter in engine.model.named_parameters():
                 values = {"": parameter, **engine.optimizer.state.get(parameter, {})}
                 found.update(
-                    {f"{when} {name} {key}": whole(value) for key, value in values.items()}
+                    {
+                        f"{when} {name} {key}": full_tensor_on_cpu(value)
+                        for key, value in values.items()
+                    }
                 )
 
         if first:

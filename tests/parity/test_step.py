@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.losses.loss import Weighted
-from plait.verify.parity import whole
+from plait.losses.loss import WeightedLoss
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.data_parallel import settings
 from tests.parity.mean_losses import close
 from tests.pool import Pool
@@ -86,7 +86,7 @@ def apart(rank: int, world: int, stage: int) -> dict[str, Any]:
         )
         norms.append(float(result.grad_norm))
         left.append([name for name, p in model.named_parameters() if p.grad is not None])
-    weights = {name: whole(p) for name, p in model.named_parameters()}
+    weights = {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
     return {"norms": norms, "left": left, "weights": weights, "said": counted_twice(engine, rank)}
 
 
@@ -96,7 +96,7 @@ def counted_twice(engine: Any, rank: int) -> str:
     def total(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         return squares(output, batch)[0], 2 * len(batch[0]) if rank else len(batch[0])
 
-    engine.loss_fn = Weighted(total, lambda batch: len(batch[0]))
+    engine.loss_fn = WeightedLoss(total, lambda batch: len(batch[0]))
     try:
         engine.train_batch([part[:4] for part in pairs(0)])
     except plait.PlaitError as error:

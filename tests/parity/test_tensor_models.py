@@ -11,7 +11,7 @@ from torch import nn
 import plait
 from plait.losses.loss import CausalLMLoss
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace, reference_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, assert_same, plain_trace
 from tests.parity.tensor_parallel import settings
@@ -90,7 +90,7 @@ def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace,
     wrong = [
         name
         for name, parameter in model.named_parameters()
-        if not bool((whole(parameter) == 0.5).all())
+        if not bool((full_tensor_on_cpu(parameter) == 0.5).all())
     ]
     wrong += [
         f"{name}.decays"
@@ -107,7 +107,7 @@ def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace,
     wrong += [
         name
         for name, p in model.named_parameters()
-        if ".0.mlp." in name and not bool((whole(p) == 1).all())
+        if ".0.mlp." in name and not bool((full_tensor_on_cpu(p) == 1).all())
     ]
     return trace, wrong
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.parity.mean_losses import Weights, close, mean_loss
@@ -50,7 +50,7 @@ def three_calls(rank: int, world: int, config: dict[str, Any], weighted: bool) -
             engine.step()
         assert engine.was_step_applied()
     assert engine.global_steps == STEPS
-    return {name: whole(p) for name, p in engine.model.named_parameters()}
+    return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
 def own_loop(rank: int, world: int, stage: int) -> Weights:
@@ -67,7 +67,7 @@ def own_loop(rank: int, world: int, stage: int) -> Weights:
         assert torch.equal(sharded.clip_grad_norm(CLIPPING), norm)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -104,7 +104,7 @@ def retained(rank: int, world: int, stage: int) -> Weights:
         engine.backward(logits.square().mean(), retain_graph=True)
         engine.backward(logits.logsumexp(-1).mean())
         engine.step()
-    return {name: whole(p) for name, p in engine.model.named_parameters()}
+    return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -77,7 +77,7 @@ def mistakes(rank: int, world: int, folder: str) -> None:
             torch.distributed.barrier()
             with pytest.raises(
                 CheckpointError,
-                match="checkpoint-1.*trainer_state.json.*; give another checkpoint-N",
+                match="checkpoint-1.*trainer_state.json.*; pass another checkpoint-N",
             ):
                 trainer.train(resume_from_checkpoint=str(state.parent))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import Trace, engine_trace, whole
+from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, materialised, plain_trace, settings
 from tests.parity.mean_losses import close
@@ -98,13 +98,13 @@ def own_loop(rank: int, world: int, config: dict[str, Any]) -> Gradients:
             mean_of(model, {**last, "side": False}).backward()
         gradients.append(
             {
-                name: None if p.grad is None else whole(p.grad)
+                name: None if p.grad is None else full_tensor_on_cpu(p.grad)
                 for name, p in model.named_parameters()
             }
         )
         optimizer.step()
         optimizer.zero_grad(set_to_none=index != 2)
-    return [*gradients, {name: whole(p) for name, p in model.named_parameters()}]
+    return [*gradients, {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}]
 
 
 def alone(count: int) -> Gradients:

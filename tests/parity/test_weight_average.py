@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import materialised, settings
 from tests.parity.mean_losses import Weights, close, mean_loss
@@ -53,8 +53,10 @@ def on_plait(rank: int, world: int, config: dict[str, Any]) -> tuple[Weights, We
         engine.backward(mean_loss(engine, step[engine.dp_rank])[0])
         engine.step()
         averaged(average, engine.module)
-    weights = {name: whole(parameter) for name, parameter in engine.module.named_parameters()}
-    return weights, {name: whole(tensor) for name, tensor in average.items()}
+    weights = {
+        name: full_tensor_on_cpu(parameter) for name, parameter in engine.module.named_parameters()
+    }
+    return weights, {name: full_tensor_on_cpu(tensor) for name, tensor in average.items()}
 
 
 def alone(batches: int, *, decay: float = 0.1) -> tuple[Weights, Weights]:

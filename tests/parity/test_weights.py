@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.covers import proof_after
 from tests.parity import cases
 from tests.parity.data_parallel import LAYOUTS, materialised, settings
@@ -22,7 +22,7 @@ Weights = dict[str, torch.Tensor]
 def tensors(model: torch.nn.Module) -> Weights:
     """All parameters and buffers, whole."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: whole(tensor) for name, tensor in named}
+    return {name: full_tensor_on_cpu(tensor) for name, tensor in named}
 
 
 def initialised(

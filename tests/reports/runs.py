@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.reports.models import inputs
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -137,7 +137,7 @@ class Run:
 
     def record(self) -> None:
         """Record the weights."""
-        weights = {name: whole(p) for name, p in self.module.named_parameters()}
+        weights = {name: full_tensor_on_cpu(p) for name, p in self.module.named_parameters()}
         self.result.weights.append(weights)
 
     def note(self, value: Any, *, everywhere: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.verify.parity import whole
+from plait.verify.parity import full_tensor_on_cpu
 from tests.reports.models import Net, build, inputs
 from tests.reports.runs import Run, adamw, plain, sgd
 
@@ -87,7 +87,7 @@ def resumed_with_groups(rank: int, world: int, stage: int, folder: str) -> dict[
             engine.step()
         if not part:
             engine.save_checkpoint(folder)
-        weights = {name: whole(p) for name, p in model.named_parameters()}
+        weights = {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
         engine.close()
     return weights
 
@@ -118,7 +118,7 @@ def static_graph(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
         (loss_of(wrapped, step, rank, 1) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-        weights.append({name: whole(p) for name, p in model.named_parameters()})
+        weights.append({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()})
     return weights
 
 

@@ -62,7 +62,7 @@ def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[li
         engine.train_batch(second)
         seen = list(places)
         before = device.copies()["waited"]
-        engine.sharded.prepared(second[0])
+        engine.sharded.prepare_batch(second[0])
         waited = device.copies()["waited"] - before
     return seen, waited, [each.tolist() for each in bounds]
 

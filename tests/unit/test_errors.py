@@ -21,8 +21,7 @@ def test_warnings_of_initialize_point_at_the_line_that_called_it() -> None:
         plait.initialize(
             model,
             config,
-            loss_fn=lambda output, batch: (output.sum(), 1),
-            weight_fn=lambda batch: 1,
+            loss_fn=plait.WeightedLoss(lambda output, batch: (output.sum(), 1), lambda batch: 1),
         ).close()
     mine = [one for one in found if "wall_clock_breakdown" in str(one.message)]
     assert mine and all(one.filename == __file__ for one in mine)

@@ -350,21 +350,6 @@ def test_failed_operators_of_fake_tensors_are_not_logged(caplog: pytest.LogCaptu
         log.removeHandler(caplog.handler)
 
 
-def test_operators_that_dispatch_modes_do_not_see() -> None:
-    class Seen(operators.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(operators.operator_name(func))
-            return func(*args, **(kwargs or {}))
-
-    seen: list[str] = []
-    with Seen():
-        x = torch.zeros(2).sin()
-        with operators.without_dispatch_modes():
-            x.cos()
-        x.exp()
-    assert seen == ["zeros", "sin", "exp"]
-
-
 def test_custom_reduce_scatter() -> None:
     """`fully_shard` calls it in place of the collective."""
     assert issubclass(AllToAllReduceScatter, units.ReduceScatter)
@@ -960,22 +945,23 @@ def test_what_a_module_owns() -> None:
     """Dictionaries in place; a copy of the rest has its own; a Linear's hooks, by kind, as they come and go."""
     norm = nn.BatchNorm1d(2)
     norm.register_buffer("seen", torch.ones(1), persistent=False)
-    assert modules.own_parameters(norm).keys() == {"weight", "bias"} and not modules.own_children(
-        norm
-    )
-    assert modules.own_buffers(norm).keys() == {
+    assert modules.direct_parameters(norm).keys() == {
+        "weight",
+        "bias",
+    } and not modules.direct_children(norm)
+    assert modules.direct_buffers(norm).keys() == {
         "running_mean",
         "running_var",
         "num_batches_tracked",
         "seen",
     }
     assert [modules.is_persistent(norm, name) for name in ("running_mean", "seen")] == [True, False]
-    modules.own_buffers(norm)["seen"] = torch.zeros(1)
+    modules.direct_buffers(norm)["seen"] = torch.zeros(1)
     assert not norm.seen.any()
     state, children, tensors = modules.state_without_tensors(norm)
-    assert tensors.keys() == {"weight", "bias"} | modules.own_buffers(norm).keys()
+    assert tensors.keys() == {"weight", "bias"} | modules.direct_buffers(norm).keys()
     children["added"] = nn.Identity()
-    assert state["eps"] == norm.eps and not modules.own_children(norm)
+    assert state["eps"] == norm.eps and not modules.direct_children(norm)
     registries = [
         modules.hooks_of(norm, kind)
         for kind in ("forward_pre", "forward", "backward_pre", "backward")

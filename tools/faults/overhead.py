@@ -81,8 +81,7 @@ def _run_rounds(rank: int, ends: list[tuple[int, int]]) -> None:
     engine = plait.initialize(
         model,
         config,
-        loss_fn=lambda output, batch: (output.square().sum(), len(output)),
-        weight_fn=len,
+        loss_fn=plait.WeightedLoss(lambda output, batch: (output.square().sum(), len(output)), len),
     )
     batch = torch.randn(SAMPLES, HIDDEN)
     go, done = ends[rank]

@@ -232,8 +232,7 @@ def train(rank: int, folder: str, steps: int, tags: str, kill_rank: int, kill_ca
     engine = plait.initialize(
         model,
         config,
-        loss_fn=lambda output, batch: (output.square().sum(), len(output)),
-        weight_fn=len,
+        loss_fn=plait.WeightedLoss(lambda output, batch: (output.square().sum(), len(output)), len),
     )
     generators.seed(0, engine.mesh, step=0)
     checkpoints = Path(folder) / "checkpoints"

@@ -86,7 +86,7 @@ def main(plan: dict[str, Any]) -> None:
         with open(plan["notes"], "a") as file:
             file.write(f"{json.dumps([event, time.monotonic(), os.getpid()])}\n")
 
-    engine = plait.initialize(model, config, loss_fn=loss_fn, weight_fn=len)
+    engine = plait.initialize(model, config, loss_fn=plait.WeightedLoss(loss_fn, len))
     note("start")
     for step in range(1, plan["steps"] + 1):  # noqa: B007 the loss reads it
         engine.train_batch(torch.randn(2, HIDDEN))

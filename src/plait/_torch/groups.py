@@ -273,10 +273,9 @@ def _unfinished(dump_function: str) -> Iterator[UnfinishedCollective]:
 
 def _shapes(entry: dict[str, Any]) -> str:
     """Return shapes and dtypes of a recorded collective's inputs."""
-    inputs = [
-        f"{size} {_DTYPES.get(dtype, dtype.lower())}"
-        for size, dtype in zip(
-            entry.get("input_sizes", ()), entry.get("input_dtypes", ()), strict=False
-        )
-    ]
+    inputs = []
+    for size, dtype in zip(
+        entry.get("input_sizes", ()), entry.get("input_dtypes", ()), strict=False
+    ):
+        inputs.append(f"{size} {_DTYPES.get(dtype, dtype.lower())}")
     return " and ".join(inputs)

@@ -18,7 +18,7 @@ UNVERSIONED_BUFFERS = ("running_mean", "running_var")
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary in which a module stores its parameters, without those of children.
 
     A change of the dictionary changes the module.
@@ -26,12 +26,12 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def direct_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dictionary in which a module stores its buffers, without those of children."""
     return module._buffers
 
 
-def own_attributes(module: nn.Module) -> dict[str, Any]:
+def direct_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that are no parameter, buffer, child or state of torch."""
     return {name: value for name, value in vars(module).items() if not is_of_torch(name)}
 
@@ -41,7 +41,7 @@ def is_of_torch(attribute: str) -> bool:
     return attribute in _MODULE_ATTRIBUTES
 
 
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+def direct_children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dictionary in which a module stores its children."""
     return module._modules
 

@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-without_dispatch_modes = torch._C._DisableTorchDispatch
-"""Context in which dispatch modes do not see operators on plain tensors."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 """Function that returns the active function modes, outermost first."""
 

@@ -61,11 +61,10 @@ def shard_order(tensor: DTensor) -> list[tuple[int, int]]:
 
     `local_window` explains the order.
     """
-    splits = [
-        (isinstance(p, _StridedShard), axis, p.dim)
-        for axis, p in enumerate(tensor.placements)
-        if isinstance(p, Shard | _StridedShard)
-    ]
+    splits = []
+    for axis, p in enumerate(tensor.placements):
+        if isinstance(p, Shard | _StridedShard):
+            splits.append((isinstance(p, _StridedShard), axis, p.dim))
     return [(axis, dim) for _, axis, dim in sorted(splits)]
 
 

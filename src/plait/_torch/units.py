@@ -110,11 +110,11 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     Autograd accumulates gradients into the unsharded parameter. The reduction writes to the
     sharded one.
     """
-    return [
-        (p.sharded_param, p._unsharded_param)
-        for p in sharded_parameters(module)
-        if hasattr(p, "_unsharded_param")
-    ]
+    gathered: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for p in sharded_parameters(module):
+        if hasattr(p, "_unsharded_param"):
+            gathered.append((p.sharded_param, p._unsharded_param))
+    return gathered
 
 
 def has_unreduced(model: nn.Module) -> bool:
@@ -150,12 +150,12 @@ def drop_unreduced(group: Any) -> None:
 
 
 def _gathered(model: nn.Module) -> list[Any]:
-    return [
-        p
-        for group in all_parameter_groups(model)
-        for p in group.fsdp_params
-        if hasattr(p, "_unsharded_param")
-    ]
+    gathered: list[Any] = []
+    for group in all_parameter_groups(model):
+        for p in group.fsdp_params:
+            if hasattr(p, "_unsharded_param"):
+                gathered.append(p)
+    return gathered
 
 
 def unsharded_gradients(p: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ Note [Layout of a folder]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -45,6 +46,25 @@ class CheckpointFolder:
     manifest: Manifest
     notes: tuple[str, ...] = ()
     """Reasons why it was chosen if LATEST does not simply name it."""
+
+    def rank_manifest(self, rank: int) -> RankManifest:
+        """Read the list of tensors of a rank.
+
+        Raises:
+            CheckpointError: It is missing or damaged.
+        """
+        return read_json(
+            RankManifest, self.path / rank_file(rank, "json"), sha256=self.manifest.ranks[rank]
+        )
+
+    def check_sizes(self, ranks: Iterable[int]) -> None:
+        """Compare the sizes of the files of some ranks with the lists of their tensors.
+
+        Raises:
+            CheckpointError: A file is missing, or has another size than when it was written.
+        """
+        for rank in ranks:
+            check_size(self.path / rank_file(rank, "safetensors"), self.rank_manifest(rank).shards)
 
 
 def list_complete(folder: Place) -> list[CheckpointFolder]:
@@ -210,13 +230,14 @@ def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
             if path.name.startswith(".") and path.name.endswith(".deleted"):
                 remove(path)
         pointer, _ = _pointer(folder)
-        checkpoints = [
-            checkpoint
-            for checkpoint in _complete(folder)
-            if is_name_of_tag(checkpoint.path.name, checkpoint.manifest.tag)
-            and has_only_saved_files(checkpoint.path)
-            and not (checks_files and _is_truncated(checkpoint))
-        ]
+        checkpoints = []
+        for checkpoint in _complete(folder):
+            if (
+                is_name_of_tag(checkpoint.path.name, checkpoint.manifest.tag)
+                and has_only_saved_files(checkpoint.path)
+                and not (checks_files and _is_truncated(checkpoint))
+            ):
+                checkpoints.append(checkpoint)
         latest = _newest_of_tag(checkpoints, pointer.tag) if pointer is not None else None
         for old in checkpoints[keep:]:
             if old is not latest:
@@ -230,11 +251,8 @@ def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
 
 def _is_truncated(checkpoint: CheckpointFolder) -> bool:
     """Return True if a file is missing or has another size than when it was written."""
-    path = checkpoint.path
     try:
-        for rank, sha256 in enumerate(checkpoint.manifest.ranks):
-            manifest = read_json(RankManifest, path / rank_file(rank, "json"), sha256=sha256)
-            check_size(path / rank_file(rank, "safetensors"), manifest.shards)
+        checkpoint.check_sizes(range(len(checkpoint.manifest.ranks)))
     except CheckpointError:
         return True
     return False

@@ -25,7 +25,6 @@ from plait.checkpoint.format import (
     check_entry,
     check_size,
     rank_file,
-    read_json,
     verify_shards,
 )
 from plait.checkpoint.places import Place, place_of
@@ -72,6 +71,7 @@ class Reader:
         Raises:
             CheckpointError: A list of tensors is missing or damaged.
         """
+        self._checkpoint = checkpoint
         self.path = checkpoint.path
         self.manifest = checkpoint.manifest
         self.layout = checkpoint.manifest.layout
@@ -90,9 +90,7 @@ class Reader:
     def _rank_manifest(self, rank: int) -> RankManifest:
         # Only the last one is kept in memory, because callers read them rank by rank.
         if self._last_read is None or self._last_read[0] != rank:
-            path = self.path / rank_file(rank, "json")
-            manifest = read_json(RankManifest, path, sha256=self.manifest.ranks[rank])
-            self._last_read = (rank, manifest)
+            self._last_read = (rank, self._checkpoint.rank_manifest(rank))
         return self._last_read[1]
 
     def _file(self, rank: int) -> Place:
@@ -110,15 +108,15 @@ class Reader:
             CheckpointError: A file was changed after it was written. The error names the file and
                 the tensor.
         """
-        for file_rank in range(rank, len(self.manifest.ranks), world):
-            file = self._file(file_rank)
+        file_ranks = range(rank, len(self.manifest.ranks), world)
+        if how == "off":
+            self._checkpoint.check_sizes(file_ranks)
+            return
+        stride = 1 if how == "full" else _SAMPLE_STRIDE
+        for file_rank in file_ranks:
             shards = self._rank_manifest(file_rank).shards
-            if how == "off":
-                check_size(file, shards)
-                continue
-            stride = 1 if how == "full" else _SAMPLE_STRIDE
             selected = set(list(shards.entries)[::stride])
-            verify_shards(file, shards, entries=selected.__contains__)
+            verify_shards(self._file(file_rank), shards, entries=selected.__contains__)
 
     def content(self) -> tuple[str, str]:
         """Return the content hashes of the shared tensors, and of the tensors of single ranks.
@@ -223,11 +221,11 @@ class Reader:
         """Return the tensors that only one rank has, such as states of random generators."""
         shards = self._rank_manifest(rank).shards
         with ShardReader(self._file(rank), shards) as file:
-            return {
-                name.removeprefix(RANK_START): file.read(name)
-                for name in shards.entries
-                if name.startswith(RANK_START)
-            }
+            tensors: dict[str, torch.Tensor] = {}
+            for name in shards.entries:
+                if name.startswith(RANK_START):
+                    tensors[name.removeprefix(RANK_START)] = file.read(name)
+            return tensors
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
         """Yield (name without prefix, record) for tensors whose name begins with `start`."""
@@ -348,11 +346,10 @@ def build_described_model(
             f"{checkpoint.path} was not written by plait train, so it does not say which model it"
             " is; plait.load_trained(model, folder) loads its weights into yours"
         )
-    fields = {
-        name.removeprefix("model."): value
-        for name, value in identity.items()
-        if name.startswith("model.") and name != "model.dtype"
-    }
+    fields = {}
+    for name, value in identity.items():
+        if name.startswith("model.") and name != "model.dtype":
+            fields[name.removeprefix("model.")] = value
     model_type = fields.pop("model_type")
     settings = {name: value for name, value in fields.items() if value is not None}
     config = AutoConfig.for_model(model_type, **settings)

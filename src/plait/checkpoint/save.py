@@ -215,11 +215,11 @@ class _Save:
         if self._commit is None:
             return []
         files = self._commit.files
-        return [
-            str(files / rank_file(rank, "safetensors"))
-            for rank in range(self._mesh.layout.world_size)
-            if not (files / rank_file(rank, "json")).exists()
-        ]
+        unwritten: list[str] = []
+        for rank in range(self._mesh.layout.world_size):
+            if not (files / rank_file(rank, "json")).exists():
+                unwritten.append(str(files / rank_file(rank, "safetensors")))
+        return unwritten
 
     def _make_folder(self) -> bytes:
         if self._mesh.rank != 0:
@@ -371,13 +371,13 @@ class Writer:
         """True after this rank has raised the error of the save."""
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def begin(self, snapshot: Snapshot, *, stage: bool = True) -> None:
+    def begin(self, snapshot: Snapshot, *, asynchronous: bool = True) -> None:
         """Start to write a checkpoint, after the previous one has been written. Collective.
 
         Args:
             snapshot: Part of the checkpoint that this rank writes.
-            stage: Copy the tensors to host memory and write them asynchronously. False writes them
-                before this call returns.
+            asynchronous: Whether to copy the tensors to host memory and to write them while the
+                training goes on. False writes them before this call returns.
 
         Raises:
             CheckpointError: The previous checkpoint could not be written.
@@ -391,7 +391,7 @@ class Writer:
             # Collectives of two threads on one group could be ordered differently on each rank.
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="plait-checkpoint")
             self._group = self._mesh.host_group()
-        if not stage:
+        if not asynchronous:
             written = Future[Place]()
             written.set_result(write(snapshot, self._group))
             self._running = written

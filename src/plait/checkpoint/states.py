@@ -315,12 +315,11 @@ def allocate(
             saved_dtype = None
             if same_class and parameter_record is not None:
                 saved_dtype = dtype_of(parameter_record)
-            allocated = {
-                key: _allocate_state(
+            allocated = {}
+            for key, state in saved[name].items():
+                allocated[key] = _allocate_state(
                     parameter, key, state, parameter_dtype=saved_dtype, place=place
                 )
-                for key, state in saved[name].items()
-            }
         states[parameter] = allocated
         tensors |= {f"state.{name}.{key}": tensor for key, tensor in allocated.items()}
     _refuse_missing_states(optimizer, states, names)

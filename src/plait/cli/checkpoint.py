@@ -40,8 +40,9 @@ Folder = Annotated[
 
 @app.command("ls")
 def ls_command(folder: Folder, as_json: Json = False) -> None:
-    """List the checkpoints of FOLDER, the newest first. `*` marks the one that a run resumes from.
-    Exit code 4 if one is damaged.
+    """List the checkpoints of FOLDER, the newest first.
+
+    `*` marks the one that a run resumes from. Exit code 4 if one is damaged.
     """
     from plait.checkpoint.inspect import checkpoints_of, summarize
     from plait.checkpoint.places import place_of
@@ -51,18 +52,19 @@ def ls_command(folder: Folder, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in checkpoints], indent=2))
     else:
-        cells = [
-            (
-                "*" if row.latest else "",
-                row.tag,
-                "-" if row.step is None else f"{row.step:,}",
-                format_bytes(row.size),
-                row.content[:12] or "-",
-                row.layout or "-",
-                row.problem or "good",
+        cells = []
+        for row in checkpoints:
+            cells.append(
+                (
+                    "*" if row.latest else "",
+                    row.tag,
+                    "-" if row.step is None else f"{row.step:,}",
+                    format_bytes(row.size),
+                    row.content[:12] or "-",
+                    row.layout or "-",
+                    row.problem or "good",
+                )
             )
-            for row in checkpoints
-        ]
         print_table(
             Console(), ("", "tag", "step", "size", "content", "written by", "manifest"), cells
         )
@@ -74,8 +76,9 @@ def ls_command(folder: Folder, as_json: Json = False) -> None:
 
 @app.command("verify")
 def verify_command(folder: Folder) -> None:
-    """Compare every byte of a checkpoint with its hash. In FOLDER it is the checkpoint that a run
-    resumes from. Exit code 4 if it is damaged.
+    """Compare every byte of a checkpoint with its hash.
+
+    In FOLDER it is the checkpoint that a run resumes from. Exit code 4 if it is damaged.
     """
     from plait.checkpoint.inspect import open_checkpoint, verify
     from plait.checkpoint.places import place_of
@@ -106,8 +109,10 @@ def diff_command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the tensors that are not bit for bit equal in two checkpoints of any layouts. Exit code
-    1 if there are any, 4 if the content hashes contradict the tensors: a file is damaged then.
+    """Print the tensors that are not bit for bit equal in two checkpoints of any layouts.
+
+    Exit code 1 if there are any, 4 if the content hashes contradict the tensors: a file is
+    damaged then.
     """
     from plait.checkpoint.inspect import content_difference, differences, open_checkpoint
     from plait.checkpoint.places import place_of
@@ -159,8 +164,10 @@ def prune_command(
         typer.Option(min=1, metavar="N", help="Number of undamaged checkpoints to keep."),
     ],
 ) -> None:
-    """Delete old checkpoints and the remains of unfinished saves, but never the checkpoint that
-    LATEST names. Refused while `plait train` runs in the folder.
+    """Delete old checkpoints and the remains of unfinished saves.
+
+    The checkpoint that LATEST names is never deleted. Refused while `plait train` runs in the
+    folder.
     """
     from plait.checkpoint.inspect import checkpoints_of, prune
     from plait.checkpoint.places import place_of
@@ -200,8 +207,9 @@ def export_command(
         ),
     ] = False,
 ) -> None:
-    """Write the model of a run of `plait train` on any layout as config.json, safetensors and
-    tokenizer.
+    """Write the model of a run of `plait train` as a folder of Transformers.
+
+    The folder has config.json, safetensors and the tokenizer. The run may have any layout.
 
     The checkpoint is verified first. One file of weights is in memory at a time. Exit code 4 if the
     checkpoint is damaged, or if --verify finds a difference; no folder is written then.
@@ -293,8 +301,9 @@ def import_command(
         typer.Option(metavar="NAME", help="Name of the checkpoint. (default: step-NNNNNNNN)"),
     ] = None,
 ) -> None:
-    """Convert a checkpoint of DeepSpeed or torch to one that `engine.load_checkpoint` loads on any
-    layout: weights, buffers and the states of Adam.
+    """Convert a checkpoint of DeepSpeed or torch to one that `engine.load_checkpoint` loads.
+
+    The result has weights, buffers and the states of Adam, and loads on any layout.
 
     The files are read in a separate process, which runs no code that they name. Everything that is
     not converted is printed. Exit code 4 if the checkpoint cannot be read.

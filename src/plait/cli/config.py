@@ -49,8 +49,9 @@ def explain_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print every key of FILE with its meaning, and every resolved value with its source. Exit code
-    2 if FILE cannot be run.
+    """Print every key of FILE with its meaning, and every resolved value with its source.
+
+    Exit code 2 if FILE cannot be run.
     """
     explanation = explain(_parse_source(source), overrides or (), world_size=world_size)
     if as_json:
@@ -87,11 +88,12 @@ def convert_command(
     ] = None,
     overrides: Set = None,
 ) -> None:
-    """Convert FILE to a file for `plait train` and `plait.initialize`, and print the result for
-    each of its keys.
+    """Convert FILE to a file for `plait train` and `plait.initialize`.
+
+    It prints the result for each of its keys.
     """
     if out is not None and out.exists():
-        raise InputError(f"--out {out}: exists; give another name, or remove it first")
+        raise InputError(f"--out {out}: exists; pass another name, or remove it first")
     require_writable("--out", out)
     conversion = convert(_parse_source(source), overrides or ())
     rows: list[tuple[str, ...]] = [("key", "value", "Plait's", "note")]

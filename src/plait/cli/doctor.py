@@ -73,9 +73,11 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Describe this environment for an issue report. With --links, measure how fast its processes
-    communicate. With --validate, check Plait on its GPUs: waits, parity, throughput and memory.
-    Exit code 1 if a check of --validate fails, 6 without a GPU.
+    """Describe this environment for an issue report.
+
+    With --links, measure how fast its processes communicate. With --validate, check Plait on
+    its GPUs: waits, parity, throughput and memory. Exit code 1 if a check of --validate fails,
+    6 without a GPU.
     """
     if sum((links, nccl, validate)) > 1:
         raise InputError("--links, --nccl, --validate: one of them at a time")

@@ -297,14 +297,14 @@ def generate_command(
 
 def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> None:
     if prompt is not None and prompts is not None:
-        raise InputError("--prompt and --prompts: give one of them")
+        raise InputError("--prompt and --prompts: pass one of them")
     if (prompts is None) != (out is None):
-        raise InputError("--prompts and --out belong together: give both, or neither")
+        raise InputError("--prompts and --out belong together: pass both, or neither")
     if out is not None and out.exists():
-        raise InputError(f"--out {out}: exists; give another name, or remove it first")
+        raise InputError(f"--out {out}: exists; pass another name, or remove it first")
     if out is not None and not out.parent.is_dir():
         raise InputError(
-            f"--out {out}: {out.parent} is no folder; make it first, or give a file in an existing"
+            f"--out {out}: {out.parent} is no folder; make it first, or pass a file in an existing"
             " folder"
         )
 
@@ -375,7 +375,7 @@ def _parse_degree(name: str, value: str) -> int | None:
     if value == AUTO:
         return None
     if not (value.isascii() and value.isdigit() and len(value) < 10 and int(value)):
-        raise InputError(f"{name} {value}: give a number of devices, or auto")
+        raise InputError(f"{name} {value}: pass a number of devices, or auto")
     return int(value)
 
 

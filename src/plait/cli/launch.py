@@ -352,16 +352,17 @@ def _refuse_contradictions(
         several: Whether there are several machines.
     """
     several_machines = ("nnodes", "rdzv_endpoint", "master_addr", "hostfile")
-    problems = [
-        Problem(
-            f"--{name.replace('_', '-')}",
-            options[name],
-            "given together with --standalone, which uses only this machine",
-            "leave one of them out",
-        )
-        for name in several_machines
-        if standalone and options[name] is not None and str(options[name]) != "1"
-    ]
+    problems = []
+    for name in several_machines:
+        if standalone and options[name] is not None and str(options[name]) != "1":
+            problems.append(
+                Problem(
+                    f"--{name.replace('_', '-')}",
+                    options[name],
+                    "given together with --standalone, which uses only this machine",
+                    "leave one of them out",
+                )
+            )
     backend = options["rdzv_backend"]
     backends = ("c10d", "static")
     if backend is not None and backend not in backends:
@@ -384,7 +385,7 @@ def _refuse_contradictions(
                 "--rdzv-backend",
                 backend,
                 f"this backend requires {required}",
-                f"give {required}, or leave --rdzv-backend out",
+                f"pass {required}, or leave --rdzv-backend out",
             )
         )
     raise_problems(problems)

@@ -61,9 +61,10 @@ def layout(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the ranks on the machines, the shards of every parameter, and the memory of the model
-    states on a rank. With --peak, predict the peak memory of a rank in a training step, by kind of
-    tensor and with the point of the step at which it occurs.
+    """Show the ranks on the machines, the shards of parameters, and the memory of model states.
+
+    With --peak, predict the peak memory of a rank in a training step, by kind of tensor and
+    with the point of the step at which it occurs.
     """
     from plait.cluster.layout import crossing_warning, rank_grid
     from plait.config.resolving.resolve import load as load_config
@@ -79,7 +80,7 @@ def layout(
         )
     config = load_config(file, override or ())
     if config.model is None and model is None:
-        raise InputError(f"{file} has no `model` section; add one, or give --model")
+        raise InputError(f"{file} has no `model` section; add one, or pass --model")
     topology = _topology(nnodes, nproc_per_node, required=smallest_world(config.parallel))
     # The micro-batch size changes no shard, so a file without one can be shown as well.
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
@@ -137,7 +138,7 @@ def _topology(nodes: int, devices: int | None, *, required: int) -> Topology:
     if nodes * per_node > MAX_DEVICES:
         raise InputError(
             f"--nnodes {nodes} x --nproc-per-node {per_node}: {nodes * per_node:,} devices, and at"
-            f" most {MAX_DEVICES:,} are shown; give fewer"
+            f" most {MAX_DEVICES:,} are shown; pass fewer"
         )
     machines = tuple(Node(f"node{index}", per_node) for index in range(nodes))
     return Topology(machines, accelerator.NAME)
@@ -200,7 +201,7 @@ def _predict_peaks(
     from plait.dryrun.predicted_peak import predict_peak, why_not_predicted
 
     if length is None:
-        return {}, "the file has no data.sequence_length; give --sequence-length too"
+        return {}, "the file has no data.sequence_length; pass --sequence-length too"
     reason = why_not_predicted(resolved)
     if reason is not None:
         return {}, f"not modelled yet: {reason}"
@@ -313,11 +314,10 @@ def _print_layout(
                 ]
             )
         tables.append((("stage", "pp rank", "blocks", "", "parameters"), stages))
-    states = [
-        [name, str(memory[kind]), format_bytes(memory[kind])]
-        for kind, name in _STATE_NAMES.items()
-        if memory.get(kind)
-    ]
+    states = []
+    for kind, name in _STATE_NAMES.items():
+        if memory.get(kind):
+            states.append([name, str(memory[kind]), format_bytes(memory[kind])])
     tables.append((("model states on rank 0", "bytes", ""), states))
     for columns, rows in tables:
         print_table(console, columns, rows, indent="")
@@ -386,7 +386,7 @@ def schedule(
     if pp * microbatches * (stages_per_rank or 2) > _MAX_ACTIONS:
         raise InputError(
             f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, and at most"
-            f" {_MAX_ACTIONS // 2:,} can be drawn; give fewer"
+            f" {_MAX_ACTIONS // 2:,} can be drawn; pass fewer"
         )
     table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
     durations = even(table)

@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Path.exists raises these two for a path of the user.
         if error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:
             print(
-                f"plait: {str(error.filename)[:100]!r}: {error.strerror}; give another path",
+                f"plait: {str(error.filename)[:100]!r}: {error.strerror}; pass another path",
                 file=sys.stderr,
             )
             sys.exit(2)

@@ -148,7 +148,7 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
         return
     try:
         if path.is_dir():
-            raise InputError(f"{option} {path}: is a folder; give the name of a file in it")
+            raise InputError(f"{option} {path}: is a folder; pass the name of a file in it")
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.is_dir():

@@ -107,6 +107,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Search all layouts of a model on a cluster, and print which fit, how fast they are, and why.
+
     Exit code 1 if nothing fits. See also `plan infer`.
     """
     from plait.cli.planning.query import read_calibration, read_request
@@ -212,7 +213,7 @@ def _check_out(file: Path | None, out: Path | None) -> None:
         return
     if out.suffix != ".json":
         raise InputError(
-            f"--out {out}: the configuration is written as JSON; give a name that ends in .json"
+            f"--out {out}: the configuration is written as JSON; pass a name that ends in .json"
         )
     from plait.planner.output import is_unchanged
 
@@ -300,8 +301,9 @@ def infer(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the placement that `plait generate` chooses for a model, the bytes of every memory
-    tier, and a lower bound of the time per token.
+    """Print the placement that `plait generate` chooses for a model.
+
+    It also prints the bytes of every memory tier, and a lower bound of the time per token.
 
     Exit code 2, with the numbers, if nothing fits.
     """
@@ -341,7 +343,7 @@ def infer(
         getattr(unloaded, "config", None),
         prompt_tokens + new_tokens,
         content=f"--prompt-tokens {prompt_tokens:,} and --new-tokens {new_tokens:,}",
-        remedy="give smaller ones",
+        remedy="pass smaller ones",
     )
     work = InferenceWork(source, unloaded, prompt_tokens + new_tokens, batch_size, offload_cache)
     if has_budget:
@@ -522,8 +524,9 @@ def dryrun(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Build and step one rank of a layout without the other ranks and without GPUs, and print its
-    memory, traffic and operators. Exit code 1 if no layout fits.
+    """Build and step one rank of a layout without the other ranks and without GPUs.
+
+    It prints its memory, traffic and operators. Exit code 1 if no layout fits.
     """
     from plait.cli.planning.dry_run import dry_run, print_dry_run
     from plait.cli.planning.query import has_complete_layout, read_request

@@ -191,7 +191,7 @@ def _start_node(
                     total,
                     f"the number of machines changes ({minimum} to {maximum}), and with it that of"
                     " the processes",
-                    'use "auto", or give --nproc-per-node',
+                    'use "auto", or pass --nproc-per-node',
                 )
             )
         if total % maximum:
@@ -201,7 +201,7 @@ def _start_node(
                     total,
                     f"they do not divide over {maximum} machines ({total} % {maximum} ="
                     f" {total % maximum})",
-                    "set a multiple of the machines, or give --nproc-per-node",
+                    "set a multiple of the machines, or pass --nproc-per-node",
                 )
             )
         processes = total // maximum

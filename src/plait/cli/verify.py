@@ -100,8 +100,10 @@ def verify(
         float, typer.Option(metavar="S", help="Seconds after which a wait is given up.")
     ] = 600,
 ) -> None:
-    """Compare the layout in FILE with a single process: the losses, the gradient norms, every
-    gradient, and every parameter after some steps.
+    """Compare the layout in FILE with a single process.
+
+    It compares the losses, the gradient norms, every gradient, and every parameter after some
+    steps.
 
     A smaller version of the model is used. Exit code 0 if everything is equal, 3 with the first
     parameter that differs, 2 if the file cannot be run.

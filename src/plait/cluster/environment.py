@@ -53,11 +53,10 @@ def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str
         environment: Environment variables.
         folder: Folder whose free space is reported.
     """
-    variables = {
-        name: value
-        for name, value in sorted(environment.items())
-        if name in VARIABLES or name.startswith(PREFIXES)
-    }
+    variables = {}
+    for name, value in sorted(environment.items()):
+        if name in VARIABLES or name.startswith(PREFIXES):
+            variables[name] = value
     return {
         "versions": {"python": platform.python_version(), "plait": __version__, **_installed()},
         "machine": _machine(folder),

@@ -220,11 +220,10 @@ class Mesh:
         Collective over all ranks. See Note [Creation of groups].
         """
         combinations = dict.fromkeys(map(self._used, (*COMBINED, self.norm_axes, *groups.axes)))
-        combined = {
-            axes: self._adopt(flatten_mesh(self.sub(*axes)).get_group())
-            for axes in combinations
-            if len(axes) > 1
-        }
+        combined = {}
+        for axes in combinations:
+            if len(axes) > 1:
+                combined[axes] = self._adopt(flatten_mesh(self.sub(*axes)).get_group())
         mesh = replace(self, combined=combined)
 
         if self.layout.pp > 1:

@@ -75,7 +75,7 @@ class Cost:
     seconds_per_byte: float
     samples: tuple[tuple[int, float], ...] = ()
 
-    def at(self, nbytes: float) -> float:
+    def seconds(self, nbytes: float) -> float:
         """Return the seconds for a tensor of `nbytes`.
 
         Between samples the time is interpolated. Beyond the last sample it follows the slope from
@@ -329,7 +329,7 @@ class AlgorithmChoice:
         return self.algorithm, *(name for name, seconds in self.others if seconds <= limit)
 
 
-def prices(nbytes: float, group: GroupLinks) -> dict[str, float]:
+def algorithm_seconds(nbytes: float, group: GroupLinks) -> dict[str, float]:
     """Return the seconds of an all-reduce for every algorithm.
 
     Args:
@@ -343,7 +343,7 @@ def prices(nbytes: float, group: GroupLinks) -> dict[str, float]:
     seconds: dict[str, float] = {}
     if "exchange" in costs:
         seconds = _composed_prices(nbytes, group)
-    seconds |= {name: cost.at(nbytes) for name, cost in costs.items()}
+    seconds |= {name: cost.seconds(nbytes) for name, cost in costs.items()}
     return {name: seconds[name] for name in _ALGORITHMS if name in seconds}
 
 
@@ -352,17 +352,17 @@ def _composed_prices(nbytes: float, group: GroupLinks) -> dict[str, float]:
     costs = group.whole.costs
     ranks = group.ranks
     seconds = {
-        "all-reduce": costs["all_reduce"].at(nbytes),
+        "all-reduce": costs["all_reduce"].seconds(nbytes),
         "reduce-scatter+all-gather": (
-            costs["reduce_scatter"].at(nbytes) + costs["all_gather"].at(nbytes)
+            costs["reduce_scatter"].seconds(nbytes) + costs["all_gather"].seconds(nbytes)
         ),
     }
 
     if group.inside is not None and group.across is not None:
         inside = group.inside.costs
-        across_seconds = group.across.costs["all_reduce"].at(nbytes / group.per_machine)
-        reduced = inside["reduce_scatter"].at(nbytes) + across_seconds
-        seconds["hierarchical"] = reduced + inside["all_gather"].at(nbytes)
+        across_seconds = group.across.costs["all_reduce"].seconds(nbytes / group.per_machine)
+        reduced = inside["reduce_scatter"].seconds(nbytes) + across_seconds
+        seconds["hierarchical"] = reduced + inside["all_gather"].seconds(nbytes)
 
     # Partners at the largest distances are on other machines. A number of ranks that is not a power
     # of two needs two more messages.
@@ -372,11 +372,11 @@ def _composed_prices(nbytes: float, group: GroupLinks) -> dict[str, float]:
     if not is_power_of_two:
         near_steps += 2
     near_cost = (group.inside or group.whole).costs["exchange"]
-    doubling = near_steps * near_cost.at(nbytes)
+    doubling = near_steps * near_cost.seconds(nbytes)
     if far_steps:
-        doubling += far_steps * costs["far_exchange"].at(nbytes)
+        doubling += far_steps * costs["far_exchange"].seconds(nbytes)
     seconds["recursive-doubling"] = doubling
-    seconds["ring"] = 2 * (ranks - 1) * costs["exchange"].at(nbytes / ranks)
+    seconds["ring"] = 2 * (ranks - 1) * costs["exchange"].seconds(nbytes / ranks)
     return seconds
 
 
@@ -387,7 +387,7 @@ def choose_all_reduce(nbytes: int, group: GroupLinks) -> AlgorithmChoice:
         nbytes: Size of the float32 tensor.
         group: Costs of the links.
     """
-    return _choose(nbytes, 1, prices(nbytes, group), group, in_buckets=False)
+    return _choose(nbytes, 1, algorithm_seconds(nbytes, group), group, in_buckets=False)
 
 
 def refined(
@@ -402,15 +402,15 @@ def refined(
     """
     count = choice.messages
     measured = {name: count * seconds for name, seconds in times.items()}
-    priced = {choice.algorithm: choice.seconds, **dict(choice.others), **measured}
-    candidates = {name: priced[name] for name in _ALGORITHMS if name in times}
+    estimated = {choice.algorithm: choice.seconds, **dict(choice.others), **measured}
+    candidates = {name: estimated[name] for name in _ALGORITHMS if name in times}
     return _choose(
         choice.total_bytes,
         count,
         candidates,
         group,
         in_buckets=choice.in_buckets,
-        all_prices=priced,
+        all_seconds=estimated,
     )
 
 
@@ -430,14 +430,14 @@ def choose_buckets(
         bucket_bytes: Size of the buckets. None chooses it.
     """
     total = max(gradient_bytes, 1)
-    single_message = prices(total, group)
+    single_message = algorithm_seconds(total, group)
 
     def price_all(count: int) -> dict[str, float]:
         # Small messages may pass through the buffers of a switch. Many of them in sequence are not
         # faster than one message with all bytes.
         return {
             name: max(count * seconds, single_message[name])
-            for name, seconds in prices(total / count, group).items()
+            for name, seconds in algorithm_seconds(total / count, group).items()
         }
 
     def end_seconds(count: int) -> float:
@@ -463,7 +463,7 @@ def _choose(
     group: GroupLinks,
     *,
     in_buckets: bool,
-    all_prices: Mapping[str, float] | None = None,
+    all_seconds: Mapping[str, float] | None = None,
 ) -> AlgorithmChoice:
     """Return the cheapest candidate with its reason.
 
@@ -473,7 +473,7 @@ def _choose(
         candidates: Seconds by algorithm. The first of equal candidates is chosen.
         group: Costs of the links.
         in_buckets: Whether the messages overlap with a backward.
-        all_prices: Seconds of all algorithms for the reason, if some of them are no candidates.
+        all_seconds: Seconds of all algorithms for the reason, if some of them are no candidates.
     """
     cheapest = min(candidates.values())
     is_measured = any(cost.samples for cost in group.whole.costs.values())
@@ -484,8 +484,8 @@ def _choose(
         if candidates.get("all-reduce", math.inf) <= overlap_limit:
             best = "all-reduce"
 
-    priced = all_prices or candidates
-    others = [(name, seconds) for name, seconds in priced.items() if name != best]
+    estimated = all_seconds or candidates
+    others = [(name, seconds) for name, seconds in estimated.items() if name != best]
     others.sort(key=itemgetter(1))
 
     bucket = math.ceil(nbytes / count)

@@ -276,11 +276,11 @@ def _reading(data: bytes) -> BoardContent | None:
 
 def _plain(wait: Wait) -> dict[str, Any]:
     """Return the fields of a wait that differ from their defaults, for JSON."""
-    return {
-        name: value
-        for name, value in vars(wait).items()
-        if value not in ("", 0, ()) and name != "seen"
-    }
+    plain: dict[str, Any] = {}
+    for name, value in vars(wait).items():
+        if value not in ("", 0, ()) and name != "seen":
+            plain[name] = value
+    return plain
 
 
 def _wait_text(wait: Wait) -> bytes:
@@ -354,12 +354,11 @@ def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
         readings: Boards by global rank.
         now: Time of the monotonic clock.
     """
-    overdue = [
-        Waiting(rank, wait, reading.line, now - wait.since)
-        for rank, reading in readings.items()
-        for wait in reading.waits
-        if min(now, wait.seen) - wait.since >= reading.timeout_seconds
-    ]
+    overdue = []
+    for rank, reading in readings.items():
+        for wait in reading.waits:
+            if min(now, wait.seen) - wait.since >= reading.timeout_seconds:
+                overdue.append(Waiting(rank, wait, reading.line, now - wait.since))
     if not overdue:
         return None
     first = min(overdue, key=lambda waiting: _detail_order(waiting.wait))

@@ -41,9 +41,9 @@ from plait.comm.choose import (
     Cost,
     GroupLinks,
     Level,
+    algorithm_seconds,
     load_with_facts,
     measured_cost,
-    prices,
     refined,
     save,
 )
@@ -513,7 +513,7 @@ def _difference_from_probe(
     """Return how a probe contradicts stored links, or an empty string if it agrees. Collective."""
     sizes = (SIZES[0], MIB)
     probed = probe(group, sizes, device=device)
-    stored = [prices(nbytes, links)["all-reduce"] for nbytes in sizes]
+    stored = [algorithm_seconds(nbytes, links)["all-reduce"] for nbytes in sizes]
     seconds, stored_seconds = max(zip(probed, stored, strict=True), key=_deviation)
     if _deviation((seconds, stored_seconds)) <= AGREEMENT:
         return ""

@@ -191,13 +191,13 @@ class Watch:
         stack = anonymous_file("plait-stacks")
         faulthandler.register(stacks.SIGNAL, file=stack, all_threads=True)
         this_rank = (stacks.machine(), str(self.board.path), f"/proc/{os.getpid()}/fd/{stack}")
-        return {
-            rank: _Peer(Path(board_path), Path(stack_path))
-            for rank, (machine, board_path, stack_path) in enumerate(
-                all_gather_objects(this_rank, group)
-            )
-            if machine == this_rank[0]
-        }
+        peers: dict[int, _Peer] = {}
+        for rank, (machine, board_path, stack_path) in enumerate(
+            all_gather_objects(this_rank, group)
+        ):
+            if machine == this_rank[0]:
+                peers[rank] = _Peer(Path(board_path), Path(stack_path))
+        return peers
 
     def disarm(self) -> None:
         """Stop watching. The thread must have ended before the interpreter ends."""
@@ -274,19 +274,20 @@ class Watch:
 
     def _recorded_waits(self, now: float) -> tuple[Wait, ...]:
         """Return the recorded collectives that have taken longer than `_UNSEEN_SECONDS`."""
-        waits = [
-            Wait(
-                operation=collective.operation.replace("_", "-"),
-                axis=self._axes.get(collective.group)
-                or _axis(collective.description, collective.group),
-                since=start,
-                sequence=collective.sequence,
-                shape=collective.shapes,
-                members=collective.ranks,
-            )
-            for collective, start in self._unfinished.items()
-            if now - start >= _UNSEEN_SECONDS
-        ]
+        waits = []
+        for collective, start in self._unfinished.items():
+            if now - start >= _UNSEEN_SECONDS:
+                waits.append(
+                    Wait(
+                        operation=collective.operation.replace("_", "-"),
+                        axis=self._axes.get(collective.group)
+                        or _axis(collective.description, collective.group),
+                        since=start,
+                        sequence=collective.sequence,
+                        shape=collective.shapes,
+                        members=collective.ranks,
+                    )
+                )
         return tuple(waits[:_MOST_WAITS])
 
     def _starts(

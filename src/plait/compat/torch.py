@@ -96,7 +96,7 @@ class DistributedDataParallel(nn.Module):
             )
         self.module = module
         self.sharded: ParallelModel = parallelize(module, resolved)
-        """Plait's handle of the module: `clip_grad_norm`, `accumulate`, `mesh`, `close`."""
+        """`ParallelModel` of the module: `clip_grad_norm`, `accumulate`, `mesh`, `close`."""
         refuse_shards_as_weights(module, remedy=_WEIGHTS_REMEDY)
         self._require_sync = True
 

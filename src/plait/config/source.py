@@ -162,7 +162,7 @@ def _parse_int(text: str) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    remedy = "give the path of a JSON or YAML file"
+    remedy = "pass the path of a JSON or YAML file"
     try:
         # Editors on Windows begin a file with a byte order mark, which plain UTF-8 would keep.
         return path.read_text(encoding="utf-8-sig")
@@ -188,7 +188,7 @@ def _similar_file(path: Path) -> str:
     matches = similar_names(path.name, names)
     if matches:
         return f"did you mean {path.parent / matches[0]}?"
-    return "give the path of a JSON or YAML file"
+    return "pass the path of a JSON or YAML file"
 
 
 def _as_tree(value: Any, name: str) -> dict[str, Any]:

@@ -352,11 +352,10 @@ def _encode_with_template(
 
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     text, spans = _spans(template, messages, numbers)
-    scored_spans = [
-        span
-        for number, span in zip(numbers, spans, strict=True)
-        if span is not None and weights[number]
-    ]
+    scored_spans = []
+    for number, span in zip(numbers, spans, strict=True):
+        if span is not None and weights[number]:
+            scored_spans.append(span)
     return _tokenize_with_scores(tokenizer, text, scored_spans)
 
 

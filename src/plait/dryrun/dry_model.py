@@ -17,7 +17,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.groups import FakeStore
-from plait._torch.modules import own_buffers
+from plait._torch.modules import direct_buffers
 from plait._torch.operators import (
     FakeTensorMode,
     KernelWithoutMemory,
@@ -61,7 +61,7 @@ from plait.parallel.pipeline.split_backward import backward_inputs, backward_wei
 from plait.parallel.pipeline.stage import Stage, StagedModel, stage_model
 from plait.parallel.schedules.schedule import Kind
 from plait.parallel.techniques.context_parallel import ContextParallel, local_batch
-from plait.parallel.techniques.pipeline_parallel import PipelinePlan
+from plait.parallel.techniques.offload import ActivationOffload
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
@@ -269,7 +269,7 @@ class DryModel:
 
         trace = StageTrace(
             figures=StageMode(
-                kept=tuple(saved[unit] for unit in units.values()),
+                saved=tuple(saved[unit] for unit in units.values()),
                 outside=saved[OUTSIDE],
                 head=saved[HEAD],
                 returning=(),
@@ -426,7 +426,7 @@ def _fake_copy(
         )
 
     for module in model.modules():
-        for value in (*own_buffers(module).values(), *module.__dict__.values()):
+        for value in (*direct_buffers(module).values(), *module.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value)
     return copy.deepcopy(model, memo)
@@ -475,16 +475,10 @@ def solved_recompute(
     if recompute.mode != "budget":
         return recompute
     ranks = rank_activations(
-        parts.model,
-        blocks=parts.blocks,
-        pipeline=parts.plans.pipeline,
+        parts,
         mesh=mesh,
         batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
-        tensor_parallel=resolved.tensor_parallel,
-        context_parallel=resolved.context_parallel,
-        tiled_mlp=resolved.tiled_mlp,
-        recompute=recompute,
-        offloads=resolved.activation_offload.blocks,
+        techniques=ActivationTechniques.of(resolved),
         compute_dtype=dtype_of(precision.compute) if precision.compute else None,
         loss_fn=loss_fn or causal_lm_loss,
         forward=forward,
@@ -492,18 +486,29 @@ def solved_recompute(
     return recompute.solved(ranks, rank=mesh.coordinates["pp"])
 
 
-def rank_activations(  # noqa: PLR0913 - all are keywords
-    model: nn.Module,
+@dataclass(frozen=True)
+class ActivationTechniques:
+    """Techniques that change which tensors a rank saves for the backward of a micro-batch."""
+
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
+    context_parallel: ContextParallel = field(default_factory=ContextParallel)
+    tiled_mlp: TiledMLP = field(default_factory=TiledMLP)
+    recompute: Recompute = field(default_factory=Recompute)
+    """Settings of recomputation, whose mode is not used: every mode is measured."""
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> ActivationTechniques:
+        """Return the techniques of a configuration."""
+        return cls(**{entry.name: getattr(resolved, entry.name) for entry in fields(cls)})
+
+
+def rank_activations(
+    model_parts: Parts,
     *,
-    blocks: tuple[str, ...],
     mesh: Mesh,
     batch: Any,
-    pipeline: PipelinePlan | None = None,
-    tensor_parallel: TensorParallel | None = None,
-    context_parallel: ContextParallel | None = None,
-    tiled_mlp: TiledMLP | None = None,
-    recompute: Recompute | None = None,
-    offloads: Callable[[int], int] = lambda _: 0,
+    techniques: ActivationTechniques | None = None,
     compute_dtype: torch.dtype | None = None,
     loss_fn: Loss = causal_lm_loss,
     forward: Forward = default_forward,
@@ -514,16 +519,11 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
     decision.
 
     Args:
-        model: Full, unsharded model. It is not changed.
-        blocks: Names of its blocks.
+        model_parts: Full, unsharded model, its blocks and the plan of its pipeline. They are not
+            changed.
         mesh: Mesh of the run.
         batch: Micro-batch with full sequences.
-        pipeline: Pipeline, if any.
-        tensor_parallel: Tensor parallelism, if any.
-        context_parallel: Context parallelism, if any.
-        tiled_mlp: Tiled MLPs, if any.
-        recompute: Settings of recomputation. Every mode is measured.
-        offloads: Returns how many of a rank's blocks use a store for saved tensors.
+        techniques: Techniques that are applied to the model. None applies no technique.
         compute_dtype: Dtype of forward and backward.
         loss_fn: Loss.
         forward: Calls the model.
@@ -531,12 +531,15 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
     Raises:
         ModelError: The model's code reads values of tensors.
     """
-    tensor_technique = tensor_parallel or TensorParallel()
-    recompute_technique = recompute or Recompute()
-    context_technique = context_parallel or ContextParallel()
-    tiled_technique = tiled_mlp or TiledMLP()
-    tiles = tiled_technique.modules(model, blocks)
-    batch = local_batch(batch, context_technique, mesh.layout.cp, mesh.coordinates["cp"])
+    model = model_parts.model
+    blocks = model_parts.blocks
+    pipeline = model_parts.plans.pipeline
+    techniques = techniques or ActivationTechniques()
+    tensor_parallel = techniques.tensor_parallel
+    context_parallel = techniques.context_parallel
+    tiled_mlp = techniques.tiled_mlp
+    tiles = tiled_mlp.modules(model, blocks)
+    batch = local_batch(batch, context_parallel, mesh.layout.cp, mesh.coordinates["cp"])
     schedule = ONE_STAGE
     bounds: Sequence[int] = (0, len(blocks))
     if pipeline is not None:
@@ -549,7 +552,7 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
     stored: set[str] = set()
     for rank in range(schedule.pp):
         names = list(chain.from_iterable(by_stage[stage] for stage in schedule.stages_of(rank)))
-        stored.update(names[: offloads(len(names))])
+        stored.update(names[: techniques.activation_offload.blocks(len(names))])
     # Only a split backward shows what a stage keeps until the gradients of its weights are
     # computed.
     actions = (action for row in schedule.ranks for action in row)
@@ -563,7 +566,7 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
         order = tuple(sorted(blocks, key=lambda name: name not in stored))
         # Every block gets the same mode. `RankActivations` combines the figures of the modes by
         # block.
-        same_mode = recompute_technique.model_copy(
+        same_mode = techniques.recompute.model_copy(
             update={"mode": mode, "every": 1, "assignment": (mode,) * len(blocks)}
         )
         store = CountingStore()
@@ -571,7 +574,7 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
         def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
             offloaded = OffloadedActivations(store, len(stored)) if stored else None
             parts_of_copy = Parts(fake, blocks, Plans(tiled=tiles), offloaded_activations=offloaded)
-            parts = context_technique.apply(tensor_technique.apply(parts_of_copy, mesh), mesh)
+            parts = context_parallel.apply(tensor_parallel.apply(parts_of_copy, mesh), mesh)
             staged = None
             if pipeline is not None:
                 staged = stage_model(
@@ -583,7 +586,7 @@ def rank_activations(  # noqa: PLR0913 - all are keywords
                 )
 
             # The store takes the first blocks of a rank, so these come first while it is applied.
-            tiled = replace(tiled_technique.apply(parts, mesh), blocks=order)
+            tiled = replace(tiled_mlp.apply(parts, mesh), blocks=order)
             return replace(same_mode.apply(tiled, mesh), blocks=blocks), staged
 
         dry = DryModel(
@@ -644,7 +647,7 @@ def _facts(
     """
     by_mode: dict[BlockMode, StageMode] = {}
     for mode, (trace, stored) in modes.items():
-        saved = trace.figures.kept
+        saved = trace.figures.saved
         # While a block's tensors return, those of the block before it are prefetched.
         prefetched = (0,) * len(saved)
         if stored:
@@ -652,7 +655,7 @@ def _facts(
         returning = tuple(
             without_recompute - by_mode_bytes + arriving
             for without_recompute, by_mode_bytes, arriving in zip(
-                plain.figures.kept, saved, prefetched, strict=True
+                plain.figures.saved, saved, prefetched, strict=True
             )
         )
         by_mode[mode] = replace(trace.figures, returning=returning, stored=stored)

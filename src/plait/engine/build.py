@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from plait.engine.trackers import EngineTrackers, check_trackers
 from plait.errors import ConfigError, InputError, Problem
 from plait.losses.balance_loss import with_balance_loss
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.losses.loss import CausalLMLoss, Loss, Weighted
+from plait.losses.loss import CausalLMLoss, Loss
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.optim.optimizer import build_optimizer, step_by_placement
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
-from plait.parallel.technique import Technique
 from plait.sharded.alike import refuse_different_optimizers
 from plait.sharded.assemble import (
     CheckedModel,
@@ -58,14 +57,12 @@ def initialize(
     model: nn.Module,
     config: ConfigLike,
     *,
-    loss_fn: Loss | Callable[[Any, Any], tuple[torch.Tensor, Any]] | None = None,
-    weight_fn: Callable[[Any], Any] | None = None,
+    loss_fn: Loss | None = None,
     forward: Forward = default_forward,
     optimizer: OptimizerLike | None = None,
     lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
     weights: str | Path | None = None,
     total_steps: int | None = None,
-    techniques: Sequence[Technique] = (),
 ) -> Engine:
     """Shard a model in place, and return the engine that trains it. Collective.
 
@@ -77,8 +74,8 @@ def initialize(
             `torch.device("meta")`. A model on meta is filled from `weights`, or initialised by its
             own classes, with the same bits on every layout.
         config: A path, a mapping or a loaded Config. A DeepSpeed file is valid as it is.
-        loss_fn: Maps (output, batch) to (sum, weight). With `weight_fn` it may be a plain function.
-        weight_fn: Maps a batch to the weight of its loss, usually its number of targets.
+        loss_fn: Loss, such as `plait.causal_lm_loss`. `plait.WeightedLoss` and `plait.per_sample`
+            make one from functions.
         forward: Maps (model, micro-batch) to the output.
         optimizer: Optimizer without state over the model's parameters, or function of a list of
             parameters. The default is that of the configuration.
@@ -86,8 +83,6 @@ def initialize(
             configuration.
         weights: Folder of safetensors for a model on meta.
         total_steps: Length of the run in optimizer steps, if the LR schedule needs it.
-        techniques: Techniques of your own classes, besides those of the configuration. See
-            docs/how-to/add-a-technique.md.
 
     Raises:
         ConfigError: The configuration does not fit the model or the processes.
@@ -95,16 +90,15 @@ def initialize(
         InputError: An argument is wrong, or ranks differ.
     """
     refuse_taken(model)
-    loss = _as_loss(loss_fn, weight_fn)
-    refuse_trained_loss(loss, model)
+    _refuse_plain_function(loss_fn)
+    refuse_trained_loss(loss_fn, model)
     resolved = resolved_for(model, config, total_steps=total_steps)
-    resolved = resolved.model_copy(update={"added": (*resolved.added, *techniques)})
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
-    refuse_loss_of_samples(loss, resolved)
+    refuse_loss_of_samples(loss_fn, resolved)
     check_trackers(resolved)
     # From here on a previous owner of the model cannot be used any more.
     take_over(model)
-    arguments = InitializeArguments(loss, forward, optimizer, lr_scheduler, weights, total_steps)
+    arguments = InitializeArguments(loss_fn, forward, optimizer, lr_scheduler, weights, total_steps)
     engine = build_engine(checked_model(model, resolved), arguments)
     # With a pipeline the state dict lacks layers, which a script may not notice.
     if resolved.layout.pp > 1:
@@ -207,16 +201,14 @@ def _build_scheduler(
     return build_scheduler(source.spec, optimizer, total_steps=arguments.total_steps), source
 
 
-def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | None:
-    if loss_fn is None or isinstance(loss_fn, Loss):
-        return loss_fn
-    if weight_fn is None:
+def _refuse_plain_function(loss_fn: Any) -> None:
+    if loss_fn is not None and not isinstance(loss_fn, Loss):
         raise InputError(
             "loss_fn is a plain function: train_batch divides by the global weight before the first"
-            " backward, so it must know the weight from the batch; pass weight_fn=lambda batch:"
-            " ..., or use plait.causal_lm_loss or plait.per_sample(...)"
+            " backward, so it must know the weight from the batch; pass"
+            " plait.WeightedLoss(loss_fn, lambda batch: ...), or use plait.causal_lm_loss or"
+            " plait.per_sample(...)"
         )
-    return Weighted(loss_fn, weight_fn)
 
 
 def _chunked_loss(loss: Loss | None, tokens: int) -> Loss:

@@ -220,7 +220,7 @@ class Engine(EngineFacts):
         """
         loss_fn = self._required_loss()
         self._recover()
-        micro_batch = self.sharded.prepared(batch)
+        micro_batch = self.sharded.prepare_batch(batch)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.evaluating(), self.sharded.logits_for(loss_fn):
             output = self.sharded.output(micro_batch)
@@ -555,7 +555,7 @@ class Engine(EngineFacts):
             )
             # See Note [Life of a save] in `checkpoint.save`. States in files are not copied: a copy
             # would need the memory that the files save.
-            self._writer.begin(snapshot, stage=not wait and self.sharded.tier is None)
+            self._writer.begin(snapshot, asynchronous=not wait and self.sharded.tier is None)
             written = self._writer.wait() if wait else None
         return written or snapshot.folder / snapshot.tag
 
@@ -696,9 +696,9 @@ class WeightCheck:
         if not abs(divided_by - returned) <= self._tolerance * max(abs(divided_by), abs(returned)):
             raise InputError(
                 f"step {step}: the loss returned weights that add up to {returned:g}, and its"
-                f" weight function (weight_fn, or the loss's `weight`) returned {divided_by:g} for"
-                " the same batch; train_batch divides by the second, before the first backward, so"
-                " both must count the same"
+                f" weight function (the loss's `weight`) returned {divided_by:g} for the same"
+                " batch; train_batch divides by the second, before the first backward, so both must"
+                " count the same"
             )
 
 

@@ -390,13 +390,17 @@ class _DeviceProfile:
 
     def operators(self) -> tuple[OperatorCalls, ...]:
         """Return the operators, those with the longest time first."""
-        operators = [
-            OperatorCalls(
-                event.key, event.count, int(event.flops or 0), event.self_device_time_total / 1e6
-            )
-            for event in self._profile.key_averages()
-            if event.self_device_time_total > 0
-        ]
+        operators = []
+        for event in self._profile.key_averages():
+            if event.self_device_time_total > 0:
+                operators.append(
+                    OperatorCalls(
+                        event.key,
+                        event.count,
+                        int(event.flops or 0),
+                        event.self_device_time_total / 1e6,
+                    )
+                )
         return tuple(sorted(operators, key=lambda operator: -operator.device_seconds))
 
     def traffic(self) -> tuple[CollectiveTraffic, ...]:

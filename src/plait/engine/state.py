@@ -234,11 +234,10 @@ def refuse_stateless(loader: Any, call: str) -> None:
         loader: The argument of a call.
         call: Name of the call, for the message.
     """
-    missing = [
-        name
-        for name in ("state_dict", "load_state_dict")
-        if not callable(getattr(loader, name, None))
-    ]
+    missing = []
+    for name in ("state_dict", "load_state_dict"):
+        if not callable(getattr(loader, name, None)):
+            missing.append(name)
     if missing:
         raise InputError(
             f"{call}: loader: {type(loader).__name__} has no {missing[0]}, so its position cannot"
@@ -537,11 +536,10 @@ def _load_hooks(
     """
     saved: dict[str, torch.Tensor] = {}
     if zero_stage == engine.config.data_parallel.stage:
-        saved = {
-            name.removeprefix(_HOOKS): tensor
-            for name, tensor in rank_state.items()
-            if name.startswith(_HOOKS)
-        }
+        saved = {}
+        for name, tensor in rank_state.items():
+            if name.startswith(_HOOKS):
+                saved[name.removeprefix(_HOOKS)] = tensor
     for load in engine.hooks.load_state:
         load(saved)
 

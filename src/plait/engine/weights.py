@@ -49,12 +49,13 @@ def full_weights(
         if not adapters:
             return local_tensors(source)
         # Not only the trainable ones: PEFT freezes every adapter but the active one.
-        return {
-            name: parameter
-            for name, parameter in source.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad
-            or not (set(adapters).isdisjoint(name.split(".")) and states.is_left_out(source, name))
-        }
+        stored: dict[str, torch.Tensor] = {}
+        for name, parameter in source.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad or not (
+                set(adapters).isdisjoint(name.split(".")) and states.is_left_out(source, name)
+            ):
+                stored[name] = parameter
+        return stored
 
     with naming(
         "the gathering of full weights, which every rank must call (save_model on all of them)"

@@ -230,7 +230,7 @@ def _require_state(folder: Path) -> None:
         raise CheckpointError(
             f"resume_from_checkpoint = {str(folder)!r}: {TRAINER_STATE_NAME}, which has the step"
             f" that a run resumes from, does not exist or cannot be read ({type(error).__name__}:"
-            f" {error}); give another checkpoint-N of the run, or load the weights alone with"
+            f" {error}); pass another checkpoint-N of the run, or load the weights alone with"
             " from_pretrained"
         ) from error
 

@@ -208,7 +208,7 @@ _ARGUMENTS = {
     ),
     "dynamo_backend": f'{_FILE}: {{"compile": {{"enabled": true}}}}',
     "dynamo_plugin": f'{_FILE}: {{"compile": {{"enabled": true}}}}',
-    "deepspeed_plugins": "one model is trained; give plait_config= one configuration",
+    "deepspeed_plugins": "one model is trained; pass plait_config= one configuration",
     "rng_types": "ranks that share a batch draw the same numbers, others do not; leave it out",
 }
 

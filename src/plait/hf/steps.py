@@ -159,7 +159,7 @@ def run_pipeline(
     missing = engine.config.batch.accumulation - len(batches)
     # Copies, because a micro-batch is identified by its object below.
     filled = [*batches, *(dict(batches[-1]) for _ in range(missing))]
-    prepared = [engine.sharded.prepared(batch) for batch in filled]
+    prepared = [engine.sharded.prepare_batch(batch) for batch in filled]
     factors = [*factors, *[0.0] * missing]
     factor_of = {id(batch): factor for batch, factor in zip(prepared, factors, strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=engine.device)

@@ -164,7 +164,7 @@ class TrainerMixin(CheckpointMixin):
         passed = [name for name, source in sources.items() if source]
         if len(passed) > 1:
             rule = f"{passed[1]} is given too, and both describe the run"
-            raise ConfigError(Problem(passed[0], None, rule, "give one of them"))
+            raise ConfigError(Problem(passed[0], None, rule, "pass one of them"))
         return sources[passed[0]] if passed else None
 
     plait_config: Config
@@ -620,7 +620,7 @@ class TrainerMixin(CheckpointMixin):
                 with engine.sharded.guard.running("forward"):
                     return evaluate(model, inputs)
 
-            prepared = engine.sharded.prepared(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+            prepared = engine.sharded.prepare_batch(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
             output = self._run_with_forward(
                 lambda staged, micro_batch: evaluate(staged, dict(micro_batch)),
                 lambda: engine.sharded.output(prepared),

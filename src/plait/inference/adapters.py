@@ -78,11 +78,11 @@ class Adapter:
     @property
     def replaced(self) -> dict[str, StoredTensor]:
         """Tensors of the base model that the adapter has trained in full, by the base's names."""
-        return {
-            base_tensor(name): tensor
-            for name, tensor in self.stored.items()
-            if not _LORA_TENSOR_IN_FILE.search(name)
-        }
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in self.stored.items():
+            if not _LORA_TENSOR_IN_FILE.search(name):
+                tensors[base_tensor(name)] = tensor
+        return tensors
 
     def put_on(self, model: nn.Module) -> None:
         """Wrap the layers of a model in place.
@@ -192,7 +192,7 @@ def open_adapter(folder: Path) -> Adapter:
     require_extra(f"--adapter {folder}", "peft", peft="PEFT")
     if not is_adapter_folder(folder):
         raise InputError(
-            f"--adapter {folder}: has no {CONFIG}; give a folder that PEFT's save_pretrained wrote"
+            f"--adapter {folder}: has no {CONFIG}; pass a folder that PEFT's save_pretrained wrote"
         )
     if not (folder / WEIGHTS).is_file():
         raise InputError(
@@ -234,7 +234,7 @@ def base_folder(folder: Path) -> Path:
     if not base or not Path(base).is_dir():
         raise InputError(
             f"--model {folder}: is an adapter, and {base!r}, which it names as its base, is not"
-            f" a folder here; give --model BASE --adapter {folder}"
+            f" a folder here; pass --model BASE --adapter {folder}"
         )
     return Path(base)
 

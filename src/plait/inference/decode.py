@@ -59,7 +59,6 @@ class Decoder:
         settings: Settings of the call.
         tokenizer: A tokenizer, or None.
         use_cache: Whether to keep keys and values between forwards.
-        offload_cache: Whether to keep them in host memory.
         prefill_tokens: Largest number of tokens of each prompt in one forward. None is no limit.
         on_token: Callback of this rank.
         any_callback: Whether any rank has a callback.
@@ -70,7 +69,6 @@ class Decoder:
     settings: GenerationSettings
     tokenizer: Any
     use_cache: bool
-    offload_cache: bool
     prefill_tokens: int | None
     on_token: OnToken | None
     any_callback: bool
@@ -187,7 +185,7 @@ class _CachedBatch:
 
     def _reset(self) -> None:
         """Create an empty cache, so that the model reads all tokens again."""
-        self._cache = self._decoder.sharded.new_cache(on_host=self._decoder.offload_cache)
+        self._cache = self._decoder.sharded.new_cache(on_host=self._decoder.settings.offload_cache)
         # Padding gets position 0. The mask excludes it from attention.
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         """Positions of the tokens from `_start` on."""

@@ -369,7 +369,7 @@ def _remaining_host_bytes(host_bytes: int, cache: int) -> int:
         raise InputError(
             f"--offload-cache: the KV cache takes {format_bytes(cache)} of pinned host memory,"
             f" and {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at"
-            " once, or give a larger --cpu-budget"
+            " once, or pass a larger --cpu-budget"
         )
     return host_bytes - cache
 
@@ -685,4 +685,4 @@ def load_model(
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
     model.requires_grad_(False)
-    return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+    return ShardedModel(parts, mesh, resolved, forward=default_forward, variable="plait generate")

@@ -66,7 +66,6 @@ def generate(
     seed: int | Sequence[int] | None = None,
     batch_size: int | None = None,
     prefill_tokens: int | None = None,
-    offload_cache: bool = False,
     on_token: OnToken | None = None,
     **settings: Any,
 ) -> list[Generation]:
@@ -90,12 +89,12 @@ def generate(
         prefill_tokens: Largest number of tokens of each prompt in one forward. None reads prompts
             in a single forward, as is always done for models with a recurrent state and for models
             that attend in both directions.
-        offload_cache: Whether to keep keys and values in pinned host memory. Those of a layer are
-            copied to the GPU while the previous layer computes.
         on_token: Function that is called as `on_token(request, token)` on the ranks that have the
             request.
         settings: Transformers' settings (`max_new_tokens`, `temperature`, `top_k`, `eos_token_id`,
-            `stop_strings`, ...), see `inference.generation_settings`.
+            `stop_strings`, ...), see `inference.generation_settings`. One is Plait's own:
+            `offload_cache=True` keeps keys and values in pinned host memory. Those of a layer are
+            copied to the GPU while the previous layer computes.
 
     Returns:
         The results, in the order of the prompts.
@@ -117,17 +116,11 @@ def generate(
         check_count("prefill_tokens", prefill_tokens)
         if on_token is not None and not callable(on_token):
             raise InputError(f"on_token = {on_token!r} must be a function of (request, token)")
-        if offload_cache:
+        if checked.offload_cache:
             _check_offloaded_cache(sharded, use_cache=checked.use_cache)
         requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), checked, seed)
         _check_rope(sharded, requests, use_cache=checked.use_cache)
-        fits = _gathered_model_fits(
-            sharded,
-            requests,
-            batch_size,
-            use_cache=checked.use_cache,
-            offload_cache=offload_cache,
-        )
+        fits = _gathered_model_fits(sharded, requests, batch_size, checked)
         return _PreparedCall(requests, checked, bytes([fits, on_token is not None]))
 
     # See Note [Together on all ranks].
@@ -147,7 +140,6 @@ def generate(
         prepared.settings,
         tokenizer=tokenizer,
         use_cache=prepared.settings.use_cache and _can_cache(sharded, requests),
-        offload_cache=offload_cache,
         prefill_tokens=prefill_limit,
         on_token=on_token,
         any_callback=any(rank_flags[1] for rank_flags in flags),
@@ -244,7 +236,7 @@ def _requests(
             )
     if isinstance(seed, Sequence) and len(seed) != len(prompts):
         raise InputError(
-            f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one"
+            f"seed has {len(seed)} entries for {len(prompts)} prompts; pass one for each, or one"
             " number"
         )
 
@@ -304,9 +296,7 @@ def _gathered_model_fits(
     sharded: ShardedModel,
     requests: Sequence[GenerationRequest],
     batch_size: int | None,
-    *,
-    use_cache: bool,
-    offload_cache: bool,
+    settings: GenerationSettings,
 ) -> bool:
     """Return True if all parameters of a sharded model fit into memory next to the KV cache.
 
@@ -323,11 +313,11 @@ def _gathered_model_fits(
         compute = dtype_of(sharded.config.precision.compute)
 
     cache = 0
-    if use_cache:
+    if settings.use_cache:
         dtype = compute or next(sharded.model.parameters()).dtype
         most_seen = max((request.most_seen for request in requests), default=0)
         demand = CacheDemand(at_once, most_seen, dtype.itemsize)
-        cache = _cache_bytes(sharded, demand, longest, offload_cache=offload_cache)
+        cache = _cache_bytes(sharded, demand, longest, offload_cache=settings.offload_cache)
     check_cache(cache, free, at_once, longest)
 
     # Offloaded parameters do not stay on the device.

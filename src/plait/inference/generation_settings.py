@@ -95,6 +95,8 @@ class GenerationSettings:
     stop_strings: tuple[str, ...] = ()
     """Texts of which each ends a request. They stay in its text."""
     use_cache: bool = True
+    offload_cache: bool = False
+    """Whether keys and values are in pinned host memory. This setting is Plait's own."""
 
     def new_tokens(self, prompt: int) -> int:
         """Return how many tokens may be added to a prompt of `prompt` tokens."""
@@ -112,7 +114,7 @@ _INTEGERS = (
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "pad_token_id"),
 )
 _NUMBERS = (*SAMPLING, "repetition_penalty", "encoder_repetition_penalty")
-_FLAGS = ("do_sample", "use_cache")
+_FLAGS = ("do_sample", "use_cache", "offload_cache")
 _TOKEN_LISTS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 
 
@@ -223,7 +225,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
     for word in values["bad_words_ids"]:
         if not word or not all(type(token) is int for token in word):
             raise InputError(
-                f"bad_words_ids: {list(word)!r} is not a word; give a list of token ids for each,"
+                f"bad_words_ids: {list(word)!r} is not a word; pass a list of token ids for each,"
                 " such as [[5, 7], [9]]"
             )
 
@@ -276,11 +278,11 @@ def _set_values(config: Any) -> dict[str, Any]:
             " dictionary of its settings"
         )
     values = config if isinstance(config, Mapping) else config.to_dict()
-    return {
-        str(name): value
-        for name, value in values.items()
-        if value is not None and not str(name).startswith("_")
-    }
+    settings: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is not None and not str(name).startswith("_"):
+            settings[str(name)] = value
+    return settings
 
 
 def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:

@@ -368,11 +368,11 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN_TYPES) or type(value) is torch.Tensor
-    }
+    attributes: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, _PLAIN_TYPES) or type(value) is torch.Tensor:
+            attributes[name] = value
+    return attributes
 
 
 def _restore_attributes(module: nn.Module, values: dict[str, Any]) -> None:

@@ -253,7 +253,7 @@ class AnswerFile:
             )
         except OSError as error:
             raise InputError(
-                f"--out {self.path}: {error.strerror}; give a file in a folder that can be"
+                f"--out {self.path}: {error.strerror}; pass a file in a folder that can be"
                 " written to"
             ) from None
         # The file may have been renamed between open and lock, so it is compared with its path.
@@ -269,7 +269,7 @@ class AnswerFile:
                 if not os.fstat(file.fileno()).st_size:
                     self.partial.unlink()
             file.close()
-            raise InputError(f"--out {self.path}: exists; give another name, or remove it first")
+            raise InputError(f"--out {self.path}: exists; pass another name, or remove it first")
         return file
 
     def _continue(self) -> None:
@@ -292,7 +292,7 @@ class AnswerFile:
             if not _is_answer(row, line):
                 raise InputError(
                     f"{self.partial}, line {number}: is not an answer to {line.name}; remove the"
-                    " file, or give another --out"
+                    " file, or pass another --out"
                 )
         self.done = len(rows)
         self._end = sum(len(row) + 1 for row in rows)
@@ -302,7 +302,7 @@ class AnswerFile:
 
     def _check_command(self) -> None:
         """Raise InputError if the finished answers belong to another command."""
-        remedy = f"give another --out, or remove {self.partial}"
+        remedy = f"pass another --out, or remove {self.partial}"
         try:
             earlier = json.loads(self._command_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -312,7 +312,7 @@ def refuse_quantised_folder(config: Any, name: object) -> None:
             " that are not. In Python, on one "
             f"device: plait.generate(plait.parallelize(plait.from_pretrained({str(name)!r}),"
             ' {"train_micro_batch_size_per_gpu": 1}), '
-            "prompts); or give the folder that was quantised"
+            "prompts); or pass the folder that was quantised"
         )
 
 
@@ -360,7 +360,7 @@ def open_source(folder: Path, adapter: Path | None = None) -> Source:
     require_transformers("plait generate")
     if not folder.is_dir():
         raise InputError(
-            f"--model {folder}: is not a folder; give one of save_pretrained, a run's folder, or"
+            f"--model {folder}: is not a folder; pass one of save_pretrained, a run's folder, or"
             " one of its checkpoints"
         )
     if is_adapter_folder(folder) and not is_of_transformers(folder):

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait.cluster.host_memory import move_to_huge_pages, trim_heap
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
@@ -247,7 +247,9 @@ def load_streamed(
                 model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
             )
             parts = parts.with_hooks(WeightStreamHook(stream))
-    sharded = ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+    sharded = ShardedModel(
+        parts, mesh, resolved, forward=default_forward, variable="plait generate"
+    )
     return sharded, planned
 
 
@@ -285,7 +287,7 @@ def plan_streaming(
             f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
             f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
             f" {format_bytes(slots)}, the KV cache and activations {format_bytes(other_bytes)};"
-            f" give at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
+            f" pass at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
             " fewer tokens or prompts at once"
         )
 
@@ -465,7 +467,7 @@ def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
             name = f"{block}.{leaf}"
             owner, _, attribute = name.rpartition(".")
             empty = torch.empty(0, dtype=parameter.dtype, device="meta")
-            parameters = own_parameters(model.get_submodule(owner))
+            parameters = direct_parameters(model.get_submodule(owner))
             parameters[attribute] = nn.Parameter(empty, requires_grad=False)
             names.append(name)
     return frozenset(names)

@@ -82,11 +82,11 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             if begin > size:
                 raise ValueError(f"its header would end at byte {begin:,} of {size:,}")
             header: dict[str, Any] = json.loads(file.read(begin - 8))
-        return {
-            name: _location(path, name, entry, begin, size)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
+        stored: dict[str, StoredTensor] = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                stored[name] = _location(path, name, entry, begin, size)
+        return stored
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is no readable safetensors file: {error}; download or save the folder again"

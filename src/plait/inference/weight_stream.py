@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait.cluster import accelerator, host_memory
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import CheckpointError
@@ -323,7 +323,7 @@ class WeightStream:
         for entry in self._parameters[index]:
             stored = entry.stored
             assert stored.dtype is not None
-            parameter = own_parameters(entry.owner)[entry.leaf]
+            parameter = direct_parameters(entry.owner)[entry.leaf]
             assert parameter is not None
             content = place[entry.start : entry.start + stored.size]
             parameter.data = content.view(stored.dtype).view(stored.shape)
@@ -331,7 +331,7 @@ class WeightStream:
     def _unbind(self, index: int) -> None:
         """Make the parameters of a block empty."""
         for entry in self._parameters[index]:
-            parameter = own_parameters(entry.owner)[entry.leaf]
+            parameter = direct_parameters(entry.owner)[entry.leaf]
             assert parameter is not None
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
@@ -387,11 +387,11 @@ def streamed_parameters(model: nn.Module, block: str) -> dict[str, nn.Parameter]
 
     Those of adapters stay in memory.
     """
-    return {
-        name: parameter
-        for name, parameter in model.get_submodule(block).named_parameters()
-        if not is_adapters(f"{block}.{name}")
-    }
+    streamed: dict[str, nn.Parameter] = {}
+    for name, parameter in model.get_submodule(block).named_parameters():
+        if not is_adapters(f"{block}.{name}"):
+            streamed[name] = parameter
+    return streamed
 
 
 def pinned_bytes(size: int) -> int:

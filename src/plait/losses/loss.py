@@ -122,10 +122,15 @@ def per_sample(total: Callable[[Any, Any], torch.Tensor]) -> PerSample:
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedLoss:
     """Loss from two functions.
 
-    `total(output, batch)` returns (sum, weight), and `weigh(batch)` returns the weight.
+    Args:
+        total: Maps (output, batch) to (sum, weight). See `Loss.__call__`.
+        weigh: Maps a batch to the weight of its loss, usually its number of targets.
+
+    Example:
+        `WeightedLoss(lambda output, batch: (output.square().sum(), len(batch)), len)`
     """
 
     total: Callable[[Any, Any], tuple[torch.Tensor, Any]]

@@ -32,11 +32,11 @@ _REMEDY = "use parallel.tp = 1, with ZeRO or a pipeline"
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the wrapper of every adapted layer, keyed by the layer's name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, _BASE, None), nn.Module)
-    }
+    adapted: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, _BASE, None), nn.Module):
+            adapted[name] = module
+    return adapted
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, Any]:
@@ -44,11 +44,11 @@ def adapted_parameters(model: nn.Module) -> dict[str, Any]:
 
     The wrappers of several parameters of one module are nested.
     """
-    return {
-        name: wrapper
-        for name, wrapper in adapted_layers(model).items()
-        if hasattr(wrapper, "parameter_name") and hasattr(wrapper, "get_delta_factors")
-    }
+    adapted: dict[str, Any] = {}
+    for name, wrapper in adapted_layers(model).items():
+        if hasattr(wrapper, "parameter_name") and hasattr(wrapper, "get_delta_factors"):
+            adapted[name] = wrapper
+    return adapted
 
 
 def refuse_adapted_parameters(model: nn.Module) -> None:
@@ -63,12 +63,13 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
 
 def copied_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the wrappers of fully trained layers (PEFT's `modules_to_save`)."""
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if hasattr(module, "original_module")
-        and isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
-    )
+    copied: list[str] = []
+    for name, module in model.named_modules():
+        if hasattr(module, "original_module") and isinstance(
+            getattr(module, "modules_to_save", None), nn.ModuleDict
+        ):
+            copied.append(name)
+    return tuple(copied)
 
 
 def adapter_names(model: Any) -> tuple[str, ...]:

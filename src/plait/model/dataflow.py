@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait._torch.modules import own_buffers
+from plait._torch.modules import direct_buffers
 from plait._torch.operators import (
     TorchDispatchMode,
     refusing_triton_kernels,
@@ -605,11 +605,11 @@ class _WatchedModules:
 def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of a model that are not inside its blocks."""
     prefixes = tuple(f"{block}." for block in blocks)
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if not f"{name}.".startswith(prefixes)
-    ]
+    outer: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if not f"{name}.".startswith(prefixes):
+            outer.append((name, module))
+    return outer
 
 
 def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName, Setting]:
@@ -636,11 +636,11 @@ def changed_settings(
     before: Mapping[SettingName, Setting], after: Mapping[SettingName, Setting]
 ) -> dict[SettingName, Setting]:
     """Return the settings of `after` that are new or differ from `before`."""
-    return {
-        name: value
-        for name, value in after.items()
-        if name not in before or not _equal(before[name], value)
-    }
+    changed: dict[SettingName, Setting] = {}
+    for name, value in after.items():
+        if name not in before or not _equal(before[name], value):
+            changed[name] = value
+    return changed
 
 
 def set_settings(model: nn.Module, settings: Mapping[SettingName, Setting]) -> None:
@@ -662,7 +662,7 @@ def outer_buffers(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.T
     """Return the buffers of modules by their full names."""
     buffers = {}
     for name, module in modules:
-        for leaf, buffer in own_buffers(module).items():
+        for leaf, buffer in direct_buffers(module).items():
             if buffer is not None:
                 buffers[f"{name}.{leaf}".removeprefix(".")] = buffer
     return buffers

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from plait._torch.modules import own_buffers, own_parameters
+from plait._torch.modules import direct_buffers, direct_parameters
 from plait.cluster.layout import shard_length, shard_lengths
 from plait.errors import ModelError
 from plait.model.heads import HEADS, KV_HEADS, count_attributes
@@ -127,7 +127,7 @@ def guess_rules(model: nn.Module, blocks: Sequence[str]) -> tuple[StyleRule, ...
         where = f"{blocks[0]} to {blocks[-1]}" if blocks else "the model"
         raise ModelError(
             f"no plan is known for {type(model).__name__}, and in {where} there is no nn.Linear"
-            " that is known to be called as a module; give parallel.plan as {pattern: style}, or"
+            " that is known to be called as a module; set parallel.plan as {pattern: style}, or"
             " use parallel.tp = 1"
         )
     return _as_patterns(model, styles | boundary)
@@ -404,7 +404,7 @@ def _random_copy(module: nn.Module, dtype: torch.dtype, generator: torch.Generat
         owner, _, leaf = name.rpartition(".")
         if buffer.is_floating_point():
             buffer = buffer.to(dtype)
-        own_buffers(copied.get_submodule(owner))[leaf] = buffer
+        direct_buffers(copied.get_submodule(owner))[leaf] = buffer
 
     for parameter in copied.parameters():
         parameter.requires_grad_(False)
@@ -427,15 +427,15 @@ def _part_of(
     for leaf, style in split.items():
         layer = part.get_submodule(leaf)
         for name, dim in split_dims(layer, style).items():
-            parameter = own_parameters(layer).get(name)
+            parameter = direct_parameters(layer).get(name)
             if parameter is None:
                 continue
             if dim is not None:
                 lengths = shard_lengths(parameter.shape[dim], parts)
                 shard = parameter.split(lengths, dim=dim)[index]
-                own_parameters(layer)[name] = nn.Parameter(shard, requires_grad=False)
+                direct_parameters(layer)[name] = nn.Parameter(shard, requires_grad=False)
             elif index > 0:
-                own_parameters(layer)[name] = None
+                direct_parameters(layer)[name] = None
         # Some code reads the size of a layer.
         for attribute in ("out_features", "nf") if style == "colwise" else ("in_features", "nx"):
             if hasattr(layer, attribute):

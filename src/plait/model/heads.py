@@ -98,11 +98,11 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> tuple[Atte
     for name, style in styles.items():
         if style in ("colwise", "kv_replicated"):
             children.setdefault(name.rpartition(".")[0], []).append(name)
-    return tuple(
-        _attention(model, parent, columns)
-        for parent, columns in children.items()
-        if _is_attention(model.get_submodule(parent), columns)
-    )
+    attentions: list[Attention] = []
+    for parent, columns in children.items():
+        if _is_attention(model.get_submodule(parent), columns):
+            attentions.append(_attention(model, parent, columns))
+    return tuple(attentions)
 
 
 def _is_attention(module: nn.Module, columns: Sequence[str]) -> bool:

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait.errors import ModelError
 from plait.names import similar_names
 
@@ -204,7 +204,7 @@ def is_linear(module: nn.Module) -> bool:
         and type(module).__name__ not in _SAME_AS_LINEAR
     ):
         return False
-    return set(own_parameters(module)) == {"weight", "bias"} and module.weight.ndim == 2
+    return set(direct_parameters(module)) == {"weight", "bias"} and module.weight.ndim == 2
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -328,7 +328,7 @@ def _computes_its_weight(module: nn.Module) -> bool:
     if parametrize.is_parametrized(module):
         return True
     # The older torch.nn.utils.weight_norm and pruning assign a plain tensor before each forward.
-    return "weight" not in own_parameters(module) and isinstance(
+    return "weight" not in direct_parameters(module) and isinstance(
         getattr(module, "weight", None), torch.Tensor
     )
 

@@ -302,7 +302,7 @@ def small_split_warning(
     return (
         f"parallel.tp = {plan.tp}: {plan.source} splits {share:.1%} of {counted} of this"
         f" {type(model).__name__}; every rank of tp holds and computes the rest in full, most of it"
-        f" in {', '.join(largest)}; give parallel.plan with styles for these layers, or use"
+        f" in {', '.join(largest)}; set parallel.plan with styles for these layers, or use"
         " parallel.tp = 1"
     )
 

@@ -146,7 +146,7 @@ def _translate(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[s
         styled = [f"{pattern} is {style!r}" for pattern, style in unsupported.items()]
         raise ModelError(
             f"Transformers' plan of {family} has styles that Plait does not apply:"
-            f" {listed_names(styled, 3)}; use parallel.tp = 1, or give {USER_SOURCE} with styles"
+            f" {listed_names(styled, 3)}; use parallel.tp = 1, or set {USER_SOURCE} with styles"
             " for other layers, which leaves these replicated on every rank"
         )
     return styles

@@ -360,11 +360,10 @@ def _token_arguments(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]
     if "input_ids" in parameters or hasattr(model, "config"):
         return (), {"input_ids": ids}
 
-    required = [
-        p
-        for p in parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    required = []
+    for p in parameters.values():
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            required.append(p)
     has_embedding = any(isinstance(module, nn.Embedding) for module in model.modules())
     if has_embedding and len(required) == 1:
         return (ids,), {}

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from plait.events import Event, RunEnded, StepDone
-from plait.planner.configuration import layout_of, unpriced
+from plait.planner.configuration import layout_of, unmodelled
 from plait.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -172,5 +172,5 @@ def _differences(
         if planned != actual
     ]
     # The effect of these settings would look like an error of the plan.
-    differences += [f"plans do not model {setting}" for setting in unpriced(config)]
+    differences += [f"plans do not model {setting}" for setting in unmodelled(config)]
     return differences

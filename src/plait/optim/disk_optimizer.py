@@ -501,11 +501,11 @@ class DiskTier(StepHook):
     def _large_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the states that are shaped like the parameter."""
         states = self._optimizer.state.get(parameter, {})
-        return {
-            name: value
-            for name, value in states.items()
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        }
+        large: dict[str, torch.Tensor] = {}
+        for name, value in states.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                large[name] = value
+        return large
 
     def _uses_of(self, chunk: list[_ParameterSlice], *, scaled: bool) -> list[_TensorUse]:
         uses = []

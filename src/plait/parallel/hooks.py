@@ -160,11 +160,11 @@ class Hooks:
         self.close: list[Callable[[], None]] = self._overrides("close")
 
     def _overrides(self, name: str) -> list[Callable[..., Any]]:
-        return [
-            getattr(hook, name)
-            for hook in self.all
-            if getattr(type(hook), name) is not getattr(StepHook, name)
-        ]
+        overrides: list[Callable[..., Any]] = []
+        for hook in self.all:
+            if getattr(type(hook), name) is not getattr(StepHook, name):
+                overrides.append(getattr(hook, name))
+        return overrides
 
     def find(self, kind: type[Hook]) -> Hook | None:
         """Return the first hook of a class, or None."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch.modules import own_buffers, own_parameters, reset_method
+from plait._torch.modules import direct_buffers, direct_parameters, reset_method
 from plait._torch.tensors import local_window, version_of
 from plait.errors import ModelError
 from plait.hashing import seed_of
@@ -81,16 +81,16 @@ def allocate(model: nn.Module, device: torch.device, *, host_units: Collection[s
     if host_units:
         # `to_empty` has moved the buffers too, and only parameters are offloaded.
         for module in model.modules():
-            for name, buffer in own_buffers(module).items():
+            for name, buffer in direct_buffers(module).items():
                 if buffer is not None:
-                    own_buffers(module)[name] = buffer.to(device)
+                    direct_buffers(module)[name] = buffer.to(device)
 
     # `to_empty` makes a separate tensor for each name of a tied parameter.
     for first, *other_names in ties:
         parameter = model.get_parameter(first)
         for name in other_names:
             owner, _, leaf = name.rpartition(".")
-            own_parameters(model.get_submodule(owner))[leaf] = parameter
+            direct_parameters(model.get_submodule(owner))[leaf] = parameter
 
 
 def initialise(

@@ -192,11 +192,17 @@ def refuse_incompatible(context: TechniqueContext) -> None:
     Raises:
         ConfigError: It lists every combination that applies.
     """
-    problems = [
-        Problem(combination.field, combination.value(context), combination.rule, combination.remedy)
-        for combination in UNSUPPORTED_COMBINATIONS
-        if combination.applies(context)
-    ]
+    problems = []
+    for combination in UNSUPPORTED_COMBINATIONS:
+        if combination.applies(context):
+            problems.append(
+                Problem(
+                    combination.field,
+                    combination.value(context),
+                    combination.rule,
+                    combination.remedy,
+                )
+            )
     if problems:
         raise ConfigError(*problems)
 

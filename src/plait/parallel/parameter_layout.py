@@ -83,11 +83,11 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
-    return tuple(
-        name
-        for name, placement in zip(names, tensor.placements, strict=True)
-        if not placement.is_replicate()
-    )
+    axes: list[str] = []
+    for name, placement in zip(names, tensor.placements, strict=True):
+        if not placement.is_replicate():
+            axes.append(name)
+    return tuple(axes)
 
 
 def dims_in_memory(tensor: torch.Tensor) -> list[int] | None:

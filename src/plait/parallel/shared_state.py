@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from plait._torch.modules import UNVERSIONED_BUFFERS, own_attributes, own_buffers
+from plait._torch.modules import UNVERSIONED_BUFFERS, direct_attributes, direct_buffers
 from plait._torch.tensors import local_tensor, version_of
 from plait.cluster.mesh import Mesh
 from plait.cluster.process_groups import is_fake
@@ -122,7 +122,7 @@ def _state_of(model: nn.Module) -> dict[str, _Entry]:
     """Return the numbers and tensors among the buffers and attributes of all modules, by name."""
     state = {}
     for owner, module in model.named_modules():
-        for name, value in {**own_attributes(module), **own_buffers(module)}.items():
+        for name, value in {**direct_attributes(module), **direct_buffers(module)}.items():
             version = 0
             if isinstance(value, torch.Tensor):
                 if value.is_inference():

@@ -101,11 +101,11 @@ def _configuration(config: Mapping[str, Any]) -> Any:
 
 
 def _dropouts(part: Any) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in vars(part).items()
-        if "drop" in name and isinstance(value, float)
-    }
+    dropouts: dict[str, float] = {}
+    for name, value in vars(part).items():
+        if "drop" in name and isinstance(value, float):
+            dropouts[name] = value
+    return dropouts
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -466,13 +466,13 @@ class _Run:
 
     def saved(self, shares: list[float]) -> float:
         """Return the saved bytes per token, averaged over blocks."""
-        by_block = zip(shares, self.trace.figures.kept, strict=True)
+        by_block = zip(shares, self.trace.figures.saved, strict=True)
         return sum(share * nbytes for share, nbytes in by_block) / self.tokens
 
     @property
     def working(self) -> float:
         """Bytes per token at the peak of a block's backward, except those of earlier blocks."""
-        saved = self.trace.figures.kept
+        saved = self.trace.figures.saved
         peak = max(
             moment.peak.activations + moment.peak.temporaries - sum(saved[: moment.unit])
             for moment in self.trace.moments.backward

@@ -1,13 +1,13 @@
-"""Configurations as requests of a plan: "auto" is searched for, unpriced settings are listed.
+"""Configurations as requests of a plan: "auto" is searched for, unmodelled settings are listed.
 
 Values in the file are fixed; "auto" is chosen by the search. `read_file` separates the two, in
 terms of the fields of a layout, and `complete` returns the finished configuration, as `plait train`
 uses it. Options that are left out have their defaults. The caller provides the cluster.
 
-`unpriced` lists settings that affect time or memory but are not priced. Runs with such settings are
-not used for calibration. A setting is either priced, or has no effect if it is in one of the two
-lists; all others that differ from their default are unpriced. A new setting therefore cannot be
-forgotten.
+`unmodelled` lists settings that affect time or memory but are not modelled. Runs with such settings
+are not used for calibration. A setting is either modelled, or has no effect if it is in one of the
+two lists; all others that differ from their default are unmodelled. A new setting therefore cannot
+be forgotten.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
         isinstance(value_at(tree, "train_batch_size"), int | float | str)
         and value_at(tree, "train_batch_size") != "auto"
     )
-    return tuple(
-        path
-        for path in auto_paths(tree)
-        if path in PLANNABLE_SETTINGS or (path in open_sizes and has_batch and not follows)
-    )
+    paths: list[str] = []
+    for path in auto_paths(tree):
+        if path in PLANNABLE_SETTINGS or (path in open_sizes and has_batch and not follows):
+            paths.append(path)
+    return tuple(paths)
 
 
 def read_file(examined: ExaminedDocument) -> File:
@@ -165,14 +165,14 @@ def request_of(file: File, cluster: Cluster) -> Request:
                 "train_batch_size",
                 batch,
                 '"auto" is planned for a batch size',
-                "give the samples of an optimizer step",
+                "set the samples of an optimizer step",
             )
         )
 
     if config.model is None:
         problems.append(
             Problem(
-                "model", None, '"auto" is planned for a model', "give model.config or model.path"
+                "model", None, '"auto" is planned for a model', "set model.config or model.path"
             )
         )
     for name in ("bf16", "fp16"):
@@ -298,7 +298,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
                 "parallel.pipeline.blocks_per_stage",
                 None,
                 "it fixes the stages, which parallel.pp leaves open",
-                "give parallel.pp, or leave it out",
+                "set parallel.pp, or leave it out",
             )
         )
 
@@ -373,15 +373,15 @@ def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 def layout_of(resolved: Resolved) -> dict[str, Any]:
     """Return the layout fields of a resolved configuration.
 
-    Schedule and recomputation mode have the planner's names if they can be priced. `vpp` is missing
-    if the file does not contain it.
+    Schedule and recomputation mode have the planner's names if they can be estimated. `vpp` is
+    missing if the file does not contain it.
     """
     layout = resolved.layout
     pipeline = resolved.pipeline
-    modes = {name: priced for priced, name in RECOMPUTE_NAMES.items()}
+    modes = {name: planner_name for planner_name, name in RECOMPUTE_NAMES.items()}
     schedule = SCHEDULES[0]
     if layout.pp > 1:
-        schedules = {name: priced for priced, name in SCHEDULE_NAMES.items()}
+        schedules = {name: planner_name for planner_name, name in SCHEDULE_NAMES.items()}
         schedule = schedules.get(pipeline.schedule, pipeline.schedule)
     offload = resolved.optimizer_offload
     fields = {
@@ -412,8 +412,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.recompute.mode": ("full", "selective", "none"),
     "optimizer.type": ("Adam", "AdamW"),
 }
-"""Priced values besides the default."""
-PRICED = frozenset(PATHS.values()) - _VALUES.keys() | {
+"""Values besides the default that are modelled."""
+MODELLED = frozenset(PATHS.values()) - _VALUES.keys() | {
     "zero_optimization.offload_optimizer.ratio",
     "train_batch_size",
     "communication_data_type",
@@ -453,15 +453,15 @@ _OWNERS = {
 """Setting that enables a section. Without it nothing in the section has an effect."""
 
 
-def unpriced(config: Config) -> tuple[str, ...]:
-    """Return the settings of a file that are not priced, as `key = value`."""
+def unmodelled(config: Config) -> tuple[str, ...]:
+    """Return the settings of a file that the estimate does not model, as `key = value`."""
     default = Config.model_validate(
         {"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}}
     )
 
     settings = []
     for path in schema_fields():
-        if path in PRICED or any(
+        if path in MODELLED or any(
             path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT
         ):
             continue

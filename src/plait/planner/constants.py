@@ -240,11 +240,10 @@ def with_learned(base: Knowledge, learned: Mapping[str, tuple[float, float]]) ->
 
     Names that `base` does not have are ignored.
     """
-    updated = {
-        name: replace(constant, median=learned[name][0], width=learned[name][1])
-        for name, constant in base.constants.items()
-        if name in learned
-    }
+    updated = {}
+    for name, constant in base.constants.items():
+        if name in learned:
+            updated[name] = replace(constant, median=learned[name][0], width=learned[name][1])
     return replace(base, constants={**base.constants, **updated})
 
 

@@ -1,7 +1,7 @@
 """Catalogue of devices and links (`data/hardware.yaml`), and the cluster that a plan is made for.
 
 The figures are those of datasheets; reached rates are in `constants`. A Device has scalars or
-arrays with one entry per candidate, so that runs of many machines are priced in one call.
+arrays with one entry per candidate, so that runs of many machines are estimated in one call.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def cluster(
     changes: dict[str, Any] = {key: value for key, value in figures.items() if value is not None}
     if devices < 1:
         raise InputError(
-            f"--world-size {devices}: a cluster has at least one device; give the number of all"
+            f"--world-size {devices}: a cluster has at least one device; pass the number of all"
             " devices"
         )
 
@@ -236,7 +236,7 @@ def cluster(
         below = devices // per_node * per_node
         raise InputError(
             f"--world-size {devices}: nodes have {per_node} devices and {devices} % {per_node} ="
-            f" {devices % per_node}; use {below} or {below + per_node}, or give --nproc-per-node"
+            f" {devices % per_node}; use {below} or {below + per_node}, or pass --nproc-per-node"
         )
 
     return Cluster(chosen, devices)

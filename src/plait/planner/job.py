@@ -5,7 +5,7 @@ or a thousand runs of different models and machines (an evaluation). See Note [A
 in `plait.planner`.
 
 A framework is described by numbers too: bytes of its states, fused kernels, overlap. The search
-plans for Plait itself, which is described here. Runs of other frameworks are priced by
+plans for Plait itself, which is described here. Runs of other frameworks are estimated by
 the same class (`benchmarks/planner_accuracy` has a table of them). Rates are in `constants`.
 """
 

@@ -380,17 +380,19 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for invalid optional sizes and incomplete latent attention."""
     names = [*chain.from_iterable(_OPTIONAL.values()), *_OTHER_SIZES]
     needed = _LATENT_SIZES if config.get("kv_lora_rank") else ()
-    problems = [
-        Problem(
-            f"{source}: {name}",
-            config.get(name),
-            "not a whole number",
-            "set one" if name in needed else "set one, or leave it out",
-        )
-        for name in dict.fromkeys(names)
-        if (config.get(name) is not None or name in needed)
-        and (type(config.get(name)) is not int or config[name] < 0)
-    ]
+    problems = []
+    for name in dict.fromkeys(names):
+        if (config.get(name) is not None or name in needed) and (
+            type(config.get(name)) is not int or config[name] < 0
+        ):
+            problems.append(
+                Problem(
+                    f"{source}: {name}",
+                    config.get(name),
+                    "not a whole number",
+                    "set one" if name in needed else "set one, or leave it out",
+                )
+            )
     tied = config.get("tie_word_embeddings")
     if tied is not None and not isinstance(tied, bool):
         problems.append(
@@ -413,7 +415,7 @@ def _check_counts(model: Architecture, source: str) -> None:
                 f"{source}: num_experts_per_tok",
                 model.active,
                 f"a token goes to {model.active} experts, and a layer has {model.experts}",
-                "give at most that many",
+                "use at most that many",
             )
         )
 
@@ -540,7 +542,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
                 f"{source}: hidden_size",
                 hidden,
                 f"num_attention_heads is {heads} and {hidden} % {heads} = {hidden % heads}",
-                "give head_dim, or sizes that divide",
+                "set head_dim, or sizes that divide",
             )
         )
 
@@ -560,7 +562,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
                 f"{source}: {name}",
                 0,
                 f"a layer has {experts} experts, and a token goes to none",
-                "give at least 1",
+                "use at least 1",
             )
         )
 
@@ -692,11 +694,10 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
         # A run starts from the weights of the folder, if it has any.
         if path.is_dir() and any(path.glob("*.safetensors")):
             return Model(architecture, {"path": str(path)})
-        fields = {
-            name: value
-            for name, value in config.items()
-            if name not in _NOT_FOR_TRAINING and value is not None
-        }
+        fields = {}
+        for name, value in config.items():
+            if name not in _NOT_FOR_TRAINING and value is not None:
+                fields[name] = value
         return Model(architecture, {"config": fields})
 
     public = named(source)

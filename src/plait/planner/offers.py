@@ -8,10 +8,10 @@ compare. For other families no tensor parallelism is planned, and the plan print
 
 `parse_fixed` reads layout fields that a user fixes: `tp=4`, `stage=3`, `recompute=full`.
 
-Note [Relief]
+Note [Memory measures]
     Measures that reduce the memory of a layout are recomputation, a chunked loss, and the optimizer
     on the host.
-    A layout is first priced with the least computation and with the least memory. The measures
+    A layout is first estimated with the least computation and with the least memory. The measures
     between these ends are only tried if the first does not fit and the second does. The optimizer
     is moved to the host only if nothing else fits.
 """
@@ -44,9 +44,9 @@ SCHEDULE_NAMES = {
     "zbv": "zbv",
     "dualpipev": "dualpipev",
 }
-"""Priced schedules by the names of `parallel.schedules.schedule`.
+"""Planner names of schedules, keyed by the names of `parallel.schedules.schedule`.
 
-Other schedules are priced for published runs only.
+Other schedules are estimated for published runs only.
 """
 RECOMPUTE_NAMES = {
     "none": "none",
@@ -55,11 +55,15 @@ RECOMPUTE_NAMES = {
     "selective": "attention",
     "budget": "budget",
 }
-"""Priced modes of recomputation by the names of `parallel.recompute.mode`."""
+"""Planner names of recomputation modes, keyed by the names of `parallel.recompute.mode`."""
 RECOMPUTE_FIXED = ("none", "full", "selective")
 """Modes that a file can fix. A budget is only known after the plan has chosen it."""
-SCHEDULE_INDEX = {name: SCHEDULES.index(priced) for priced, name in SCHEDULE_NAMES.items()}
-RECOMPUTE_INDEX = {RECOMPUTE_NAMES[priced]: index for index, priced in enumerate(RECOMPUTE)}
+SCHEDULE_INDEX = {
+    name: SCHEDULES.index(planner_name) for planner_name, name in SCHEDULE_NAMES.items()
+}
+RECOMPUTE_INDEX = {
+    RECOMPUTE_NAMES[planner_name]: index for index, planner_name in enumerate(RECOMPUTE)
+}
 """Indices into RECOMPUTE by the names of the configuration; SCHEDULE_INDEX into SCHEDULES."""
 SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 """Schedules that defer the gradients of weights, which ZeRO stage 3 refuses."""
@@ -211,7 +215,7 @@ The other parameters are updated on the device, which is faster.
 
 
 @dataclass(frozen=True)
-class Relief:
+class MemoryMeasure:
     """Values of the fields of `Layouts` that reduce memory."""
 
     recompute: int = 0
@@ -222,70 +226,70 @@ class Relief:
 
 
 @dataclass(frozen=True)
-class Reliefs:
-    """Measures that the offers and the fixed fields allow."""
+class MemoryMeasures:
+    """Memory-saving measures that the offers and the fixed fields allow."""
 
-    on_device: tuple[Relief, ...]
+    on_device: tuple[MemoryMeasure, ...]
     """Measures with the optimizer on the device, the lightest first. If the host is fixed, they are
     on the host.
     """
-    on_host: tuple[Relief, ...]
+    on_host: tuple[MemoryMeasure, ...]
     """Measures with the optimizer on the host; empty if that is fixed or not offered."""
 
     @property
-    def ends(self) -> tuple[Relief, ...]:
+    def ends(self) -> tuple[MemoryMeasure, ...]:
         """Lightest measure, and those that need the least memory on the device and on the host.
 
         The latter come without and with recomputation, because split backwards have none.
         """
         ends = [*self.on_device[:1]]
-        for reliefs in (self.on_device, self.on_host):
-            without = [relief for relief in reliefs if not relief.recompute]
-            ends += [*without[-1:], *reliefs[-1:]]
+        for measures in (self.on_device, self.on_host):
+            without = [measure for measure in measures if not measure.recompute]
+            ends += [*without[-1:], *measures[-1:]]
         return tuple(dict.fromkeys(ends))
 
-    def between(self, *, on_host: bool) -> tuple[Relief, ...]:
+    def between(self, *, on_host: bool) -> tuple[MemoryMeasure, ...]:
         """Return the measures that are not `ends`."""
         ends = self.ends
-        reliefs = self.on_host if on_host else self.on_device
-        return tuple(relief for relief in reliefs if relief not in ends)
+        measures = self.on_host if on_host else self.on_device
+        return tuple(measure for measure in measures if measure not in ends)
 
 
-def reliefs_of(offers: Offers, device: DeviceSpec, fixed: Mapping[str, int]) -> Reliefs:
-    """Return the measures for a device."""
+def memory_measures(offers: Offers, device: DeviceSpec, fixed: Mapping[str, int]) -> MemoryMeasures:
+    """Return the memory-saving measures for a device."""
     full, operators, budget = (RECOMPUTE.index(name) for name in ("full", "operators", "budget"))
     kinds = {
-        "none": [Relief()],
-        "selective": [Relief(RECOMPUTE.index("selective"))],
-        "operators": [Relief(operators, every) for every in (4, 2, 1)],
-        "budget": [Relief(budget, kept_operators=share) for share in (0.75, 0.5, 0.25)],
-        "full": [Relief(full, every) for every in (4, 3, 2, 1)],
+        "none": [MemoryMeasure()],
+        "selective": [MemoryMeasure(RECOMPUTE.index("selective"))],
+        "operators": [MemoryMeasure(operators, every) for every in (4, 2, 1)],
+        "budget": [MemoryMeasure(budget, kept_operators=share) for share in (0.75, 0.5, 0.25)],
+        "full": [MemoryMeasure(full, every) for every in (4, 3, 2, 1)],
     }
     if fixed.get("every", 1) > 1:
         # An interval has no meaning for blocks that do not recompute.
         kinds |= {"none": [], "selective": []}
     if "every" in fixed:
         kinds |= {
-            "operators": [Relief(operators, fixed["every"])],
-            "full": [Relief(full, fixed["every"])],
+            "operators": [MemoryMeasure(operators, fixed["every"])],
+            "full": [MemoryMeasure(full, fixed["every"])],
             "budget": [],
         }
 
     chunks = (fixed["loss_chunk"],) if "loss_chunk" in fixed else (0, LOSS_CHUNK)
-    reliefs: list[Relief] = []
+    measures: list[MemoryMeasure] = []
     for kind, choices in kinds.items():
         is_allowed = fixed.get("recompute", RECOMPUTE.index(kind)) == RECOMPUTE.index(kind)
         if kind in offers.recompute and is_allowed:
-            reliefs += choices
-    reliefs = [replace(measure, loss_chunk=tokens) for measure in reliefs for tokens in chunks]
+            measures += choices
+    measures = [replace(measure, loss_chunk=tokens) for measure in measures for tokens in chunks]
     shares = (fixed["offload"] / 100,) if fixed.get("offload", 0) else ON_HOST
-    on_host = tuple(replace(measure, offload=share) for share in shares for measure in reliefs)
+    on_host = tuple(replace(measure, offload=share) for share in shares for measure in measures)
 
     # The memory of a CPU device is host memory already.
     offered = offers.offload and int(device.family) != DEVICE_FAMILIES.index("cpu")
     if fixed.get("offload", 0):
-        return Reliefs(on_host if offered else (), ())
-    return Reliefs(tuple(reliefs), on_host if offered and "offload" not in fixed else ())
+        return MemoryMeasures(on_host if offered else (), ())
+    return MemoryMeasures(tuple(measures), on_host if offered and "offload" not in fixed else ())
 
 
 def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
@@ -293,7 +297,7 @@ def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
     return np.isin(np.asarray(schedule), [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
 
 
-def relieves(layouts: Layouts) -> NDArray[np.bool_]:
+def supports_measures(layouts: Layouts) -> NDArray[np.bool_]:
     """Return True if a layout can have its measures.
 
     Split backwards do not recompute, a budget counts all experts, and the host supports sharded
@@ -311,15 +315,15 @@ def relieves(layouts: Layouts) -> NDArray[np.bool_]:
     )
 
 
-def relieved(layouts: Layouts, reliefs: tuple[Relief, ...]) -> Layouts:
+def with_measures(layouts: Layouts, measures: tuple[MemoryMeasure, ...]) -> Layouts:
     """Return every layout with every measure that it can have."""
     count = np.size(layouts.tp)
     columns = {}
-    for f in fields(Relief):
-        columns[f.name] = np.tile([getattr(relief, f.name) for relief in reliefs], count)
-    # Every layout with all of the measures, then the next layout: [layouts * reliefs].
-    relieved_layouts = replace(layouts.take(np.repeat(np.arange(count), len(reliefs))), **columns)
-    return relieved_layouts.take(relieves(relieved_layouts))
+    for f in fields(MemoryMeasure):
+        columns[f.name] = np.tile([getattr(measure, f.name) for measure in measures], count)
+    # Every layout with all of the measures, then the next layout: [layouts * measures].
+    candidates = replace(layouts.take(np.repeat(np.arange(count), len(measures))), **columns)
+    return candidates.take(supports_measures(candidates))
 
 
 FIXABLE = (

@@ -2,7 +2,7 @@
 
 The configuration is the file that was planned for, with values in place of "auto" and of missing
 options. No value in the file changes. Invariant: the configuration resolves, for the planned number
-of processes, to the layout that was priced.
+of processes, to the layout that was estimated.
 """
 
 from __future__ import annotations
@@ -192,16 +192,17 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain values."""
-    shortages = [
-        {
-            "region": shortage.region,
-            "candidates": shortage.candidates,
-            "needed_bytes": shortage.needed,
-            "room_bytes": shortage.room,
-            "parts": dict(shortage.parts),
-        }
-        for shortage in plan.shortages
-    ]
+    shortages = []
+    for shortage in plan.shortages:
+        shortages.append(
+            {
+                "region": shortage.region,
+                "candidates": shortage.candidates,
+                "needed_bytes": shortage.needed,
+                "room_bytes": shortage.room,
+                "parts": dict(shortage.parts),
+            }
+        )
     return {
         "candidates": plan.candidates,
         "fitting": plan.fitting,
@@ -229,7 +230,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     path = Path(path)
     if path.suffix != ".json":
         raise InputError(
-            f"{path}: the configuration is written as JSON; give a name that ends in .json"
+            f"{path}: the configuration is written as JSON; pass a name that ends in .json"
         )
     sidecar_path = path.with_suffix(".plan.json")
     best = plan.best[0]

@@ -287,7 +287,7 @@ def _moments_without_table(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the moments of GPipe and 1F1B: all of them, and those that end a stage.
 
-    Schedules without a table are priced for comparison only. All stages of a rank count as one.
+    Schedules without a table are estimated for comparison only. All stages of a rank count as one.
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages

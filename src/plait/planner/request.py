@@ -102,7 +102,7 @@ def check(request: Request) -> None:
                 "--batch",
                 request.global_batch,
                 "a step has at least one sample",
-                "give the samples of an optimizer step",
+                "set the samples of an optimizer step",
             )
         )
 
@@ -112,7 +112,7 @@ def check(request: Request) -> None:
                 "--seq",
                 request.sequence,
                 "a sample has at least one token",
-                "give the tokens of a sample",
+                "set the tokens of a sample",
             )
         )
 

@@ -1,15 +1,15 @@
-"""Search over all candidate layouts: price each one, drop those that do not fit, rank the others.
+"""Search over all candidate layouts: estimate each, drop those that do not fit, rank the others.
 
 `plan` is the entry point, for commands and for "auto" in a configuration. Nothing here prints or
 writes.
 
 Note [Stages of a search]
-    1. `space_of` creates all candidates that the rules allow, at both ends of Note [Relief] in
-       `plait.planner.offers`.
-    2. `price_space` prices them with closed formulas, at a few moments of a step, and adds
+    1. `space_of` creates all candidates that the rules allow, at both ends of Note [Memory
+       measures] in `plait.planner.offers`.
+    2. `estimate_space` estimates them with closed formulas, at a few moments of a step, and adds
        candidates between the ends where they matter.
-    3. `_fastest` takes the fastest candidates that fit, prices them again at all moments and with
-       intervals, and keeps a few per family of layouts.
+    3. `_fastest` takes the fastest candidates that fit, estimates them again at all moments and
+       with intervals, and keeps a few per family of layouts.
     4. `simulate_pipelines` simulates the pipelines of these, and they are sorted by the result.
 
 A `LayoutChoice` is a layout with its predicted costs; `ties` counts those that are equally fast
@@ -163,26 +163,28 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
         each, (estimated.seconds, memory.total, memory.allocated, memory.reserved)
     )
 
-    return [
-        LayoutChoice(
-            layout=layouts.as_dict(i),
-            seconds=float(seconds[i]),
-            seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
-            seconds_high=float(seconds[i] * np.exp(NINETY * time_spread[i])),
-            tokens_per_second=tokens / float(seconds[i]),
-            mfu=flops / peak / float(seconds[i]),
-            terms={name: float(terms[name][i]) for name in STEP_TERMS},
-            allocated=float(allocated[i]),
-            reserved=float(reserved[i]),
-            needed=float(total[i]),
-            needed_high=float(total[i] * np.exp(NINETY * memory_spread[i])),
-            fit_probability=0.5
-            * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
-            memory_terms={name: float(memory_terms[name][i]) for name in MEMORY_TERMS},
-            moment=MOMENTS[int(moment[i])],
+    choices: list[LayoutChoice] = []
+    for i in range(count):
+        choices.append(
+            LayoutChoice(
+                layout=layouts.as_dict(i),
+                seconds=float(seconds[i]),
+                seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
+                seconds_high=float(seconds[i] * np.exp(NINETY * time_spread[i])),
+                tokens_per_second=tokens / float(seconds[i]),
+                mfu=flops / peak / float(seconds[i]),
+                terms={name: float(terms[name][i]) for name in STEP_TERMS},
+                allocated=float(allocated[i]),
+                reserved=float(reserved[i]),
+                needed=float(total[i]),
+                needed_high=float(total[i] * np.exp(NINETY * memory_spread[i])),
+                fit_probability=0.5
+                * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
+                memory_terms={name: float(memory_terms[name][i]) for name in MEMORY_TERMS},
+                moment=MOMENTS[int(moment[i])],
+            )
         )
-        for i in range(count)
-    ]
+    return choices
 
 
 def _broadcast_job(job: Job, count: int) -> Job:
@@ -218,7 +220,7 @@ def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibra
 
 
 _CHUNK = 1 << 15
-"""Candidates that are priced at a time, so that arrays stay in the cache."""
+"""Candidates that are estimated at a time, so that arrays stay in the cache."""
 _FIT_PROBABILITY = 0.9
 """Probability of fitting into memory that a plan must have."""
 _MAX_SIMULATED = 50
@@ -288,24 +290,24 @@ def plan(
     calibration = calibration or uncalibrated()
     rates = merged_rates(calibration)
     space = space_of(request, fixed)
-    priced = price_space(request, space, calibration)
+    estimated = estimate_space(request, space, calibration)
     room = float(request.cluster.device.memory_bytes)
-    shortages = _shortages(request, priced, room, rates)
-    chosen = _fastest(request, priced, room, calibration, best)
+    shortages = _shortages(request, estimated, room, rates)
+    chosen = _fastest(request, estimated, room, calibration, best)
 
     return Plan(
         request,
         tuple(chosen),
         ties(request, chosen, calibration),
-        len(priced.seconds),
-        int((priced.needed <= room).sum()),
+        len(estimated.seconds),
+        int((estimated.needed <= room).sum()),
         space.excluded,
         shortages,
     )
 
 
 @dataclass(frozen=True)
-class PricedSpace:
+class EstimatedSpace:
     """Candidates with predicted seconds and bytes."""
 
     layouts: Layouts
@@ -314,10 +316,10 @@ class PricedSpace:
     """Bytes of device memory. Infinite if the host memory does not suffice."""
 
 
-def price_space(request: Request, space: Space, calibration: Calibration) -> PricedSpace:
-    """Price all candidates, including those between the ends of Note [Relief]."""
+def estimate_space(request: Request, space: Space, calibration: Calibration) -> EstimatedSpace:
+    """Price all candidates, including those between the ends of Note [Memory measures]."""
     rates = merged_rates(calibration)
-    ends = _priced(request, space.layouts, rates)
+    ends = _estimate(request, space.layouts, rates)
     sample = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
     spreads = [
         log(choice.needed_high / choice.needed) / NINETY
@@ -330,26 +332,26 @@ def price_space(request: Request, space: Space, calibration: Calibration) -> Pri
     more = space.between(ends.seconds, fits)
     proposed = space.proposed(fits)
     parts = [
-        PricedSpace(space.layouts.take(proposed), ends.seconds[proposed], ends.needed[proposed])
+        EstimatedSpace(space.layouts.take(proposed), ends.seconds[proposed], ends.needed[proposed])
     ]
     if more is not None:
-        parts.append(_priced(request, more, rates))
+        parts.append(_estimate(request, more, rates))
 
-    return PricedSpace(
+    return EstimatedSpace(
         joined([part.layouts for part in parts]),
         np.concatenate([part.seconds for part in parts]),
         np.concatenate([part.needed for part in parts]),
     )
 
 
-def _priced(request: Request, layouts: Layouts, rates: Rates) -> PricedSpace:
+def _estimate(request: Request, layouts: Layouts, rates: Rates) -> EstimatedSpace:
     size = np.size(layouts.tp)
     seconds = np.empty(size)
     needed = np.empty(size)
     for start in range(0, size, _CHUNK):
         part = slice(start, min(start + _CHUNK, size))
         job = job_of(request, layouts.take(part))
-        # Few moments of a step are enough here: the chosen layouts are priced again.
+        # Few moments of a step are enough here: the chosen layouts are estimated again.
         states = states_of(request, job, every_moment=False)
         estimated = estimate(job, rates, states)
         seconds[part] = estimated.seconds
@@ -361,16 +363,16 @@ def _priced(request: Request, layouts: Layouts, rates: Rates) -> PricedSpace:
             estimated.memory.total,
         )
 
-    return PricedSpace(layouts, seconds, needed)
+    return EstimatedSpace(layouts, seconds, needed)
 
 
 def _fastest(
-    request: Request, priced: PricedSpace, room: float, calibration: Calibration, best: int
+    request: Request, estimated: EstimatedSpace, room: float, calibration: Calibration, best: int
 ) -> list[LayoutChoice]:
     """Return the fastest layouts of each family that fit with enough probability."""
-    order = np.flatnonzero(priced.needed <= room)
+    order = np.flatnonzero(estimated.needed <= room)
     # Equally fast candidates keep the order of the space, so that plans are reproducible.
-    order = order[np.argsort(priced.seconds[order], kind="stable")]
+    order = order[np.argsort(estimated.seconds[order], kind="stable")]
     chosen: list[LayoutChoice] = []
     seen: set[tuple[Any, ...]] = set()
     families: Counter[tuple[Any, ...]] = Counter()
@@ -379,7 +381,7 @@ def _fastest(
     enough_choices = min(max(2 * best, 12), _MAX_SIMULATED)
 
     for start in range(0, len(order), 256):
-        layouts = priced.layouts.take(order[start : start + 256])
+        layouts = estimated.layouts.take(order[start : start + 256])
         for choice in choices_of(request, layouts, calibration):
             family = _family(choice)
             kind = (*family, choice.layout["schedule"], choice.layout["vpp"])
@@ -414,11 +416,11 @@ def _of_families(choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
 
 
 def _shortages(
-    request: Request, priced: PricedSpace, room: float, rates: Rates
+    request: Request, estimated: EstimatedSpace, room: float, rates: Rates
 ) -> tuple[Shortage, ...]:
     """Return the smallest candidate of every (tp, pp, stage) of which nothing fits."""
-    layouts = priced.layouts
-    needed = priced.needed
+    layouts = estimated.layouts
+    needed = estimated.needed
     # One integer per (tp, pp, stage): there are four ZeRO stages, and pp is far below 4096.
     key = (np.asarray(layouts.tp) * 4096 + np.asarray(layouts.pp)) * 4 + np.asarray(layouts.stage)
     order = np.lexsort((needed, key))

@@ -20,15 +20,15 @@ from plait.planner.architecture import Architecture
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, SCHEDULES, Layouts
 from plait.planner.offers import (
+    MemoryMeasure,
+    MemoryMeasures,
     Offers,
-    Relief,
-    Reliefs,
     Split,
     format_fixed,
-    reliefs_of,
-    relieved,
-    relieves,
+    memory_measures,
     splits_backward,
+    supports_measures,
+    with_measures,
 )
 from plait.planner.request import Request
 
@@ -57,8 +57,9 @@ class Space:
 
     layouts: Layouts
     number: NDArray[np.int64]
-    """Index of each candidate's layout. Candidates that differ only in relief share it."""
-    reliefs: Reliefs
+    """Index of each candidate's layout. Candidates that differ only in their
+    memory-saving measures share it."""
+    measures: MemoryMeasures
     excluded: tuple[Excluded, ...]
 
     @property
@@ -82,35 +83,35 @@ class Space:
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
     ) -> Layouts | None:
-        """Return further candidates between the ends of Note [Relief] in `plait.planner.offers`.
+        """Return further candidates between the ends, see Note [Memory measures].
 
         Args:
             seconds: Predicted seconds of the candidates.
             fits: Whether they fit.
-            within: Layouts are refined if they are, without relief, at most this factor slower than
-                the fastest candidate that fits.
+            within: Layouts are refined if they are, without measures, at most this factor slower
+                than the fastest candidate that fits.
 
         Returns:
-            Candidates of layouts that fit with relief and not without; None if there are none.
+            Candidates of layouts that fit with measures and not without; None if there are none.
         """
         if not fits.any():
             return None
-        on_host = (np.asarray(self.layouts.offload) > 0) & bool(self.reliefs.on_host)
+        on_host = (np.asarray(self.layouts.offload) > 0) & bool(self.measures.on_host)
 
-        # The first candidate of each layout has no relief.
+        # The first candidate of each layout has no measures.
         is_lightest = np.concatenate([[True], np.diff(self.number) != 0])
-        # A layout that is slow even without relief would only become slower with it.
+        # A layout that is slow even without measures would only become slower with them.
         is_candidate = is_lightest & ~fits & (seconds <= within * seconds[fits].min())
         fits_on_device = self._of_layouts(fits & ~on_host)
         fits_on_host = self._of_layouts(fits & on_host)
         layouts = []
-        for selected, reliefs in (
-            (is_candidate & fits_on_device, self.reliefs.between(on_host=False)),
-            (is_candidate & ~fits_on_device & fits_on_host, self.reliefs.between(on_host=True)),
+        for selected, measures in (
+            (is_candidate & fits_on_device, self.measures.between(on_host=False)),
+            (is_candidate & ~fits_on_device & fits_on_host, self.measures.between(on_host=True)),
         ):
-            if selected.any() and reliefs:
+            if selected.any() and measures:
                 base = self.layouts.take(np.flatnonzero(selected))
-                layouts.append(relieved(base, reliefs))
+                layouts.append(with_measures(base, measures))
         return joined(layouts) if layouts else None
 
 
@@ -149,7 +150,7 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
         offers,
         request.split,
         fixed,
-        reliefs_of(offers, cluster.device, fixed),
+        memory_measures(offers, cluster.device, fixed),
     )
     for tp in _tensor_degrees(builder):
         for pp in _stages(builder, cluster.devices // tp):
@@ -172,7 +173,7 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
     return Space(
         Layouts(**{name: np.concatenate(parts) for name, parts in builder.columns.items()}),
         np.concatenate(builder.numbers),
-        builder.reliefs,
+        builder.measures,
         tuple(Excluded(region, rule) for region, rule in builder.excluded.items()),
     )
 
@@ -188,7 +189,7 @@ class _SpaceBuilder:
     offers: Offers
     split: Split
     fixed: Mapping[str, int]
-    reliefs: Reliefs
+    measures: MemoryMeasures
     excluded: dict[str, str] = field(default_factory=dict)
     """First rule per excluded region."""
     columns: dict[str, list[Any]] = field(
@@ -355,11 +356,11 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
             chunks = [1]
         schedules += [(SCHEDULES.index(name), count) for count in chunks]
 
-    return [
-        (schedule, count)
-        for schedule, count in schedules
-        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", count) == count
-    ]
+    allowed: list[tuple[int, int]] = []
+    for schedule, count in schedules:
+        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", count) == count:
+            allowed.append((schedule, count))
+    return allowed
 
 
 def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
@@ -376,11 +377,11 @@ def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
         entries += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
     names = ("stage", "dp_replicate", "dp_shard")
 
-    return [
-        entry
-        for entry in entries
-        if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True))
-    ]
+    allowed: list[tuple[int, int, int]] = []
+    for entry in entries:
+        if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True)):
+            allowed.append(entry)
+    return allowed
 
 
 def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
@@ -524,7 +525,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
         builder.exclude("sp", builder.split.sequence)
     can_shard_sequence = tp > 1 and not builder.split.sequence
     sequence = builder.allowed("sp", (0, 1) if can_shard_sequence else (0,))
-    ends = builder.reliefs.ends
+    ends = builder.measures.ends
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(builder, pp),
         ("stage", "dp_replicate", "dp_shard"): _shards(builder, dp),
@@ -532,7 +533,9 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
         ("context",): [(kind,) for kind in _contexts(builder, tp, cp)],
         ("ep",): [(degree,) for degree in _expert_degrees(builder, tp, dp * cp * tp)],
         ("micro_batch",): [(size,) for size in micro_batches],
-        tuple(f.name for f in fields(Relief)): [tuple(vars(relief).values()) for relief in ends],
+        tuple(f.name for f in fields(MemoryMeasure)): [
+            tuple(vars(measure).values()) for measure in ends
+        ],
     }
     for names in (names for names, entries in lists.items() if not entries):
         builder.exclude_fixed(names, _rule_of(builder.model, names))
@@ -567,14 +570,14 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     """Return which candidates can run.
 
     Their schedule must exist for the micro-batches and work with the ZeRO stage, their experts must
-    be sharded as `parallel.techniques.experts` supports, and their relief must be compatible.
+    be sharded as `parallel.techniques.experts` supports, and their measures must be compatible.
     """
     stage = values["stage"]
 
     # Tokens of experts can only be exchanged in unsplit backwards.
     unsplit = ~splits_backward(values["schedule"])
     keep = (values["ep"] == 1) | ((stage > 0) & unsplit)
-    keep &= relieves(Layouts(**values))
+    keep &= supports_measures(Layouts(**values))
     # With one shard all stages are the same, except that stage 0 has its optimizer on the device.
     if "stage" not in builder.fixed:
         keep &= (stage == 0) | (values["dp_shard"] > 1) | (values["offload"] > 0)

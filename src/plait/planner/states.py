@@ -652,20 +652,22 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
             layers[index].append(sum(blocks[rank]))
             holding_rows[index].append(rank_holdings(kind, pp, micro_batches, rank, blocks[rank]))
 
-    return [
-        (
-            np.array(counts, dtype=float)[inverse],
-            holdings(table, inverse, every_moment=every_moment),
+    ranks: list[tuple[np.ndarray, Holdings]] = []
+    for counts, table in zip(layers, holding_rows, strict=True):
+        ranks.append(
+            (
+                np.array(counts, dtype=float)[inverse],
+                holdings(table, inverse, every_moment=every_moment),
+            )
         )
-        for counts, table in zip(layers, holding_rows, strict=True)
-    ]
+    return ranks
 
 
 def _cut(model: Architecture, stages: int) -> Sequence[int]:
     """Return the number of layers of every stage."""
     layers = int(model.layers)
     if stages > layers:
-        # Priced for comparison; no engine runs it.
+        # Estimated for comparison; no engine runs it.
         return [-(-layers // stages)] * stages
     block = float(model.block_parameters / model.layers) - float(model.small_parameters)
     return balance_stages([block] * layers, stages, last=float(model.vocab * model.hidden))

@@ -604,7 +604,7 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
     stages = pp * chunks
     if name is None:
         raise InputError(
-            f"the schedule {kind} is priced by its published formula and cannot be simulated"
+            f"the schedule {kind} is estimated by its published formula and cannot be simulated"
         )
     if 2 * stages * micro_batches > MOST_ACTIONS:
         raise InputError(
@@ -617,7 +617,7 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
         raise InputError(f"{stages} stages need at least {stages} layers, not {layers}")
     try:
         table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
-    except ConfigError as error:  # layouts that are only priced may have no table
+    except ConfigError as error:  # layouts that are only estimated may have no table
         raise InputError(error.problems[0].rule) from None
     return simulate(table, _durations(job, rates, stages))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait._torch.tensors import local_window
 from plait.cluster import accelerator
 from plait.cluster.mesh import Groups, Mesh, build_mesh
@@ -304,7 +304,7 @@ def accept_full_tensors(model: nn.Module) -> None:
     DTensor.
     """
     for module in model.modules():
-        if any(isinstance(parameter, DTensor) for parameter in own_parameters(module).values()):
+        if any(isinstance(parameter, DTensor) for parameter in direct_parameters(module).values()):
             module.register_load_state_dict_pre_hook(_slice_full_tensors)
 
 
@@ -315,7 +315,7 @@ def _slice_full_tensors(
 
     Tensors of a wrong shape stay, because torch's error names them.
     """
-    parameters: dict[str, Any] = {**own_parameters(module)}
+    parameters: dict[str, Any] = {**direct_parameters(module)}
     for leaf, parameter in parameters.items():
         value: Any = state_dict.get(f"{prefix}{leaf}")
         if not isinstance(parameter, DTensor) or type(value) not in (torch.Tensor, nn.Parameter):

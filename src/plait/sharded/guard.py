@@ -1,12 +1,13 @@
 """Guards of a training loop: failed steps leave nothing behind, and wrong calls are refused.
 
-`Guard` watches the calls of one handle, `RunningForwards` the forwards of its model, and
+`Guard` watches the calls of one sharded model, `RunningForwards` the forwards of its model, and
 `UnchangedParameters` warns about parameters that training does not change.
 
 Note [Clearing a failed step]
-    A failure is cleared when the handle is used again (`Guard.recover`) and not when it happens.
-    When it happens, other ranks may be at another point of the step, and the exception must reach
-    the user at once. Clearing is collective, so only a failure of all ranks can be cleared.
+    A failure is cleared when the sharded model is used again (`Guard.recover`), not when it
+    happens. When it happens, other ranks may be at another point of the step, and the exception
+    must reach the user at once. Clearing is collective, so only a failure of all ranks can be
+    cleared.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from plait.sharded.misuse import MIXED_TENSORS
 
 
 class Guard(StepHook):
-    """Guard of one handle (an engine or a `ParallelModel`).
+    """Guard of one sharded model: of an engine, or of a `ParallelModel`.
 
     Args:
         parts: The model after all techniques were applied.
-        handle: Name of the user's variable, for messages.
+        variable: Name of the user's variable, for messages.
 
     Attributes:
-        replaced: Whether the handle does not own the model any more.
+        replaced: Whether it was closed, or another owner has the model.
         known: Parameters that the model has had since it was sharded, by id.
         backwards: Number of backwards in the step so far.
-        in_backward: Whether a backward of the handle is running.
+        in_backward: Whether a backward is running.
         reduced: Whether the gradients of the step so far are already sums over all ranks.
     """
 
-    def __init__(self, parts: Parts, handle: str = "engine") -> None:
+    def __init__(self, parts: Parts, variable: str = "engine") -> None:
         self.replaced = False
         self._parts = parts
-        self._handle = handle
+        self._variable = variable
         self._forward_handle: Any = None
         self._lost: FailureScope | None = None
         self.known = {id(p): p for p in parts.model.parameters()}
@@ -67,7 +68,7 @@ class Guard(StepHook):
         self.reduced = False
 
     def release(self) -> None:
-        """Refuse further use of the handle: it was closed, or another owner has the model."""
+        """Refuse further use: the sharded model was closed, or another owner has the model."""
         self.replaced = True
         if self._forward_handle is not None:
             self._forward_handle.remove()
@@ -75,7 +76,7 @@ class Guard(StepHook):
     def recover_in_forwards(self) -> None:
         """Recover at the start of every forward of the model too.
 
-        In the user's own training loop no call of the handle follows a `loss.backward()` that
+        In the user's own training loop no call of Plait follows a `loss.backward()` that
         raises.
         """
         # It precedes the hook in which torch begins a forward.
@@ -116,7 +117,7 @@ class Guard(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surround every backward that the handle runs."""
+        """Surround every backward of the sharded model."""
         self.backwards += 1
         self.reduced = False
         WATCH.phase(BACKWARD)
@@ -130,18 +131,18 @@ class Guard(StepHook):
     def recover(self) -> bool:
         """Clear the state that a failure left. Collective after a failure on all ranks.
 
-        Every call of the handle does this first. See Note [Clearing a failed step].
+        Every call of the sharded model does this first. See Note [Clearing a failed step].
 
         Returns:
             Whether the gradients of a step were lost.
 
         Raises:
-            InputError: The handle was closed, or does not own the model any more.
+            InputError: The sharded model was closed, or does not own the model any more.
         """
         if self.replaced:
             raise InputError(
-                f"this {self._handle} was closed, or its model given to another plait.initialize or"
-                " plait.parallelize; use that"
+                f"this {self._variable} was closed, or its model given to another"
+                " plait.initialize or plait.parallelize; use that"
             )
         lost = self._lost
         self._lost = None
@@ -191,9 +192,9 @@ class Guard(StepHook):
             parameter.grad is not None for parameter in self._parts.model.parameters()
         ):
             raise InputError(
-                f"{self._handle}.step() found gradients that {self._handle}.backward did not make:"
-                " loss.backward() does not divide by the number of micro-batches and ranks; call"
-                f" {self._handle}.backward(loss)"
+                f"{self._variable}.step() found gradients that {self._variable}.backward did not"
+                " make: loss.backward() does not divide by the number of micro-batches and ranks;"
+                f" call {self._variable}.backward(loss)"
             )
         if self.has_unreduced():
             self._refuse_unreduced_gradients()
@@ -232,17 +233,17 @@ class Guard(StepHook):
     def _refuse_unreduced_gradients(self) -> None:
         remedy = (
             "run the forward and backward of a step's last micro-batch outside of"
-            f" {self._handle}.accumulate()"
+            f" {self._variable}.accumulate()"
         )
-        if self._handle == "engine":
+        if self._variable == "engine":
             remedy = (
                 "call engine.step() after every backward, or"
                 " engine.set_gradient_accumulation_boundary(True) before the forward and backward"
                 " of the last micro-batch"
             )
         raise InputError(
-            f"{self._handle}.step() was called after a backward that was not marked as the last of"
-            f" the step, so the gradients are not reduced; {remedy}"
+            f"{self._variable}.step() was called after a backward that was not marked as the last"
+            f" of the step, so the gradients are not reduced; {remedy}"
         )
 
     def _is_reduced(self, parameter: nn.Parameter) -> bool:
@@ -293,29 +294,29 @@ def _mixed_tensors_message(error: Exception, parts: Parts) -> str:
     )
 
 
-def checked_loss(loss: Any, handle: str = "engine") -> torch.Tensor:
+def checked_loss(loss: Any, variable: str = "engine") -> torch.Tensor:
     """Return the argument of `backward` if it is a tensor that a backward can start from.
 
     Args:
         loss: The argument.
-        handle: Name of the user's variable, for messages.
+        variable: Name of the user's variable, for messages.
 
     Raises:
         InputError: It is not a tensor, has more than one element, or requires no gradient.
     """
     if not isinstance(loss, torch.Tensor):
         raise InputError(
-            f"{handle}.backward takes the loss of a micro-batch, a tensor with one element, not"
+            f"{variable}.backward takes the loss of a micro-batch, a tensor with one element, not"
             f" {type(loss).__name__}"
         )
     if loss.numel() != 1:
         raise InputError(
-            f"{handle}.backward takes a loss with one element, not one of shape"
+            f"{variable}.backward takes a loss with one element, not one of shape"
             f" {tuple(loss.shape)}; take its mean"
         )
     if not loss.requires_grad:
         raise InputError(
-            f"{handle}.backward was given a loss without a gradient: it was detached, or computed"
+            f"{variable}.backward was given a loss without a gradient: it was detached, or computed"
             " under torch.no_grad()"
         )
     return loss

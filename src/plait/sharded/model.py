@@ -61,7 +61,7 @@ class ShardedModel:
         mesh: Mesh of the ranks.
         config: The resolved configuration.
         forward: Passes a micro-batch through the model.
-        handle: Name of the user's variable, for messages.
+        variable: Name of the user's variable, for messages.
 
     Attributes:
         guard: Clears the state that a failed call leaves, and refuses wrong calls.
@@ -79,12 +79,12 @@ class ShardedModel:
         config: Resolved,
         *,
         forward: Forward,
-        handle: str = "engine",
+        variable: str = "engine",
     ) -> None:
         self.mesh = mesh
         self.config = config
         self.forward = forward
-        self.guard = Guard(parts, handle)
+        self.guard = Guard(parts, variable)
         self.parts = parts.with_hooks(self.guard)
         self.pipeline = parts.hooks.find(PipelineRank)
         self.region = parts.region
@@ -152,7 +152,7 @@ class ShardedModel:
         """
         return self.pipeline is None or self.pipeline.holds_output
 
-    def prepared(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a micro-batch on the device, after all techniques have changed it."""
         # Techniques run first: they read values of the batch, which after the move would wait for
         # the device.
@@ -169,7 +169,7 @@ class ShardedModel:
         if self.config.sources.get(MICRO_KEY) != CALLER_SOURCE:
             size = self.config.batch.micro_batch_size
         batches = micro_batches(batch, count=self.config.batch.accumulation, size=size)
-        return [self.prepared(micro_batch) for micro_batch in batches]
+        return [self.prepare_batch(micro_batch) for micro_batch in batches]
 
     def before_microbatch(self, *, last: bool) -> None:
         """Announce the forward of a micro-batch to the step hooks.
@@ -407,7 +407,7 @@ class ShardedModel:
             batch = with_cache(batch, cache, argument=cache_argument(self.model) or CACHES[0])
 
         with torch.no_grad(), self.evaluating():
-            output = self.output(self.prepared(batch), passes_on=passes_on)
+            output = self.output(self.prepare_batch(batch), passes_on=passes_on)
             logits = getattr(output, "logits", None)
             # parallel.loss_chunk_tokens leaves the head to the loss, and there is no loss here.
             if isinstance(logits, DeferredLogits):
@@ -542,7 +542,7 @@ class ShardedModel:
 
 
 def owner_of(model: nn.Module) -> ShardedModel | None:
-    """Return the handle that owns a model, or None."""
+    """Return the sharded model that owns a model, or None."""
     return getattr(model, _ATTRIBUTE, None)
 
 

@@ -78,7 +78,7 @@ def parallelize(
         forward: Maps (model, micro-batch) to the output. `forward_backward` and `predict` call it.
 
     Returns:
-        The handle of the sharded model. The model itself stays the user's object.
+        The sharded model, for calls such as `accumulate`. `model` itself stays the user's object.
 
     Raises:
         ConfigError: The configuration needs an engine, or does not fit the model or the processes.
@@ -201,7 +201,7 @@ class ParallelModel(ShardedModel):
         forward: Forward,
         before: list[nn.Parameter],
     ) -> None:
-        """Initialize the handle.
+        """Initialize the sharded model.
 
         Args:
             parts: The model after all techniques were applied, with its step hooks.
@@ -215,7 +215,7 @@ class ParallelModel(ShardedModel):
         self.steps = 0
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
         parts = parts.with_hooks(self._watch)
-        super().__init__(parts, mesh, config, forward=forward, handle="sharded")
+        super().__init__(parts, mesh, config, forward=forward, variable="sharded")
         if self.why_called is None:
             self.guard.recover_in_forwards()
 
@@ -251,7 +251,7 @@ class ParallelModel(ShardedModel):
         try:
             yield
         except BaseException:
-            # A plain loop may call nothing of the handle afterwards, so `Guard.recover` would come
+            # A plain loop may call nothing of Plait afterwards, so `Guard.recover` would come
             # too late.
             if self.why_called is None:
                 self.guard.drop()

@@ -92,7 +92,7 @@ def export(
     require_transformers("plait export")
     # A dangling symbolic link too, because a folder cannot be renamed to it.
     if os.path.lexists(out):
-        raise InputError(f"--out {out}: exists; give another name, or remove it first")
+        raise InputError(f"--out {out}: exists; pass another name, or remove it first")
     reader = Reader(checkpoint)
     reader.verify("full")
     model = build_described_model(checkpoint, dtype=dtype)
@@ -224,7 +224,7 @@ def _claim(temporary: Path, out: Path) -> int:
     ):
         os.close(descriptor)
         raise InputError(
-            f"--out {out}: another export is writing it; wait until it ends, or give another name"
+            f"--out {out}: another export is writing it; wait until it ends, or pass another name"
         )
     for leftover in temporary.iterdir():
         if leftover.is_dir() and not leftover.is_symlink():

@@ -178,11 +178,10 @@ def _instantiate(config: PreTrainedConfig, section: ModelSection) -> nn.Module:
         # that a table of the class does not have, such as an unknown activation.
         if isinstance(error, KeyError):
             rule = f"Transformers has no such value for a {kind}"
-            problems = [
-                Problem(f"model.config.{name}", value, rule, "correct it")
-                for name, value in (section.config or {}).items()
-                if value == error.args[0]
-            ]
+            problems = []
+            for name, value in (section.config or {}).items():
+                if value == error.args[0]:
+                    problems.append(Problem(f"model.config.{name}", value, rule, "correct it"))
             if problems:
                 raise ConfigError(*problems) from error
         raise ConfigError(

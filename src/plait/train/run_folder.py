@@ -94,11 +94,11 @@ class RunFolder:
             return []
         old = _flatten(json.loads(config_file.read_text()))
         new = _flatten(json.loads(resolved.model_dump_json()))
-        return [
-            f"{name}: {old.get(name)} to {new.get(name)}"
-            for name in sorted(old.keys() | new.keys())
-            if old.get(name) != new.get(name)
-        ]
+        changed: list[str] = []
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                changed.append(f"{name}: {old.get(name)} to {new.get(name)}")
+        return changed
 
     def write(
         self, resolved: Resolved, tokenizer: PreTrainedTokenizerBase, weights: Path | None
@@ -179,9 +179,10 @@ def _refuse_differences(checkpoint: Place, old: dict[str, Any], new: dict[str, A
     remedy = "set it back, name another run.folder, or start over with --fresh"
     # Fields that only one side has come from another version of Transformers; the checkpoint's
     # shapes are compared when it is loaded.
-    problems = [
-        Problem(name, new[name], f"{checkpoint} was made with {old[name]!r}", remedy)
-        for name in sorted(old.keys() & new.keys())
-        if old[name] != new[name]
-    ]
+    problems = []
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            problems.append(
+                Problem(name, new[name], f"{checkpoint} was made with {old[name]!r}", remedy)
+            )
     raise_problems(problems)

@@ -185,18 +185,19 @@ def attention(
     """
     half = query.shape[2]
     # The causal block of the own half has column `half`; the keys before it have column 0.
-    blocks = [
-        AttentionBlock(
-            query,
-            key[:, :, column : column + half],
-            value[:, :, column : column + half],
-            query_at=shift + half,
-            key_at=shift + column,
-            starts=starts,
-            column=column,
+    blocks = []
+    for column in (0, half):
+        blocks.append(
+            AttentionBlock(
+                query,
+                key[:, :, column : column + half],
+                value[:, :, column : column + half],
+                query_at=shift + half,
+                key_at=shift + column,
+                starts=starts,
+                column=column,
+            )
         )
-        for column in (0, half)
-    ]
     softmax = PartialSoftmax(query, value.shape[3])
     for block in blocks:
         attend(block, rule, softmax)

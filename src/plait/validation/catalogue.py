@@ -256,8 +256,8 @@ def _compiled_parity() -> list[Row]:
         ),
         Row(
             "parity/attention-kernels",
-            "kernels of context parallelism beside float64: FlashAttention, efficient attention,"
-            " FlexAttention",
+            "kernels of context parallelism compared with float64: FlashAttention, efficient"
+            " attention, FlexAttention",
             "attention:kernels",
             planned_seconds=55,
         ),
@@ -369,11 +369,16 @@ def _on_several_gpus(gpus: int) -> list[Row]:
         parity("zero-3", "ZeRO 3", sharded, without),
         parity("tp", "tensor parallelism", tensor, without_pairs),
         parity("pp", "a pipeline", pipeline, without_pairs),
-        step("zero-3", "ZeRO 3 beside FSDP2", ["plait", "fsdp2"], without),
-        step("tp", "tensor parallelism beside DTensor's", ["plait-tp", "torch-tp"], without_pairs),
+        step("zero-3", "ZeRO 3 compared with FSDP2", ["plait", "fsdp2"], without),
+        step(
+            "tp",
+            "tensor parallelism compared with DTensor's",
+            ["plait-tp", "torch-tp"],
+            without_pairs,
+        ),
         step(
             "pp",
-            "a pipeline beside torch.distributed.pipelining",
+            "a pipeline compared with torch.distributed.pipelining",
             ["plait-pp", "torch-pp"],
             without_pairs,
             4,
@@ -382,16 +387,18 @@ def _on_several_gpus(gpus: int) -> list[Row]:
 
 
 def _profile() -> list[Row]:
-    return [
-        Row(
-            f"profile/{name}",
-            f"kernels, gaps and idle time of a step of {title}",
-            "profile:step",
-            planned_seconds=8,
-            settings={"contender": name},
+    rows: list[Row] = []
+    for name, title in (("plait", "Plait"), ("fsdp2", "FSDP2")):
+        rows.append(
+            Row(
+                f"profile/{name}",
+                f"kernels, gaps and idle time of a step of {title}",
+                "profile:step",
+                planned_seconds=8,
+                settings={"contender": name},
+            )
         )
-        for name, title in (("plait", "Plait"), ("fsdp2", "FSDP2"))
-    ]
+    return rows
 
 
 def _memory() -> list[Row]:
@@ -401,16 +408,17 @@ def _memory() -> list[Row]:
         "recompute": {**BF16, "parallel": {"recompute": {"mode": "full"}}},
         "loss-in-chunks": {**BF16, "parallel": {"loss_chunk_tokens": 256}},
     }
-    rows = [
-        Row(
-            f"memory/{name}",
-            f"peak memory of a step and its prediction: {name}",
-            "device_memory:peaks",
-            planned_seconds=4,
-            settings={"cases": {name: config}},
+    rows = []
+    for name, config in layouts.items():
+        rows.append(
+            Row(
+                f"memory/{name}",
+                f"peak memory of a step and its prediction: {name}",
+                "device_memory:peaks",
+                planned_seconds=4,
+                settings={"cases": {name: config}},
+            )
         )
-        for name, config in layouts.items()
-    ]
     rows += [
         Row(
             "offload/optimizer",
@@ -574,23 +582,25 @@ def _compression() -> list[Row]:
         "int4-feedback": (2, {"compress_gradients": "int4", "error_feedback": True}),
         "weights": (3, {"compress_gradients": "int8", "compress_weights": "int8"}),
     }
-    return [
-        Row(
-            f"compression/{name}",
-            f"compressed communication ({name}) at ZeRO {stage}, 2 ranks",
-            "parity:compression",
-            2,
-            planned_seconds=15,
-            settings={
-                "config": {
-                    "zero_optimization": {"stage": stage},
-                    "parallel": {"dp_shard" if stage else "dp_replicate": 2, **parallel},
-                }
-            },
-            by_default=False,
+    rows: list[Row] = []
+    for name, (stage, parallel) in settings.items():
+        rows.append(
+            Row(
+                f"compression/{name}",
+                f"compressed communication ({name}) at ZeRO {stage}, 2 ranks",
+                "parity:compression",
+                2,
+                planned_seconds=15,
+                settings={
+                    "config": {
+                        "zero_optimization": {"stage": stage},
+                        "parallel": {"dp_shard" if stage else "dp_replicate": 2, **parallel},
+                    }
+                },
+                by_default=False,
+            )
         )
-        for name, (stage, parallel) in settings.items()
-    ]
+    return rows
 
 
 def _checkpoints() -> list[Row]:
@@ -606,18 +616,21 @@ def _checkpoints() -> list[Row]:
         "zero-3-to-pipeline": ("ZeRO 3, then a pipeline", zero_3, stages),
         "tensor-to-offload": ("tensor parallelism, then offload", tensor, offloaded),
     }
-    return [
-        Row(
-            f"checkpoint/{name}",
-            f"a checkpoint that is written asynchronously and loaded on another layout: {title}",
-            "parity:checkpoint",
-            2,
-            planned_seconds=20,
-            settings={"saving": saving, "loading": loading},
-            by_default=False,
+    rows: list[Row] = []
+    for name, (title, saving, loading) in cases.items():
+        rows.append(
+            Row(
+                f"checkpoint/{name}",
+                "a checkpoint that is written asynchronously and loaded on another layout:"
+                f" {title}",
+                "parity:checkpoint",
+                2,
+                planned_seconds=20,
+                settings={"saving": saving, "loading": loading},
+                by_default=False,
+            )
         )
-        for name, (title, saving, loading) in cases.items()
-    ]
+    return rows
 
 
 def _more_memory() -> list[Row]:
@@ -676,15 +689,17 @@ def _more_memory() -> list[Row]:
 
 
 def _planned() -> list[Row]:
-    return [
-        Row(
-            f"planned/{name}",
-            f"one rank of a planned layout of 8 GPUs ({name} 2) and the planner's time",
-            "kernels:rank_of_plan",
-            planned_seconds=60,
-            settings={"fixed": fixed},
-            own_process=True,
-            by_default=False,
+    rows: list[Row] = []
+    for name, fixed in (("tp", {"tp": 2, "pp": 1}), ("pp", {"tp": 1, "pp": 2})):
+        rows.append(
+            Row(
+                f"planned/{name}",
+                f"one rank of a planned layout of 8 GPUs ({name} 2) and the planner's time",
+                "kernels:rank_of_plan",
+                planned_seconds=60,
+                settings={"fixed": fixed},
+                own_process=True,
+                by_default=False,
+            )
         )
-        for name, fixed in (("tp", {"tp": 2, "pp": 1}), ("pp", {"tp": 1, "pp": 2}))
-    ]
+    return rows

@@ -163,11 +163,10 @@ def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
         "reduce_scatter": (ranks - 1) / ranks,
         "exchange": 1.0,
     }
-    rates = {
-        name: sent[name] / cost.seconds_per_byte
-        for name, cost in measured.whole.costs.items()
-        if name in sent and cost.seconds_per_byte
-    }
+    rates = {}
+    for name, cost in measured.whole.costs.items():
+        if name in sent and cost.seconds_per_byte:
+            rates[name] = sent[name] / cost.seconds_per_byte
     problem = "no all-reduce was measured"
     if "all_reduce" in rates:
         problem = too_slow("all_reduce", rates["all_reduce"], figure)

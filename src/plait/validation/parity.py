@@ -216,11 +216,10 @@ def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
         resumed = _losses_of(loading, slice(2, 4), folder, load_first=True)
         # Rank 0 removes the folder, which other ranks may still read.
         dist.barrier()
-    problems = [
-        f"step {step}: loss {after!r}, and {before!r} without a checkpoint"
-        for step, before, after in zip((3, 4), straight[2:], resumed, strict=True)
-        if not abs(before - after) <= RESUMED * abs(before)
-    ]
+    problems = []
+    for step, before, after in zip((3, 4), straight[2:], resumed, strict=True):
+        if not abs(before - after) <= RESUMED * abs(before):
+            problems.append(f"step {step}: loss {after!r}, and {before!r} without a checkpoint")
     return verdict(problems, losses=straight, resumed=resumed, allowed=RESUMED)
 
 

@@ -297,7 +297,7 @@ class _TooLarge(ModelError):
             f" {format_count(_MOST_PARAMETERS)}"
         )
         super().__init__(
-            f"{title}: {rule}: how to make its layers narrow is not known; give a small"
+            f"{title}: {rule}: how to make its layers narrow is not known; pass a small"
             " configuration as --model config.json"
         )
 

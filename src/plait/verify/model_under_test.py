@@ -223,11 +223,10 @@ def _import_function(path: str) -> Callable[[], Any]:
         raise InputError(f"--model {path}: {error}") from None
     function: Callable[[], Any] | None = getattr(module, attribute, None)
     if not callable(function):
-        names = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
+        names = []
+        for name, value in vars(module).items():
+            if inspect.isfunction(value) and value.__module__ == module.__name__:
+                names.append(name)
         listed = f"; it has {', '.join(names[:6])}" if names else ""
         raise InputError(f"--model {path}: {module.__name__} has no function {attribute!r}{listed}")
     return function

@@ -73,6 +73,20 @@ class Trace:
     """Parameters of which ranks hold different copies."""
 
 
+@dataclass(frozen=True)
+class ReferenceNumerics:
+    """Dtypes and loss scales with which `reference_trace` trains in mixed precision."""
+
+    compute: torch.dtype | None = None
+    """Dtype of forward and backward, which run on casts of the parameters."""
+    reduce: torch.dtype | None = None
+    """Dtype in which gradients of micro-batches are added."""
+    scales: Sequence[float] = ()
+    """Loss scale of each step. The loss is multiplied and gradients are divided by it."""
+    skipped: Collection[int] = ()
+    """Steps without an update. Their norms show whether one process overflows as well."""
+
+
 def reference_trace(
     model: nn.Module,
     steps: Steps,
@@ -81,10 +95,7 @@ def reference_trace(
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     clipping: float,
     forward: Forward = default_forward,
-    compute: torch.dtype | None = None,
-    reduce: torch.dtype | None = None,
-    scales: Sequence[float] = (),
-    skipped: Collection[int] = (),
+    numerics: ReferenceNumerics | None = None,
 ) -> Trace:
     """Train a model in this process with plain torch, and record a trace.
 
@@ -95,11 +106,10 @@ def reference_trace(
         optimizer: Function that creates the optimizer of trainable parameters.
         clipping: Largest global gradient norm, or 0 for no clipping.
         forward: Function that calls the model.
-        compute: Dtype of forward and backward, which run on casts of the parameters.
-        reduce: Dtype in which gradients of micro-batches are added.
-        scales: Loss scale of each step. The loss is multiplied and gradients are divided by it.
-        skipped: Steps without an update. Their norms show whether one process overflows as well.
+        numerics: Dtypes and loss scales. None trains in the dtype of the parameters.
     """
+    numerics = numerics or ReferenceNumerics()
+    scales = numerics.scales
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
     initial = _copies(parameters)
@@ -115,12 +125,12 @@ def reference_trace(
         loss = 0.0
         for micro_batch in step:
             on_device = to_device(micro_batch, device)
-            total, _ = loss_fn(forward(_in_dtype(model, compute), on_device), on_device)
+            total, _ = loss_fn(forward(_in_dtype(model, numerics.compute), on_device), on_device)
             loss += total.item()
             # A step without targets has weight 0, and its gradients are 0.
             (total * (scale / max(total_weight, torch.finfo(torch.float64).tiny))).backward()
-            if reduce is not None:
-                _move_gradients(parameters, sums, reduce)
+            if numerics.reduce is not None:
+                _move_gradients(parameters, sums, numerics.reduce)
         # The optimizer reads gradients in the dtype of its parameters.
         for name, total in sums.items():
             parameters[name].grad = total.to(parameters[name].dtype)
@@ -131,7 +141,7 @@ def reference_trace(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping or math.inf)
         losses.append(loss / total_weight if total_weight else math.nan)
         norms.append(float(norm))
-        if index in skipped:
+        if index in numerics.skipped:
             gradients.append({})
         else:
             gradients.append(_gradients(parameters))
@@ -143,20 +153,20 @@ def reference_trace(
         tuple(gradients),
         _copies(parameters),
         initial=initial,
-        skipped=tuple(sorted(skipped)),
+        skipped=tuple(sorted(numerics.skipped)),
         scales=tuple(scales),
     )
 
 
 def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter) for name, parameter in parameters.items()}
+    return {name: full_tensor_on_cpu(parameter) for name, parameter in parameters.items()}
 
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
     gradients = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
-        gradients[name] = None if gradient is None else whole(gradient)
+        gradients[name] = None if gradient is None else full_tensor_on_cpu(gradient)
     return gradients
 
 
@@ -197,7 +207,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
 
     def record_gradient(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        gradients[-1][names[parameter]] = whole(parameter.grad)
+        gradients[-1][names[parameter]] = full_tensor_on_cpu(parameter.grad)
 
     # Inside of a backward the model has gathered parameters under these names.
     names = {parameter: name for name, parameter in named().items()}
@@ -246,7 +256,7 @@ def micro_batches_of_rank(engine: Engine, step: Sequence[Any]) -> list[Any]:
     return list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor on the CPU. Collective for a DTensor."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu().clone()

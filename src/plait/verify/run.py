@@ -37,7 +37,7 @@ from plait.parallel.micro_batches import to_device
 from plait.sizes import dtype_of
 from plait.verify import independent
 from plait.verify.model_under_test import Built, give_weights, transformers_model
-from plait.verify.parity import Trace, engine_trace, reference_trace
+from plait.verify.parity import ReferenceNumerics, Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, VerificationPlan
 from plait.verify.report import (
     INDEPENDENT,
@@ -154,21 +154,17 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
     if name != "float64":
         exact_model = _in_float64(plan, model)
     with plan.lifting("float64", exact_model):
-        exact = _trace(plan, built, exact_model, data, trace)
+        exact = _trace(plan, built, exact_model, data, ReferenceNumerics(skipped=trace.skipped))
     if name == "float64":
         return References(exact, None)
     precision = plan.resolved.precision
-    single = _trace(
-        plan,
-        built,
-        model,
-        data,
-        trace,
-        compute=precision.compute and dtype_of(precision.compute),
-        reduce=precision.reduction and dtype_of(precision.reduction),
+    numerics = ReferenceNumerics(
+        compute=dtype_of(precision.compute) if precision.compute else None,
+        reduce=dtype_of(precision.reduction) if precision.reduction else None,
         scales=trace.scales,
+        skipped=trace.skipped,
     )
-    return References(exact, single)
+    return References(exact, _trace(plan, built, model, data, numerics))
 
 
 def _data_on_device(plan: VerificationPlan, built: Built) -> list[list[Any]]:
@@ -204,8 +200,7 @@ def _trace(
     built: Built,
     model: nn.Module,
     data: list[list[Any]],
-    trace: Trace,
-    **precision: Any,
+    numerics: ReferenceNumerics,
 ) -> Trace:
     return reference_trace(
         model,
@@ -216,8 +211,7 @@ def _trace(
         ),
         clipping=plan.resolved.gradient_clipping,
         forward=built.forward,
-        skipped=trace.skipped,
-        **precision,
+        numerics=numerics,
     )
 
 

@@ -68,10 +68,10 @@ def train(
     model = cases.build("llama", tied=False)
     facts = model_facts(model, find_blocks(model))
     with keeping_float64(model):
-        added = [ContextParallel(sequence_length=LENGTH)]
-        engine = plait.initialize(
-            model, configured(name), loss_fn=plait.causal_lm_loss, techniques=added
+        config = plait.load_config(configured(name)).with_techniques(
+            ContextParallel(sequence_length=LENGTH)
         )
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         evaluated = engine.eval_batch(steps(2 * engine.dp_size)[0][2 * engine.dp_rank])
         trace = engine_trace(engine, steps(2 * engine.dp_size))
         with count_traffic() as traffic:

@@ -187,7 +187,7 @@ def test_a_file_of_accelerate_becomes_a_file(
     assert "(left out)" in table and "Accelerate's default" in table
     assert table.splitlines()[-1].startswith(f"wrote {out}; add the sections model and data")
     code, _, err = run(*command, capsys=capsys)
-    assert code == 2 and "exists; give another name" in err
+    assert code == 2 and "exists; pass another name" in err
 
 
 def test_without_out_the_file_is_on_standard_output(

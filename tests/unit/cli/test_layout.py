@@ -109,7 +109,7 @@ def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("options", "said"),
     [
         ("", "predicted with --peak"),
-        ("--peak", "the file has no data.sequence_length; give --sequence-length too"),
+        ("--peak", "the file has no data.sequence_length; pass --sequence-length too"),
         (
             "--set zero_optimization.offload_optimizer.device=cpu --nproc-per-node 4 --peak --sequence-length 64",
             "not modelled yet: zero_optimization.offload_optimizer",

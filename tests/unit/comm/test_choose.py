@@ -9,11 +9,11 @@ from plait.comm.choose import (
     GroupLinks,
     Level,
     Link,
+    algorithm_seconds,
     choose_all_reduce,
     choose_buckets,
     describe,
     measured_cost,
-    prices,
     refined,
 )
 from plait.sizes import KIB, MIB
@@ -37,7 +37,7 @@ NVLINK = Link(3e-6, 360e9)
 def test_exact_ways(group: GroupLinks, nbytes: int, expected: str) -> None:
     choice = choose_all_reduce(nbytes, group)
     assert choice.algorithm == expected, choice.reason
-    assert choice.seconds == min(prices(nbytes, group).values())
+    assert choice.seconds == min(algorithm_seconds(nbytes, group).values())
     assert expected in choice.reason
     assert [seconds for _, seconds in choice.others] == sorted(
         seconds for _, seconds in choice.others
@@ -46,7 +46,7 @@ def test_exact_ways(group: GroupLinks, nbytes: int, expected: str) -> None:
 
 def test_two_levels_halve_the_time_on_ethernet() -> None:
     """Two machines: across goes S once, and 15/8 S in a flat ring."""
-    found = prices(100 * MIB, TWO_NODES_ON_ETHERNET)
+    found = algorithm_seconds(100 * MIB, TWO_NODES_ON_ETHERNET)
     assert found["all-reduce"] / found["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
     assert "1/8 of the bytes" in choose_all_reduce(100 * MIB, TWO_NODES_ON_ETHERNET).reason
 
@@ -71,7 +71,7 @@ def test_what_was_measured_beats_what_it_is_made_of() -> None:
     only = GroupLinks(
         "dp_replicate", 1, 4, Level(4, {"ring": Cost(0, 1e-9), "all-reduce": Cost(1e-3, 1e-10)})
     )
-    assert prices(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
+    assert algorithm_seconds(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
 
 
 def test_measured_times_that_hardly_differ_are_the_same() -> None:
@@ -165,7 +165,7 @@ def test_a_given_bucket_decides_the_way() -> None:
     )
     whole = choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=100 * MIB)
     assert (whole.algorithm, whole.bucket_bytes) == ("all-reduce", 25 * MIB)
-    assert whole.seconds == prices(25 * MIB, NVLINK_NODE)["all-reduce"]
+    assert whole.seconds == algorithm_seconds(25 * MIB, NVLINK_NODE)["all-reduce"]
 
 
 def test_small_messages_through_a_buffer_are_not_merged() -> None:
@@ -173,7 +173,7 @@ def test_small_messages_through_a_buffer_are_not_merged() -> None:
     shaped = measured_cost([(16 * KIB, 1e-4), (256 * KIB, 1e-3), (MIB, 80e-3)])
     group = GroupLinks("dp_replicate", 2, 1, Level(2, {"all-reduce": shaped}))
     choice = choose_buckets(16 * MIB, group)
-    assert choice.seconds == pytest.approx(shaped.at(16 * MIB))
+    assert choice.seconds == pytest.approx(shaped.seconds(16 * MIB))
     assert "2 ranks on 2 machines" in choice.reason
 
 

@@ -26,17 +26,17 @@ from plait.errors import InputError
 @given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7))
 def test_a_fit_finds_the_model(fixed: float, per_byte: float) -> None:
     cost = Cost(fixed, per_byte)
-    found = fit([(size, cost.at(size)) for size in (1_000, 30_000, 1_000_000, 30_000_000)])
+    found = fit([(size, cost.seconds(size)) for size in (1_000, 30_000, 1_000_000, 30_000_000)])
     for size in (500, 10_000_000):
-        assert found.at(size) == pytest.approx(cost.at(size), rel=1e-6)
+        assert found.seconds(size) == pytest.approx(cost.seconds(size), rel=1e-6)
 
 
 def test_a_fit_weighs_small_and_large_alike() -> None:
     """Relative errors: a small message that is off by 10 % counts as a large one that is."""
     samples = [(1_000, 110e-6), (1_000, 90e-6), (100_000_000, 0.11), (100_000_000, 0.09)]
     found = fit(samples)
-    assert found.at(1_000) == pytest.approx(100e-6, rel=0.03)
-    assert found.at(100_000_000) == pytest.approx(0.1, rel=0.03)
+    assert found.seconds(1_000) == pytest.approx(100e-6, rel=0.03)
+    assert found.seconds(100_000_000) == pytest.approx(0.1, rel=0.03)
 
 
 @pytest.mark.parametrize("samples", [[(1_000, 2.0), (2_000, 1.0)], [(1_000, 1.0), (2_000, 4.0)]])
@@ -57,14 +57,14 @@ def test_a_measured_cost_goes_through_its_samples() -> None:
     samples = ((1_000, 0.9e-4), (100_000, 0.9e-4), (1_000_000, 2e-3), (4_000_000, 5e-3))
     assert cost.samples == samples
     for nbytes, seconds in (*samples, (2_500_000, 3.5e-3), (7_999_000, 9.91e-3)):
-        assert cost.at(nbytes) == pytest.approx(seconds)
-    assert 0 <= cost.at(10) <= 1e-4
+        assert cost.seconds(nbytes) == pytest.approx(seconds)
+    assert 0 <= cost.seconds(10) <= 1e-4
 
 
 def test_a_ring() -> None:
     level = ring_level(4, Link(1e-6, 1e9))
-    assert level.costs["all_reduce"].at(8e9) == pytest.approx(6e-6 + 2 * 3 / 4 * 8)
-    assert level.costs["all_gather"].at(8e9) == pytest.approx(3e-6 + 3 / 4 * 8)
+    assert level.costs["all_reduce"].seconds(8e9) == pytest.approx(6e-6 + 2 * 3 / 4 * 8)
+    assert level.costs["all_gather"].seconds(8e9) == pytest.approx(3e-6 + 3 / 4 * 8)
 
 
 def test_two_levels_share_the_network() -> None:
@@ -74,8 +74,8 @@ def test_two_levels_share_the_network() -> None:
     )
     assert group.ranks == 12
     assert group.across is not None and group.inside is not None
-    assert group.across.costs["all_reduce"].at(1e9) == pytest.approx(4e-5 + 2 * 2 / 3 * 4)
-    assert group.whole.costs["all_reduce"].at(0) == pytest.approx(2 * (9 * 1e-6 + 2 * 1e-5))
+    assert group.across.costs["all_reduce"].seconds(1e9) == pytest.approx(4e-5 + 2 * 2 / 3 * 4)
+    assert group.whole.costs["all_reduce"].seconds(0) == pytest.approx(2 * (9 * 1e-6 + 2 * 1e-5))
     assert group.whole.costs["all_reduce"].seconds_per_byte == pytest.approx(2 * 11 / 12 / 1e9)
 
 

@@ -19,13 +19,14 @@ from plait.errors import ModelError
 from plait.losses.loss import causal_lm_loss, per_sample
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.activations import StageFacts
+from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from tests.parity import cases
 
 
-def stage(model: nn.Module, **more: Any) -> StageFacts:
+def stage(model: nn.Module, *, blocks: tuple[str, ...], **more: Any) -> StageFacts:
     """The one stage of a model in one process."""
-    return rank_activations(model, mesh=ONE, **more)[0].stages[0]
+    return rank_activations(Parts(model, blocks), mesh=ONE, **more)[0].stages[0]
 
 
 ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
@@ -64,7 +65,7 @@ def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str, cache: bool
         from plait.parallel.parts import Parts
 
         Recompute(mode="full").apply(Parts(model=model, blocks=blocks), ONE)
-    alive = sum(found.kept) + found.outside + found.head
+    alive = sum(found.saved) + found.outside + found.head
     # Alive, and not saved: what a loss returns, and the count of its targets.
     assert alive - saved_by_hooks(model, batch) in (0, 4, 8, 12)
 
@@ -100,9 +101,11 @@ def test_by_hand() -> None:
         model = Model()
     tokens = 3 * 5
     found = stage(model, blocks=("blocks.0", "blocks.1", "blocks.2"), batch=token_batch(3, 5))
-    assert found.modes["none"].kept == (4 * tokens * (6 + 10),) * 3
-    assert found.modes["full"].kept == (4 * tokens * 6,) * 3
-    assert found.modes["selective"].kept == (4 * tokens * (6 + 10),) * 3, "the first product of two"
+    assert found.modes["none"].saved == (4 * tokens * (6 + 10),) * 3
+    assert found.modes["full"].saved == (4 * tokens * 6,) * 3
+    assert found.modes["selective"].saved == (4 * tokens * (6 + 10),) * 3, (
+        "the first product of two"
+    )
     assert found.modes["none"].outside == 0
     labels, scalars = 8 * tokens, 8
     assert found.modes["none"].head - 4 * tokens * (6 + 7) in range(
@@ -131,7 +134,7 @@ def test_other_losses_and_batches() -> None:
     found = stage(
         model, blocks=("0", "1", "2"), batch=(torch.ones(2, 4), torch.ones(2, 4)), loss_fn=loss
     )
-    assert found.modes["none"].kept == (0, 32, 32), "the first block's input is the batch"
+    assert found.modes["none"].saved == (0, 32, 32), "the first block's input is the batch"
 
 
 def test_a_budget_in_the_engine() -> None:
@@ -139,7 +142,7 @@ def test_a_budget_in_the_engine() -> None:
     from tests.measured.memory import measure_activations
 
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
-    (rank,) = rank_activations(model, mesh=ONE, blocks=find_blocks(model), batch=token_batch(2, 12))
+    (rank,) = rank_activations(Parts(model, find_blocks(model)), mesh=ONE, batch=token_batch(2, 12))
     (facts,) = rank.stages
     budget = rank.most(("none", "none")) - 1
     section = {"budget_gib": budget / 2**30, "sequence_length": 12}
@@ -156,7 +159,7 @@ def test_a_budget_in_the_engine() -> None:
             name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()
         }
         held = measure_activations(engine, batch)
-        assert held["activations"] == facts.kept(modes)
+        assert held["activations"] == facts.saved(modes)
         assert held["activations"] + held["logits"] + facts.returning(modes) <= budget
     finally:
         engine.close()
@@ -184,8 +187,8 @@ def test_the_published_formulas_of_llama() -> None:
         model, blocks=find_blocks(model), batch=token_batch(1, tokens), compute_dtype=torch.bfloat16
     ).modes
     selective = 8 * h + 2 * h * kv // a + 2 * f + 4 * a
-    assert found["selective"].kept == (tokens * selective,) * layers
-    assert found["full"].kept == (tokens * 2 * h,) * layers
+    assert found["selective"].saved == (tokens * selective,) * layers
+    assert found["full"].saved == (tokens * 2 * h,) * layers
 
 
 class JITFunction:

@@ -230,7 +230,7 @@ def test_deepspeed_is_left_to_plait(tmp_path: Path) -> None:
     }
     with pytest.raises(InputError, match=r"plait.hf.Trainer"):
         transformers.Trainer(model(), args)
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="pass one of them"):
         Trainer(model(), args, plait_config={"zero_optimization": {"stage": 2}})
 
 

@@ -120,7 +120,7 @@ def test_the_adapter_is_counted(base, tmp_path):
         sharded.close()
     assert len(plans[0][1].streamed) < len(plans[1][1].streamed)
     assert all(plan.resident_bytes + plan.slot_bytes + OTHER <= 450 << 10 for _, plan in plans)
-    with pytest.raises(InputError, match=r"give at least"):
+    with pytest.raises(InputError, match=r"pass at least"):
         load_streamed(
             open_source(base, saved(base, tmp_path / "96", r=96)),
             budget_bytes=SMALL,
@@ -136,7 +136,7 @@ def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
     changed(adapter, base_model_name_or_path="someone/model")
     with pytest.raises(
         InputError,
-        match="'someone/model', which it names as its base, is not a folder here; give --model BASE --adapter",
+        match="'someone/model', which it names as its base, is not a folder here; pass --model BASE --adapter",
     ):
         open_source(adapter)
 

@@ -112,7 +112,7 @@ def test_the_least_budget_suffices(work):
     with pytest.raises(InputError) as raised:
         deploy_in_budget(several, cpu_budget=MIB)
     told = re.search(
-        r"a budget of 1.0 MiB is too small: .*; give at least (\S+ MiB)", str(raised.value)
+        r"a budget of 1.0 MiB is too small: .*; pass at least (\S+ MiB)", str(raised.value)
     )
     assert told is not None
     least = parse_bytes(told[1], "--cpu-budget")

@@ -68,7 +68,7 @@ def test_when_tokens_are_drawn():
         ({"suppress_tokens": -1}, "suppress_tokens has token -1"),
         ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens has token -1"),
         ({"bad_words_ids": [[3], [50]]}, "bad_words_ids has token 50"),
-        ({"bad_words_ids": [[3], []]}, r"bad_words_ids: \[\] is not a word; give a list of token ids"),
+        ({"bad_words_ids": [[3], []]}, r"bad_words_ids: \[\] is not a word; pass a list of token ids"),
         ({"bad_words_ids": [["a"]]}, r"bad_words_ids: \['a'\] is not a word"),
         ({"pad_token_id": -1}, "pad_token_id has token -1, and the model's tokens are 0 to 49"),
         ({"pad_token_id": 50}, "pad_token_id has token 50"),

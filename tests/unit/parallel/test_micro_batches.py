@@ -10,7 +10,7 @@ from torch import nn
 
 from plait.engine.engine import WeightCheck
 from plait.errors import InputError
-from plait.losses.loss import Loss, Weighted, causal_lm_loss, per_sample
+from plait.losses.loss import Loss, WeightedLoss, causal_lm_loss, per_sample
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import (
     IGNORED,
@@ -78,7 +78,7 @@ def test_other_losses():
     """All are Losses; a plain function is not."""
     mean = per_sample(lambda output, batch: output.sum())
     assert isinstance(mean, Loss) and mean(torch.ones(3), (torch.zeros(4, 2), None)) == (3, 4)
-    assert isinstance(Weighted(lambda o, b: (o, 1), lambda b: 1), Loss)
+    assert isinstance(WeightedLoss(lambda o, b: (o, 1), lambda b: 1), Loss)
     assert not isinstance(lambda o, b: (o, 1), Loss)
 
 
@@ -233,7 +233,7 @@ def test_what_is_no_batch_is_said():
 
 def test_weights_that_differ_are_found():
     """A16: what the loss returned against what the step was divided by, to the digits that they have."""
-    loss = Weighted(lambda o, b: (o, 1), lambda b: 1)
+    loss = WeightedLoss(lambda o, b: (o, 1), lambda b: 1)
     check, one = WeightCheck(), torch.tensor(1024.0, dtype=torch.float64)
     check(divided_by=one, returned=one, step=1)
     with pytest.raises(

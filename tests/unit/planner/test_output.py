@@ -11,7 +11,7 @@ from plait.config.dialects.keys import schema_fields
 from plait.config.resolving.resolve import examine_source, load, resolve
 from plait.errors import ConfigError, InputError
 from plait.planner import configuration, output
-from plait.planner.configuration import PRICED, WITHOUT_EFFECT, unpriced
+from plait.planner.configuration import MODELLED, WITHOUT_EFFECT, unmodelled
 from plait.planner.hardware import cluster
 from plait.planner.search import plan
 
@@ -248,11 +248,11 @@ def test_what_a_plan_cannot_keep_is_refused():
 
 
 def test_every_setting_is_priced_or_named():
-    """A new setting is unpriced until somebody says otherwise, and the lists name settings that exist."""
-    for name in (*PRICED, *WITHOUT_EFFECT):
+    """A new setting is unmodelled until somebody says otherwise, and the lists name settings that exist."""
+    for name in (*MODELLED, *WITHOUT_EFFECT):
         assert any(path == name or path.startswith(f"{name}.") for path in schema_fields()), name
     assert (
-        unpriced(
+        unmodelled(
             load(
                 {
                     "zero_optimization": {"stage": 2},
@@ -276,7 +276,7 @@ def test_every_setting_is_priced_or_named():
             "compress_gradients": "int8",
         },
     }
-    assert unpriced(load(tree)) == (
+    assert unmodelled(load(tree)) == (
         "zero_optimization.offload_optimizer.device = nvme",
         "zero_optimization.offload_optimizer.nvme_path = /tmp",
         "optimizer.type = SGD",

@@ -12,9 +12,9 @@ from plait.planner import explain, output
 from plait.planner.calibrate import uncalibrated
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
-from plait.planner.offers import format_fixed, parse_fixed, relieved
+from plait.planner.offers import format_fixed, parse_fixed, with_measures
 from plait.planner.request import Request
-from plait.planner.search import FAMILY, plan, price, price_space, ties
+from plait.planner.search import FAMILY, estimate_space, plan, price, ties
 from plait.planner.space import divisors, space_of
 from plait.sizes import GIB
 
@@ -32,13 +32,13 @@ def default_plan():
 
 
 def test_the_best_is_the_fastest_of_all_that_fit():
-    """Every candidate with every relief that it can have, priced one by one."""
+    """Every candidate with every measure that it can have, priced one by one."""
     asked = request(gpus=4, batch=4)
     space = space_of(asked)
     some = space.layouts.take(
         (np.asarray(space.layouts.pp) == 1) & (np.diff(space.number, prepend=-1) != 0)
     )
-    at = relieved(some, (*space.reliefs.on_device, *space.reliefs.on_host))
+    at = with_measures(some, (*space.measures.on_device, *space.measures.on_host))
     everything = price(asked, [at.as_dict(i) for i in range(len(at.tp))])
     fitting = [
         choice
@@ -53,7 +53,7 @@ def test_the_best_is_the_fastest_of_all_that_fit():
 
 
 def test_the_optimizer_is_on_the_host_where_nothing_else_fits():
-    priced = price_space(request(), space_of(request()), uncalibrated())
+    priced = estimate_space(request(), space_of(request()), uncalibrated())
     names = (
         "tp",
         "pp",

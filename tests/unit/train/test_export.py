@@ -172,7 +172,7 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, small):
 
 def test_a_dangling_link_is_in_the_way(tmp_path, small):
     (tmp_path / "out").symlink_to("nothing")
-    with pytest.raises(InputError, match="out: exists; give another name, or remove it first"):
+    with pytest.raises(InputError, match="out: exists; pass another name, or remove it first"):
         export_module.export(mock.Mock(), tmp_path / "out")
 
 

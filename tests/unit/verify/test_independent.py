@@ -17,7 +17,7 @@ from plait.config.schema.optimization import OptimizerSpec
 from plait.verify import independent, run
 from plait.verify.independent import AdamW, train
 from plait.verify.model_under_test import give_weights, token_batches
-from plait.verify.parity import Trace
+from plait.verify.parity import ReferenceNumerics
 from plait.verify.plan import prepare
 from plait.verify.report import compare_float64, compare_independent
 from plait.verify.run import adamw_of, second_trace
@@ -132,9 +132,8 @@ def one_process(plan):
     """What Plait's own functions compute in this process."""
     built = plan.build(torch.float64)
     model = give_weights(built.model, blocks=(), seed=plan.resolved.seed)
-    nothing = Trace((), (), (), {})
     with plan.lifting("float64", model):
-        return run._trace(plan, built, model, plan.data(built), nothing)
+        return run._trace(plan, built, model, plan.data(built), ReferenceNumerics())
 
 
 def sections_of(plan):

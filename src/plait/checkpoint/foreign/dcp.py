@@ -187,11 +187,10 @@ def _add_group(checkpoint: ForeignCheckpoint, key: str, group: dict[str, Any]) -
     """
     params = group.pop("params", [key])
     params = [params] if isinstance(params, str) else list(params)
-    plain = {
-        name: value
-        for name, value in group.items()
-        if isinstance(value, int | float | bool | tuple | list | None)
-    }
+    plain = {}
+    for name, value in group.items():
+        if isinstance(value, int | float | bool | tuple | list | None):
+            plain[name] = value
     for other in checkpoint.groups:
         if {name: value for name, value in other.items() if name != "params"} == plain:
             other["params"] += params

@@ -306,11 +306,10 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig or signal.SIGTERM, *args, **kwargs)
 
     def _end_ranks(self, sent: signal.Signals, seconds: float) -> None:
-        running = {
-            worker.id: worker.global_rank
-            for worker in self.get_worker_group().workers
-            if _is_running(worker.id)
-        }
+        running = {}
+        for worker in self.get_worker_group().workers:
+            if _is_running(worker.id):
+                running[worker.id] = worker.global_rank
 
         def kill(*_: object) -> None:
             _send_signal(running, signal.SIGKILL)
@@ -353,11 +352,10 @@ class Agent(LocalElasticAgent):
             None if the signal, or a second signal, ended all ranks.
         """
         success_codes = SUCCESS_CODES.get(received, SUCCESS_CODES[signal.SIGTERM])
-        failed = {
-            rank: code
-            for rank, code in self._exit_codes.items()
-            if code not in (*success_codes, -signal.SIGKILL)
-        }
+        failed = {}
+        for rank, code in self._exit_codes.items():
+            if code not in (*success_codes, -signal.SIGKILL):
+                failed[rank] = code
         if failed:
             return process_exit_code(self._reporter.report_attempt(failed, time.time_ns()))
         if self._killed_ranks:

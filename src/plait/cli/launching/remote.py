@@ -131,11 +131,11 @@ def exported_variables(environment: Mapping[str, str], names: Sequence[str]) -> 
             )
         )
     all_names = {*EXPORTED_NAMES, *names}
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in all_names or name.startswith(EXPORTED_PREFIXES)
-    }
+    variables: dict[str, str] = {}
+    for name, value in environment.items():
+        if name in all_names or name.startswith(EXPORTED_PREFIXES):
+            variables[name] = value
+    return variables
 
 
 def node_command(launch: RemoteLaunch, index: int) -> list[str]:

@@ -132,7 +132,7 @@ def dry_run(
     pp = full.layout.pp
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(
-            Problem("--rank", rank, f"the layout has ranks 0 to {world - 1:,}", "give one of them")
+            Problem("--rank", rank, f"the layout has ranks 0 to {world - 1:,}", "pass one of them")
         )
     notes = []
     layout, reason = layout_of(full)
@@ -307,7 +307,7 @@ def _model_fields(tree: Mapping[str, Any]) -> dict[str, Any]:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"plait dryrun: {path} cannot be read ({error}); give model.config, or a folder with a"
+            f"plait dryrun: {path} cannot be read ({error}); pass model.config, or a folder with a"
             " config.json"
         ) from None
     return fields

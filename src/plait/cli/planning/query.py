@@ -37,7 +37,7 @@ from plait.planner.configuration import (
     paths_to_search,
     precision_of,
     read_file,
-    unpriced,
+    unmodelled,
     with_settings_of,
 )
 from plait.planner.explain import describe
@@ -180,7 +180,7 @@ def read_request(
             f'{file} fixes {format_fixed(layout)}; leave a key out or write "auto" to have it'
             " chosen"
         )
-    not_modelled = unpriced(training_file.config)
+    not_modelled = unmodelled(training_file.config)
     if not_modelled:
         notes.append(
             f"plans do not model {', '.join(not_modelled)}: the times and bytes lack their effect"
@@ -195,10 +195,10 @@ def _check_sizes(batch: int | None, seq: int | None) -> None:
         if value is None or 1 <= value <= _MAX_SIZE:
             continue
         rule = f"the planner accepts at most {_MAX_SIZE:,}"
-        remedy = "give fewer"
+        remedy = "pass fewer"
         if value < 1:
             rule = _MIN_RULES[name]
-            remedy = "give 1 or more"
+            remedy = "pass 1 or more"
         raise ConfigError(Problem(f"--{name}", value, rule, remedy))
 
 
@@ -487,7 +487,7 @@ def planned_file(
     _, plan = complete(training_file, cluster=cluster)
     write(plan, path, document.raw)
     best = plan.best[0]
-    not_modelled = unpriced(training_file.config)
+    not_modelled = unmodelled(training_file.config)
     if not_modelled:
         say(f"plans do not model {', '.join(not_modelled)}: the prediction lacks their effect")
     say(

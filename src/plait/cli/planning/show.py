@@ -85,17 +85,19 @@ def print_plan(
 
 def _print_choices(plan: Plan, console: Console) -> None:
     capacity = float(plan.request.cluster.device.memory_bytes) / GIB
-    rows = [
-        [
-            str(number),
-            describe(choice.layout),
-            f"{choice.seconds:.4g} s ({choice.seconds_low:.3g} to {choice.seconds_high:.3g})",
-            format_count(choice.tokens_per_second),
-            f"{choice.mfu:.1%}",
-            f"{choice.needed / GIB:.1f} (to {choice.needed_high / GIB:.1f}) of {capacity:.1f} GiB",
-        ]
-        for number, choice in enumerate(plan.best, start=1)
-    ]
+    rows = []
+    for number, choice in enumerate(plan.best, start=1):
+        rows.append(
+            [
+                str(number),
+                describe(choice.layout),
+                f"{choice.seconds:.4g} s ({choice.seconds_low:.3g} to {choice.seconds_high:.3g})",
+                format_count(choice.tokens_per_second),
+                f"{choice.mfu:.1%}",
+                f"{choice.needed / GIB:.1f} (to {choice.needed_high / GIB:.1f}) of"
+                f" {capacity:.1f} GiB",
+            ]
+        )
     print_table(console, ("", "layout", "step (90 %)", "tokens/s", "MFU", "memory (90 %)"), rows)
     print(f"{coverage_of_intervals(experts=bool(plan.request.model.architecture.experts))}\n")
     if plan.ties > 1:
@@ -111,11 +113,10 @@ def _print_terms(choice: LayoutChoice, console: Console) -> None:
         if value > 0.0005 * choice.seconds
     ]
     print_table(console, ("1: the step", "", ""), times)
-    sizes = [
-        [MEMORY_TERMS[name], f"{value / GIB:.2f} GiB"]
-        for name, value in choice.memory_terms.items()
-        if value > 0
-    ]
+    sizes = []
+    for name, value in choice.memory_terms.items():
+        if value > 0:
+            sizes.append([MEMORY_TERMS[name], f"{value / GIB:.2f} GiB"])
     sizes += [
         ["allocated", f"{choice.allocated / GIB:.2f} GiB"],
         ["reserved", f"{choice.reserved / GIB:.2f} GiB"],

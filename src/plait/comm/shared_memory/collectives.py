@@ -155,11 +155,11 @@ class _Slots:
     def _late_ranks(self, word: int) -> list[int]:
         """Return the ranks that have not announced the current call."""
         memory = self._shared
-        return [
-            rank
-            for rank in range(self._host.ranks)
-            if memory.read(rank, word) >> _FLAG_BITS != self._round
-        ]
+        late: list[int] = []
+        for rank in range(self._host.ranks):
+            if memory.read(rank, word) >> _FLAG_BITS != self._round:
+                late.append(rank)
+        return late
 
 
 class SharedAllGather(_Slots, AllGather):

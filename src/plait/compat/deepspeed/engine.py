@@ -502,7 +502,7 @@ def require_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Para
     if match is None:
         raise InputError(
             f"a parameter of shape {tuple(parameter.shape)} is in no model that"
-            " deepspeed.initialize was given; take it from engine.module"
+            " deepspeed.initialize was given; use engine.module"
         )
     return match
 

@@ -198,7 +198,7 @@ def _pop_degree(settings: dict[str, Any]) -> int:
 
     if len(set(degrees.values())) > 1:
         names = " and ".join(f"{name}={degree}" for name, degree in degrees.items())
-        raise InputError(f"init_inference: {names} differ; give one of them")
+        raise InputError(f"init_inference: {names} differ; pass one of them")
     return next(iter(degrees.values()), 1)
 
 

@@ -18,8 +18,7 @@ from plait.compat.deepspeed.engine import DeepSpeedEngine
 from plait.compat.deepspeed.loaders import RepeatingLoader
 from plait.compat.deepspeed.refused import refuse_arguments
 from plait.errors import InputError, warn
-from plait.model.pipeline_module import LayerSpec, TiedLayerSpec
-from plait.model.pipeline_module import PipelineModule as PlaitPipelineModule
+from plait.model.pipeline_model import LayerSpec, PipelineModel, TiedLayerSpec
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
@@ -31,7 +30,7 @@ _REMEDIES = {
 }
 
 
-class PipelineModule(PlaitPipelineModule):
+class PipelineModule(PipelineModel):
     """Model of a pipeline, given as a list of layers.
 
     Every process builds all layers and keeps those of its stage. Under `zero.Init()` they are built

@@ -23,6 +23,7 @@ from plait.config.resolving.resolved_parts import CALLER_SOURCE, MICRO_KEY
 from plait.config.source import read
 from plait.engine.build import initialize as plait_initialize
 from plait.errors import ConfigError, InputError, Problem, raise_problems
+from plait.losses.loss import WeightedLoss
 from plait.optim.optimizer import build_optimizer
 from plait.sharded.assemble import resolved_for
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
@@ -122,12 +123,12 @@ def initialize(
 
     # A pipeline computes the loss inside of the engine, which calls `loss_fn` on its last stage.
     engine_class = DeepSpeedEngine
-    losses: dict[str, Any] = {}
+    loss: WeightedLoss | None = None
     if isinstance(model, PipelineModule):
         engine_class = PipelineEngine
-        losses = {"loss_fn": _micro_batch_loss(model), "weight_fn": lambda batch: 1}
+        loss = WeightedLoss(_micro_batch_loss(model), lambda batch: 1)
     plait_engine = plait_initialize(
-        model, resolved, optimizer=plait_optimizer, lr_scheduler=lr_scheduler, **losses
+        model, resolved, loss_fn=loss, optimizer=plait_optimizer, lr_scheduler=lr_scheduler
     )
     engine = engine_class(
         plait_engine,
@@ -273,11 +274,10 @@ def _build_with_groups(
     resolved: Resolved, model: nn.Module, groups: list[dict[str, Any]], parameter_ids: set[int]
 ) -> torch.optim.Optimizer:
     """Build the configuration's optimizer over the caller's groups."""
-    named_parameters = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if id(parameter) in parameter_ids
-    ]
+    named_parameters = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in parameter_ids:
+            named_parameters.append((name, parameter))
     optimizer = build_optimizer(resolved.optimizer, named_parameters)
     if len(optimizer.param_groups) != 1:
         raise InputError(

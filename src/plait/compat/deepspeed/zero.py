@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait._torch.operators import tree_map
 from plait._torch.tensors import local_tensor, local_window, storage_key, version_of
 from plait.compat.deepspeed.engine import DeepSpeedEngine, find_parameter, refuse_in_step
@@ -332,7 +332,7 @@ class _GatheredParameter:
         self.full = nn.Parameter(full_tensor(shard), requires_grad=shard.requires_grad)
         self._version = version_of(self.full)
         for module in engine.module.modules():
-            registry = own_parameters(module)
+            registry = direct_parameters(module)
             for name, value in registry.items():
                 if value is shard:
                     self._registrations.append((registry, name))

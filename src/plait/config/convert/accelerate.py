@@ -478,7 +478,7 @@ def _read_deepspeed_file(file: _AccelerateFile) -> dict[str, Any] | None:
     if path is None or path == "none" or file.distributed_type != "DEEPSPEED":
         return None
     if not isinstance(path, str) or path.lower() == "none":
-        translation.refuse(shown, path, "must be text", "give the path of a DeepSpeed file")
+        translation.refuse(shown, path, "must be text", "pass the path of a DeepSpeed file")
         return None
 
     try:
@@ -527,7 +527,7 @@ def _read_processes(file: _AccelerateFile) -> int | None:
             "num_processes",
             value,
             f"cannot be shared out over num_machines = {machines!r}",
-            "give the processes of all machines together, as many on each",
+            "pass the processes of all machines together, as many on each",
         )
         return None
 
@@ -643,7 +643,7 @@ def _complete_degrees(file: _AccelerateFile) -> None:
             "parallelism_config",
             None,
             "FSDP has nothing to shard over where dp_shard and cp are 1",
-            "give parallelism_config_dp_shard_size, or use distributed_type MULTI_GPU",
+            "set parallelism_config_dp_shard_size, or use distributed_type MULTI_GPU",
         )
         file.translation.problems.append(problem)
     file.defaults["parallel.dp_replicate"] = 1

@@ -52,11 +52,12 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     except ConfigError as error:
         problems = error.problems
 
-    defaults = [
-        KeyReport("(left out)", value_at(examined.tree, path), Status.RENAMED, origin, path)
-        for path, origin in examined.origins.items()
-        if origin.endswith("'s default")
-    ]
+    defaults = []
+    for path, origin in examined.origins.items():
+        if origin.endswith("'s default"):
+            defaults.append(
+                KeyReport("(left out)", value_at(examined.tree, path), Status.RENAMED, origin, path)
+            )
     return Conversion(document.name, examined.tree, (*examined.rows, *defaults), problems)
 
 

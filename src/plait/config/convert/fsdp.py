@@ -255,7 +255,7 @@ def _shard_within_machines(
         rule = "shards inside of a machine, and the file does not say how many processes that is"
         remedy = "write full_shard, and set parallel.dp_shard in what is written"
         if keys.launched:
-            remedy = "give num_processes and num_machines"
+            remedy = "set num_processes and num_machines"
         translation.refuse(shown, value, rule, remedy)
         return
     translation.set(SHARD, shown, processes)

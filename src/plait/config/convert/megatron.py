@@ -142,7 +142,7 @@ FLAGS: dict[str, Flag] = {
     "moe_z_loss_coeff": _sets("experts.z_loss"),
     **_refused(
         "biases of experts are updated where their rate is given",
-        "leave it out, and give --moe-router-bias-update-rate (Megatron-LM's default is 1e-3)",
+        "leave it out, and pass --moe-router-bias-update-rate (Megatron-LM's default is 1e-3)",
         "moe_router_enable_expert_bias",
         "switch",
     ),
@@ -288,7 +288,7 @@ FLAGS: dict[str, Flag] = {
     "num_layers_per_virtual_pipeline_stage": _sets(LAYERS_PER_STAGE),
     **_refused(
         "stages are given by their number, and by parallel.pipeline.blocks_per_stage",
-        "give --num-virtual-stages-per-pipeline-rank",
+        "pass --num-virtual-stages-per-pipeline-rank",
         "pipeline_model_parallel_layout",
     ),
     **_refused(
@@ -328,7 +328,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         "the batch size is the same at every step",
-        "leave it out and give --global-batch-size",
+        "leave it out and pass --global-batch-size",
         "rampup_batch_size",
         "values",
     ),
@@ -448,7 +448,7 @@ def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
                 layers_per_stage,
                 "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and"
                 " not all three are whole numbers",
-                "give them, or --num-virtual-stages-per-pipeline-rank",
+                "pass them, or --num-virtual-stages-per-pipeline-rank",
             )
         )
         return
@@ -495,7 +495,7 @@ def _defaults(settings: Settings, problems: list[Problem]) -> dict[str, Any]:
                 None,
                 f"{optimizer_flags[0]} describes an optimizer, and Megatron-LM has no default for"
                 " its learning rate",
-                "give it",
+                "pass it",
             )
         )
 

@@ -488,7 +488,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
     ),
     RefusedKeys(
         "Plait launches no autotuning runs",
-        "set it to false or leave the section out, and give the batch sizes",
+        "set it to false or leave the section out, and set the batch sizes",
         {"autotuning.enabled": _FLAG},
     ),
     RefusedKeys(
@@ -528,7 +528,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
     ),
     RefusedKeys(
         "the batch size does not follow the number of processes; DeepSpeed removed this too",
-        "leave the section out and give train_batch_size; checkpoints load on any number of"
+        "leave the section out and set train_batch_size; checkpoints load on any number of"
         " processes",
         {"elasticity.enabled": _FLAG},
     ),

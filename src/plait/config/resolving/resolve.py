@@ -463,6 +463,7 @@ def outline(
         "faults": config.faults,
         "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
         "tiled_mlp": TiledMLP(tokens=config.parallel.mlp_tile_tokens),
+        "added": config.techniques,
         "blocks": config.parallel.blocks,
         "gradient_clipping": clipping,
         "optimizer": optimizer,

@@ -428,7 +428,7 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
                     MICRO_KEY,
                     None,
                     f"neither it nor {TRAIN_KEY} is given, and no batch size follows from the rest",
-                    f"give one of the two (dp is {dp})",
+                    f"set one of the two (dp is {dp})",
                 )
             )
         accumulation = accumulation or 1
@@ -603,15 +603,14 @@ def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDty
 
 
 def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
-    values = {
-        name: findings.resolve_auto(
+    values = {}
+    for name, key in LOSS_SCALE.items():
+        values[name] = findings.resolve_auto(
             f"fp16.{key}",
             getattr(fp16, key),
             Fp16Section.model_fields[key].default,
             "DeepSpeed's default",
         )
-        for name, key in LOSS_SCALE.items()
-    }
 
     power = values["initial_scale_power"]
     initial = 2.0**power

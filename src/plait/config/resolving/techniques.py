@@ -78,11 +78,10 @@ def _refuse(
     Raises:
         ConfigError: At least one rule applies.
     """
-    problems = [
-        Problem(path, value, rule, f"{remedy}, or {otherwise}")
-        for applies, rule, remedy in rules
-        if applies
-    ]
+    problems = []
+    for applies, rule, remedy in rules:
+        if applies:
+            problems.append(Problem(path, value, rule, f"{remedy}, or {otherwise}"))
     raise_problems(problems)
 
 
@@ -749,8 +748,10 @@ def _parameter_offload_problems(zero: ZeroSection) -> list[Problem]:
             "set zero_optimization.offload_param.nvme_path",
         ),
     )
-    return [
-        Problem("zero_optimization.offload_param.device", section.device, rule, remedy)
-        for applies, rule, remedy in rules
-        if applies
-    ]
+    problems: list[Problem] = []
+    for applies, rule, remedy in rules:
+        if applies:
+            problems.append(
+                Problem("zero_optimization.offload_param.device", section.device, rule, remedy)
+            )
+    return problems

@@ -38,6 +38,7 @@ from plait.config.schema.sections import (
 from plait.config.values import MAX_INT, MAX_PROCESSES, Flag, LocalPath
 from plait.names import listed_names
 from plait.parallel.activations.selective import DEFAULT_KEEP as DEFAULT_KEEP
+from plait.parallel.technique import Technique
 from plait.policy import Policy
 from plait.sizes import SHORT_NAMES
 
@@ -564,6 +565,7 @@ class Config(Policy):
     """Length and output of a run of `plait train`."""
 
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+    _techniques: tuple[Technique, ...] = PrivateAttr(default=())
 
     @property
     def provenance(self) -> Provenance:
@@ -574,6 +576,20 @@ class Config(Policy):
         """Return a copy of this configuration with the given provenance."""
         copy = self.model_copy()
         copy._provenance = provenance
+        return copy
+
+    @property
+    def techniques(self) -> tuple[Technique, ...]:
+        """Techniques of the caller, in addition to those of the file."""
+        return self._techniques
+
+    def with_techniques(self, *techniques: Technique) -> Self:
+        """Return a copy of this configuration with techniques of your own classes.
+
+        See docs/how-to/add-a-technique.md.
+        """
+        copy = self.model_copy()
+        copy._techniques = (*self._techniques, *techniques)
         return copy
 
     def value(self, path: str) -> Any:

@@ -259,11 +259,11 @@ def accepted(kind: str) -> dict[str, bool]:
     # The engine passes the optimizer, and a file cannot contain the function `scale_fn`.
     excluded = {"optimizer", "scale_fn", *_POSITION}
     # If the length of the run is omitted, it is filled in as for "auto". It is not required.
-    return {
-        name: parameter.required and name not in RUN_LENGTH
-        for name, parameter in _torch_parameters(kind).items()
-        if name not in excluded
-    }
+    is_required: dict[str, bool] = {}
+    for name, parameter in _torch_parameters(kind).items():
+        if name not in excluded:
+            is_required[name] = parameter.required and name not in RUN_LENGTH
+    return is_required
 
 
 def auto_value(name: str) -> object:

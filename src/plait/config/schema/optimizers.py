@@ -246,12 +246,14 @@ def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> 
         "torch_adam",
         *SINGLE_VALUED_PARAMS,
     }
-    return [
-        f'`{name}` is a parameter of torch\'s kernels, which do not take `states` = "{states}";'
-        " leave one of them out"
-        for name, value in params.items()
-        if name not in supported and value not in (False, None)
-    ]
+    problems: list[str] = []
+    for name, value in params.items():
+        if name not in supported and value not in (False, None):
+            problems.append(
+                f"`{name}` is a parameter of torch's kernels, which do not take `states` ="
+                f' "{states}"; leave one of them out'
+            )
+    return problems
 
 
 def _unknown_param(kind: str, name: str, names: frozenset[str]) -> str:

@@ -339,34 +339,27 @@ Folder = Annotated[LocalPath, BeforeValidator(_parse_folder)]
 TrackerName = Literal["tensorboard", "wandb", "comet", "csv_monitor"]
 
 
-class TensorboardSection(Policy):
+class FileTrackerSection(Policy):
+    """Settings of a tracker that writes files."""
+
+    enabled: Flag = False
+    """Write the numbers of every step, on the first process."""
+    output_path: Folder = "."
+    """Folder that contains the folder of the tracker. If omitted, it is `run.folder`, or the
+    working folder in a file without `run`.
+    """
+    job_name: str = "DeepSpeedJobName"
+    """Name of the folder of the tracker. If it is omitted in a file with `run`, the name of the
+    tracker is used.
+    """
+
+
+class TensorboardSection(FileTrackerSection):
     """Settings of the TensorBoard tracker."""
 
-    enabled: Flag = False
-    """Write the numbers of every step for TensorBoard, on the first process."""
-    output_path: Folder = "."
-    """Folder that contains the folder of the tracker. If omitted, it is `run.folder`, or the
-    working folder in a file without `run`.
-    """
-    job_name: str = "DeepSpeedJobName"
-    """Name of the folder of the tracker. If it is omitted in a file with `run`, the name of the
-    tracker is used.
-    """
 
-
-class CsvMonitorSection(Policy):
-    """Settings of the tracker that writes CSV files."""
-
-    enabled: Flag = False
-    """Write one CSV file per number, with a row per step, on the first process."""
-    output_path: Folder = "."
-    """Folder that contains the folder of the tracker. If omitted, it is `run.folder`, or the
-    working folder in a file without `run`.
-    """
-    job_name: str = "DeepSpeedJobName"
-    """Name of the folder of the tracker. If it is omitted in a file with `run`, the name of the
-    tracker is used.
-    """
+class CsvMonitorSection(FileTrackerSection):
+    """Settings of the tracker that writes one CSV file per number, with a row per step."""
 
 
 class WandbSection(Policy):

@@ -46,7 +46,7 @@ class StageMode:
     Tuples have one entry per block.
     """
 
-    kept: tuple[int, ...]
+    saved: tuple[int, ...]
     """Bytes that a block keeps on the device from forward to backward, its input included."""
     outside: int
     """Bytes that are saved before and outside of the blocks: embedding, positions, masks.
@@ -91,9 +91,9 @@ class StageFacts:
     @property
     def blocks(self) -> int:
         """Number of blocks."""
-        return len(self.modes["none"].kept)
+        return len(self.modes["none"].saved)
 
-    def kept(self, assignment: Assignment) -> int:
+    def saved(self, assignment: Assignment) -> int:
         """Return the bytes that one micro-batch keeps on the device, without those of the head.
 
         Args:
@@ -101,7 +101,7 @@ class StageFacts:
         """
         # A recomputed block keeps shared arguments alive.
         outside = max(self.modes[mode].outside for mode in {"none", *assignment})
-        return outside + sum(self.modes[mode].kept[index] for index, mode in enumerate(assignment))
+        return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
     def returning(self, assignment: Assignment) -> int:
         """Return the most bytes that the backward of one block recomputes or prefetches."""
@@ -313,9 +313,9 @@ class _StageBytes:
 
 
 def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
-    saved = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
+    saved = [facts.modes[mode].saved[index] for index, mode in enumerate(modes)]
     returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
-    total_saved = facts.kept(modes) + facts.modes["none"].head
+    total_saved = facts.saved(modes) + facts.modes["none"].head
     in_backward = facts.returning(modes)
 
     deferred = 0

@@ -138,11 +138,10 @@ class Scheme(Policy):
                 ]
                 module.set_custom_all_gather(QuantisedAllGather(segments, bits=self.weight_bits))
             if self.gradient_bits:
-                segments = [
-                    Segment(numel, dimensions > 1)
-                    for dimensions, numel, trainable in reduced_shapes(module)
-                    if trainable
-                ]
+                segments = []
+                for dimensions, numel, trainable in reduced_shapes(module):
+                    if trainable:
+                        segments.append(Segment(numel, dimensions > 1))
                 scatter = QuantisedReduceScatter(
                     segments,
                     bits=self.gradient_bits,

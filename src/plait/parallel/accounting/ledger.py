@@ -1,7 +1,7 @@
 """Ledger of layouts in bytes. Every technique writes to it, and the planner reads it.
 
-All figures are NumPy arrays with one entry per candidate layout, so that a search space is priced
-in one call. Figures are per rank and exact: they are the bytes that a process measures, which
+All figures are NumPy arrays with one entry per candidate layout, so that one call accounts for
+a search space. Figures are per rank and exact: they are the bytes that a process measures, which
 `verify` compares. Expert parameters are split over ep along their first dimension, like a dimension
 that tensor parallelism splits. They are replicated or sharded over the ranks that have the same
 experts (`of_experts`).
@@ -108,6 +108,13 @@ that a step exchanges: target weight, used parameters, gradient norm, loss.
 """
 
 
+_ONE_RANK = {
+    **dict.fromkeys(("dp_replicate", "dp_shard", "accumulation", "tp", "cp", "ep"), 1),
+    **dict.fromkeys(("shard_rank", "tp_rank", "edp_rank", "tokens"), 0),
+}
+"""Fields with one entry per candidate, with the values of a single rank."""
+
+
 @dataclass(frozen=True)
 class Ledger:
     """Candidate layouts and their cost so far."""
@@ -163,39 +170,20 @@ class Ledger:
     """
 
     @classmethod
-    def start(
-        cls,
-        *,
-        dp_replicate: Any = 1,
-        dp_shard: Any = 1,
-        accumulation: Any = 1,
-        shard_rank: Any = 0,
-        tp: Any = 1,
-        tp_rank: Any = 0,
-        cp: Any = 1,
-        ep: Any = 1,
-        edp_rank: Any = 0,
-        tokens: Any = 0,
-        **fields: Any,
-    ) -> Ledger:
-        """Return a ledger for scalars or arrays of candidates, broadcast against each other."""
-        values = {
-            "dp_replicate": dp_replicate,
-            "dp_shard": dp_shard,
-            "accumulation": accumulation,
-            "shard_rank": shard_rank,
-            "tp": tp,
-            "tp_rank": tp_rank,
-            "cp": cp,
-            "ep": ep,
-            "edp_rank": edp_rank,
-            "tokens": tokens,
-        }
-        arrays = np.broadcast_arrays(
-            *(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in values.values())
+    def start(cls, **values: Any) -> Ledger:
+        """Return a ledger for scalars or arrays of candidates, broadcast against each other.
+
+        Args:
+            values: Fields of the ledger. Degrees are 1 and coordinates 0 if they are left out.
+        """
+        candidates = []
+        for name, default in _ONE_RANK.items():
+            value = np.asarray(values.pop(name, default), dtype=np.int64)
+            candidates.append(np.atleast_1d(value))
+        broadcast: dict[str, Any] = dict(
+            zip(_ONE_RANK, np.broadcast_arrays(*candidates), strict=True)
         )
-        candidates: dict[str, Any] = dict(zip(values, arrays, strict=True))
-        return cls(**candidates, **fields)
+        return cls(**broadcast, **values)
 
     @classmethod
     def of_rank(

@@ -39,7 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait._torch.operators import FakeTensor, tree_leaves
 from plait._torch.tensors import local_tensor, memory_key, version_of
 from plait.cluster import accelerator
@@ -153,11 +153,10 @@ class SavedTensors:
         shared = {memory_key(tensor) for tensor in tensors} - {input_storage}
         for tensor in (*self._block.parameters(), *self._block.buffers()):
             shared.add(memory_key(local_tensor(tensor)))
-        nested_units = [
-            module
-            for module in self._block.modules()
-            if isinstance(module, FSDPModule) and module is not self._block
-        ]
+        nested_units = []
+        for module in self._block.modules():
+            if isinstance(module, FSDPModule) and module is not self._block:
+                nested_units.append(module)
         store: Callable[[torch.Tensor], Any] = _identity
         if self._store is not None:
             store = _StoredCall(self._store.open(self._index)).put
@@ -202,7 +201,7 @@ def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
     # Units gather their parameters after the forward of the block has begun, so their storages are
     # not known before.
     for unit in units:
-        for attribute in (*own_parameters(unit).values(), *vars(unit).values()):
+        for attribute in (*direct_parameters(unit).values(), *vars(unit).values()):
             if not isinstance(attribute, torch.Tensor):
                 continue
             if memory_key(tensor) == memory_key(local_tensor(attribute)):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch.modules import UNVERSIONED_BUFFERS, is_of_torch, own_attributes, own_buffers
+from plait._torch.modules import UNVERSIONED_BUFFERS, direct_attributes, direct_buffers, is_of_torch
 from plait._torch.tensors import version_of
 from plait.errors import InputError
 
@@ -58,7 +58,9 @@ class BlockState:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._modules = list(block.modules())
-        self._buffers = [(module, name) for module in self._modules for name in own_buffers(module)]
+        self._buffers = [
+            (module, name) for module in self._modules for name in direct_buffers(module)
+        ]
         # Tensors that changed in any forward so far, by mode (training or evaluation). Without an
         # entry the next forward copies all tensors, to see which of them change.
         self._changing: dict[bool, set[StateKey]] = {}
@@ -82,7 +84,7 @@ class BlockState:
         changing = self._changing.get(self._block.training)
         tensors = dict(self._tensors)
         for module, name in self._buffers:
-            buffer = own_buffers(module).get(name)
+            buffer = direct_buffers(module).get(name)
             if buffer is not None:
                 tensors[module, name] = buffer
         for key, tensor in tensors.items():
@@ -130,7 +132,7 @@ class BlockState:
         self._tensors = {}
         self._containers = {}
         for module in self._modules:
-            for name, value in own_attributes(module).items():
+            for name, value in direct_attributes(module).items():
                 if isinstance(value, _CONTAINERS):
                     self._containers[module, name] = value
                 # An inference tensor counts no versions, and cannot change in training.
@@ -143,7 +145,7 @@ class BlockState:
         if _is_unversioned(key) or version_of(tensor) != version:
             return True
         # The old tensor of an attribute is in the snapshot.
-        return name in own_buffers(module) and own_buffers(module)[name] is not tensor
+        return name in direct_buffers(module) and direct_buffers(module)[name] is not tensor
 
     @contextmanager
     def restored(self, snapshot: Snapshot) -> Iterator[None]:
@@ -151,14 +153,14 @@ class BlockState:
         attributes = dict(snapshot.attributes)
         buffers: dict[StateKey, torch.Tensor] = {}
         for (module, name), values in snapshot.tensors.items():
-            if name in own_buffers(module):
+            if name in direct_buffers(module):
                 buffers[module, name] = values.clone()
             else:
                 attributes[module, name] = values.clone()
-        current_buffers = {key: own_buffers(key[0])[key[1]] for key in buffers}
+        current_buffers = {key: direct_buffers(key[0])[key[1]] for key in buffers}
         current = {(module, name): vars(module).get(name, _MISSING) for module, name in attributes}
         for (module, name), buffer in buffers.items():
-            own_buffers(module)[name] = buffer
+            direct_buffers(module)[name] = buffer
         for key, value in attributes.items():
             # The recomputation changes the contents again.
             _assign(key, copy.copy(value) if isinstance(value, _CONTAINERS) else value)
@@ -166,7 +168,7 @@ class BlockState:
             yield
         finally:
             for (module, name), current_buffer in current_buffers.items():
-                own_buffers(module)[name] = current_buffer
+                direct_buffers(module)[name] = current_buffer
             for key, value in current.items():
                 _assign(key, value)
 

@@ -159,7 +159,7 @@ class SequenceLayout:
             return None
         return VisibleBlock(part // 2, part)
 
-    def cut(self, sequence: torch.Tensor, *, dim: int, fill: int = 0) -> torch.Tensor:
+    def shard(self, sequence: torch.Tensor, *, dim: int, fill: int = 0) -> torch.Tensor:
         """Return this rank's part of a tensor.
 
         Args:

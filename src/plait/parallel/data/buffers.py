@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from plait._torch.modules import UNVERSIONED_BUFFERS, is_persistent, own_buffers
+from plait._torch.modules import UNVERSIONED_BUFFERS, direct_buffers, is_persistent
 from plait._torch.tensors import version_of
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
@@ -86,7 +86,7 @@ class ChangingBuffers(StepHook):
 
     def _watch(self, model: nn.Module) -> None:
         for owner_name, owner in model.named_modules():
-            for leaf, tensor in own_buffers(owner).items():
+            for leaf, tensor in direct_buffers(owner).items():
                 if tensor is None:
                     continue
                 name = leaf
@@ -228,7 +228,7 @@ class _WatchedBuffer:
 
     def changed(self) -> bool:
         """Return True if the buffer has changed since the last call."""
-        current = own_buffers(self.module).get(self.leaf)
+        current = direct_buffers(self.module).get(self.leaf)
         if current is None:
             return False
         if current is self.tensor:

@@ -218,13 +218,14 @@ class Reducer(StepHook):
         bucket can change the bits of its sum (they share the blocks of a quantisation).
         """
         trainable = self._trainable
-        sizes = [
-            (
-                local_tensor(p.detach()).numel() * p.element_size(),
-                (p.dtype, p.ndim > 1 or not self.separate_vectors, isinstance(p, DTensor)),
+        sizes = []
+        for p in trainable:
+            sizes.append(
+                (
+                    local_tensor(p.detach()).numel() * p.element_size(),
+                    (p.dtype, p.ndim > 1 or not self.separate_vectors, isinstance(p, DTensor)),
+                )
             )
-            for p in trainable
-        ]
         return [[trainable[i] for i in members] for members in partition(sizes, self.bucket_bytes)]
 
     def _add_bucket(self, members: list[nn.Parameter], wire: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait.model.adapters import adapted_parameters
 from plait.parallel.hooks import StepHook
 from plait.parallel.tensor.styles import own_values
@@ -44,7 +44,7 @@ class AdaptedForward:
         for wrapper in self.wrappers:
             name = wrapper.parameter_name
             # The dispatch of expert parallelism has replaced parameters by attributes.
-            values = parameters if name in own_parameters(self.module) else attributes
+            values = parameters if name in direct_parameters(self.module) else attributes
             values[name] = self._adapted(wrapper, getattr(self.module, name))
         with own_values(self.module, parameters, **attributes):
             return self.original(*args, **kwargs)

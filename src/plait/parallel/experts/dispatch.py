@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from plait._torch.modules import HookKind, hooks_of, own_parameters
+from plait._torch.modules import HookKind, direct_parameters, hooks_of
 from plait._torch.operators import FakeTensor
 from plait._torch.tensors import local_tensor
 from plait.cluster.accelerator import HostCopy
@@ -170,11 +170,10 @@ class Dispatch:
             # The original forward would return zeros without a gradient, but the backward is
             # collective.
             return arrived
-        local = {
-            name: local_tensor(parameter)
-            for name, parameter in own_parameters(self.module).items()
-            if parameter is not None
-        }
+        local = {}
+        for name, parameter in direct_parameters(self.module).items():
+            if parameter is not None:
+                local[name] = local_tensor(parameter)
         with own_values(self.module, local):
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 

@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from plait._torch.modules import own_children, own_parameters, state_without_tensors
+from plait._torch.modules import direct_children, direct_parameters, state_without_tensors
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import leave_forward
 from plait._torch.tensors import local_tensor
@@ -116,7 +116,7 @@ class StagedModel:
 
         Values that only other stages can compute are NaN in it.
         """
-        modules = own_children(self.model.get_submodule(self.cut.container))
+        modules = direct_children(self.model.get_submodule(self.cut.container))
         resident = dict(modules)
         forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
         modules.update(stage.block_view)
@@ -272,7 +272,7 @@ def stage_model(
 
     # Blocks of other ranks leave the model for good.
     resident = {name for stage in stages.values() for name in stage.blocks}
-    modules = own_children(container)
+    modules = direct_children(container)
     for name in cut.blocks:
         if name not in resident:
             modules[child_names[name]] = placeholders[name]
@@ -303,9 +303,9 @@ def _drop_parameters(
             continue
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
-        parameter = own_parameters(module)[leaf]
+        parameter = direct_parameters(module)[leaf]
         assert parameter is not None
-        own_parameters(module)[leaf] = None
+        direct_parameters(module)[leaf] = None
         local = local_tensor(parameter.detach())
         if cut.first_use(name) < begin:
             nan_parameters.append(NanParameter(module, leaf, local.shape, device))
@@ -476,7 +476,7 @@ def _without_tensors(
             attributes[name] = UnavailableTensor(
                 message(f"{prefix}{name}"), local_tensor(tensor.detach())
             )
-    for name, child in own_children(module).items():
+    for name, child in direct_children(module).items():
         if child is None:
             children[name] = None
             continue

@@ -332,13 +332,14 @@ def _problems(
         remedy = f"use {fewest}"
         if most is None:
             remedy += " or more"
-        alternatives = [
-            other
-            for other, other_spec in SCHEDULES.items()
-            if other_spec.stages_per_rank[0]
-            <= stages_per_rank
-            <= (other_spec.stages_per_rank[1] or stages_per_rank)
-        ]
+        alternatives = []
+        for other, other_spec in SCHEDULES.items():
+            if (
+                other_spec.stages_per_rank[0]
+                <= stages_per_rank
+                <= (other_spec.stages_per_rank[1] or stages_per_rank)
+            ):
+                alternatives.append(other)
         if alternatives:
             remedy += f", or one of {', '.join(alternatives)}"
         yield Problem(

@@ -142,11 +142,10 @@ class ContextParallel(Technique):
         installed = parts.attention
         if installed is None:
             return []
-        parameters = [
-            parameter
-            for parameter in parts.model.parameters()
-            if parameter.requires_grad and "cp" in parts.reduction(parameter).summed
-        ]
+        parameters = []
+        for parameter in parts.model.parameters():
+            if parameter.requires_grad and "cp" in parts.reduction(parameter).summed:
+                parameters.append(parameter)
         dtype = parts.shard.compute_dtype or next(parts.model.parameters()).dtype
         model = without_wrapper(parts.model)
         return [SequenceShards(model, self, installed, parameters, dtype, device=mesh.device)]
@@ -202,12 +201,11 @@ class ContextParallel(Technique):
             starts = torch.cat([starts, padding.expand(len(starts), -1)], 1)
             # With `ulysses` a rank computes attention for all tokens.
             if self.context != "ulysses":
-                starts = layout.cut(starts, dim=1)
-        local_entries = {
-            name: _split_entry(name, entry, ids, layout)
-            for name, entry in batch.items()
-            if name not in (LABELS, "attention_mask")
-        }
+                starts = layout.shard(starts, dim=1)
+        local_entries = {}
+        for name, entry in batch.items():
+            if name not in (LABELS, "attention_mask"):
+                local_entries[name] = _split_entry(name, entry, ids, layout)
         mask = attention_function.as_mask(starts, len(ids), ids.device)
         attach_token_mask(mask, _local_token_mask(batch, ids, layout))
         return LocalBatch(local_entries, attention_mask=mask, use_cache=False)
@@ -371,7 +369,7 @@ def _split_entry(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayou
             f" has a row for each token: [{rows}, {length}, ...]; give it that shape, or leave it"
             " out"
         )
-    return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
+    return layout.shard(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
 
 
 def _local_token_mask(
@@ -380,11 +378,11 @@ def _local_token_mask(
     """Return this rank's part of a mask [batch, seq] of tokens that are not padding, or None."""
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor):
-        return layout.cut(mask, dim=1)
+        return layout.shard(mask, dim=1)
     length = ids.shape[1]
     if layout.padded(length) == length:
         return None
-    return layout.cut(torch.ones_like(ids), dim=1)
+    return layout.shard(torch.ones_like(ids), dim=1)
 
 
 def _refuse_packed_documents(*, caches: bool, family: str) -> None:

@@ -507,7 +507,7 @@ def _account_parameters(
     replicas = ledger.dp_replicate
     k = ledger.accumulation
     total: defaultdict[str, Array] = defaultdict(lambda: np.zeros_like(n))
-    # Models repeat a few shapes many times, so equal parameters are priced once.
+    # Models repeat a few shapes many times, so equal parameters are estimated once.
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
         part = parameter_part(shape, tensor_dim, ledger)
         row_numel = part.row

@@ -47,7 +47,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
-from plait._torch.modules import own_buffers
+from plait._torch.modules import direct_buffers
 from plait._torch.passes import graph_task
 from plait.cluster.layout import STAGE_AXES, shard_size
 from plait.cluster.mesh import Groups, Mesh
@@ -520,7 +520,7 @@ class BiasUpdate(StepHook):
 
     @staticmethod
     def _bias(router: nn.Module) -> torch.Tensor:
-        bias = own_buffers(router)[SCORE_CORRECTION_BIAS]
+        bias = direct_buffers(router)[SCORE_CORRECTION_BIAS]
         assert bias is not None
         return bias
 

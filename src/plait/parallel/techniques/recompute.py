@@ -176,11 +176,10 @@ class Recompute(Technique):
         """Return the hook that restores the forward of blocks if the model gets another owner."""
         # `apply` may have been given modes that were solved from a budget.
         modes = parts.recompute_modes or self.modes(len(parts.blocks))
-        recomputed = [
-            parts.model.get_submodule(name)
-            for name, mode in zip(parts.blocks, modes, strict=True)
-            if mode != "none"
-        ]
+        recomputed = []
+        for name, mode in zip(parts.blocks, modes, strict=True):
+            if mode != "none":
+                recomputed.append(parts.model.get_submodule(name))
         return [Recomputed(recomputed)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
@@ -194,7 +193,7 @@ class Recompute(Technique):
         (stage,) = measured.stages
         modes = self.solved([measured]).modes(stage.blocks)
         figures = {
-            "activations": stage.kept(modes),
+            "activations": stage.saved(modes),
             "logits": stage.modes["none"].head,
             "returning_activations": stage.returning(modes),
             "stored_activations": stage.stored(modes),
@@ -243,7 +242,7 @@ def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
         head = stage.modes["none"].head
         backward = stage.returning(modes)
         shares = (
-            f"blocks {format_bytes(stage.kept(modes))}, head and loss {format_bytes(head)}, one"
+            f"blocks {format_bytes(stage.saved(modes))}, head and loss {format_bytes(head)}, one"
             f" block in backward {format_bytes(backward)}"
         )
         return f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares})"

@@ -174,11 +174,11 @@ def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
 
     They are replicated on every rank, because attributes of a weight hold the scales of all of it.
     """
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if _library(parameter) == "bitsandbytes"
-    }
+    quantised: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if _library(parameter) == "bitsandbytes":
+            quantised[name] = parameter
+    return quantised
 
 
 def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from plait._torch.modules import own_parameters
+from plait._torch.modules import direct_parameters
 from plait._torch.tensors import local_tensor
 from plait.cluster.layout import shard_size
 from plait.cluster.mesh import Mesh
@@ -239,7 +239,9 @@ def _local_weights(module: nn.Module) -> Weights:
     """
     weights: Weights = {}
     for owner in module.modules():
-        names = [name for name, parameter in own_parameters(owner).items() if parameter is not None]
+        names = [
+            name for name, parameter in direct_parameters(owner).items() if parameter is not None
+        ]
         names += [name for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
         if names:
             weights[owner] = {name: local_tensor(getattr(owner, name)) for name in names}
@@ -252,7 +254,7 @@ def _replace_weights(weights: Weights) -> Iterator[None]:
     try:
         for owner, tensors in weights.items():
             namespace: Any
-            for namespace in (own_parameters(owner), vars(owner)):
+            for namespace in (direct_parameters(owner), vars(owner)):
                 entries = {name: tensor for name, tensor in tensors.items() if name in namespace}
                 replaced.append((namespace, {name: namespace[name] for name in entries}))
                 namespace.update(entries)

@@ -17,10 +17,10 @@ from torch import nn
 from plait._torch.modules import (
     DROPOUTS,
     HookKind,
+    direct_children,
+    direct_parameters,
     has_gradient_hooks,
     hooks_of,
-    own_children,
-    own_parameters,
 )
 from plait.errors import ModelError
 from plait.model.layers import Style
@@ -119,7 +119,9 @@ def _check_first(
         if any(hooks):
             for hooked in hooked_modules:
                 _refuse(*hooked)
-        if "weight" not in own_parameters(module) or "parametrizations" in own_children(module):
+        if "weight" not in direct_parameters(module) or "parametrizations" in direct_children(
+            module
+        ):
             raise ModelError(
                 f"{name}: its weight is no longer a parameter of the layer (a parametrization,"
                 " weight_norm, spectral_norm or pruning was applied after tensor parallelism had"

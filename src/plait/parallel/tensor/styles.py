@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch.modules import hooks_of, own_parameters
+from plait._torch.modules import direct_parameters, hooks_of
 from plait._torch.operators import FakeTensor
 from plait._torch.tensors import local_tensor
 from plait.cluster import accelerator
@@ -429,7 +429,7 @@ def own_values(
         tensors: Tensors by the name of the parameter that they replace.
         attributes: Values of attributes.
     """
-    parameters = {name: own_parameters(module).pop(name) for name in tensors}
+    parameters = {name: direct_parameters(module).pop(name) for name in tensors}
     previous = {name: getattr(module, name) for name in attributes}
     module.__dict__.update(tensors | attributes)
     try:
@@ -437,7 +437,7 @@ def own_values(
     finally:
         for name, parameter in parameters.items():
             del module.__dict__[name]
-            own_parameters(module)[name] = parameter
+            direct_parameters(module)[name] = parameter
         module.__dict__.update(previous)
 
 

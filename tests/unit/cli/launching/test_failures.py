@@ -185,7 +185,9 @@ class TestReporter:
             cause = reporter.report_attempt({0: -9, 1: 7, 2: -9}, 99, running=[0])
         assert cause.rank != 0
         assert "plait: rank 0 was stopped" in lines
-        assert any("rank 2 (node a01) was killed by signal 9 SIGKILL (out" in line for line in lines)
+        assert any(
+            "rank 2 (node a01) was killed by signal 9 SIGKILL (out" in line for line in lines
+        )
 
     def test_a_collective_that_cannot_complete_is_an_effect(
         self, lines: list[str], files: dict[int, Path], reporter: Reporter

@@ -121,7 +121,7 @@ def test_what_flags_leave_out_is_megatrons() -> None:
     assert (over.optimizer.params["weight_decay"], over.seed) == (0.3, 3)
     assert over.sources["run.seed"] == "override"
     assert problems("--weight-decay", "0.1") == [
-        "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; give it"
+        "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; pass it"
     ]
 
 

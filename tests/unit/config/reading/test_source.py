@@ -130,7 +130,7 @@ def test_a_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
         ConfigError, match=r"ds_zer2\.json: there is no such file; did you mean .*ds_zero2\.json"
     ):
         read(tmp_path / "ds_zer2.json")
-    with pytest.raises(ConfigError, match="there is no such file; give the path"):
+    with pytest.raises(ConfigError, match="there is no such file; pass the path"):
         read("nowhere/at/all.json")
     with pytest.raises(ConfigError, match="there is no such file|cannot be read"):
         read("x" * 5000)

@@ -90,6 +90,6 @@ def test_deepspeed_rounds_down_where_this_refuses() -> None:
 @pytest.mark.parametrize("accumulation", [None, 4])
 def test_none_given_says_which_to_give(accumulation: int | None) -> None:
     with pytest.raises(
-        ConfigError, match=r"neither it nor train_batch_size is given.*give one of the two"
+        ConfigError, match=r"neither it nor train_batch_size is given.*set one of the two"
     ):
         solve_batch(None, None, accumulation, 2)

@@ -20,7 +20,7 @@ def stage(blocks, *, halves=False, differentiable=True):
     """Blocks alike; between the halves of a backward each holds 7 more."""
     modes = {
         mode: StageMode(
-            kept=(kept,) * blocks,
+            saved=(kept,) * blocks,
             outside=10,
             head=0,
             returning=(KEPT["none"] - kept,) * blocks,

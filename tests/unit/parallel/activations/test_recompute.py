@@ -53,7 +53,7 @@ def test_every():
 def test_the_account_by_hand():
     rank = rank_of(3, kept=KEPT, flops=FLOPS)
     (found,) = rank.stages
-    assert found.kept(("full", "none", "selective")) == 3 + 4 + 100 + 30
+    assert found.saved(("full", "none", "selective")) == 3 + 4 + 100 + 30
     assert found.returning(("full", "none", "selective")) == 96
     assert found.returning(("none",) * 3) == 0
     assert rank.most(("full",) * 3) == 3 + 12 + 11 + 96

@@ -11,7 +11,7 @@ from plait.parallel.context.kinds import SequenceLayout
 def test_what_is_cut_comes_back(ranks, length, zigzag):
     whole = torch.arange(2 * length * 3).view(2, length, 3)
     layouts = [SequenceLayout(ranks, rank, zigzag) for rank in range(ranks)]
-    parts = [layout.cut(whole, dim=1, fill=-100) for layout in layouts]
+    parts = [layout.shard(whole, dim=1, fill=-100) for layout in layouts]
     padded = layouts[0].padded(length)
     assert {part.shape[1] for part in parts} == {
         padded // ranks

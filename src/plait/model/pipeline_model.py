@@ -69,7 +69,7 @@ class _FunctionLayer(nn.Module):
         return self.function(value)
 
 
-class PipelineModule(nn.Module):
+class PipelineModel(nn.Module):
     """Chain of layers that can be split into pipeline stages.
 
     The configuration defines the number of stages and their first layers.

@@ -13,7 +13,7 @@ def test_all_named_attributes_are_tied():
         for _ in range(2)
     ]
     first, second = (
-        layer for layer in plait.PipelineModule(specs).modules() if isinstance(layer, nn.Linear)
+        layer for layer in plait.PipelineModel(specs).modules() if isinstance(layer, nn.Linear)
     )
     assert first is not second
     assert first.weight is second.weight and first.bias is second.bias
@@ -21,7 +21,7 @@ def test_all_named_attributes_are_tied():
         plait.TiedLayerSpec("once", nn.Linear, 4, 4, tied_weight_attr="weight") for _ in range(2)
     ]
     first, second = (
-        layer for layer in plait.PipelineModule(alone).modules() if isinstance(layer, nn.Linear)
+        layer for layer in plait.PipelineModel(alone).modules() if isinstance(layer, nn.Linear)
     )
     assert first.weight is second.weight and first.bias is not second.bias
 
@@ -29,4 +29,4 @@ def test_all_named_attributes_are_tied():
 def test_tied_ones_have_one_shape():
     specs = [plait.TiedLayerSpec("twice", nn.Linear, 4, width) for width in (4, 5)]
     with pytest.raises(ModelError, match="'twice': weight has the shapes"):
-        plait.PipelineModule(specs)
+        plait.PipelineModel(specs)
