@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait._torch.tensors import local_tensor
@@ -61,7 +62,7 @@ class StandIn:
         """Gradients of zeros and the writes to them, allocated once per parameter."""
 
     @property
-    def shards(self) -> list[torch.Tensor]:
+    def shards(self) -> list[nn.Parameter]:
         """Sharded parameters of the group."""
         return [p.sharded_param for p in self.group.fsdp_params]
 
@@ -113,7 +114,7 @@ class StandIn:
         changes = [observed.change() for observed in self._observed]
         for change in ("dropped", "zeroed", "written"):
             if change in changes:
-                return change  # type: ignore[return-value]
+                return change
         return "none"
 
     def remove(self) -> None:

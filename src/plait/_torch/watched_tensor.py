@@ -41,8 +41,8 @@ class WatchedTensor(torch.Tensor):
             return torch.Tensor._make_subclass(torch.Tensor, self)
 
     # torch refuses these conversions for a subclass.
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return self._plain().__repr__(tensor_contents=tensor_contents)
+    def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
+        return repr(self._plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self._plain().__deepcopy__(memo)
@@ -59,7 +59,7 @@ class WatchedTensor(torch.Tensor):
         return self._plain().tolist()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
