@@ -231,17 +231,6 @@ def weighted_backward(before: bool) -> bool:
     return True
 
 
-def penalised(first: bool) -> bool:
-    model = plain()
-    plait.parallelize(model, settings(2, 1, 1, 1))
-    penalty = model.head.weight.square().sum() if first else None
-    total, weight = LOSS(model(batch()["input_ids"]), batch())
-    if penalty is None:
-        penalty = model.head.weight.square().sum()
-    (total / weight + penalty).backward()
-    return model.head.weight.grad is not None
-
-
 def copied(before: bool) -> bool:
     model = plain()
     reference = copy.deepcopy(model) if before else None
@@ -315,11 +304,6 @@ DATA_PARALLEL = (
         ("backward(weight=...) divides", "divide the loss before"),
         lambda: weighted_backward(False),
         lambda: weighted_backward(True),
-    ),
-    Case(
-        ("is read by the loss itself", "read it after the model was called"),
-        lambda: penalised(True),
-        lambda: penalised(False),
     ),
     Case(
         ("copy.deepcopy of PlainModel", "copy the model before plait.initialize"),
