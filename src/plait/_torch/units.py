@@ -119,14 +119,8 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 
 def has_unreduced(model: nn.Module) -> bool:
     """Return whether a unit has gradients of micro-batches that are not reduced over all ranks."""
-    return any(is_unreduced(group) for group in all_parameter_groups(model))
-
-
-def is_unreduced(group: Any) -> bool:
-    """Return whether a parameter group has gradients that are not reduced over all ranks."""
-    return group._partial_reduce_output is not None or any(
-        unsharded_gradients(p) for p in group.fsdp_params
-    )
+    has_partial = any(g._partial_reduce_output is not None for g in all_parameter_groups(model))
+    return has_partial or any(_unsharded_gradients(p) for p in _gathered(model))
 
 
 def drop_gradients(model: nn.Module) -> None:
@@ -134,19 +128,13 @@ def drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     for group in all_parameter_groups(model):
-        drop_unreduced(group)
+        group._partial_reduce_output = None
         for p in group.fsdp_params:
             p.sharded_param.grad = None
-
-
-def drop_unreduced(group: Any) -> None:
-    """Drop the gradients of a parameter group that are not reduced over all ranks."""
-    group._partial_reduce_output = None
-    for p in group.fsdp_params:
-        if _HAS_SEPARATE_SUM:
-            p.unsharded_accumulated_grad = None
-        if hasattr(p, "_unsharded_param"):
-            p._unsharded_param.grad = None
+            if _HAS_SEPARATE_SUM:
+                p.unsharded_accumulated_grad = None
+            if hasattr(p, "_unsharded_param"):
+                p._unsharded_param.grad = None
 
 
 def _gathered(model: nn.Module) -> list[Any]:
@@ -158,15 +146,12 @@ def _gathered(model: nn.Module) -> list[Any]:
     return gathered
 
 
-def unsharded_gradients(p: Any) -> list[torch.Tensor]:
+def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
     """Return the unreduced gradients in torch's record of a parameter."""
-    if not hasattr(p, "_unsharded_param"):
-        return []
     gradients = [p._unsharded_param.grad]
     if _HAS_SEPARATE_SUM:
         gradients.append(p.unsharded_accumulated_grad)
-    # See `stand_ins.StandIn`.
-    return [g for g in gradients if g is not None and not getattr(g, "is_stand_in", False)]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @contextmanager
@@ -206,7 +191,7 @@ def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def unsharded_gradient_bytes(model: nn.Module) -> int:
     """Return the bytes of unreduced gradients, which exist between micro-batches."""
-    grads = [grad for p in _gathered(model) for grad in unsharded_gradients(p)]
+    grads = [grad for p in _gathered(model) for grad in _unsharded_gradients(p)]
     return sum(local_tensor(grad).untyped_storage().nbytes() for grad in grads)
 
 
@@ -274,7 +259,7 @@ def _complete_gradients(parameters: Iterable[Any]) -> None:
     trainable = [p for p in gathered if p._unsharded_param.requires_grad]
     has_sum = any(p.unsharded_accumulated_grad is not None for p in trainable)
     for p in trainable:
-        if not unsharded_gradients(p):
+        if not _unsharded_gradients(p):
             p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
         if has_sum and p.unsharded_accumulated_grad is None:
             p.to_accumulated_grad_if_needed()

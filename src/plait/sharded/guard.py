@@ -30,7 +30,6 @@ from plait.comm.hang import BACKWARD
 from plait.comm.watch import WATCH
 from plait.errors import InputError, warn
 from plait.names import listed_names
-from plait.parallel.data.unreduced import UnreducedGradients
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.parts import Parts
 from plait.sharded.alike import bits_of
@@ -169,17 +168,6 @@ class Guard(StepHook):
         self.backwards = 0
         self.reduced = False
 
-    def has_unreduced(self) -> bool:
-        """Return True if the step has gradients that are not reduced yet.
-
-        Raises:
-            InputError: The caller has changed such a gradient.
-        """
-        unreduced = self._parts.hooks.find(UnreducedGradients)
-        if unreduced is not None:
-            unreduced.check()
-        return has_unreduced(self._parts.model)
-
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise InputError if an optimizer step would use missing or unreduced gradients.
 
@@ -196,7 +184,7 @@ class Guard(StepHook):
                 " make: loss.backward() does not divide by the number of micro-batches and ranks;"
                 f" call {self._variable}.backward(loss)"
             )
-        if self.has_unreduced():
+        if has_unreduced(self._parts.model):
             self._refuse_unreduced_gradients()
         self.backwards = 0
 

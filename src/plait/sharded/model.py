@@ -230,17 +230,7 @@ class ShardedModel:
         """Return the global norm of the gradients: 0-dimensional, float64. Collective.
 
         Each element counts once on every layout.
-
-        Raises:
-            InputError: The call is between the micro-batches of a step, whose gradients are not
-                reduced yet.
         """
-        if self.guard.has_unreduced():
-            raise InputError(
-                "the norm of gradients was requested between the micro-batches of a step, whose"
-                " gradients are not reduced yet; request it after the backward of the step's last"
-                " micro-batch"
-            )
         grads = [
             p.grad
             for p in self.model.parameters()

@@ -36,7 +36,7 @@ from plait.model.experts import enables_balance_loss
 from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.optimizer import step_by_placement
-from plait.parallel.data.unreduced import UnreducedGradients
+from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.parts import Parts
@@ -211,7 +211,7 @@ class ParallelModel(ShardedModel):
             before: Parameters of the model before it was sharded.
         """
         self.why_called = reason_for_step(config)
-        self._watch = StepWatch(parts, before, why_called=self.why_called)
+        self._watch = StepWatch(parts.model, before, parts.reducer, why_called=self.why_called)
         self.steps = 0
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
         parts = parts.with_hooks(self._watch)
@@ -235,9 +235,9 @@ class ParallelModel(ShardedModel):
 
         The forward and backward of every micro-batch but the last go inside; the last goes outside.
         Where the ZeRO stage allows it, nothing is communicated inside. An exception inside ends the
-        step and drops its gradients. So does `zero_grad()` between two micro-batches. Gradients
-        cannot be read or clipped there if they are not reduced yet: one parameter of each unit has
-        a gradient of zeros, and the others have None.
+        step and drops its gradients, also those that no optimizer sees yet. At ZeRO 1 and 2
+        `optimizer.zero_grad()` drops only reduced gradients, as with torch's `fully_shard`. A loop
+        that gives up a step after a micro-batch inside has to raise an exception inside.
         """
         self.before_microbatch(last=False)
         try:
@@ -409,24 +409,21 @@ class StepWatch(StepHook):
     It ends when the model is deleted or passed to another engine.
 
     Args:
-        parts: The sharded model and its step hooks.
+        model: The sharded model.
         before: Parameters of the model before it was sharded.
+        reducer: Reducer of the model's gradients, if there is one.
         why_called: The reason why a step has to be `ParallelModel.step`, or None.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        model: nn.Module,
         before: list[nn.Parameter],
+        reducer: Reducer | None,
         *,
         why_called: str | None = None,
     ) -> None:
-        model = parts.model
-        reducer = parts.reducer
         self._reducer = reducer
-        unreduced = parts.hooks.find(UnreducedGradients)
-        # torch holds this watch for the rest of the process, and the hook holds the model.
-        self._unreduced = weakref.ref(unreduced) if unreduced is not None else None
         self._why_called = why_called
         self.in_handle_step = False
         """True while `ParallelModel.step` runs."""
@@ -476,9 +473,6 @@ class StepWatch(StepHook):
                 " complete; call it after the backward, or use plait.initialize with"
                 " parallel.optimizer_in_backward = true"
             )
-        unreduced_gradients = self._unreduced() if self._unreduced is not None else None
-        if unreduced_gradients is not None:
-            unreduced_gradients.check()
         updated = [
             parameter
             for group in optimizer.param_groups

@@ -13,7 +13,7 @@ compares the order of the units' collectives between ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import or_
@@ -123,19 +123,6 @@ class UnusedTracker(StepHook):
         """Clear the record of the parameters that the step has used so far."""
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
-
-    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clear the record of the parameters that have no gradient any more.
-
-        Args:
-            parameters: Shards whose gradients the caller has dropped in the middle of a step.
-        """
-        for parameter in parameters:
-            if parameter.grad is None and parameter in self._index:
-                index = self._index[parameter]
-                self._used[index] = False
-                if self._had_gradient is not None:
-                    self._had_gradient[index] = False
 
     def on_error(self, lost: FailureScope) -> None:
         """Forget the collectives of a failed pass, which may differ between ranks."""

@@ -66,7 +66,6 @@ from plait.parallel.accounting.ledger import (
 )
 from plait.parallel.data.buffers import ChangingBuffers
 from plait.parallel.data.reducer import Reducer, partition
-from plait.parallel.data.unreduced import UnreducedGradients
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import FailureScope, StepHook
 from plait.parallel.parts import Parts, Plans
@@ -230,18 +229,15 @@ class DataParallel(CollectiveSettings):
             scalars = _scalar_reducer(parts, group, mesh, track_unused=self.unused_parameters)
             if scalars is not None:
                 hooks.append(_attach_reducer(scalars, mean=mean))
-            tracker = None
             if self.unused_parameters and group is not None:
                 # After `_place_in_shared_memory`, which replaces the all-gather of the units. The
                 # order must wrap the replacement.
                 order = _unit_order(self, parts, mesh)
-                tracker = UnusedTracker(
-                    model, group, device=mesh.device, order=order, finishes_backward=mean
+                hooks.append(
+                    UnusedTracker(
+                        model, group, device=mesh.device, order=order, finishes_backward=mean
+                    )
                 )
-                hooks.append(tracker)
-            # A pipeline runs all micro-batches of a step in one call.
-            if mesh.layout.pp == 1 and not is_fake():
-                hooks.append(UnreducedGradients(model, tracker))
 
             # Shards in shared memory are read in place, so writes to them are not lost.
             reads_in_place = collectives is not None and collectives.parameter_host is not None
