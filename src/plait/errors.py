@@ -101,10 +101,6 @@ class InputError(PlaitError):
     exit_code = 2
 
 
-class TooLongError(InputError):
-    """Request with more tokens than the model or the memory has room for."""
-
-
 class ModelError(PlaitError):
     """Model to which the requested configuration cannot be applied."""
 

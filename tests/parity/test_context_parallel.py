@@ -72,6 +72,7 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...
             .logits.detach()
             .clone()
         )
+        engine.train_batch({"input_ids": ids, "labels": ids})  # compares what ranks share
         with count_traffic() as traffic:
             engine.train_batch({"input_ids": ids, "labels": ids})
         calls: tuple[Any, ...] = (

@@ -106,7 +106,7 @@ def test_dtypes_on_the_wire(pool: Pool) -> None:
         (told, torch.float32),
         (added_up, torch.float32),
     ):
-        dtypes = pool.run(2, run, config, None, 1)[0]["dtypes"]
+        dtypes = pool.run(2, run, config, None, 2)[0]["dtypes"]
         assert dtypes["all_gather"] == {torch.bfloat16}
         assert dtypes["reduce_scatter"] == {reduced}
 

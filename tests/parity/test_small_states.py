@@ -30,7 +30,7 @@ STEPS, WIDTH = 200, 128
 
 
 @cache
-def reference(states: str, micro_batches: int, layers: int | None = None, steps: int = 3) -> Trace:
+def reference(states: str, micro_batches: int, layers: int | None = None, steps: int = 2) -> Trace:
     """One plain process on the whole batch."""
     model = materialised("wide", tied=True) if layers is None else pipeline_model(layers)
     return plain_trace(

@@ -15,5 +15,5 @@ def test_sizes() -> None:
     }  # fmt: skip
     assert {text: parse_bytes(text, "--cpu-budget") for text in sizes} == sizes
     for text in ("", "GiB", "-1GiB", "0", "0.4", "2 G i B", "1e9", "2PiB", "nan"):
-        with pytest.raises(InputError, match="--cpu-budget .*: give a size such as 2GiB"):
+        with pytest.raises(InputError, match="--cpu-budget .*: pass a size such as 2GiB"):
             parse_bytes(text, "--cpu-budget")

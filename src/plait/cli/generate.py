@@ -36,7 +36,7 @@ from plait.cli.options import (
 )
 from plait.cli.terminal import close_stdout, exit_on_signals, progress_bar
 from plait.cluster.topology import place
-from plait.errors import InputError, TooLongError
+from plait.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -537,29 +537,36 @@ def _chat(
     """Chat with the user until an empty line.
 
     A model without a chat template continues each line without the earlier turns. A line that is
-    too long is refused and is not part of the conversation.
+    refused, for example because it is too long, is not part of the conversation.
+
+    Raises:
+        InputError: All lines were refused.
     """
     from plait.cluster.small_messages import broadcast_object
 
     turns: list[dict[str, str]] = []
     has_template = getattr(tokenizer, "chat_template", None) is not None
     several = arguments.processes > 1
+    refusal: InputError | None = None
     for line in chat_lines(is_first, several=several):
         text = broadcast_object(line) if several else line
         if text is None:
             continue
         if not text:
-            return
+            break
         turns.append({"role": "user", "content": text})
         prompt = list(turns) if has_template else text
         try:
             answer = _answer(arguments, sharded, tokenizer, prompt, prints=is_first)
-        except TooLongError as error:
+        except InputError as error:
+            refusal = error
             turns.pop()
             if is_first:
                 print(f"the line of {len(text):,} characters: {error}", file=sys.stderr)
             continue
         turns.append({"role": "assistant", "content": answer})
+    if refusal is not None and not turns:
+        raise refusal
 
 
 Answer = Callable[["ShardedModel", list[Any], int | None], "list[Generation]"]

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.operators import TorchFunctionMode
 from plait._torch.units import sharded_modules, sharded_parameters
 from plait.cluster.host_memory import free_host_bytes
-from plait.errors import PlaitError, TooLongError, first_line
+from plait.errors import InputError, PlaitError, first_line
 from plait.model.adapters import without_wrapper
 from plait.model.blocks import find_blocks
 from plait.model.facts import largest_of_layers, model_facts, sizes_of_layers
@@ -297,7 +297,7 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
 def check_cache(
     needed: int, free: int | None, requests: int, tokens: int, *, where: str = "on this rank"
 ) -> None:
-    """Raise TooLongError if keys and values do not fit into memory.
+    """Raise InputError if keys and values do not fit into memory.
 
     Args:
         needed: Size of the keys and values in bytes.
@@ -307,7 +307,7 @@ def check_cache(
         where: Place of the memory, for the message.
     """
     if free is not None and needed > free:
-        raise TooLongError(
+        raise InputError(
             f"the KV cache of {requests} requests of up to {tokens:,} tokens takes"
             f" {format_bytes(needed)} {where}, and {format_bytes(free)} are free; ask for fewer new"
             " tokens (max_new_tokens), or fewer requests at once (batch_size)"
@@ -321,7 +321,7 @@ def check_positions(
     content: str = "its prompt and max_new_tokens",
     remedy: str = "ask for fewer new tokens, or shorten the prompt",
 ) -> None:
-    """Raise TooLongError if a request may get longer than the model's positions.
+    """Raise InputError if a request may get longer than the model's positions.
 
     Args:
         config: Configuration of the model, or None.
@@ -337,7 +337,7 @@ def check_positions(
     # Dynamic frequencies follow the length of the input.
     grows = any("dynamic" in str(kind) for kind in _rope_types(rope))
     if isinstance(positions, int) and longest > positions and not grows:
-        raise TooLongError(
+        raise InputError(
             f"the longest request may have {longest:,} tokens ({content}), and the model's"
             f" positions end at {positions:,} (max_position_embeddings); {remedy}"
         )

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import UNVERSIONED_BUFFERS, direct_attributes, direct_buffers
 from plait._torch.tensors import local_tensor, version_of
 from plait.cluster.mesh import Mesh
-from plait.cluster.process_groups import is_fake
 from plait.cluster.small_messages import all_gather_objects
 from plait.errors import warn
 from plait.names import listed_names
@@ -49,9 +47,7 @@ class SharedState(StepHook):
         self._own_loop = own_loop
         self._sequence_parallel = sequence_parallel
         self._before: dict[str, _Entry] | None = None
-        self._handle: RemovableHandle | None = None
-        if mesh.layout.tp * mesh.layout.cp > 1 and not is_fake():
-            self._handle = model.register_forward_pre_hook(self._before_forward)
+        self._handle = model.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         # A copy of the model has a copy of the hook.
@@ -71,9 +67,7 @@ class SharedState(StepHook):
 
     def release(self) -> None:
         """Remove the hook from the model."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
+        self._handle.remove()
         self._before = None
 
     def _compare(self, model: nn.Module) -> None:

@@ -244,17 +244,16 @@ class DataParallel(CollectiveSettings):
             if not reads_in_place and not is_fake():
                 hooks.append(LostWrites(model, in_forward=mean))
 
-        # Its hook compares what ranks have before the hook of `buffers` makes it equal.
-        state = SharedState(
-            model,
-            mesh,
-            own_loop=mean,
-            sequence_parallel=parts.region is not None and parts.region.sequence_parallel,
-        )
+        if mesh.layout.tp * mesh.layout.cp > 1 and not is_fake():
+            # It compares what ranks have before the hook of `buffers` makes it equal.
+            is_sequence_split = parts.region is not None and parts.region.sequence_parallel
+            hooks.append(
+                SharedState(model, mesh, own_loop=mean, sequence_parallel=is_sequence_split)
+            )
         buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)
-        return [*hooks, state, buffers]
+        return [*hooks, buffers]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Add the bytes and the traffic of Note [ZeRO stages], exact to the padding."""

@@ -178,11 +178,10 @@ class TestReporter:
         assert "signal 9 SIGKILL (out of memory?)" in lines[0]
 
     def test_a_rank_that_ignored_sigterm_was_stopped(
-        self, lines: list[str], files: dict[int, Path]
+        self, lines: list[str], reporter: Reporter
     ) -> None:
         """The launcher kills it after a while."""
-        with self._reporter(lines, files) as reporter:
-            cause = reporter.report_attempt({0: -9, 1: 7, 2: -9}, 99, running=[0])
+        cause = reporter.report_attempt({0: -9, 1: 7, 2: -9}, 99, running=[0])
         assert cause.rank != 0
         assert "plait: rank 0 was stopped" in lines
         assert any(
