@@ -46,17 +46,17 @@ QUICK = cases_of("""
     mixtral tp2 ep2 balance z0.01 sequence full
     mixtral balance global z0.01 dp2
     mixtral zero1 ep2 dp2 one balance states
+    mixtral zero1 pp2 balance full
+    mixtral ep2 balance dp4
+    deepseek_v3 zero3 ep2 dp2 rate0.01
 """)
 MORE = cases_of("""
     mixtral zero3 balance dp2 one chunk7
-    mixtral zero1 pp2 balance full
     qwen3_moe pp2 balance unmasked gpipe
     deepseek_v3 zero3 dp2 rate0.01 full
     deepseek_v3 pp2 rate0.01 selective
     gpt_oss dp2 balance unused selective
-    mixtral ep2 balance dp4
     qwen3_moe zero1 ep2 balance dp2 unused unmasked full
-    deepseek_v3 zero3 ep2 dp2 rate0.01
     gpt_oss zero2 ep2 dp2 one selective
     mixtral zero1 pp2 ep2 balance dp2 full
     mixtral cp2 ep2 balance ring full
