@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import plait
-from benchmarks.common.side_by_side import RANKS, Step, run
+from benchmarks.common.side_by_side import RANKS, Step, plait_step, run, sum_over_ranks
 
 KINDS = ("ulysses", "all-gather-kv", "ring")
 FIELDS = {
@@ -90,40 +89,22 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
             logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
         ) / (ids.shape[1] - 1)
         loss.backward()
-        gradients = [p.grad for p in made.parameters() if p.grad is not None]
-        flat = torch.cat(
-            [*(gradient.reshape(-1) for gradient in gradients), loss.detach().reshape(1)]
-        )
-        dist.all_reduce(flat)
-        for gradient, total in zip(
-            gradients, flat[:-1].split([gradient.numel() for gradient in gradients]), strict=True
-        ):
-            gradient.copy_(total.view_as(gradient))
+        total = loss.detach()
+        sum_over_ranks([*(p.grad for p in made.parameters() if p.grad is not None), total])
         torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(flat[-1])
+        return float(total)
 
     return step
-
-
-def by_plait(kind: str, ids: torch.Tensor) -> Step:
-    """A step of Plait."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "parallel": {"cp": RANKS, "context": kind},
-    }
-    engine = plait.initialize(model(), config, loss_fn=plait.causal_lm_loss)
-    return lambda: float(engine.train_batch({"input_ids": ids, "labels": ids}))
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
     """Return the steps of all ways on a rank."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
-    return {"torch by hand": by_hand(rank, ids), **{kind: by_plait(kind, ids) for kind in KINDS}}
+    ours = {kind: plait_step(model(), ids, {"cp": RANKS, "context": kind}) for kind in KINDS}
+    return {"torch by hand": by_hand(rank, ids), **ours}
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import plait
-from benchmarks.common.side_by_side import RANKS, Step, run
+from benchmarks.common.side_by_side import RANKS, Step, plait_step, run, sum_over_ranks
 
 EXPERTS, TOP_K = 8, 2
 HERE = EXPERTS // RANKS
@@ -117,12 +116,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
         loss.backward()
         gradients = [parameter.grad for parameter in shared if parameter.grad is not None]
         own = [parameter.grad for parameter in split if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        for gradient, total in zip(
-            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
-        ):
-            gradient.copy_(total.view_as(gradient))
+        sum_over_ranks(gradients)
         sums = torch.stack([torch.nn.utils.get_total_norm(own).square(), loss.detach()])
         dist.all_reduce(sums)
         norm = (sums[0] + torch.nn.utils.get_total_norm(gradients).square()).sqrt()
@@ -134,23 +128,11 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
     return step
 
 
-def by_plait(kind: str, ids: torch.Tensor) -> Step:
-    """A step of Plait."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "parallel": {"ep": RANKS},
-    }
-    engine = plait.initialize(model(kind), config, loss_fn=plait.causal_lm_loss)
-    return lambda: float(engine.train_batch({"input_ids": ids, "labels": ids}))
-
-
 def steps(rank: int, tokens: int) -> dict[str, Step]:
     """Return the steps of all ways on a rank."""
     generator = torch.Generator().manual_seed(2 + rank)
     ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
-    ours = {f"plait, {kind}": by_plait(kind, ids) for kind in KINDS}
+    ours = {f"plait, {kind}": plait_step(model(kind), ids, {"ep": RANKS}) for kind in KINDS}
     return {"torch by hand": by_hand(rank, ids), **ours}
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
+import plait
 from benchmarks.common.command import command
 from benchmarks.common.report import store
 from benchmarks.common.workers import free_port
@@ -24,6 +27,26 @@ Step = Callable[[], float]
 """One training step on this rank. Returns the loss."""
 MakeSteps = Callable[[int, int], Mapping[str, Step]]
 """Takes the rank and the number of tokens. The first of its steps is the baseline."""
+
+
+def plait_step(model: nn.Module, ids: torch.Tensor, parallel: Mapping[str, Any]) -> Step:
+    """Return a step of Plait with AdamW on one micro-batch."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "parallel": parallel,
+    }
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    return lambda: float(engine.train_batch({"input_ids": ids, "labels": ids}))
+
+
+def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
+    """Sum tensors in place over the ranks, with one all-reduce."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))
 
 
 def run(name: str, description: str | None, make_steps: MakeSteps, *, tokens: int) -> None:

@@ -13,8 +13,7 @@ DROPOUTS = nn.modules.dropout._DropoutNd
 Tensors = dict[str, torch.Tensor | None]
 Children = dict[str, nn.Module | None]
 HookKind = Literal["forward_pre", "forward", "backward_pre", "backward"]
-UNVERSIONED_BUFFERS = ("running_mean", "running_var")
-"""Buffers that torch's batch_norm writes in training without increasing their version."""
+_STATISTICS = ("running_mean", "running_var")
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -29,6 +28,14 @@ def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def direct_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dictionary in which a module stores its buffers, without those of children."""
     return module._buffers
+
+
+def is_unversioned(module: nn.Module, buffer: str) -> bool:
+    """Return whether a forward may write a buffer of a module without increasing its version.
+
+    torch's batch_norm does so with its statistics in training.
+    """
+    return buffer in _STATISTICS and module.training
 
 
 def direct_attributes(module: nn.Module) -> dict[str, Any]:

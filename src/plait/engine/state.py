@@ -536,7 +536,6 @@ def _load_hooks(
     """
     saved: dict[str, torch.Tensor] = {}
     if zero_stage == engine.config.data_parallel.stage:
-        saved = {}
         for name, tensor in rank_state.items():
             if name.startswith(_HOOKS):
                 saved[name.removeprefix(_HOOKS)] = tensor

@@ -620,7 +620,8 @@ class TrainerMixin(CheckpointMixin):
                 with engine.sharded.guard.running("forward"):
                     return evaluate(model, inputs)
 
-            prepared = engine.sharded.prepare_batch(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+            inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+            prepared = engine.sharded.prepare_batch(inputs)
             output = self._run_with_forward(
                 lambda staged, micro_batch: evaluate(staged, dict(micro_batch)),
                 lambda: engine.sharded.output(prepared),

@@ -92,9 +92,9 @@ def generate(
         on_token: Function that is called as `on_token(request, token)` on the ranks that have the
             request.
         settings: Transformers' settings (`max_new_tokens`, `temperature`, `top_k`, `eos_token_id`,
-            `stop_strings`, ...), see `inference.generation_settings`. One is Plait's own:
-            `offload_cache=True` keeps keys and values in pinned host memory. Those of a layer are
-            copied to the GPU while the previous layer computes.
+            `stop_strings`, ...), see `inference.generation_settings`. Transformers has no
+            `offload_cache=True`, which keeps keys and values in pinned host memory. Those of a
+            layer are copied to the GPU while the previous layer computes.
 
     Returns:
         The results, in the order of the prompts.

@@ -96,7 +96,7 @@ class GenerationSettings:
     """Texts of which each ends a request. They stay in its text."""
     use_cache: bool = True
     offload_cache: bool = False
-    """Whether keys and values are in pinned host memory. This setting is Plait's own."""
+    """If True, keys and values are kept in pinned host memory. Transformers has no such setting."""
 
     def new_tokens(self, prompt: int) -> int:
         """Return how many tokens may be added to a prompt of `prompt` tokens."""

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait._torch.modules import direct_buffers
+from plait._torch.modules import direct_attributes, direct_buffers
 from plait._torch.operators import (
     TorchDispatchMode,
     refusing_triton_kernels,
@@ -50,10 +50,6 @@ from plait.model.without_values import Shapes, run_without_values, tensors_of
 Setting = bool | int | float | str | None
 SettingName = tuple[str, str]
 """Name of a module and of its attribute: `("", "skip_blocks")` or `("", "config.layerdrop")`."""
-
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that `nn.Module` itself sets."""
-
 
 MAX_COMPUTED_ELEMENTS = 2**20
 """Largest number of elements of a value that is computed from the batch.
@@ -616,9 +612,7 @@ def outer_settings(modules: Sequence[tuple[str, nn.Module]]) -> dict[SettingName
     """Return numbers, flags and strings that are attributes of modules, or of their `config`."""
     settings: dict[SettingName, Setting] = {}
     for name, module in modules:
-        for attribute, value in vars(module).items():
-            if attribute in _MODULE_ATTRIBUTES:
-                continue
+        for attribute, value in direct_attributes(module).items():
             if _is_setting(value):
                 settings[name, attribute] = value
             elif attribute == "config":

@@ -207,8 +207,10 @@ def _compare_with_single_tokens(
         return _WRONG_INPUT
 
     state.record_changes(snapshot)
-    paths = {submodule: path for path, submodule in module.named_modules()}
-    for owner, name in (*snapshot.tensors, *snapshot.attributes):
+    changed = [*snapshot.tensors, *snapshot.attributes]
+    if changed:
+        owner, name = changed[0]
+        paths = {submodule: path for path, submodule in module.named_modules()}
         return f"a call changes its {f'{paths[owner]}.{name}'.lstrip('.')}"
 
     rows = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch.modules import UNVERSIONED_BUFFERS, direct_attributes, direct_buffers
+from plait._torch.modules import direct_attributes, direct_buffers, is_unversioned
 from plait._torch.tensors import local_tensor, version_of
 from plait.cluster.mesh import Mesh
 from plait.cluster.small_messages import all_gather_objects
@@ -124,8 +124,8 @@ def _state_of(model: nn.Module) -> dict[str, _Entry]:
                 version = version_of(value)
             elif not isinstance(value, bool | int | float):
                 continue
-            is_unversioned = name in UNVERSIONED_BUFFERS and module.training
-            state[f"{owner}.{name}".removeprefix(".")] = _Entry(value, version, is_unversioned)
+            entry = _Entry(value, version, is_unversioned(module, name))
+            state[f"{owner}.{name}".removeprefix(".")] = entry
     return state
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch.modules import UNVERSIONED_BUFFERS, direct_attributes, direct_buffers, is_of_torch
+from plait._torch.modules import direct_attributes, direct_buffers, is_of_torch, is_unversioned
 from plait._torch.tensors import version_of
 from plait.errors import InputError
 
@@ -89,7 +89,7 @@ class BlockState:
                 tensors[module, name] = buffer
         for key, tensor in tensors.items():
             self._versions[key] = (tensor, version_of(tensor))
-            if changing is None or key in changing or _is_unversioned(key):
+            if changing is None or key in changing or is_unversioned(*key):
                 snapshot.tensors[key] = tensor.detach().clone()
         return snapshot
 
@@ -142,7 +142,7 @@ class BlockState:
     def _has_changed(self, key: StateKey) -> bool:
         module, name = key
         tensor, version = self._versions[key]
-        if _is_unversioned(key) or version_of(tensor) != version:
+        if is_unversioned(*key) or version_of(tensor) != version:
             return True
         # The old tensor of an attribute is in the snapshot.
         return name in direct_buffers(module) and direct_buffers(module)[name] is not tensor
@@ -171,11 +171,6 @@ class BlockState:
                 direct_buffers(module)[name] = current_buffer
             for key, value in current.items():
                 _assign(key, value)
-
-
-def _is_unversioned(key: StateKey) -> bool:
-    module, name = key
-    return name in UNVERSIONED_BUFFERS and module.training
 
 
 def _are_same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from plait._torch.modules import UNVERSIONED_BUFFERS, direct_buffers, is_persistent
+from plait._torch.modules import direct_buffers, is_persistent, is_unversioned
 from plait._torch.tensors import version_of
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
@@ -237,8 +237,7 @@ class _WatchedBuffer:
             has_changed = self.persistent
         self.tensor = current
         self.version = version_of(current)
-        is_unversioned = self.leaf in UNVERSIONED_BUFFERS
-        return has_changed or (is_unversioned and self.module.training)
+        return has_changed or is_unversioned(self.module, self.leaf)
 
 
 def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
