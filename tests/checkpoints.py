@@ -1,17 +1,10 @@
 """Checkpoints without tensors, for tests of what is around them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 from plait.checkpoint.format import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer
 from plait.hashing import sha256_of
 
 
-def put(
-    folder: Path, tag: str, metadata: dict[str, Any], *, sequence: int = 1, named: bool = True
-) -> Path:
+def put(folder, tag, metadata, *, sequence=1, named=True):
     """`folder/tag`, the one to go on from if `named`."""
     path = folder / tag
     path.mkdir(parents=True)

@@ -1,11 +1,8 @@
 """Shared fixtures: one pool of workers a session."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,14 +28,14 @@ LONG = frozenset(
 """Cases that only `make proof` runs (tools/long_cases.py)."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Choose how many examples property tests draw. Those that give a number themselves keep it."""
     is_proof = "not proof" not in config.option.markexpr
     settings.load_profile("proof" if is_proof else "test")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Before those that are not asked for are left out."""
     for item in items:
         if item.nodeid in LONG:
@@ -46,12 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _warn_of_unknown_cases(items)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Freeze what was imported and collected."""
     _freeze_objects()
 
 
-def _freeze_objects() -> None:
+def _freeze_objects():
     """Hide all objects that are alive from the garbage collector.
 
     A session has a million of them, and each `gc.collect()` of the package would visit them all.
@@ -60,7 +57,7 @@ def _freeze_objects() -> None:
     gc.freeze()
 
 
-def _warn_of_unknown_cases(items: list[pytest.Item]) -> None:
+def _warn_of_unknown_cases(items):
     """Warn of names in long_cases.txt that no case of a collected function has: they leave nothing out."""
     if not items or any("::" in argument for argument in items[0].config.args):
         return
@@ -75,7 +72,7 @@ def _warn_of_unknown_cases(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _elsewhere(tmp_path_factory):
     """Tests neither see nor touch what a user's runs left here (`runs/`) or at home (measured runs, tokenised text)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("work"))
@@ -84,7 +81,7 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_process_group_stays() -> Iterator[None]:
+def _no_process_group_stays():
     """A module that left one would have the modules after it run in it, and fail or pass by their order."""
     yield
     if dist.is_initialized():
@@ -95,7 +92,7 @@ def _no_process_group_stays() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _late_imports_are_frozen() -> Iterator[None]:
+def _late_imports_are_frozen():
     """Tests import models and compilers, whose objects stay too."""
     yield
     if len(gc.get_objects()) > 100_000:
@@ -103,7 +100,7 @@ def _late_imports_are_frozen() -> Iterator[None]:
 
 
 @pytest.fixture
-def hang_up_ends() -> Iterator[None]:
+def hang_up_ends():
     """As in a terminal: `nohup make test` has SIGHUP ignored, and commands leave it so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -111,7 +108,7 @@ def hang_up_ends() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool():
     """Spawned gloo workers."""
     made = Pool()
     yield made

@@ -6,11 +6,8 @@ Most defects need two settings to meet, few need three, so the part holds every 
 array of strength 2. It is chosen greedily and always alike, so a test's name says whether `make test` runs it: all others are marked proof.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from itertools import combinations
-from typing import Any
 
 import pytest
 
@@ -18,9 +15,7 @@ Features = tuple[Hashable, ...] | frozenset[Hashable]
 """Values by column, or values that say themselves what they are values of."""
 
 
-def chosen(
-    features: Sequence[Features], *, strength: int = 2, costs: Sequence[float] | None = None
-) -> list[int]:
+def chosen(features, *, strength=2, costs=None):
     """Positions of rows that hold every combination of `strength` values, of different columns, that any row holds. `costs` of rows: what
     is new in a row counts by its cost, so that cheap rows come first."""
     price = costs or [1.0] * len(features)
@@ -45,14 +40,7 @@ def chosen(
     return sorted(set(taken) - needless)
 
 
-def cover(
-    cases: Iterable[Any],
-    *,
-    strength: int = 2,
-    features: Callable[..., Features] | None = None,
-    cost: Callable[..., float] | None = None,
-    name: Callable[..., str] | None = None,
-) -> list[Any]:
+def cover(cases, *, strength=2, features=None, cost=None, name=None):
     """All cases as parameters; those that the cover does not need are marked proof.
 
     A case is a tuple of arguments or one argument. `features` tells the values of a case that have to meet (by default its arguments),
@@ -71,9 +59,7 @@ def cover(
     ]
 
 
-def proof_after(
-    count: int, cases: Iterable[Any], *, name: Callable[..., str] | None = None
-) -> list[Any]:
+def proof_after(count, cases, *, name=None):
     """All cases as parameters; those after the first `count` are marked proof. A case is a tuple of arguments or one argument."""
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [

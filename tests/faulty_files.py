@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from plait.checkpoint import places
 from plait.checkpoint.places import Files
@@ -26,15 +24,13 @@ WRITING = (
 class Planted(Files):
     """Calls `happens` with the number of each call, counted from 0, before the call; of a write also when half of it is done."""
 
-    def __init__(
-        self, happens: Callable[[int], None] = lambda _: None, *, reading: bool = False
-    ) -> None:
+    def __init__(self, happens=lambda _: None, *, reading=False):
         """`reading`: reads are counted, and nothing else is; otherwise only what writes."""
         self.calls: list[str] = []
         """`rename .one.tmp`."""
         self._happens, self._reading = happens, reading
 
-    def _call(self, kind: str, name: str, path: Path | None = None) -> None:
+    def _call(self, kind, name, path=None):
         if (kind in WRITING) == self._reading:
             return
         self.calls.append(f"{kind} {name}")
@@ -45,15 +41,15 @@ class Planted(Files):
                 error.filename = str(path)
             raise
 
-    def make_folder(self, path: Path, *, parents: bool = False) -> None:
+    def make_folder(self, path, *, parents=False):
         self._call("make_folder", path.name, path)
         super().make_folder(path, parents=parents)
 
-    def create(self, path: Path) -> IO[bytes]:
+    def create(self, path):
         self._call("create", path.name, path)
         return super().create(path)
 
-    def write(self, stream: IO[bytes], data: bytes | memoryview) -> None:
+    def write(self, stream, data):
         name = Path(stream.name).name
         self._call("write", name)
         super().write(stream, data[: len(data) // 2])
@@ -61,23 +57,23 @@ class Planted(Files):
         self._call("write", f"{name}, half")
         super().write(stream, data[len(data) // 2 :])
 
-    def sync(self, stream: IO[bytes]) -> None:
+    def sync(self, stream):
         self._call("sync", Path(stream.name).name)
         super().sync(stream)
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path):
         self._call("sync_folder", path.name)
         super().sync_folder(path)
 
-    def rename(self, path: Path, target: Path) -> None:
+    def rename(self, path, target):
         self._call("rename", path.name, path)
         super().rename(path, target)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path):
         self._call("unlink", path.name, path)
         super().unlink(path)
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_folder(self, path):
         self._call("remove_folder", path.name, path)
         first = min(path.iterdir(), default=None)
         if first is not None:
@@ -85,32 +81,32 @@ class Planted(Files):
             self._call("remove_folder", f"{path.name}, partly", path)
         super().remove_folder(path)
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path):
         self._call("read", path.name, path)
         return super().read(path)
 
-    def open(self, path: Path) -> IO[bytes]:
+    def open(self, path):
         self._call("open", path.name, path)
         return super().open(path)
 
 
-def failing(number: int, code: int, *, once: bool) -> Callable[[int], None]:
+def failing(number, code, *, once):
     """Call `number` fails with an errno, and those after it unless `once`."""
 
-    def happens(call: int) -> None:
+    def happens(call):
         if call == number or (call > number and not once):
             raise OSError(code, f"planted error {code}")
 
     return happens
 
 
-def slow(seconds: float) -> Callable[[int], None]:
+def slow(seconds):
     """Every call takes so long more."""
     return lambda _: time.sleep(seconds)
 
 
 @contextmanager
-def planted(layer: Files) -> Iterator[None]:
+def planted(layer):
     """In place of this process's."""
     before, places.FILES = places.FILES, layer
     try:

@@ -4,18 +4,14 @@ They take and return what the real kernels do (layouts, paddings, which key the 
 raise where a real kernel would, so that a caller that relies on anything else fails. Scores are in float32, or float64 for float64 inputs.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 
 @contextmanager
-def registered(dispatch_key: str) -> Iterator[None]:
+def registered(dispatch_key):
     """Make the references the kernels of a dispatch key, "CPU" or "CUDA"."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", flash_forward, dispatch_key)
@@ -31,22 +27,22 @@ def registered(dispatch_key: str) -> Iterator[None]:
 
 
 def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
     *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, ...]:
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    **_,
+):
     """[batch, tokens, heads, head_dim]; causal and windows are aligned at the last query and the last key."""
     _check_flash(query, key, value)
     assert cum_seq_q is None and cum_seq_k is None and dropout_p == 0.0 and not return_debug_mask
@@ -67,25 +63,25 @@ def flash_forward(
 
 
 def flash_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: torch.Tensor,
-    unused: torch.Tensor,
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
     *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[torch.Tensor, ...]:
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
     """Gradients with as many heads as their tensors. `logsumexp` [batch, heads, queries] is read without its strides."""
     _check_flash(query, key, value)
     batch, queries, heads, _ = query.shape
@@ -111,16 +107,8 @@ def flash_backward(
 
 
 def efficient_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: torch.Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
     """[batch, heads, tokens, head_dim]; causal is aligned at the first query and the first key."""
     _check_efficient(query, key, value)
     assert attn_bias is None and compute_log_sumexp and dropout_p == 0.0 and scale is not None
@@ -134,21 +122,21 @@ def efficient_forward(
 
 
 def efficient_backward(
-    grad_out_: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: torch.Tensor | None,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
+    grad_out_,
+    query,
+    key,
+    value,
+    attn_bias,
+    out,
+    logsumexp,
+    philox_seed,
+    philox_offset,
+    dropout_p,
+    grad_input_mask,
+    is_causal=False,
     *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+    scale=None,
+):
     """`logsumexp` is padded to a multiple of 32 queries, and `out` is read as if tokens had no gaps."""
     _check_efficient(query, key, value)
     rows = query.shape[2]
@@ -169,7 +157,7 @@ def efficient_backward(
     )
 
 
-def _check_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def _check_flash(query, key, value):
     width = query.shape[3]
     assert width % 8 == 0 and width <= 256, f"head_dim {width}"
     assert (
@@ -178,7 +166,7 @@ def _check_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     assert all(x.stride(3) == 1 for x in (query, key, value))
 
 
-def _check_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def _check_efficient(query, key, value):
     assert query.shape[1] == key.shape[1] == value.shape[1] and query.shape[3] == key.shape[3], (
         query.shape,
         key.shape,
@@ -192,9 +180,7 @@ def _check_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ), (x.shape, x.stride())
 
 
-def _band(
-    query: torch.Tensor, key: torch.Tensor, is_causal: bool, left: int | None, right: int | None
-) -> torch.Tensor:
+def _band(query, key, is_causal, left, right):
     queries, keys = query.shape[1], key.shape[1]
     diagonal = torch.arange(queries, device=query.device)[:, None] + keys - queries
     at = torch.arange(keys, device=query.device)
@@ -208,25 +194,21 @@ def _band(
     return seen
 
 
-def _top_left(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> torch.Tensor:
+def _top_left(query, key, is_causal):
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
     return seen.tril() if is_causal else seen
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _wide(x):
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _scores(query, key, seen, scale):
     repeated = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     return (_wide(query) @ _wide(repeated).transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
 
 
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(query, key, value, seen, scale):
     scores = _scores(query, key, seen, scale)
     log_sum_exp = torch.logsumexp(scores, -1)
     weights = torch.exp(
@@ -236,16 +218,7 @@ def _attention(
     return output.to(query.dtype), log_sum_exp
 
 
-def _attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _attention_backward(grad, query, key, value, output, log_sum_exp, seen, scale):
     groups = query.shape[1] // key.shape[1]
     weights = torch.exp(_scores(query, key, seen, scale) - log_sum_exp.unsqueeze(-1))
     grad, output = _wide(grad), _wide(output)

@@ -22,11 +22,10 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
@@ -75,7 +74,7 @@ class WorkerFailed(AssertionError):
     """A function raised in a worker; the message is its traceback."""
 
 
-def _keep_groups() -> None:
+def _keep_groups():
     """Groups are made once for every layout: making them takes longer than a step, and they hold sockets and threads for ever."""
     from plait.cluster import mesh
 
@@ -87,12 +86,12 @@ def _keep_groups() -> None:
     )
     kept: dict[Any, Any] = {}
 
-    def once(key: Any, made: Callable[[], Any]) -> Any:
+    def once(key, made):
         if key not in kept:
             kept[key] = made()
         return kept[key]
 
-    def stages_group(self: Any, which: Any, *args: Any, **options: Any) -> Any:
+    def stages_group(self, which, *args, **options):
         # By how they are written too: messages to lower stages and the gradients of tied weights have a group each.
         key = ("stages", self.layout, repr(which), args, tuple(options.items()))
         return once(key, lambda: stages(self, which, *args, **options))
@@ -103,8 +102,8 @@ def _keep_groups() -> None:
         (repr(groups), tuple(nodes)), lambda: split(groups, nodes)
     )
 
-    def message_groups(self: Any, count: int) -> Any:
-        def new() -> Any:
+    def message_groups(self, count):
+        def new():
             mesh.Mesh.stages_group = stages  # type: ignore[method-assign]
             try:
                 return messages(self, count)
@@ -126,29 +125,27 @@ class _OneDevice(type):
 
     group = c10d.ProcessGroupGloo
 
-    def __call__(
-        cls, store: dist.Store, rank: int, size: int, *, timeout: timedelta, **_: Any
-    ) -> Any:
+    def __call__(cls, store, rank, size, *, timeout, **_):
         # From torch 2.15 on there is a keyword for groups that change, which tests do not have.
         options = cls.group._Options()
         options._devices = [_gloo_device()]
         options._timeout = timeout
         return cls.group(store, rank, size, options)
 
-    def __instancecheck__(cls, instance: object) -> bool:
+    def __instancecheck__(cls, instance):
         return isinstance(instance, cls.group)
 
 
 @cache
-def _gloo_device() -> Any:
+def _gloo_device():
     return c10d.ProcessGroupGloo.group.create_default_device()
 
 
-def _share_gloo_device() -> None:
+def _share_gloo_device():
     c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {})  # type: ignore[assignment,misc]
 
 
-def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
+def _serve(connection, rank, world_size, port):
     import torch
 
     torch.set_num_threads(1)
@@ -178,7 +175,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
             connection.send((False, traceback.format_exc()))
 
 
-def quick_starts() -> Any:
+def quick_starts():
     """A context of multiprocessing whose processes have everything imported when they start."""
     # MKL's sums otherwise follow the alignment of memory, which is another from run to run; tests compare bits.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
@@ -190,7 +187,7 @@ def quick_starts() -> Any:
 class _Crew:
     """The workers of one world size."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size):
         context = quick_starts()
         self.world_size, self.tasks = world_size, 0
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -205,7 +202,7 @@ class _Crew:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def run(self, function, args, timeout):
         self.tasks += 1
         for connection in self._connections:
             connection.send((function, args))
@@ -232,7 +229,7 @@ class _Crew:
                 results[rank] = value
         return [results[rank] for rank in range(self.world_size)]
 
-    def stop(self, *, kill: bool) -> None:
+    def stop(self, *, kill):
         for process, connection in zip(self._processes, self._connections, strict=True):
             if kill:
                 process.kill()
@@ -249,12 +246,10 @@ class _Crew:
 class Pool:
     """Crews are started when first needed, and anew after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._crews: dict[int, _Crew] = {}
 
-    def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS
-    ) -> list[Any]:
+    def run(self, world_size, function, *args, timeout=SECONDS):
         """Results by rank. `timeout` in seconds for the whole call."""
         crew = self._crews.pop(world_size, None)
         if crew is not None and crew.tasks >= TASKS_OF_A_WORKER:
@@ -271,13 +266,13 @@ class Pool:
             self.discard(world_size)  # the others may wait in a collective for ever
             raise
 
-    def discard(self, world_size: int) -> None:
+    def discard(self, world_size):
         """Kill the workers of one size, whose groups are of no use after a failure."""
         crew = self._crews.pop(world_size, None)
         if crew is not None:
             crew.stop(kill=True)
 
-    def close(self) -> None:
+    def close(self):
         """Stop all workers."""
         for crew in self._crews.values():
             crew.stop(kill=False)

@@ -1,14 +1,9 @@
 """Tables of values whose rows are checked in one test."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import pytest
 
 
-def check_rows(rows: Mapping[str, Any], check: Callable[[Any], None]) -> None:
+def check_rows(rows, check):
     """Call `check` with each row, and fail at the end with the names of all rows for which it failed.
 
     Args:

@@ -1,7 +1,5 @@
 """Files of the project, parsed once per session."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path
@@ -17,12 +15,12 @@ OTHERS = [
 
 
 @cache
-def tree(path: Path) -> ast.Module:
+def tree(path):
     """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 @cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
+def nodes(path):
     """Return all nodes of a file."""
     return tuple(ast.walk(tree(path)))

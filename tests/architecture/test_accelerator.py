@@ -1,11 +1,8 @@
 """Another kind of accelerator is a change of one file: nothing else in the package names this one."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 from tests.architecture.sources import FILES, SOURCE, tree
 
@@ -23,7 +20,7 @@ ELSEWHERE = {
 """File to uses that it needs, and for what."""
 
 
-def uses(module: ast.Module) -> Iterator[str]:
+def uses(module):
     """Names, attributes, arguments and texts of a module that name it. What a docstring or a comment says is prose."""
     prose = {
         id(node.value)
@@ -49,7 +46,7 @@ def uses(module: ast.Module) -> Iterator[str]:
             yield f"line {getattr(node, 'lineno', 0)}: {text}"
 
 
-def test_one_file_names_the_accelerator() -> None:
+def test_one_file_names_the_accelerator():
     """Elsewhere only what a file or a command is written with, counted; take a use away, and lower its count here."""
     found = {
         path.relative_to(SOURCE).as_posix(): named
@@ -68,7 +65,7 @@ def test_one_file_names_the_accelerator() -> None:
     assert not wrong, f"use plait.cluster.accelerator: {wrong}"
 
 
-def test_what_counts() -> None:
+def test_what_counts():
     """A use in code does, prose does not."""
     text = '"""CUDA."""\nx = torch.cuda.is_available()  # CUDA\ny = "cuda:0"'
     assert len(list(uses(ast.parse(text)))) == 2

@@ -1,10 +1,6 @@
 """docs/development/coverage.md says what the results say, and nothing above it."""
 
-from __future__ import annotations
-
 import importlib
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,12 +13,12 @@ JUNIT = """<?xml version="1.0"?><testsuites><testsuite timestamp="2026-01-02T03:
 
 
 @pytest.fixture(scope="module")
-def coverage() -> ModuleType:
+def coverage():
     return importlib.import_module("tools.coverage")
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     (tmp_path / "docs" / "development").mkdir(parents=True)
     (tmp_path / "tests" / "a").mkdir(parents=True)
     (tmp_path / "tests" / "a" / "test_x.py").write_text(
@@ -36,7 +32,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_names_are_pytests(coverage: ModuleType, project: Path) -> None:
+def test_names_are_pytests(coverage, project):
     assert coverage.outcomes(project / "run.xml") == {
         "tests/a/test_x.py::test_one[1-a.b]": "passed",
         "tests/a/test_x.py::test_one[2]": "skipped",
@@ -45,7 +41,7 @@ def test_names_are_pytests(coverage: ModuleType, project: Path) -> None:
     }
 
 
-def test_a_level_passes_only_when_all_its_tests_passed(coverage: ModuleType, project: Path) -> None:
+def test_a_level_passes_only_when_all_its_tests_passed(coverage, project):
     assert coverage.main([str(project / "run.xml")], project) == 0
     first, second = (project / "docs" / "development" / "coverage.md").read_text().splitlines()[-2:]
     assert "1 passed, 1 skipped (2026-01-02" in first
@@ -55,7 +51,7 @@ def test_a_level_passes_only_when_all_its_tests_passed(coverage: ModuleType, pro
     assert coverage.main(["--check"], project) == 0
 
 
-def test_a_later_run_of_other_tests_keeps_the_result(coverage: ModuleType, project: Path) -> None:
+def test_a_later_run_of_other_tests_keeps_the_result(coverage, project):
     coverage.main([str(project / "run.xml")], project)
     (project / "run.xml").write_text('<testsuites><testsuite timestamp="2027"/></testsuites>')
     before = (project / "docs" / "development" / "coverage.md").read_text()
@@ -63,15 +59,13 @@ def test_a_later_run_of_other_tests_keeps_the_result(coverage: ModuleType, proje
     assert (project / "docs" / "development" / "coverage.md").read_text() == before
 
 
-def test_never_run_is_not_passed(coverage: ModuleType, project: Path) -> None:
+def test_never_run_is_not_passed(coverage, project):
     coverage.main([], project)
     first = (project / "docs" / "development" / "coverage.md").read_text().splitlines()[-2]
     assert first.endswith("| never run<br>never run |  |")
 
 
-def test_a_page_that_says_more_is_found(
-    coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_says_more_is_found(coverage, project, capsys):
     coverage.main([], project)
     page = project / "docs" / "development" / "coverage.md"
     page.write_text(page.read_text().replace("never run |  |", "never run | L4 |"))
@@ -79,9 +73,7 @@ def test_a_page_that_says_more_is_found(
     assert "docs/development/coverage.md is not what" in capsys.readouterr().err
 
 
-def test_tests_that_are_gone_are_found(
-    coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tests_that_are_gone_are_found(coverage, project, capsys):
     mission = project / "docs" / "development" / "mission.yaml"
     text = mission.read_text()
     for gone in (
@@ -94,5 +86,5 @@ def test_tests_that_are_gone_are_found(
         assert gone in capsys.readouterr().err
 
 
-def test_this_projects_page_is_up_to_date(coverage: ModuleType) -> None:
+def test_this_projects_page_is_up_to_date(coverage):
     assert coverage.main(["--check"]) == 0, "run `make coverage-docs`"

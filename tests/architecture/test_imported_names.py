@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
 from tests.architecture.sources import OTHERS, ROOT, nodes
 
 PLACES = {"plait": ROOT / "src", "benchmarks": ROOT, "tools": ROOT, "tests": ROOT}
 
 
-def _file(module: str) -> Path | None:
+def _file(module):
     """The file of a module of the project; a folder without one has no names of its own."""
     bare = PLACES[module.split(".")[0]].joinpath(*module.split("."))
     return next(
@@ -21,7 +19,7 @@ def _file(module: str) -> Path | None:
 
 
 @cache
-def _names(path: Path) -> frozenset[str]:
+def _names(path):
     """That a file binds at its top, also in branches there."""
     found: set[str] = set()
     for node in nodes(path):
@@ -34,14 +32,14 @@ def _names(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def _imports(found: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+def _imports(found):
     """Modules of the project and the names that are imported from them."""
     for node in found:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PLACES:
             yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-def _missing(found: Iterable[ast.AST]) -> list[str]:
+def _missing(found):
     missing = []
     for module, name in _imports(found):
         file = _file(module)
@@ -52,13 +50,13 @@ def _missing(found: Iterable[ast.AST]) -> list[str]:
     return missing
 
 
-def test_imported_names_exist() -> None:
+def test_imported_names_exist():
     assert len(OTHERS) > 200
     missing = {str(path.relative_to(ROOT)): _missing(nodes(path)) for path in OTHERS}
     assert not {path: names for path, names in missing.items() if names}
 
 
-def test_no_module_imports_a_test_module() -> None:
+def test_no_module_imports_a_test_module():
     """Or to change a test is to change others, and its file is imported under two names."""
     wrong = [
         f"{path.relative_to(ROOT)}: {module}.{name}"
@@ -70,7 +68,7 @@ def test_no_module_imports_a_test_module() -> None:
     assert not wrong
 
 
-def test_a_name_that_is_gone_is_found() -> None:
+def test_a_name_that_is_gone_is_found():
     text = "from benchmarks.planner_accuracy.published import LAYOUTS, rows\nfrom plait.no_such_module import anything"
     found = list(ast.walk(ast.parse(text)))
     assert _missing(found) == [

@@ -7,7 +7,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +21,15 @@ from torch.distributed.tensor import DTensor
 from tests.architecture.sources import FILES, ROOT, SOURCE, nodes, tree
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return path.relative_to(SOURCE).as_posix()
 
 
-def _at(path: Path, node: ast.AST) -> str:
+def _at(path, node):
     return f"{_name(path)}:{getattr(node, 'lineno', 0)}"
 
 
-def _imports(path: Path) -> Iterator[tuple[ast.AST, str, str]]:
+def _imports(path):
     """(node, module, imported name or "") for every import anywhere in a file."""
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -41,7 +40,7 @@ def _imports(path: Path) -> Iterator[tuple[ast.AST, str, str]]:
                 yield node, node.module or "", alias.name
 
 
-def _dotted(node: ast.AST) -> str:
+def _dotted(node):
     """`a.b.c` of an attribute chain; empty for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -50,7 +49,7 @@ def _dotted(node: ast.AST) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def test_imports_go_down_only_and_in_no_circle() -> None:
+def test_imports_go_down_only_and_in_no_circle():
     tool = Path(sys.executable).with_name("lint-imports")
     if not tool.exists():
         assert importlib.util.find_spec("importlinter") is None, (
@@ -63,7 +62,7 @@ def test_imports_go_down_only_and_in_no_circle() -> None:
     assert done.returncode == 0, done.stdout[done.stdout.find("Contracts") :]
 
 
-def test_nothing_imports_the_root_package_for_its_names() -> None:
+def test_nothing_imports_the_root_package_for_its_names():
     """`from plait import X` with a public name would pull upper layers into lower ones past the layer rule."""
     packages = {path.stem for path in SOURCE.glob("*.py")} | {
         path.name for path in SOURCE.iterdir() if path.is_dir()
@@ -77,7 +76,7 @@ def test_nothing_imports_the_root_package_for_its_names() -> None:
     assert not bad
 
 
-def test_only_topology_and_commands_read_the_environment() -> None:
+def test_only_topology_and_commands_read_the_environment():
     allowed = ("cluster/topology.py", "cli/")
     bad = [
         _at(path, node)
@@ -96,7 +95,7 @@ def test_only_topology_and_commands_read_the_environment() -> None:
 
 
 @cache
-def _hidden_by_torch() -> frozenset[str]:
+def _hidden_by_torch():
     """Names with one underscore of what Plait gets from torch: tensors, modules, parts of `fully_shard`, groups, operators, schedules."""
     from torch._C._distributed_c10d import FakeWork
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
@@ -127,7 +126,7 @@ DOCUMENTED = ("_monitor_workers", "_shutdown")
 BY_NAME = ("getattr", "hasattr", "setattr")
 
 
-def _private_names_of_torch(path: Path) -> Iterator[str]:
+def _private_names_of_torch(path):
     own = {
         node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)
     } - {*DOCUMENTED}
@@ -165,7 +164,7 @@ OPERATORS = ("torch.ops", "_aten")
 """An operator's name may begin with an underscore."""
 
 
-def test_private_names_of_torch_are_only_in_their_package() -> None:
+def test_private_names_of_torch_are_only_in_their_package():
     assert {
         "_parameters",
         "_flatten",
@@ -183,7 +182,7 @@ def test_private_names_of_torch_are_only_in_their_package() -> None:
     assert not bad
 
 
-def test_a_private_name_of_torch_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_name_of_torch_is_found(tmp_path, monkeypatch):
     path = tmp_path / "leak.py"
     path.write_text(
         "from torch.testing._internal import common_utils\nfrom torch.utils import _pytree\nmesh._flatten()\nx.y[0]._local_tensor\n"
@@ -198,7 +197,7 @@ PURE_PACKAGES = ("config", "planner", "model")
 IMPURE_MODULES = ("torch.distributed", "torch.cuda", "socket", "subprocess", "urllib", "requests", "huggingface_hub")  # fmt: skip
 
 
-def test_configuration_planner_and_model_facts_are_pure() -> None:
+def test_configuration_planner_and_model_facts_are_pure():
     """They decide the same on a laptop: no process group, no device, no network."""
     bad = [
         f"{_at(path, node)} imports {module}"
@@ -215,7 +214,7 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-def test_optional_dependencies_are_imported_where_they_are_used() -> None:
+def test_optional_dependencies_are_imported_where_they_are_used():
     """Importing any module of Plait must work with the core dependencies alone. `hf` stands on Transformers, and nothing imports it."""
     bad = []
     for path in FILES:
@@ -237,7 +236,7 @@ def test_optional_dependencies_are_imported_where_they_are_used() -> None:
     assert not bad
 
 
-def _documented(body: list[ast.stmt], owner: str, bases: bool) -> Iterator[tuple[ast.AST, str]]:
+def _documented(body, owner, bases):
     """Public functions and classes without a docstring. A method that may override an inherited one inherits its text."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -255,7 +254,7 @@ def _documented(body: list[ast.stmt], owner: str, bases: bool) -> Iterator[tuple
                 yield node, f"{owner}{node.name}"
 
 
-def test_public_functions_are_documented_and_typed() -> None:
+def test_public_functions_are_documented_and_typed():
     failures = []
     for path in FILES:
         if path.name != "__main__.py" and not ast.get_docstring(tree(path)):
@@ -269,7 +268,7 @@ def test_public_functions_are_documented_and_typed() -> None:
     assert not failures
 
 
-def test_a_file_says_nothing_of_where_it_was_written() -> None:
+def test_a_file_says_nothing_of_where_it_was_written():
     """Absolute paths of a developer's machine have no place in a product."""
     pattern = re.compile(r"/(work|home|root|Users)/[a-z]")
     bad = [

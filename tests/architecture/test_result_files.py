@@ -1,7 +1,5 @@
 """benchmarks/results has the numbers that pages and readers use. Raw measurements stay out of the repository."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from benchmarks.common.report import MOST_BYTES, WIDTH, dumps, rounded
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def test_files_are_small() -> None:
+def test_files_are_small():
     sizes = {
         str(path.relative_to(FOLDER)): path.stat().st_size
         for path in FOLDER.rglob("*")
@@ -22,19 +20,19 @@ def test_files_are_small() -> None:
     )
 
 
-def test_text_is_json() -> None:
+def test_text_is_json():
     table = {"a": {"b": [0.5] * 99}, "c": list(range(99))}
     for value in (1, "a", [], {}, [1, [2, {"a": None}]], table, [[list(range(50))] * 3]):
         assert json.loads(dumps(value)) == value
 
 
-def test_short_values_are_on_one_line() -> None:
+def test_short_values_are_on_one_line():
     lines = dumps({"rows": [{"a": number} for number in range(40)]}).splitlines()
     assert lines[2] == '  {"a": 0},'
     assert all(len(line) <= WIDTH for line in lines)
 
 
-def test_floats_are_rounded() -> None:
+def test_floats_are_rounded():
     assert rounded({"a": [1.23456789, 123456789, "x"], "b": (1e-9 / 3,)}) == {
         "a": [1.2346, 123456789, "x"],
         "b": [3.3333e-10],

@@ -6,7 +6,6 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def tests() -> ModuleType:
+def tests():
     return importlib.import_module("tools.tests")
 
 
-def test_every_test_is_in_one_part(tests: ModuleType) -> None:
+def test_every_test_is_in_one_part(tests):
     """Or has a command of its own."""
     for file in (ROOT / "tests").rglob("test_*.py"):
         assert (
@@ -26,7 +25,7 @@ def test_every_test_is_in_one_part(tests: ModuleType) -> None:
         ), file
 
 
-def is_given(file: Path, arguments: tuple[str, ...]) -> bool:
+def is_given(file, arguments):
     """Whether pytest with these arguments runs `file`."""
     ignored = [
         ROOT / one.removeprefix("--ignore=") for one in arguments if one.startswith("--ignore=")
@@ -36,16 +35,14 @@ def is_given(file: Path, arguments: tuple[str, ...]) -> bool:
     )
 
 
-def test_a_failure_of_any_part_is_one_of_all(tests: ModuleType) -> None:
+def test_a_failure_of_any_part_is_one_of_all(tests):
     for first, second, expected in (
         (0, 0, 0), (0, 1, 1), (1, 0, 1), (5, 0, 0), (0, 5, 0), (5, 5, 5), (5, 1, 1), (2, 5, 2), (-9, 0, 1),
     ):  # fmt: skip
         assert tests.exit_code([first, second]) == expected, (first, second)
 
 
-def test_paths_and_what_needs_a_terminal_are_one_pytest(
-    tests: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_and_what_needs_a_terminal_are_one_pytest(tests, monkeypatch):
     calls: list[list[str]] = []
     monkeypatch.setattr(tests.subprocess, "call", lambda command, **_: calls.append(command) or 0)
     monkeypatch.setattr(tests, "side_by_side", lambda arguments: 7)
@@ -61,7 +58,7 @@ def test_paths_and_what_needs_a_terminal_are_one_pytest(
     )
 
 
-def test_what_is_left_out_is_said(tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_is_said(tests, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (line,) = tests.left_out()
     assert line.startswith(
@@ -69,9 +66,7 @@ def test_what_is_left_out_is_said(tests: ModuleType, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_lines_of_a_part_bear_its_name(
-    tests: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_part_bear_its_name(tests, capsys):
     failures: list[str] = []
     program = "print('FAILED a.py::b - c'); print('.FAILED')"
     tests.show(
@@ -83,7 +78,7 @@ def test_lines_of_a_part_bear_its_name(
     assert failures == ["alone    | FAILED a.py::b - c"]
 
 
-def test_long_cases_are_of_tests_that_are_there() -> None:
+def test_long_cases_are_of_tests_that_are_there():
     """tests/long_cases.txt names cases; one of a function that is gone would leave nothing out."""
     for case in (ROOT / "tests" / "long_cases.txt").read_text(encoding="utf-8").splitlines():
         file, *names = case.split("::")

@@ -1,15 +1,11 @@
 """Measures of style stay within their limits (see tools/style.py)."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tools import style
 
 
-def test_package_is_within_the_limits() -> None:
+def test_package_is_within_the_limits():
     values = style.measure(style.PACKAGE)
     exceeded = {name: values[name] for name, limit in style.LIMITS.items() if values[name] > limit}
     assert exceeded == {}
@@ -25,7 +21,7 @@ def test_package_is_within_the_limits() -> None:
         ("class names that are not unique", "class A:\n    x = 1\n" * 100),
     ],
 )
-def test_limits_are_noticed(tmp_path: Path, name: str, text: str) -> None:
+def test_limits_are_noticed(tmp_path, name, text):
     for index in range(100):
         (tmp_path / f"module{index}.py").write_text(text.replace("class A", f"class A{index}"))
     assert style.measure(tmp_path)[name] > style.LIMITS[name]

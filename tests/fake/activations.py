@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from plait.cluster.mesh import build_mesh
-from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.model.blocks import find_blocks
-from plait.parallel.accounting.activations import RankActivations
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.parts import Parts, Plans
 from tests.parity import cases
@@ -20,9 +18,7 @@ from tests.parity import cases
 LENGTH, LAYERS = 16, 4
 
 
-def predicted_activations(
-    model: nn.Module, resolved: Resolved, *, samples: int = 2, length: int = LENGTH
-) -> tuple[RankActivations, ...]:
+def predicted_activations(model, resolved, *, samples=2, length=LENGTH):
     """Of every rank of the pipeline, before anything is applied to the model."""
     blocks = find_blocks(model)
     chunk = resolved.loss_chunk_tokens
@@ -44,9 +40,7 @@ def predicted_activations(
     )
 
 
-def foretold(
-    config: dict[str, Any], world: int, dtype: torch.dtype = torch.float32
-) -> tuple[RankActivations, ...]:
+def foretold(config, world, dtype=torch.float32):
     """Of a Llama with four layers."""
     model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)
     return predicted_activations(model, resolve(load(config), world_size=world))

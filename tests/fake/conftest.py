@@ -1,34 +1,24 @@
 """A fake world: one process that believes to be a rank of many. Collectives return at once and move nothing."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait._torch.tensors import forget_meshes
 
 
-def write_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def write_outputs(monkeypatch):
     """Write this rank's part to the outputs of fake collectives, as torch does since 2.13.
 
     Before, they stay uninitialised. A step with a gradient that is not finite by chance is skipped.
     """
     reduce_scatter, all_to_all = dist.reduce_scatter_tensor, dist.all_to_all_single
 
-    def reduce_scatter_tensor(
-        output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def reduce_scatter_tensor(output, input, *args, **kwargs):
         output.copy_(input.view(-1)[: output.numel()].view(output.shape))
         return reduce_scatter(output, input, *args, **kwargs)
 
-    def all_to_all_single(
-        output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def all_to_all_single(output, input, *args, **kwargs):
         output.zero_()
         return all_to_all(output, input, *args, **kwargs)
 
@@ -37,10 +27,10 @@ def write_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fake_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def fake_world(monkeypatch):
     """Call with a world size and a rank, by default 0."""
 
-    def start(world_size: int, rank: int = 0) -> None:
+    def start(world_size, rank=0):
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()  # of the world before, where this process may have had another rank

@@ -1,18 +1,14 @@
 """The most that a rank of a fake world holds in a step: foretold, and measured."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 import plait
 from plait.cluster.mesh import build_mesh
-from plait.dryrun.predicted_peak import PredictedPeak, predict_peak_on
+from plait.dryrun.predicted_peak import predict_peak_on
 from plait.parallel.accounting.peak import PEAK_KINDS
-from tests.fake.worlds import FakeWorld, batch, resolved_of, world_of
-from tests.measured.memory import MeasuredPeak, measure_peak
+from tests.fake.worlds import batch, resolved_of, world_of
+from tests.measured.memory import measure_peak
 from tests.parity import cases
 
 SAMPLES, LENGTH = 2, 32
@@ -20,15 +16,7 @@ SAMPLES, LENGTH = 2, 32
 TOLERANCE = 0.02
 
 
-def settings(
-    *,
-    stage: int,
-    tp: int = 1,
-    accumulation: int = 1,
-    bf16: bool = False,
-    recompute: str = "none",
-    **more: Any,
-) -> dict[str, Any]:
+def settings(*, stage, tp=1, accumulation=1, bf16=False, recompute="none", **more):
     """Two data-parallel ranks."""
     parallel = {
         "tp": tp,
@@ -48,9 +36,7 @@ def settings(
     }
 
 
-def predicted_and_measured(
-    start: FakeWorld, kind: str, config: dict[str, Any], *, tied: bool = False
-) -> tuple[PredictedPeak, MeasuredPeak]:
+def predicted_and_measured(start, kind, config, *, tied=False):
     """On rank 0."""
     start(world_of(config))
     resolved = resolved_of(config)
@@ -64,7 +50,7 @@ def predicted_and_measured(
     )
 
 
-def check(predicted: PredictedPeak, measured: MeasuredPeak) -> None:
+def check(predicted, measured):
     """Within the tolerance of both measures, and the sum of its kinds."""
     peak = predicted.peak
     assert peak.peak_bytes == pytest.approx(measured.torch_bytes, rel=TOLERANCE), peak

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 import plait
-from plait.config.resolving.resolve import Resolved, load, resolve
-from plait.engine.engine import Engine
+from plait.config.resolving.resolve import load, resolve
 from plait.engine.single_rank import predict_messages
-from plait.model.facts import ModelFacts
-from plait.model.stages import StageCut
 from plait.parallel.accounting.ledger import Ledger, after_block_backward, after_root_backward
 from plait.parallel.order import account_all
 from plait.parallel.pipeline.estimates import facts_of_rank, stage_counts
-from plait.parallel.schedules.schedule import Action, Kind, Schedule
-from plait.parallel.techniques.pipeline_parallel import PipelinePlan
+from plait.parallel.schedules.schedule import Action, Kind
 from tests.fake.worlds import batch, facts_of
 from tests.parity import cases
 from tests.parity.pipelines import layers_of
@@ -25,9 +20,7 @@ from tests.parity.pipelines import layers_of
 HIDDEN, LENGTH = 32, 8
 
 
-def build(
-    config: dict[str, Any], world: int, *, layers: int | None = None, length: int = LENGTH
-) -> tuple[Engine, Resolved, ModelFacts, PipelinePlan]:
+def build(config, world, *, layers=None, length=LENGTH):
     """An engine of one rank of the fake world, in float32; embeddings are tied."""
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=layers or layers_of(config))
     resolved = resolve(load(config), world_size=world)
@@ -39,7 +32,7 @@ def build(
     return engine, resolved, facts, found
 
 
-def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelinePlan, rank: int) -> Ledger:
+def predicted(resolved, facts, pipeline, rank):
     """What the techniques' `account` says of a rank."""
     layout = resolved.layout
     at = layout.coordinates(rank)
@@ -73,16 +66,7 @@ class UnshardedBytes:
     unsharded_gradients: int
 
 
-def unsharded_after(
-    schedule: Schedule,
-    rank: int,
-    *,
-    zero: int,
-    facts: ModelFacts,
-    cut: StageCut,
-    gathered: dict[str, int],
-    gradients: dict[str, int],
-) -> list[UnshardedBytes]:
+def unsharded_after(schedule, rank, *, zero, facts, cut, gathered, gradients):
     """Return the unsharded bytes after every computation of a rank, in the order of its row.
 
     Everything is zero if parameters are neither sharded nor cast.
@@ -129,9 +113,7 @@ def unsharded_after(
     return rows
 
 
-def _parameters_of_rank(
-    facts: ModelFacts, cut: StageCut, stages: set[int]
-) -> tuple[dict[int, list[str]], dict[str, set[int]]]:
+def _parameters_of_rank(facts, cut, stages):
     """Return the parameters of each stage's blocks, and the stages that use each other one."""
     stage_of_block: dict[str, int] = {}
     for stage in stages:

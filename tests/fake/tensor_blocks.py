@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,7 +20,7 @@ import plait
 RANKS, LENGTH, WIDTH = 2, 8, 32
 
 
-def by_plait(*, sequence: bool) -> nn.Module:
+def by_plait(*, sequence):
     """Split through a configuration."""
     model = llama("meta")
     config = {
@@ -38,7 +37,7 @@ def by_plait(*, sequence: bool) -> nn.Module:
     return model
 
 
-def llama(device: str) -> nn.Module:
+def llama(device):
     """Widths that 2 divides: torch's own styles cannot split others."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -54,7 +53,7 @@ def llama(device: str) -> nn.Module:
         )
 
 
-def by_hand(*, sequence: bool) -> nn.Module:
+def by_hand(*, sequence):
     """What torch's tutorials do for one decoder layer."""
     model = llama("cpu")
     hidden = "hidden_states"
@@ -82,7 +81,7 @@ def by_hand(*, sequence: bool) -> nn.Module:
     return model
 
 
-def step(model: nn.Module, *, sequence: bool) -> None:
+def step(model, *, sequence):
     """One forward and backward of the first block; gradients are complete sums afterwards."""
     block = model.model.layers[0]
     hidden = torch.ones(2, LENGTH // RANKS if sequence else LENGTH, WIDTH, requires_grad=True)

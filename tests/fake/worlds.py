@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 
 import plait
-from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.engine.engine import Engine
-from plait.engine.single_rank import SingleRankRun, run_single_rank
+from plait.engine.single_rank import run_single_rank
 from plait.model.blocks import find_blocks
-from plait.model.facts import ModelFacts, model_facts
+from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
@@ -28,31 +27,31 @@ FakeWorld = Callable[..., None]
 STATES = ("parameters", "gradients", "optimizer")
 
 
-def world_of(config: dict[str, Any]) -> int:
+def world_of(config):
     """Number of ranks of a configuration that writes its degrees."""
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     return prod(config["parallel"].get(axis, 1) for axis in axes)
 
 
-def resolved_of(config: dict[str, Any]) -> Resolved:
+def resolved_of(config):
     """The configuration for as many ranks as it has."""
     return resolve(load(config), world_size=world_of(config))
 
 
-def batch(accumulation: int, *, samples: int = 2, length: int = 8) -> dict[str, torch.Tensor]:
+def batch(accumulation, *, samples=2, length=8):
     """One rank's step."""
     ids = torch.arange(samples * accumulation * length).view(-1, length) % cases.VOCABULARY
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def facts_of(model: nn.Module, resolved: Resolved) -> ModelFacts:
+def facts_of(model, resolved):
     """Facts of a complete model, with the split of its tensors."""
     blocks, tp = find_blocks(model), resolved.layout.tp
     plan = make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
     return model_facts(model, blocks, tensor_plan=plan)
 
 
-def account(model: nn.Module, resolved: Resolved, rank: int, **fields: Any) -> Ledger:
+def account(model, resolved, rank, **fields):
     """What the techniques' `account` says of a rank, from a complete model; `fields` are those of the ledger."""
     at, facts = resolved.layout.coordinates(rank), facts_of(model, resolved)
     context = resolved.context(model=model, blocks=find_blocks(model))
@@ -66,15 +65,7 @@ def account(model: nn.Module, resolved: Resolved, rank: int, **fields: Any) -> L
     return account_all(resolved.techniques, ledger, facts)
 
 
-def single_rank(
-    kind: str,
-    sizes: dict[str, Any],
-    config: dict[str, Any],
-    *,
-    rank: int,
-    length: int,
-    **options: Any,
-) -> tuple[SingleRankRun, Ledger]:
+def single_rank(kind, sizes, config, *, rank, length, **options):
     """Run one step of a model of Transformers, of any size, as one rank, and account for it.
 
     Args:
@@ -96,7 +87,7 @@ def single_rank(
     return run_single_rank(model, resolved, rank=rank, samples=1, length=length), ledger
 
 
-def check_states(found: SingleRankRun, ledger: Ledger) -> dict[str, int]:
+def check_states(found, ledger):
     """Compare the states of a rank with its ledger, and return them."""
     measured = {kind: getattr(found, kind) for kind in STATES}
     assert measured == {kind: int(ledger.memory[kind][0]) for kind in STATES}
@@ -112,16 +103,7 @@ class FakeRank:
     data: Any
 
 
-def fake_rank(
-    start: FakeWorld,
-    kind: str,
-    config: dict[str, Any],
-    *,
-    rank: int = 0,
-    tied: bool = False,
-    samples: int = 2,
-    length: int = 8,
-) -> FakeRank:
+def fake_rank(start, kind, config, *, rank=0, tied=False, samples=2, length=8):
     """Start a world and build one rank of it. The side branch of a "frozen" model takes part."""
     start(world_of(config), rank)
     model = cases.build(kind, tied=tied, dtype=torch.float32)
@@ -132,26 +114,24 @@ def fake_rank(
     return FakeRank(engine, ledger, {**data, "side": True} if kind == "frozen" else data)
 
 
-def integers(counts: dict[str, Any]) -> dict[str, int]:
+def integers(counts):
     """Bytes by kind of a ledger of one candidate."""
     return {kind: int(count[0]) for kind, count in counts.items()}
 
 
-def sent_by(engine: Engine, data: Any) -> dict[str, int]:
+def sent_by(engine, data):
     """Bytes that a step sends, by collective, without flags and scalars."""
     with count_traffic() as traffic:
         engine.train_batch(data)
     return {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
 
 
-def expected_traffic(ledger: Ledger) -> dict[str, int]:
+def expected_traffic(ledger):
     """Bytes that a ledger says are sent, by collective."""
     return {kind: count for kind, count in integers(ledger.traffic).items() if count}
 
 
-def check_bytes(
-    fake: FakeRank, *, kinds: Collection[str] = (), steps: int = 1, slack: int = 0
-) -> tuple[dict[str, int], dict[str, int]]:
+def check_bytes(fake, *, kinds=(), steps=1, slack=0):
     """Compare what a rank holds and sends with its ledger, and return both.
 
     Args:

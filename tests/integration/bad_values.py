@@ -39,7 +39,7 @@ class Case(NamedTuple):
     quick: bool
 
 
-def cases() -> list[Case]:
+def cases():
     """The table."""
     found = []
     for line in Path(__file__).with_suffix(".jsonl").read_text(encoding="utf-8").splitlines():
@@ -53,7 +53,7 @@ def cases() -> list[Case]:
     return found
 
 
-def _model(**changes: Any) -> str:
+def _model(**changes):
     sizes = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -64,7 +64,7 @@ def _model(**changes: Any) -> str:
     return json.dumps({"model_type": "llama", **sizes, **changes})
 
 
-def files() -> dict[str, str | bytes]:
+def files():
     """Name to content."""
     run = json.dumps(RUN)
     return {
@@ -146,7 +146,7 @@ def files() -> dict[str, str | bytes]:
     }
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder):
     """All of `files`, an empty folder, three models that are none, and a link to itself."""
     for name, content in files().items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())

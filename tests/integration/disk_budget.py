@@ -20,26 +20,26 @@ WIDTH, BLOCKS = 1024, 48
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.inner = nn.Linear(width, width, bias=False)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return hidden + F.relu(self.inner(hidden))
 
 
 class Model(nn.Module):
-    def __init__(self, width: int, blocks: int) -> None:
+    def __init__(self, width, blocks):
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
 
 
-def resident() -> int:
+def resident():
     """Bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -47,7 +47,7 @@ def resident() -> int:
 class Watch:
     """The most bytes that were resident in each phase."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.baseline = resident()
         self.most: dict[str, int] = {}
         self._phase = ""
@@ -55,16 +55,16 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def _watch(self) -> None:
+    def _watch(self):
         while self._running:
             phase, now = self._phase, resident() - self.baseline
             self.most[phase] = max(self.most.get(phase, 0), now)
             time.sleep(0.002)
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase):
         self._phase = phase
 
-    def end(self) -> dict[str, int]:
+    def end(self):
         self._running = False
         self._thread.join()
         return {phase: most for phase, most in self.most.items() if phase}
@@ -82,9 +82,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 """Files of the states in pieces of 12 MB, of the parameters with a pool for five blocks."""
 
 
-def run(
-    folder: str, where: str, *, width: int, blocks: int, watch: Watch | None = None
-) -> dict[str, Any]:
+def run(folder, where, *, width, blocks, watch=None):
     """Build, train and evaluate, and what that gave."""
     generator = torch.Generator().manual_seed(0)
     batch = (torch.randn(4, width, generator=generator), torch.randn(4, width, generator=generator))
@@ -123,7 +121,7 @@ def run(
     return found
 
 
-def main(folder: str, where: str) -> None:
+def main(folder, where):
     """Print one JSON object."""
     torch.set_num_threads(1)
     run(folder, where, width=8, blocks=2)  # what is imported on first use belongs to the baseline

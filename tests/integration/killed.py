@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,11 @@ FIRST_ONLY = {name for name, _ in PLACES[-3:]}
 SECONDS = 120
 
 
-def dying(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+def dying(function, count):
     """`function`, whose call number `count` kills this process."""
     left = count
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         nonlocal left
         left -= 1
         if not left:
@@ -52,7 +51,7 @@ def dying(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     return counted
 
 
-def rank(index: int, port: int, arguments: list[str], place: tuple[str, int] | None) -> int:
+def rank(index, port, arguments, place):
     """One process of the run: a fork. Returns its id."""
     pid = os.fork()
     if pid:
@@ -77,7 +76,7 @@ def rank(index: int, port: int, arguments: list[str], place: tuple[str, int] | N
         os._exit(1)
 
 
-def owner_of(path: str) -> Any:
+def owner_of(path):
     """A module, or a class or module inside of one."""
     try:
         return importlib.import_module(path)
@@ -86,14 +85,7 @@ def owner_of(path: str) -> Any:
         return getattr(owner_of(parent), name)
 
 
-def attempt(
-    arguments: list[str],
-    metrics: Path,
-    *,
-    place: tuple[str, int] | None = None,
-    victim: int = 0,
-    seconds: float = SECONDS,
-) -> bool:
+def attempt(arguments, metrics, *, place=None, victim=0, seconds=SECONDS):
     """Whether the run ended well. `seconds` after it first wrote to `metrics` both processes are killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -120,12 +112,12 @@ def attempt(
     return not any(statuses)
 
 
-def written(metrics: Path) -> int:
+def written(metrics):
     """Changes when the file does."""
     return metrics.stat().st_mtime_ns if metrics.exists() else 0
 
 
-def run(places: int, kills: int, folder: str, arguments: list[str]) -> list[str]:
+def run(places, kills, folder, arguments):
     """Deaths at the first `places`, then at `kills` random times, and the run to its end. Returns those that came before its end."""
     chance, arguments, metrics = (
         random.Random(kills),

@@ -16,10 +16,8 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 import plait
 import plait.engine.build  # all of Plait before the forks: `plait` alone imports the engine when it is first asked for
@@ -37,7 +35,7 @@ SECONDS = 240
 """Ranks that are not done by then are killed."""
 
 
-def configuration(**parallel: Any) -> dict[str, Any]:
+def configuration(**parallel):
     """The configuration file, with the sections of `parallel` given."""
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -49,17 +47,17 @@ def configuration(**parallel: Any) -> dict[str, Any]:
     }
 
 
-def build() -> nn.Module:
+def build():
     """A Llama of some twenty thousand parameters, float64, on the CPU; the same in every process."""
     return cases.build("llama", tied=False, device="cpu")
 
 
-def batches() -> list[dict[str, torch.Tensor]]:
+def batches():
     """The micro-batches of the step over all slices: lengths and numbers of targets differ, one has no target."""
     return cases.ragged_steps(SLICES * ACCUMULATION, steps=1)[0]
 
 
-def work(model: nn.Module, folder: Path) -> dict[str, Any]:
+def work(model, folder):
     """The life of one rank, from the rendezvous to the end of its process group."""
     if os.environ["RANK"] != "0":
         with torch.no_grad():
@@ -80,14 +78,14 @@ def work(model: nn.Module, folder: Path) -> dict[str, Any]:
     return {**found, "bytes": own_bytes()}
 
 
-def own_bytes() -> int:
+def own_bytes():
     """This process's share of memory: pages of its own, and its part of those it shares. 0 where the kernel does not tell."""
     rollup = Path("/proc/self/smaps_rollup")
     lines = rollup.read_text().splitlines() if rollup.exists() else []
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def rank(index: int, port: int, model: nn.Module, folder: Path) -> None:
+def rank(index, port, model, folder):
     """Runs in a forked process and never returns."""
     place = {
         "RANK": index,
@@ -106,7 +104,7 @@ def rank(index: int, port: int, model: nn.Module, folder: Path) -> None:
     end_process(code)
 
 
-def main(folder: Path) -> int:
+def main(folder):
     """Fork the ranks and wait for them. 0 when all of them ended with 0."""
     began = time.monotonic()
     torch.set_num_threads(1)

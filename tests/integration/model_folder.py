@@ -1,7 +1,5 @@
 """A tiny language model with a tokenizer, in a folder as Transformers saves it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "generation.md").read_te
 """The page that the commands of its tests are on, and the text that the tokenizer is made from."""
 
 
-def model_folder(path: Path) -> Path:
+def model_folder(path):
     """Random weights; the vocabulary has all bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -39,7 +37,7 @@ def model_folder(path: Path) -> Path:
     return path
 
 
-def adapter_of(folder: Path, made: Path) -> Path:
+def adapter_of(folder, made):
     """LoRA on all linear layers, with a large part of every one."""
     from transformers import AutoModelForCausalLM
 

@@ -4,8 +4,6 @@ value or the file, and the rule (faults F, bad values).
 In process, up to where other processes would start: to have started some is a failure too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -19,18 +17,18 @@ from tests.integration.bad_values import Case, cases, write_files
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("bad")
     write_files(made)
     return made
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(folder, monkeypatch):
     from plait.cli import train
     from plait.cli.launching import agent, remote
 
-    def started(*_: object, **__: object) -> int:
+    def started(*_, **__):
         raise AssertionError("processes were started")
 
     monkeypatch.setattr(agent, "launch", started)
@@ -43,7 +41,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def refused(case, capsys):
     with pytest.raises(SystemExit) as end:
         main(case.arguments)
     said = capsys.readouterr().err
@@ -54,18 +52,18 @@ def refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) < 5000 for line in said.splitlines())
 
 
-def _name(case: Case) -> str:
+def _name(case):
     return ascii(" ".join(case.arguments))[1:81]
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.quick], ids=_name)
-def test_a_bad_value(case: Case, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_value(case, here, capsys):
     refused(case, capsys)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("case", [case for case in cases() if not case.quick], ids=_name)
-def test_every_bad_value(case: Case, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_bad_value(case, here, capsys):
     refused(case, capsys)
 
 
@@ -87,13 +85,11 @@ def test_every_bad_value(case: Case, here: Path, capsys: pytest.CaptureFixture[s
         (["launch", "x" * 300], "no such script"),
     ],
 )
-def test_names_that_no_file_can_have(
-    arguments: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_no_file_can_have(arguments, words, here, capsys):
     refused(Case(arguments, words, True), capsys)
 
 
-def test_nothing_is_written_over(here: Path) -> None:
+def test_nothing_is_written_over(here):
     """A file that is no folder stays what it is, and nothing is left of looking whether one can write."""
     before = sorted(path.name for path in here.iterdir())
     with pytest.raises(SystemExit):
@@ -107,7 +103,7 @@ def test_nothing_is_written_over(here: Path) -> None:
 PLAIT = [sys.executable, "-m", "plait"]
 
 
-def test_a_closed_and_a_full_standard_output() -> None:
+def test_a_closed_and_a_full_standard_output():
     """As of `plait --help | head -1`: the signal's code and not a word; a full disk is told."""
     with subprocess.Popen(
         [*PLAIT, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -127,7 +123,7 @@ def test_a_closed_and_a_full_standard_output() -> None:
 
 
 @pytest.mark.proof
-def test_ctrl_c_while_something_is_computed(folder: Path) -> None:
+def test_ctrl_c_while_something_is_computed(folder):
     run = [
         *PLAIT,
         *[

@@ -3,8 +3,6 @@
 test_quickstart.py shows that every process calls the callbacks.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -24,9 +22,7 @@ def record(event, engine):
 """
 
 
-def test_a_callback_ends_a_run_that_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_callback_ends_a_run_that_continues(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "tutorials" / "first-run.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (block,) = [text for text in blocks if "def stop_early" in text]
@@ -54,7 +50,7 @@ def test_a_callback_ends_a_run_that_continues(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def train(*arguments: str) -> str:
+    def train(*arguments):
         with pytest.raises(SystemExit) as end:
             main(["train", "run.json", *arguments])
         shown = capsys.readouterr()

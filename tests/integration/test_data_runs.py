@@ -1,16 +1,12 @@
 """`plait train` on conversations, whole ones in a row, and on a data set that is read as it is needed: a run that goes on with other
 processes, also after it was killed, has the losses of one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +17,7 @@ from tests.unit.data.byte_tokenizer import tokenizer
 STREAM_STEPS = 24
 
 
-def conversation(number: int) -> dict[str, Any]:
+def conversation(number):
     """Of another length for each number."""
     turns = []
     for turn in range(1 + number % 2):
@@ -30,7 +26,7 @@ def conversation(number: int) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
-def config_of(folder: Path, data: dict[str, Any], **more: Any) -> dict[str, Any]:
+def config_of(folder, data, **more):
     tokenizer().save_pretrained(folder / "tokenizer")
     common = {"tokenizer": str(folder / "tokenizer"), "sequence_length": 96}
     return {
@@ -45,7 +41,7 @@ def config_of(folder: Path, data: dict[str, Any], **more: Any) -> dict[str, Any]
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> dict[str, Any]:
+def chat(tmp_path):
     rows = tmp_path / "chat.jsonl"
     rows.write_text("".join(json.dumps(conversation(number)) + "\n" for number in range(40)))
     data = {"source": "jsonl", "paths": [str(rows)], "format": "chat", "packing": "documents"}
@@ -53,7 +49,7 @@ def chat(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def stream(tmp_path: Path) -> dict[str, Any]:
+def stream(tmp_path):
     from datasets import Dataset
 
     texts = [f"{n} and {n + 1} make {2 * n + 1}. " * (1 + n % 5) for n in range(150)]
@@ -67,9 +63,7 @@ def stream(tmp_path: Path) -> dict[str, Any]:
     return config_of(tmp_path, data, train_batch_size=8, zero_optimization={"stage": 1})
 
 
-def started(
-    folder: Path, config: dict[str, Any], run: str, processes: int, steps: int, **parallel: int
-) -> subprocess.Popen[str]:
+def started(folder, config, run, processes, steps, **parallel):
     """A command of which one checkpoint is written every third step."""
     section = {"folder": str(folder / run), "steps": steps, "processes": processes}
     file = folder / f"{run}-{processes}-{steps}.json"
@@ -86,12 +80,12 @@ def started(
     )
 
 
-def ended(process: subprocess.Popen[str]) -> None:
+def ended(process):
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output[-3000:]
 
 
-def losses(folder: Path, run: str) -> dict[int, list[float]]:
+def losses(folder, run):
     """By step, of everything that the run's folder has."""
     file, found = folder / run / "metrics.jsonl", dict[int, list[float]]()
     for line in file.read_text().splitlines() if file.exists() else []:
@@ -101,7 +95,7 @@ def losses(folder: Path, run: str) -> dict[int, list[float]]:
     return found
 
 
-def assert_goes_on(folder: Path, steps: int) -> None:
+def assert_goes_on(folder, steps):
     """The run "parts" has every step of the run "one", which has learnt something."""
     wanted, found = losses(folder, "one"), losses(folder, "parts")
     assert sorted(found) == sorted(wanted) == list(range(1, steps + 1))
@@ -110,7 +104,7 @@ def assert_goes_on(folder: Path, steps: int) -> None:
     assert wanted[steps][0] < 0.8 * wanted[1][0]
 
 
-def said_of(config: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def said_of(config, folder, capsys):
     """What is said when the run "one" cannot go on so."""
     config["run"] = {"folder": str(folder / "one"), "steps": 30, "processes": 1}
     (folder / "again.json").write_text(json.dumps(config))
@@ -121,7 +115,7 @@ def said_of(config: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.proof
-def test_conversations_with_other_processes(tmp_path: Path, chat: dict[str, Any]) -> None:
+def test_conversations_with_other_processes(tmp_path, chat):
     """In the middle of an epoch, and over its end."""
     for run, processes, steps in (("one", 1, 6), ("parts", 2, 3), ("parts", 1, 6)):
         ended(started(tmp_path, chat, run, processes, steps))
@@ -129,7 +123,7 @@ def test_conversations_with_other_processes(tmp_path: Path, chat: dict[str, Any]
 
 
 @pytest.mark.proof
-def test_a_killed_stream_on_other_layouts(tmp_path: Path, stream: dict[str, Any]) -> None:
+def test_a_killed_stream_on_other_layouts(tmp_path, stream):
     """Two data-parallel processes, then tp 2, then one; over the ends of blocks and of an epoch."""
     ended(started(tmp_path, stream, "one", 1, STREAM_STEPS))
     for step, parallel in ((7, {}), (16, {"tp": 2})):
@@ -154,23 +148,14 @@ def test_a_killed_stream_on_other_layouts(tmp_path: Path, stream: dict[str, Any]
         ("stream", {"buffer_sequences": 32}, "data.buffer_sequences"),
     ],
 )
-def test_other_sequences_are_another_run(
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    kind: str,
-    changes: dict[str, Any],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_sequences_are_another_run(tmp_path, request, kind, changes, said, capsys):
     config = request.getfixturevalue(kind)
     ended(started(tmp_path, config, "one", 1, 1))
     config["data"] |= changes
     assert said in said_of(config, tmp_path, capsys)
 
 
-def test_a_model_that_may_see_other_documents_is_refused(
-    tmp_path: Path, chat: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_may_see_other_documents_is_refused(tmp_path, chat, capsys):
     bloom = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 2}
     said = said_of({**chat, "model": {"config": bloom}}, tmp_path, capsys)
     assert "data.packing = 'documents': bloom has not been tested to keep attention within" in said

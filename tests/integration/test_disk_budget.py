@@ -1,13 +1,10 @@
 """The disk tier's promise: the memory of the process stays under a budget that its states exceed several times."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ BUDGET = 96 * 1024**2
 gathered, activations and the runtime."""
 
 
-def run(folder: Path, where: str) -> dict[str, Any]:
+def run(folder, where):
     """One run in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.integration.disk_budget", str(folder), where]
@@ -29,7 +26,7 @@ def run(folder: Path, where: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_a_budget_that_parameters_and_states_exceed_eight_times(tmp_path: Path) -> None:
+def test_a_budget_that_parameters_and_states_exceed_eight_times(tmp_path):
     """Same losses as in memory, which takes more than the states: while the model is built, trained and evaluated."""
     in_memory, on_disk = run(tmp_path, "memory"), run(tmp_path, "everything")
     assert on_disk["losses"] == in_memory["losses"]
@@ -39,7 +36,7 @@ def test_a_budget_that_parameters_and_states_exceed_eight_times(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("where", "left"), [("parameters", 3), ("states", 1)])
-def test_one_tier_takes_what_it_names(tmp_path: Path, where: str, left: int) -> None:
+def test_one_tier_takes_what_it_names(tmp_path, where, left):
     """Of four parts (parameters, gradients, two states) those that are not named stay in memory, and no more."""
     found = run(tmp_path, where)
     assert found["resident"]["training"] <= left * found["parameters"] + 1.1 * BUDGET

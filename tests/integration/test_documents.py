@@ -1,7 +1,5 @@
 """Commands and code of the README, the tutorials and the how-to guides run as they are printed (E5)."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -45,7 +43,7 @@ HERE = [line for line in PLAIT if not ELSEWHERE.search(line)]
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(tmp_path, monkeypatch):
     """Return a folder with the files of the pages, under the names that the pages give them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
@@ -56,7 +54,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_commands_are_found() -> None:
+def test_the_commands_are_found():
     assert {"plait plan models", "plait config explain mine.json", "plait verify run.json"} <= set(
         HERE
     )
@@ -64,7 +62,7 @@ def test_the_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("command", [line for line in HERE if not SLOW.search(line)])
-def test_a_command(command: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command(command, files, capsys):
     try:
         main(shlex.split(command)[1:])
     except SystemExit as end:
@@ -72,12 +70,12 @@ def test_a_command(command: str, files: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.strip()
 
 
-def words_of(line: str) -> str:
+def words_of(line):
     """A line of output in one form, whatever the widths of its columns."""
     return " ".join(line.split())
 
 
-def is_printed(line: str, printed: list[str], *, numbers: bool = True) -> bool:
+def is_printed(line, printed, *, numbers=True):
     """Return True if a line of a page is in an output: `...` stands for anything, and without `numbers` one for another."""
     pattern = re.escape(words_of(line)).replace(r"\.\.\.", ".*")
     if not numbers:
@@ -87,7 +85,7 @@ def is_printed(line: str, printed: list[str], *, numbers: bool = True) -> bool:
     return any(re.fullmatch(pattern, one) for one in printed)
 
 
-def shown(after: str) -> list[str]:
+def shown(after):
     """The lines of the block of output that begins with these words."""
     (block,) = [
         block for language, block in BLOCKS if language == "text" and block.startswith(after)
@@ -95,7 +93,7 @@ def shown(after: str) -> list[str]:
     return [line for line in block.splitlines() if line.strip() not in ("", "...")]
 
 
-def test_the_output_of_a_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_plan(files, capsys):
     """The page shows what the command prints, shortened, with a long line folded."""
     (command,) = [line for line in PLAIT if "llama-3-8b" in line]
     with pytest.raises(SystemExit):
@@ -107,11 +105,11 @@ def test_the_output_of_a_plan(files: Path, capsys: pytest.CaptureFixture[str]) -
     assert [line for line in lines if not is_printed(line, printed)] == []
 
 
-def test_reference_pages_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reference_pages_are_current(capsys):
     assert reference.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_links_lead_to_files() -> None:
+def test_links_lead_to_files():
     """Every relative link of the README and of docs leads to a file of the repository."""
     broken = []
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
@@ -124,14 +122,14 @@ def test_links_lead_to_files() -> None:
     assert broken == []
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("command", [line for line in HERE if SLOW.search(line)])
-def test_a_slow_command(command: str, files: Path) -> None:
+def test_a_slow_command(command, files):
     done = subprocess.run(
         [sys.executable, "-m", *shlex.split(command)],
         capture_output=True,
@@ -149,7 +147,7 @@ def test_a_slow_command(command: str, files: Path) -> None:
         ] == []
 
 
-def test_your_own_loop() -> None:
+def test_your_own_loop():
     """On one process, whose loss falls."""
     import torch
 
@@ -161,7 +159,7 @@ def test_your_own_loop() -> None:
     torch.manual_seed(1)
     model, losses = torch.nn.Linear(4, 1), []
 
-    def mean_loss(output: torch.Tensor, piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def mean_loss(output, piece):
         loss = torch.nn.functional.mse_loss(output, piece[1])
         losses.append(loss.item())
         return loss
@@ -183,9 +181,7 @@ def test_your_own_loop() -> None:
     names["sharded"].close()
 
 
-def test_checkpoints_beside_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_beside_the_training(tmp_path, capsys):
     """Run the code of docs/reference/checkpoints.md."""
     import torch
 

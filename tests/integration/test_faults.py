@@ -1,7 +1,5 @@
 """The page of planted faults follows its results, and saves and damages work at the small size."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from tools.faults import report
 ROOT = Path(__file__).parents[2]
 
 
-def test_page_has_the_results() -> None:
+def test_page_has_the_results():
     parts = read(report.RESULTS)
     assert set(parts) == set(report.SECTIONS)
     assert report.PAGE.read_text(encoding="utf-8") == report.page(parts)
@@ -23,7 +21,7 @@ def test_page_has_the_results() -> None:
 
 @pytest.mark.proof
 @pytest.mark.timeout(300)
-def test_kills_of_saves_and_damages() -> None:
+def test_kills_of_saves_and_damages():
     command = [
         sys.executable,
         *["-m", "tools.faults", "small", "--part", "saves", "--part", "damage", "--no-write"],

@@ -30,25 +30,23 @@ LINES = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A Llama of random weights with a tokenizer, as Transformers saves it."""
     return model_folder(tmp_path_factory.mktemp("llama"))
 
 
-def run(*arguments: str, code: int = 0) -> None:
+def run(*arguments, code=0):
     try:
         main(["generate", *arguments])
     except SystemExit as end:
         assert (end.code or 0) == code
 
 
-def answers(path: Path) -> list[dict[str, Any]]:
+def answers(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_file_of_prompts_and_one_within_a_budget(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_prompts_and_one_within_a_budget(folder, tmp_path, capsys):
     from transformers import LlamaForCausalLM
 
     prompts = tmp_path / "prompts.jsonl"
@@ -85,9 +83,7 @@ def test_a_file_of_prompts_and_one_within_a_budget(
     ]
 
 
-def test_one_prompt_and_a_chat(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_prompt_and_a_chat(folder, capsys, monkeypatch):
     common = [
         "--model",
         str(folder),
@@ -101,9 +97,7 @@ def test_one_prompt_and_a_chat(
     assert capsys.readouterr().out == told
 
 
-def test_a_chat_takes_bytes_that_are_no_text(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chat_takes_bytes_that_are_no_text(folder, monkeypatch, capsys):
     """The chat answers and ends at the end of its input."""
     for errors in ("strict", "surrogateescape"):
         typed = io.TextIOWrapper(io.BytesIO(b"hi\xff\n\n"), encoding="utf-8", errors=errors)
@@ -112,9 +106,7 @@ def test_a_chat_takes_bytes_that_are_no_text(
         assert capsys.readouterr().out.strip()
 
 
-def test_a_chat_goes_on_after_a_line_that_is_too_long(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chat_goes_on_after_a_line_that_is_too_long(folder, monkeypatch, capsys):
     arguments = ["--model", str(folder), "--max-new-tokens", "8", "--seed", "3"]
     monkeypatch.setattr("sys.stdin", io.StringIO("def read\n\n"))
     run(*arguments)
@@ -159,9 +151,7 @@ def test_a_chat_goes_on_after_a_line_that_is_too_long(
         (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is no folder; make it first"),
     ],
 )
-def test_a_wrong_input(
-    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_input(arguments, words, folder, capsys):
     run("--model", str(folder), *arguments, code=2)
     assert re.search(words, capsys.readouterr().err)
 
@@ -187,9 +177,7 @@ def test_a_wrong_input(
         ("[" * 100_000, "line 2: is nested too deeply"),
     ],
 )
-def test_a_wrong_line(
-    line: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_line(line, words, folder, tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
     run(
         "--model",
@@ -203,7 +191,7 @@ def test_a_wrong_line(
     assert words in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
 
-def test_line_separators_in_a_text_end_no_line(folder: Path, tmp_path: Path) -> None:
+def test_line_separators_in_a_text_end_no_line(folder, tmp_path):
     """U+2028, U+0085 and form feeds may stand in a JSON text; --out writes them as they are."""
     texts = ["a\u2028b", "a\u0085b", "a\x0bb"]
     given, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
@@ -227,9 +215,7 @@ def test_line_separators_in_a_text_end_no_line(folder: Path, tmp_path: Path) -> 
     ] == texts
 
 
-def test_a_folder_that_is_none(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_none(tmp_path, folder, capsys):
     run("--model", str(tmp_path / "no"), "--prompt", "a", code=2)
     assert "is not a folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -240,11 +226,11 @@ def test_a_folder_that_is_none(
     )
 
 
-def _cut(path: Path) -> None:
+def _cut(path):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def _miscounted(path: Path) -> None:
+def _miscounted(path):
     fields = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**fields, "num_attention_heads": "four"}))
 
@@ -290,9 +276,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", list(BROKEN))
-def test_a_broken_folder(
-    what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_folder(what, folder, tmp_path, capsys):
     """A message, and no traceback, with and without a budget."""
     broken = shutil.copytree(folder, tmp_path / "model")
     change, words = BROKEN[what]
@@ -308,9 +292,7 @@ def test_a_broken_folder(
         assert words in capsys.readouterr().err, more
 
 
-def test_an_index_of_wrong_files(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_index_of_wrong_files(folder, tmp_path, capsys):
     broken = shutil.copytree(folder, tmp_path / "model")
     names = stored_tensors(broken / "model.safetensors")
     (broken / "model.safetensors").rename(broken / "first.safetensors")
@@ -324,12 +306,7 @@ def test_an_index_of_wrong_files(
     )
 
 
-def test_the_page(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_page(folder, tmp_path, capsys, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     block, scores, hand_over, to_files, _ = re.findall(
@@ -357,7 +334,7 @@ def test_the_page(
     engine.close()
 
 
-def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter(folder, tmp_path, capsys):
     """On one device, on two with tp, streamed, and by its own folder; the base alone says something else."""
     adapter = str(adapter_of(folder, tmp_path / "adapter"))
     said = {}
@@ -401,13 +378,11 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 STREAMED = ["--prompt", "a", "--max-new-tokens", "60", "--cpu-budget", "420KiB"]
 
 
-def test_a_disk_that_fails_in_the_middle(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_in_the_middle(folder, capsys, monkeypatch):
     """The message names the file and the byte."""
     read, calls = os.preadv, 0
 
-    def preadv(file: int, views: Any, offset: int) -> int:
+    def preadv(file, views, offset):
         nonlocal calls
         calls += 1
         if calls > 300:
@@ -437,7 +412,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.proof
-def test_a_disk_that_hangs_in_the_middle(folder: Path) -> None:
+def test_a_disk_that_hangs_in_the_middle(folder):
     """The process ends although a read of it never returns."""
     began = time.monotonic()
     done = subprocess.run(
@@ -457,7 +432,7 @@ def test_a_disk_that_hangs_in_the_middle(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["--tp", "--pp"])
-def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> None:
+def test_a_rank_that_is_killed(folder, tmp_path, layout):
     """The command ends within ten seconds with an error that names the process; finished answers are kept, and nothing is left in the
     folder of temporary files."""
     (tmp_path / "temporary").mkdir()
@@ -507,16 +482,14 @@ def test_a_rank_that_is_killed(folder: Path, tmp_path: Path, layout: str) -> Non
         process.wait()
 
 
-def exported(tmp_path: Path) -> Path:
+def exported(tmp_path):
     """The run's model as Transformers saves it."""
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")])
     return tmp_path / "exported"
 
 
-def test_the_folder_of_a_run(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_run(folder, tmp_path, capsys):
     """Its config.json is the run's, and its weights are those of the newest checkpoint."""
     run_file = tmp_path / "run.json"
     model = {

@@ -9,16 +9,13 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
 from plait.cli import generate as command
-from plait.cli.launching.launch_settings import LaunchSettings
 from plait.cli.main import main
 from plait.cluster import process_groups
 from plait.errors import InputError
@@ -32,11 +29,11 @@ ANSWER = {"prompt": "def read", "text": "b", "token_ids": [2], "finish_reason": 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("llama"))
 
 
-def run(folder: Path, *arguments: str, code: int = 0) -> None:
+def run(folder, *arguments, code=0):
     try:
         main(["generate", "--model", str(folder), *arguments])
     except SystemExit as end:
@@ -70,10 +67,10 @@ def run(folder: Path, *arguments: str, code: int = 0) -> None:
     ],
 )
 def test_all_is_checked_before_the_first_answer(
-    line: dict[str, Any], options: list[str], words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def loaded(*_: Any) -> None:
+    line, options, words, folder, tmp_path, capsys,
+    monkeypatch
+):  # fmt: skip
+    def loaded(*_):
         raise AssertionError("the model is loaded for nothing")
 
     monkeypatch.setattr(command, "_load", loaded)
@@ -92,9 +89,7 @@ def test_all_is_checked_before_the_first_answer(
     assert words in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
 
 
-def test_a_template_that_takes_no_such_conversation(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_that_takes_no_such_conversation(folder, tmp_path, capsys):
     from shutil import copytree
 
     other, prompts = copytree(folder, tmp_path / "model"), tmp_path / "prompts.jsonl"
@@ -109,9 +104,7 @@ def test_a_template_that_takes_no_such_conversation(
     )
 
 
-def test_a_text_for_a_model_with_a_template(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_for_a_model_with_a_template(folder, tmp_path, capsys):
     """Is noted: a chat model may answer nothing to a text that is no conversation."""
     from shutil import copytree
 
@@ -127,11 +120,11 @@ def test_a_text_for_a_model_with_a_template(
         ) == noted
 
 
-def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_from_a_pipe(folder, tmp_path, monkeypatch):
     """They are read once, also for several processes, and may begin with a byte order mark."""
     pipe, out, given = tmp_path / "pipe", tmp_path / "out.jsonl", list[list[PromptLine]]()
 
-    def launched(words: list[str], _: Any) -> int:
+    def launched(words, _):
         given.append(
             read_prompts(Path(json.loads(Path(words[1]).read_text(encoding="utf-8"))["prompts"]))
         )
@@ -150,13 +143,8 @@ def test_prompts_from_a_pipe(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert [line.fields for line in given[0]] == [json.loads(GOOD)] * 2
 
 
-def test_no_room_for_what_processes_are_told(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
+def test_no_room_for_what_processes_are_told(folder, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
@@ -167,15 +155,13 @@ def test_no_room_for_what_processes_are_told(
     )
 
 
-def lines_of(tmp_path: Path, text: str = GOOD) -> list[PromptLine]:
+def lines_of(tmp_path, text=GOOD):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(text, encoding="utf-8")
     return read_prompts(prompts)
 
 
-def test_another_command_writes_the_answers(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_command_writes_the_answers(folder, tmp_path, capsys):
     lines, prompts, out = lines_of(tmp_path), tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     with answer_file(out, lines, {}) as answers:
         run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
@@ -197,12 +183,7 @@ def test_another_command_writes_the_answers(
     assert prompts.read_text(encoding="utf-8") == GOOD
 
 
-def write_one(
-    out: Path,
-    lines: list[PromptLine],
-    command: dict[str, Any] | None = None,
-    then: Callable[[], object] = lambda: None,
-) -> None:
+def write_one(out, lines, command=None, then=lambda: None):
     """One answer, and what happens after it."""
     with answer_file(out, lines, command or {}) as answers:
         answers.add([MADE])
@@ -215,13 +196,8 @@ def write_one(
     "end", [KeyboardInterrupt(), SystemExit(143), InputError("a disk that fails")]
 )
 def test_a_command_goes_on_after_finished_answers(
-    end: BaseException,
-    sampled: bool,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    end, sampled, folder, tmp_path, monkeypatch, capsys
+):
     """With the tokens of a command that was not interrupted, in other batches."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines_of(
@@ -241,7 +217,7 @@ def test_a_command_goes_on_after_finished_answers(
     run(folder, *common, "--out", str(tmp_path / "whole.jsonl"))
     add, code = AnswerFile.add, {KeyboardInterrupt: 130, SystemExit: 143}.get(type(end), 2)
 
-    def interrupted(answers: AnswerFile, made: Sequence[Generation]) -> None:
+    def interrupted(answers, made):
         if answers.done:
             os.write(answers._file.fileno(), b'{"half')
             raise end
@@ -275,10 +251,10 @@ def test_a_command_goes_on_after_finished_answers(
     ]
 
 
-def kept(tmp_path: Path, lines: list[PromptLine]) -> Path:
+def kept(tmp_path, lines):
     """One of two answers."""
 
-    def interrupt() -> None:
+    def interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -286,7 +262,7 @@ def kept(tmp_path: Path, lines: list[PromptLine]) -> Path:
     return tmp_path / "out.partial"
 
 
-def test_prompts_that_are_no_utf_8(tmp_path: Path) -> None:
+def test_prompts_that_are_no_utf_8(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_bytes(GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
     with pytest.raises(
@@ -302,7 +278,7 @@ def test_prompts_that_are_no_utf_8(tmp_path: Path) -> None:
     ]
 
 
-def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
+def test_answers_of_other_prompts_are_left_as_they_are(tmp_path):
     """Or of another command, or without a sign of which; or that somebody has changed."""
     lines = lines_of(tmp_path, GOOD * 2)
     partial, described = kept(tmp_path, lines), tmp_path / "out.partial.json"
@@ -333,7 +309,7 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path: Path) -> None:
     assert partial.read_bytes() == before
 
 
-def test_a_full_disk_keeps_finished_answers(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_finished_answers(tmp_path):
     """Of a file that may have so many bytes, the lines that are in it to their end."""
     lines = lines_of(tmp_path, GOOD * 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -350,11 +326,11 @@ def test_a_full_disk_keeps_finished_answers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.partial").read_text(encoding="utf-8")) == ANSWER
 
 
-def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_get_long_settings(folder, monkeypatch):
     """Longer ones than the kernel takes for an argument, which all users of a machine may read."""
     long, given = "\u00e9" * 100_000, []
 
-    def launched(words: list[str], settings: LaunchSettings) -> int:
+    def launched(words, settings):
         assert (
             settings.processes == 2 and settings.grace_seconds <= 10
         )  # one may wait for another that a signal has ended
@@ -374,17 +350,13 @@ def test_several_processes_get_long_settings(folder: Path, monkeypatch: pytest.M
 @pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_first_answer_leaves_nothing(
-    number: signal.Signals,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    number, folder, tmp_path, capsys, monkeypatch
+):
     """While the model is loaded, with the file of answers begun."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(GOOD, encoding="utf-8")
 
-    def loaded(*_: Any) -> None:
+    def loaded(*_):
         assert (tmp_path / "out.jsonl.partial").exists() and signal.getsignal(
             number
         ) is not signal.SIG_DFL
@@ -397,10 +369,10 @@ def test_a_signal_before_the_first_answer_leaves_nothing(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_at_the_end(tmp_path, monkeypatch):
     """Some say so only when what was written has to be on them."""
 
-    def full(_: int) -> None:
+    def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -412,7 +384,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.partial"]
 
 
-def test_a_file_that_another_program_has_made_meanwhile(tmp_path: Path) -> None:
+def test_a_file_that_another_program_has_made_meanwhile(tmp_path):
     """It is left as it is, and so are the answers."""
     lines, out = lines_of(tmp_path), tmp_path / "out"
 
@@ -427,12 +399,10 @@ def test_a_file_that_another_program_has_made_meanwhile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)]
 )
-def test_standard_output_that_takes_no_more(
-    number: int, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_output_that_takes_no_more(number, code, monkeypatch):
     """One of several processes ends at once; a single one raises what `main` tells."""
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(number, "no more")
 
     monkeypatch.setattr("builtins.print", full)
@@ -447,7 +417,7 @@ def test_standard_output_that_takes_no_more(
 
 
 @pytest.mark.proof
-def test_a_reader_that_goes_ends_all_processes(folder: Path) -> None:
+def test_a_reader_that_goes_ends_all_processes(folder):
     """Without a traceback."""
     asked = ["--model", str(folder), "--prompt", "a", "--max-new-tokens", "90", "--tp", "2"]
     process = subprocess.Popen(

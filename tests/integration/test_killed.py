@@ -1,8 +1,6 @@
 """A run with its states in files that is killed, in its steps, in its checkpoints and at any time, goes on from its last checkpoint and
 ends with the bits of one that was not."""
 
-from __future__ import annotations
-
 import email
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ pytestmark = [pytest.mark.timeout(580), pytest.mark.proof]
 STEPS = 10
 
 
-def configuration(folder: Path) -> dict[str, Any]:
+def configuration(folder):
     """Pieces are smaller than the states; checkpoints every third step."""
     return {
         "train_batch_size": 4,
@@ -52,7 +49,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     }
 
 
-def train(folder: Path, name: str, *, places: int, kills: int) -> list[str]:
+def train(folder, name, *, places, kills):
     """What was killed where."""
     command = [
         sys.executable,
@@ -89,7 +86,7 @@ def train(folder: Path, name: str, *, places: int, kills: int) -> list[str]:
     return list(json.loads(out.splitlines()[-1]))
 
 
-def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+def checkpoint(folder):
     """Every tensor of the last one, generators too."""
     found = find_checkpoint(folder / "checkpoints")
     assert found is not None and found.manifest.tag == f"step-{STEPS:08d}"
@@ -106,13 +103,13 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
+def losses(folder):
     """As the run's metrics say, every step once."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
 
 
-def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
+def test_a_killed_run_loses_nothing(tmp_path):
     """Deaths in a step over the files, in all stages of a checkpoint, and at random times."""
     (tmp_path / "files").mkdir()
     (tmp_path / "run.json").write_text(json.dumps(configuration(tmp_path)))

@@ -1,8 +1,6 @@
 """`plait launch` as a user meets it: real processes, real signals, and machines that a stand-in for ssh runs here. `make test` has a run
 that ends well, one that fails, one that is stopped and one over ssh; the rest is for `make proof`."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -10,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -112,14 +109,14 @@ exec sh -c "$2"
 class Launched:
     """A folder with a stand-in for ssh, and scripts that are launched in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.running = folder, list[subprocess.Popen[str]]()
 
-    def script(self, text: str) -> str:
+    def script(self, text):
         (self.folder / "script.py").write_text(text)
         return "script.py"
 
-    def start(self, *arguments: str, text: str = "") -> subprocess.Popen[str]:
+    def start(self, *arguments, text=""):
         """Launch a script with this text, behind the options that come first."""
         script = [self.script(text)] if text else []
         at = next((n for n, word in enumerate(arguments) if word == "--"), len(arguments))
@@ -133,19 +130,19 @@ class Launched:
         self.running.append(process)
         return process
 
-    def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments, text=""):
         process = self.start(*arguments, text=text)
         out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
-    def waiting(self, *arguments: str, text: str, ranks: int = 2) -> tuple[subprocess.Popen[str], list[int]]:  # fmt: skip
+    def waiting(self, *arguments, text, ranks = 2):  # fmt: skip
         """A script that waits for a signal, and the ids of its processes."""
         process = self.start(*arguments, text=text)
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(ranks)]
         return process, [int(re.search(r"ready (\d+)", line)[1]) for line in lines]  # type: ignore[index]
 
-    def close(self) -> None:
+    def close(self):
         for process in self.running:
             if process.poll() is None:
                 process.kill()
@@ -156,7 +153,7 @@ class Launched:
 
 
 @pytest.fixture
-def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+def launched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "ssh").write_text(FAKE_SSH)
@@ -167,7 +164,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     made.close()
 
 
-def _gone(pids: list[int], seconds: float = 0) -> bool:
+def _gone(pids, seconds=0):
     """Whether all processes end within this time; those that do not are killed."""
     deadline = time.monotonic() + seconds
     while any(map(_alive, pids)) and time.monotonic() < deadline:
@@ -178,7 +175,7 @@ def _gone(pids: list[int], seconds: float = 0) -> bool:
     return not left
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -186,7 +183,7 @@ def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def _free_port() -> str:
+def _free_port():
     with socket.socket() as probe:
         probe.bind(("", 0))
         return str(probe.getsockname()[1])
@@ -197,14 +194,14 @@ ONE, TWO = ("--nproc-per-node", "1"), ("--nproc-per-node", "2")
 
 
 class TestRanks:
-    def test_they_work_together(self, launched: Launched) -> None:
+    def test_they_work_together(self, launched):
         done = launched.run(*TWO, "--", "--lr", "1", text=REDUCE)
         assert done.returncode == 0, done.stderr
         lines = [f"rank {rank} of 2 sum 2 args ['--lr', '1']" for rank in range(2)]
         assert sorted(done.stdout.splitlines()) == lines and done.stderr == ""
 
     @pytest.mark.proof
-    def test_the_same_script_under_torchrun(self, launched: Launched) -> None:
+    def test_the_same_script_under_torchrun(self, launched):
         done = subprocess.run(
             [*TORCHRUN, launched.script(REDUCE)],
             capture_output=True,
@@ -216,7 +213,7 @@ class TestRanks:
         assert len(done.stdout.splitlines()) == 2
 
     @pytest.mark.proof
-    def test_an_engine_after_one_that_was_closed(self, launched: Launched) -> None:
+    def test_an_engine_after_one_that_was_closed(self, launched):
         """Its group does not find the addresses of the first engine's in the launch's store."""
         done = launched.run(*TWO, text=INITIALIZES_AGAIN)
         assert done.returncode == 0, done.stderr
@@ -224,9 +221,7 @@ class TestRanks:
 
     @pytest.mark.proof
     @pytest.mark.parametrize("torchrun", [False, True])
-    def test_the_same_where_another_launcher_or_rank_0_has_the_store(
-        self, launched: Launched, torchrun: bool
-    ) -> None:
+    def test_the_same_where_another_launcher_or_rank_0_has_the_store(self, launched, torchrun):
         script = launched.script(INITIALIZES_AGAIN)
         there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         there |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -253,7 +248,7 @@ class TestRanks:
         assert sorted(line for line in text.splitlines() if line.startswith("turn")) == AGAIN
 
     @pytest.mark.proof
-    def test_a_module_in_the_current_folder(self, launched: Launched) -> None:
+    def test_a_module_in_the_current_folder(self, launched):
         package = launched.folder / "mine"
         package.mkdir()
         (package / "__init__.py").write_text("")
@@ -265,7 +260,7 @@ class TestRanks:
         assert (done.returncode, done.stdout) == (0, "__main__ mine part ['-x']\n"), done.stderr
 
     @pytest.mark.proof
-    def test_a_script_finds_what_python_gives_it(self, launched: Launched) -> None:
+    def test_a_script_finds_what_python_gives_it(self, launched):
         """Its own folder on the path, itself as `__main__` (for pickle and for processes it spawns), no trace of the launcher."""
         folder = launched.folder / "sub"
         folder.mkdir()
@@ -276,9 +271,7 @@ class TestRanks:
 
     @pytest.mark.proof
     @pytest.mark.parametrize("given", [None, "7"])
-    def test_cores_are_shared_unless_the_user_says(
-        self, launched: Launched, monkeypatch: pytest.MonkeyPatch, given: str | None
-    ) -> None:
+    def test_cores_are_shared_unless_the_user_says(self, launched, monkeypatch, given):
         if given:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         from plait.cluster.topology import cpu_count
@@ -289,7 +282,7 @@ class TestRanks:
 
 
 class TestFailures:
-    def test_the_cause_comes_first_and_the_others_are_stopped(self, launched: Launched) -> None:
+    def test_the_cause_comes_first_and_the_others_are_stopped(self, launched):
         done = launched.run(*TWO, text=ONE_RAISES)
         assert done.returncode == 1
         assert re.match(
@@ -305,7 +298,7 @@ class TestFailures:
         )
 
     @pytest.mark.proof
-    def test_it_is_told_while_another_rank_refuses_to_end(self, launched: Launched) -> None:
+    def test_it_is_told_while_another_rank_refuses_to_end(self, launched):
         """The 30 seconds that torchrun waits for the others do not delay the message."""
         early = "import os\nif os.environ['RANK'] == '0':\n    raise KeyError('early')\n"
         process = launched.start(*TWO, text=early + NEVER_ENDS)
@@ -314,7 +307,7 @@ class TestFailures:
         assert process.poll() is None, "rank 1 is still waited for"
 
     @pytest.mark.proof
-    def test_exit_codes_are_propagated(self, launched: Launched) -> None:
+    def test_exit_codes_are_propagated(self, launched):
         text = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"
         done = launched.run(*TWO, text=text)
         assert done.returncode == 7
@@ -322,7 +315,7 @@ class TestFailures:
         assert done.stderr.endswith("plait: rank 0 was stopped\n")
 
     @pytest.mark.proof
-    def test_a_crash_is_the_cause_before_errors_of_other_ranks(self, launched: Launched) -> None:
+    def test_a_crash_is_the_cause_before_errors_of_other_ranks(self, launched):
         raises = 'raise ValueError("a gradient went missing")'
         crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
         done = launched.run(*TWO, text=ONE_RAISES.replace(raises, crash))
@@ -332,7 +325,7 @@ class TestFailures:
         assert "Segmentation fault" in done.stderr
 
     @pytest.mark.proof
-    def test_a_users_mistake_is_one_sentence_with_its_exit_code(self, launched: Launched) -> None:
+    def test_a_users_mistake_is_one_sentence_with_its_exit_code(self, launched):
         text = (
             "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')"
         )
@@ -341,7 +334,7 @@ class TestFailures:
 
     @pytest.mark.proof
     @pytest.mark.parametrize("name", ["nothing.here", "json.nothing"])
-    def test_a_module_that_is_not_there(self, launched: Launched, name: str) -> None:
+    def test_a_module_that_is_not_there(self, launched, name):
         done = launched.run(*TWO, "-m", name)
         assert done.returncode == 2
         assert (
@@ -350,14 +343,14 @@ class TestFailures:
         )
 
     @pytest.mark.proof
-    def test_an_error_tracker_still_hears_of_it(self, launched: Launched) -> None:
+    def test_an_error_tracker_still_hears_of_it(self, launched):
         text = "import sys\nsys.excepthook = lambda kind, error, trace: open('heard', 'w').write(kind.__name__)\n1 / 0"
         done = launched.run(*ONE, text=text)
         assert (launched.folder / "heard").read_text() == "ZeroDivisionError"
         assert done.stderr.count("Traceback") == 1
 
     @pytest.mark.proof
-    def test_restart(self, launched: Launched) -> None:
+    def test_restart(self, launched):
         done = launched.run(*TWO, "--max-restarts", "1", text=FAILS_ONCE)
         assert done.returncode == 0, done.stderr
         lines = [f"rank {rank} done in attempt 1" for rank in (0, 1)]
@@ -368,7 +361,7 @@ class TestFailures:
 
 class TestSignals:
     @pytest.mark.proof
-    def test_a_signal_that_one_rank_gets_is_no_failure(self, launched: Launched) -> None:
+    def test_a_signal_that_one_rank_gets_is_no_failure(self, launched):
         """A scheduler may send it to one; the ranks agree to end, one sooner than the others, and nothing starts again."""
         text = """
 import os, sys, time
@@ -385,9 +378,7 @@ sys.exit(138)
 
     @pytest.mark.proof
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_ranks_get_it_once_and_end_well(
-        self, launched: Launched, number: signal.Signals
-    ) -> None:
+    def test_ranks_get_it_once_and_end_well(self, launched, number):
         process, _ = launched.waiting(*TWO, text=ENDS_IN_TIME)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -399,7 +390,7 @@ sys.exit(138)
             == f"plait: {number.name}: the ranks have up to 300 s to end; Ctrl-C or another signal stops them at once\n"
         )
 
-    def test_a_failure_while_ending_is_not_a_clean_end(self, launched: Launched) -> None:
+    def test_a_failure_while_ending_is_not_a_clean_end(self, launched):
         process, _ = launched.waiting(*TWO, "--", "disk-full", text=ENDS_IN_TIME)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -407,7 +398,7 @@ sys.exit(138)
         assert "OSError: No space left on device" in err
 
     @pytest.mark.proof
-    def test_a_plain_script_ends_without_tracebacks(self, launched: Launched) -> None:
+    def test_a_plain_script_ends_without_tracebacks(self, launched):
         text = (
             "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)"
         )
@@ -418,7 +409,7 @@ sys.exit(138)
         assert "Traceback" not in err
 
     @pytest.mark.proof
-    def test_ranks_that_outlive_their_grace_are_killed(self, launched: Launched) -> None:
+    def test_ranks_that_outlive_their_grace_are_killed(self, launched):
         process, pids = launched.waiting(*TWO, "--grace", "1", text=NEVER_ENDS)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
@@ -427,7 +418,7 @@ sys.exit(138)
         assert _gone(pids)
 
     @pytest.mark.proof
-    def test_a_second_signal_stops_them_at_once(self, launched: Launched) -> None:
+    def test_a_second_signal_stops_them_at_once(self, launched):
         process, pids = launched.waiting(*TWO, text=NEVER_ENDS)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
@@ -438,14 +429,14 @@ sys.exit(138)
 
     @pytest.mark.proof
     @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-    def test_ranks_do_not_outlive_a_killed_launcher(self, launched: Launched) -> None:
+    def test_ranks_do_not_outlive_a_killed_launcher(self, launched):
         process, pids = launched.waiting(*TWO, text=NEVER_ENDS)
         process.kill()
         process.wait(10)
         assert _gone(pids, seconds=10)
 
     @pytest.mark.proof
-    def test_a_closed_terminal_does_not_end_what_nohup_protects(self, launched: Launched) -> None:
+    def test_a_closed_terminal_does_not_end_what_nohup_protects(self, launched):
         script = launched.script(ENDS_IN_TIME)
         process = subprocess.Popen(
             ["nohup", sys.executable, "-m", "plait", "launch", *ONE, script],
@@ -467,9 +458,7 @@ sys.exit(138)
 
 
 class TestMachines:
-    def _together(
-        self, launched: Launched, text: str, *commands: tuple[str, ...]
-    ) -> tuple[list[str], list[str]]:
+    def _together(self, launched, text, *commands):
         """What launchers of one process each print on standard output and standard error, all of which end well."""
         processes = [launched.start(*ONE, *command, text=text) for command in commands]
         said = [process.communicate(timeout=120) for process in processes]
@@ -477,20 +466,20 @@ class TestMachines:
         return [out for out, _ in said], [err for _, err in said]
 
     @pytest.mark.proof
-    def test_numbered_by_hand(self, launched: Launched) -> None:
+    def test_numbered_by_hand(self, launched):
         meet = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", _free_port())
         ranks = ((*meet, "--node-rank", str(rank)) for rank in (1, 0))
         outs, _ = self._together(launched, REDUCE, *ranks)
         assert outs == [f"rank {rank} of 2 sum 2 args []\n" for rank in (1, 0)]
 
     @pytest.mark.proof
-    def test_at_an_endpoint(self, launched: Launched) -> None:
+    def test_at_an_endpoint(self, launched):
         meet = ("--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{_free_port()}")
         outs, _ = self._together(launched, REDUCE, meet, meet)
         assert sorted(outs) == [f"rank {rank} of 2 sum 2 args []\n" for rank in (0, 1)]
 
     @pytest.mark.proof
-    def test_all_start_again_when_a_rank_of_one_failed(self, launched: Launched) -> None:
+    def test_all_start_again_when_a_rank_of_one_failed(self, launched):
         failing = FAILS_ONCE.replace(
             'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"', 'not os.path.exists("failed")'
         ).replace("    raise", '    open("failed", "w").close()\n    raise')
@@ -501,7 +490,7 @@ class TestMachines:
         assert sum("ValueError: only the first time" in err for err in errors) == 1
 
     @pytest.mark.proof
-    def test_the_others_do_not_come(self, launched: Launched) -> None:
+    def test_the_others_do_not_come(self, launched):
         meet = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
         done = launched.run(*ONE, *meet, text=REDUCE)
         assert done.returncode == 1
@@ -511,14 +500,14 @@ class TestMachines:
 
 class TestSsh:
     @pytest.fixture
-    def hosts(self, launched: Launched) -> tuple[str, ...]:
+    def hosts(self, launched):
         return self._hosts(launched, "far slots=2  # played by this machine")
 
-    def _hosts(self, launched: Launched, other: str) -> tuple[str, ...]:
+    def _hosts(self, launched, other):
         (launched.folder / "hosts").write_text(f"{socket.gethostname()} slots=1\n{other}\n")
         return ("-H", "hosts", "--master-port", _free_port())
 
-    def test_every_machine_of_a_hostfile(self, launched: Launched, hosts: tuple[str, ...]) -> None:
+    def test_every_machine_of_a_hostfile(self, launched, hosts):
         done = launched.run(*hosts, "--", "it's mine", text=REDUCE)
         assert done.returncode == 0, done.stderr
         expected = ["[far] rank 1 of 3 sum 3", "[far] rank 2 of 3 sum 3", "rank 0 of 3 sum 3"]
@@ -527,9 +516,7 @@ class TestSsh:
         assert done.stderr.count("ssh to far") == 1
 
     @pytest.mark.proof
-    def test_a_failure_there_stops_all_and_is_told_first(
-        self, launched: Launched, hosts: tuple[str, ...]
-    ) -> None:
+    def test_a_failure_there_stops_all_and_is_told_first(self, launched, hosts):
         done = launched.run(*hosts, *ONE, text=ONE_RAISES)
         assert done.returncode == 1
         first = next(line for line in done.stderr.splitlines() if "plait: " in line)
@@ -537,9 +524,7 @@ class TestSsh:
         assert "[far] ValueError: a gradient went missing" in done.stderr
 
     @pytest.mark.proof
-    def test_a_signal_reaches_every_machine_once(
-        self, launched: Launched, hosts: tuple[str, ...]
-    ) -> None:
+    def test_a_signal_reaches_every_machine_once(self, launched, hosts):
         process, pids = launched.waiting(*hosts, *ONE, text=ENDS_IN_TIME)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
@@ -549,16 +534,14 @@ class TestSsh:
         assert _gone(pids)
 
     @pytest.mark.proof
-    def test_machines_end_themselves_when_the_launcher_is_gone(
-        self, launched: Launched, hosts: tuple[str, ...]
-    ) -> None:
+    def test_machines_end_themselves_when_the_launcher_is_gone(self, launched, hosts):
         process, pids = launched.waiting(*hosts, *ONE, text=ENDS_IN_TIME)
         process.kill()
         process.wait(10)
         assert _gone(pids, seconds=30)
 
     @pytest.mark.proof
-    def test_a_machine_that_cannot_be_reached(self, launched: Launched) -> None:
+    def test_a_machine_that_cannot_be_reached(self, launched):
         done = launched.run(*self._hosts(launched, "unreachable.invalid slots=1"), text=REDUCE)
         assert done.returncode == 255
         assert (

@@ -1,13 +1,10 @@
 """A whole run of 64 processes on one machine: rendezvous, a training step in four-dimensional parallelism, a checkpoint, the exit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from plait.checkpoint.folder import candidates
 from plait.checkpoint.load import Reader
 from plait.cluster.layout import Layout
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, reference_trace
+from plait.verify.parity import reference_trace
 from tests.integration.many_processes import CLIPPING, DEGREES, RANKS, batches, build, configuration
 from tests.parity import cases
 
@@ -27,7 +24,7 @@ TOLERANCE = 1e-9
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Of a run that ended with exit code 0 on every rank."""
     made = tmp_path_factory.mktemp("many")
     root = Path(__file__).parents[2]
@@ -47,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Trace:
+def alone():
     """One process on the whole batch, in plain torch."""
     model = build()
     with keeping_float64(model):
@@ -60,12 +57,12 @@ def alone() -> Trace:
         )
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def told(folder):
     """What every rank said, by rank."""
     return [json.loads((folder / f"rank-{index}.json").read_text()) for index in range(RANKS)]
 
 
-def test_every_rank_computes_the_step_of_one_process(folder: Path, alone: Trace) -> None:
+def test_every_rank_computes_the_step_of_one_process(folder, alone):
     """Loss and gradient norm are the same on all of them."""
     ranks = told(folder)
     layout = Layout(**DEGREES)
@@ -79,7 +76,7 @@ def test_every_rank_computes_the_step_of_one_process(folder: Path, alone: Trace)
     assert alone.grad_norms[0] > CLIPPING  # or clipping would not be tried
 
 
-def test_the_checkpoint_is_complete_and_loads_in_one_process(folder: Path, alone: Trace) -> None:
+def test_the_checkpoint_is_complete_and_loads_in_one_process(folder, alone):
     """It holds the parameters after the update, the optimizer's states with them, and a file of every rank that had something to write."""
     saved = folder / "checkpoints"
     assert sorted(path.name for path in saved.iterdir()) == ["LATEST", "step-00000001"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +16,18 @@ COMMANDS = re.findall(r"^plait (plan infer .*?)(?:  +#.*)?$", PAGE, re.MULTILINE
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("llama"))
 
 
-def run(*arguments: str, code: int = 0) -> None:
+def run(*arguments, code=0):
     try:
         main(["plan", "infer", *arguments])
     except SystemExit as end:
         assert (end.code or 0) == code
 
 
-def test_the_commands_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_the_page(folder, capsys):
     assert len(COMMANDS) >= 3
     for command in COMMANDS:
         run(*shlex.split(command.replace("FOLDER", str(folder)).replace("2GiB", "3MiB"))[2:])
@@ -36,9 +35,7 @@ def test_the_commands_of_the_page(folder: Path, capsys: pytest.CaptureFixture[st
         assert "resident weights" in shown and "\nbound: " in shown, command
 
 
-def test_bytes_are_those_that_generate_decides_with(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bytes_are_those_that_generate_decides_with(folder, tmp_path, capsys):
     lengths = ["--prompt-tokens", "6", "--new-tokens", "5", "--batch-size", "2"]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"token_ids": [5, 6, 7, 8, 9, 10]}\n{"token_ids": [5]}\n', encoding="utf-8")
@@ -76,7 +73,7 @@ def test_bytes_are_those_that_generate_decides_with(
         assert found["bound"] is None, "the catalogue has no bandwidth of this machine's cores"
 
 
-def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_catalogue_gpu(capsys):
     run(
         *[
             "--model",
@@ -130,14 +127,12 @@ def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt2", "--new-tokens", "0"], "--new-tokens"),
     ],
 )
-def test_a_wrong_input(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_input(arguments, words, capsys):
     run(*arguments, code=2)
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_tokens_than_positions(folder, capsys):
     run("--model", str(folder), "--prompt-tokens", "200", "--new-tokens", "100", code=2)
     said = capsys.readouterr().err
     assert (
@@ -148,9 +143,7 @@ def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("budget", [[], ["--cpu-budget", "1MiB"]])
-def test_a_damaged_file_among_several(
-    folder: Path, tmp_path: Path, budget: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_among_several(folder, tmp_path, budget, capsys):
     """Also where everything fits, and nothing of the files would be read for the plan."""
     from transformers import AutoModelForCausalLM
 
@@ -172,18 +165,14 @@ def test_a_damaged_file_among_several(
     assert f"lists files that do not exist: {second.name}" in capsys.readouterr().err
 
 
-def test_a_configuration_alone(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_alone(folder, tmp_path, capsys):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     for name in (tmp_path, tmp_path / "config.json"):
         run("--model", str(name), "--prompt-tokens", "6", "--new-tokens", "3")
         assert "it fits on one device" in capsys.readouterr().out
 
 
-def test_help_is_a_screen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_is_a_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     run("--help")
     shown = capsys.readouterr().out.strip().splitlines()

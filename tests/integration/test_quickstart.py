@@ -62,7 +62,7 @@ if find_spec("tensorboard") and find_spec("accelerate"):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A working folder with `small.json` and a cache that the tests share."""
     folder = tmp_path_factory.mktemp("plait-train")
     (folder / "small.json").write_text(json.dumps(SMALL))
@@ -70,7 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _start(place: Path, *arguments: str, file: str = "small.json") -> subprocess.Popen[str]:
+def _start(place, *arguments, file="small.json"):
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -87,7 +87,7 @@ def _start(place: Path, *arguments: str, file: str = "small.json") -> subprocess
     )
 
 
-def _run(place: Path, *arguments: str, file: str = "small.json") -> tuple[int, str, str]:
+def _run(place, *arguments, file="small.json"):
     """(exit code, standard output, standard error)."""
     process = _start(place, *arguments, file=file)
     try:
@@ -97,16 +97,16 @@ def _run(place: Path, *arguments: str, file: str = "small.json") -> tuple[int, s
     return process.returncode, out, err
 
 
-def _folder(place: Path, name: str) -> tuple[Path, str, str]:
+def _folder(place, name):
     return place / "runs" / name, "--set", f"run.folder=runs/{name}"
 
 
-def _rows(folder: Path, event: str) -> list[dict[str, Any]]:
+def _rows(folder, event):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["event"] == event]
 
 
-def _losses(folder: Path) -> dict[int, float]:
+def _losses(folder):
     rows = _rows(folder, "step")
     found = {row["step"]: row["loss"] for row in rows}
     assert list(found) == list(range(1, len(rows) + 1)), "every step is there once and in order"
@@ -114,7 +114,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path) -> tuple[Path, str]:
+def whole(place):
     """A run of two processes with a callback and trackers, and what it printed."""
     folder, *where = _folder(place, "whole")
     callback = ("--set", "run.callbacks=[my_callbacks:Record]")
@@ -124,7 +124,7 @@ def whole(place: Path) -> tuple[Path, str]:
     return folder, out
 
 
-def test_a_run_trains_and_leaves_everything_behind(whole: tuple[Path, str]) -> None:
+def test_a_run_trains_and_leaves_everything_behind(whole):
     folder, out = whole
     losses = _losses(folder)
     assert len(losses) == 12
@@ -144,7 +144,7 @@ def test_a_run_trains_and_leaves_everything_behind(whole: tuple[Path, str]) -> N
     assert "\x1b" not in out, "no colours and no cursor movements in a pipe"
 
 
-def test_every_process_calls_the_callbacks(place: Path, whole: tuple[Path, str]) -> None:
+def test_every_process_calls_the_callbacks(place, whole):
     """Events arrive in the same order on both ranks."""
     events = [(place / f"events-{rank}").read_text().splitlines() for rank in (0, 1)]
     assert events[0] == events[1]
@@ -154,7 +154,7 @@ def test_every_process_calls_the_callbacks(place: Path, whole: tuple[Path, str])
     assert "CheckpointSaved 12" in events[0]
 
 
-def test_trackers_record_the_losses_of_the_metrics(whole: tuple[Path, str]) -> None:
+def test_trackers_record_the_losses_of_the_metrics(whole):
     """The first process writes the numbers of metrics.jsonl to each tracker."""
     folder, _ = whole
     expected = list(_losses(folder).items())
@@ -172,9 +172,7 @@ def test_trackers_record_the_losses_of_the_metrics(whole: tuple[Path, str]) -> N
     assert [scalar.value for scalar in scalars] == pytest.approx([loss for _, loss in expected])
 
 
-def test_the_same_command_says_that_it_is_complete(
-    place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_says_that_it_is_complete(place, whole, capsys):
     folder, _ = whole
     before = (folder / "metrics.jsonl").read_bytes()
     assert _main(place, "--set", "run.folder=runs/whole") == 0
@@ -185,12 +183,7 @@ def test_the_same_command_says_that_it_is_complete(
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_readmes_commands_on_a_run(
-    whole: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_readmes_commands_on_a_run(whole, tmp_path, monkeypatch, capsys):
     """List, verify and export, as docs/tutorials/first-run.md shows; what is exported is what was trained."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -243,9 +236,7 @@ def test_readmes_commands_on_a_run(
     assert _code(again) == 0 and sorted(os.listdir("other")) == sorted(os.listdir("trained"))
 
 
-def test_damage_is_named(
-    whole: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_named(whole, tmp_path, capsys):
     """Exit codes that scripts can use."""
     copy = tmp_path / "copy"
     shutil.copytree(whole[0] / "checkpoints", copy)
@@ -271,16 +262,14 @@ def test_damage_is_named(
     assert _code(["checkpoint", "ls", str(tmp_path / "none")]) == 2
 
 
-def _code(arguments: list[str]) -> int:
+def _code(arguments):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     return int(end.value.code or 0)
 
 
 @pytest.mark.proof
-def test_one_process_computes_the_same_and_two_go_on_with_it(
-    place: Path, whole: tuple[Path, str]
-) -> None:
+def test_one_process_computes_the_same_and_two_go_on_with_it(place, whole):
     folder, *where = _folder(place, "alone")
     code, _, err = _run(place, *where, "--set", "run.processes=1", "--set", "run.steps=7")
     assert code == 0, err
@@ -295,7 +284,7 @@ def test_one_process_computes_the_same_and_two_go_on_with_it(
 
 
 @pytest.mark.proof
-def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str]) -> None:
+def test_ctrl_c_and_the_same_command_again(place, whole):
     folder, *where = _folder(place, "interrupted")
     process = _start(place, *where, "--set", "run.steps=100000")
     try:
@@ -327,7 +316,7 @@ def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str])
 
 
 @pytest.mark.proof
-def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]) -> None:
+def test_weights_of_a_folder_are_trained_on(place, whole):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -370,7 +359,7 @@ def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]
 
 
 @pytest.mark.proof
-def test_a_lost_loss_is_told_once(place: Path) -> None:
+def test_a_lost_loss_is_told_once(place):
     _, *where = _folder(place, "lost")
     huge = (
         "--set",
@@ -386,7 +375,7 @@ def test_a_lost_loss_is_told_once(place: Path) -> None:
     assert "Traceback" not in err + out
 
 
-def _main(place: Path, *arguments: str, file: str = "small.json") -> int:
+def _main(place, *arguments, file="small.json"):
     """The command in this process: nothing may be started, so nothing is isolated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
@@ -397,7 +386,7 @@ def _main(place: Path, *arguments: str, file: str = "small.json") -> int:
         return int(ended.value.code or 0)
 
 
-def _refused(place: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> str:
+def _refused(place, capsys, *settings):
     capsys.readouterr()
     assert _main(place, *(part for setting in settings for part in ("--set", setting))) == 2
     return capsys.readouterr().err
@@ -429,9 +418,7 @@ def _refused(place: Path, capsys: pytest.CaptureFixture[str], *settings: str) ->
         (["train_batch_size=3"], "3"),
     ],
 )
-def test_wrong_inputs(
-    place: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str
-) -> None:
+def test_wrong_inputs(place, capsys, settings, said):
     (place / "rows.jsonl").write_text('{"text": "fine"}\n{"body": "not"}\n')
     (place / "empty.txt").write_text("")
     err = _refused(place, capsys, *settings, "run.folder=runs/refused")
@@ -440,9 +427,7 @@ def test_wrong_inputs(
     assert not (place / "runs" / "refused").exists()
 
 
-def test_a_wrong_file_is_refused_before_the_text_is_read(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_file_is_refused_before_the_text_is_read(place, capsys, monkeypatch):
     monkeypatch.setattr(
         "plait.train.session.prepare", lambda *_, **__: pytest.fail("the text was read")
     )
@@ -450,15 +435,13 @@ def test_a_wrong_file_is_refused_before_the_text_is_read(
     assert "use 'hidden_act'" in _refused(place, capsys, "model.config.hiden_act=gelu")
 
 
-def test_a_missing_file_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_refused(place, capsys):
     assert _main(place, file="nothing.json") == 2
     assert "nothing.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("section", ["model", "data"])
-def test_a_file_without_model_or_data_is_refused(
-    place: Path, capsys: pytest.CaptureFixture[str], section: str
-) -> None:
+def test_a_file_without_model_or_data_is_refused(place, capsys, section):
     (place / "part.json").write_text(
         json.dumps({name: value for name, value in SMALL.items() if name != section})
     )
@@ -466,9 +449,7 @@ def test_a_file_without_model_or_data_is_refused(
     assert capsys.readouterr().err.startswith(f"plait: {section}")
 
 
-def test_another_model_does_not_go_on(
-    place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_does_not_go_on(place, whole, capsys):
     err = _refused(
         place, capsys, "run.folder=runs/whole", "model.config.hidden_size=32", "run.seed=1"
     )
@@ -478,7 +459,7 @@ def test_another_model_does_not_go_on(
     assert "--fresh" in err
 
 
-def test_a_refused_start_over_leaves_the_folder(place: Path, whole: tuple[Path, str]) -> None:
+def test_a_refused_start_over_leaves_the_folder(place, whole):
     assert (
         _main(
             place,
@@ -490,7 +471,7 @@ def test_a_refused_start_over_leaves_the_folder(place: Path, whole: tuple[Path, 
 
 
 @pytest.mark.proof
-def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str]) -> None:
+def test_starting_over_keeps_the_earlier_run(place, whole):
     folder, *where = _folder(place, "over")
     shutil.copytree(whole[0], folder)
     code, out, err = _run(
@@ -504,9 +485,7 @@ def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str
     assert len(_losses(folder.with_name("over.old-1"))) == 12
 
 
-def test_the_quickstart_is_what_its_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quickstart_is_what_its_page_says(tmp_path, monkeypatch):
     """E14: also after `make quickstart`, whose run lies in the folder that the file names."""
     from plait.config.resolving.resolve import load
     from plait.train.session import check

@@ -1,7 +1,5 @@
 """MISSION Z9: the recipes in `examples/` are files that load, resolve for the machines they name, and can be laid out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,7 +20,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes(name: str) -> None:
+def test_recipes(name):
     """Degrees, size, and states that the recipe's devices hold."""
     machines, devices, billions, stage, degrees = RECIPES[name]
     file = EXAMPLES / f"{name}.json"
@@ -46,6 +44,6 @@ def test_recipes(name: str) -> None:
         assert max(ranks_costs) / (sum(ranks_costs) / 8) < 1.05
 
 
-def test_every_example_is_here() -> None:
+def test_every_example_is_here():
     """A new file gets a row."""
     assert {path.stem for path in EXAMPLES.glob("*.json")} == {*RECIPES, "quickstart"}

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ FILE: dict[str, Any] = {
 }
 
 
-def test_two_machines_train_one_run(tmp_path: Path) -> None:
+def test_two_machines_train_one_run(tmp_path):
     (tmp_path / "text.txt").write_text(
         "The ranks of two machines meet, sum and go on. " * 4000, encoding="utf-8"
     )

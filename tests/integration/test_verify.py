@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,11 @@ from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
 from plait.parallel.tensor import styles
 from plait.sharded.step import Stepper
-from plait.verify.plan import VerificationPlan, prepare
-from plait.verify.report import Report, failure, raise_unless_equal
+from plait.verify.plan import prepare
+from plait.verify.report import failure, raise_unless_equal
 from plait.verify.run import compare, run_layout
 from tests.covers import proof_after
 from tests.parity.cases import PlainModel
-from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 LLAMA: dict[str, Any] = {
@@ -66,7 +64,7 @@ PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "bos_token_id": 0, "eo
 TP2 = {"parallel": {"tp": 2}}
 
 
-def plain() -> nn.Module:
+def plain():
     """A language model with weights of its own."""
     return PlainModel(tied=False)
 
@@ -74,14 +72,14 @@ def plain() -> nn.Module:
 class BareLogits(nn.Module):
     """Takes `tokens` and returns the logits themselves; its attention drops."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(60, 16)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dropout=0.3) for _ in range(4)
         )
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         hidden = self.embed(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=hidden.dtype)
         for layer in self.layers:
@@ -89,7 +87,7 @@ class BareLogits(nn.Module):
         return hidden @ self.embed.weight.T
 
 
-def bare_logits() -> nn.Module:
+def bare_logits():
     """A language model in plain torch."""
     return BareLogits()
 
@@ -97,10 +95,10 @@ def bare_logits() -> nn.Module:
 SQUARES = plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
 
 
-def pairs_of(width: int) -> Callable[[int, torch.Generator], Any]:
+def pairs_of(width):
     """Micro-batches of inputs and targets."""
 
-    def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    def micro_batch(samples, generator):
         return tuple(
             torch.randn(samples, size, generator=generator).double() for size in (6, width)
         )
@@ -108,23 +106,23 @@ def pairs_of(width: int) -> Callable[[int, torch.Generator], Any]:
     return micro_batch
 
 
-def regression() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]:
+def regression():
     """No language model: it brings its loss and its data."""
 
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)), SQUARES, pairs_of(2)
 
 
-def chain() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]:
+def chain():
     """Equal blocks, and micro-batches that are all of one shape."""
 
     return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), SQUARES, pairs_of(6)
 
 
-def random_model() -> nn.Module:
+def random_model():
     """Noise that no dropout rate turns off."""
 
     class Noisy(PlainModel):
-        def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        def forward(self, input_ids, side=False):
             output = super().forward(input_ids, side)
             output.logits = output.logits + torch.randn_like(output.logits)
             return output
@@ -133,21 +131,21 @@ def random_model() -> nn.Module:
 
 
 class _Done:
-    def wait(self) -> None:
+    def wait(self):
         pass
 
 
-def _launch_nothing(self: Reducer, bucket: Any) -> None:
+def _launch_nothing(self, bucket):
     self._next_bucket += 1
     bucket.work = _Done()
 
 
-def _attach_in_float32(self: Reducer) -> None:
+def _attach_in_float32(self):
     self.reduce_dtype = torch.float32
     _attach(self)
 
 
-def _average(self: DataParallel, parts: Any, mesh: Any) -> Any:
+def _average(self, parts, mesh):
     with patch(f"{DataParallel.__module__}.reduce_by_sum", lambda model: None):
         hooks = _attach_hooks(self, parts, mesh)
     for hook in hooks:
@@ -156,44 +154,40 @@ def _average(self: DataParallel, parts: Any, mesh: Any) -> Any:
     return hooks
 
 
-def _scalars_stay_local(value: torch.Tensor, group: Any) -> AsyncAllReduce:
+def _scalars_stay_local(value, group):
     """The count of a step's targets is the engine's only pending scalar."""
     return AsyncAllReduce(value, group if value.ndim else None)
 
 
-def _unclipped(
-    self: Stepper, grads: list[torch.Tensor], norm: torch.Tensor, unscale: float
-) -> None:
+def _unclipped(self, grads, norm, unscale):
     pass
 
 
-def _initialise_by_rank(
-    model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *, seed: int, **arguments: Any
-) -> None:
+def _initialise_by_rank(model, template, blocks, *, seed, **arguments):
     _initialise(model, template, blocks, seed=seed + torch.distributed.get_rank(), **arguments)
 
 
-def _step_on_rank_0(self: Stepper, **arguments: Any) -> Any:
+def _step_on_rank_0(self, **arguments):
     if torch.distributed.get_rank():
         with patch.object(self.optimizer, "step"):
             return _step(self, **arguments)
     return _step(self, **arguments)
 
 
-def _next_block(model: nn.Module, cut: Any, indices: Any, **arguments: Any) -> Any:
+def _next_block(model, cut, indices, **arguments):
     if torch.distributed.get_rank():
         cut = replace(cut, bounds=(cut.bounds[0], cut.bounds[1] + 1, *cut.bounds[2:]))
     return _stage_model(model, cut, indices, **arguments)
 
 
-def _reversed_on_rank_1(self: Runtime, pieces: Any, **arguments: Any) -> None:
+def _reversed_on_rank_1(self, pieces, **arguments):
     _train(self, pieces[::-1] if torch.distributed.get_rank() else pieces, **arguments)
 
 
-def _summed_twice(module: torch.nn.Module, region: Any) -> Any:
+def _summed_twice(module, region):
     original = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args, **kwargs):
         doubled = {
             name: enter(enter(p, region.group), region.group)
             for name, p in module.named_parameters(recurse=False)
@@ -204,13 +198,13 @@ def _summed_twice(module: torch.nn.Module, region: Any) -> Any:
     return forward
 
 
-def _untied(model: torch.nn.Module, *args: Any, **options: Any) -> None:
+def _untied(model, *args, **options):
     _initialise(model, *args, **options)
     head = model.get_output_embeddings()  # type: ignore[operator]
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
 
-def _next_ranks(parameter: Any) -> tuple[slice, ...]:
+def _next_ranks(parameter):
     """The neighbour's slice of a fused weight."""
     window = _window(parameter)
     rows = window[0]
@@ -245,13 +239,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def planned(
-    *,
-    given: Callable[[], Any] | None = None,
-    processes: int = 2,
-    passes: Any = ("float64",),
-    **changes: Any,
-) -> VerificationPlan:
+def planned(*, given=None, processes=2, passes=("float64",), **changes):
     """Of FILE with changes, as the command makes it."""
     model = f"{__name__}:{given.__name__}" if given is not None else None
     return prepare(
@@ -264,7 +252,7 @@ def planned(
     )
 
 
-def work(rank: int, world: int, plan: VerificationPlan, defect: str | None) -> Any:
+def work(rank, world, plan, defect):
     """Runs in a worker."""
     if defect is None:
         return run_layout(plan)
@@ -277,7 +265,7 @@ def work(rank: int, world: int, plan: VerificationPlan, defect: str | None) -> A
         setattr(owner, name, original)
 
 
-def compared(pool: Pool, plan: VerificationPlan, defect: str | None = None) -> Report:
+def compared(pool, plan, defect=None):
     """Of a plan whose layout runs in the pool."""
     return compare(plan, pool.run(plan.world_size, work, plan, defect)[0])
 
@@ -315,9 +303,7 @@ FOUND: list[tuple[str, Any, dict[str, Any]]] = [
     ("defect", "function", "changes"),
     proof_after(4, FOUND, name=lambda defect, function, _: f"{defect}-{function is not None}"),
 )
-def test_defects_are_found_and_named(
-    pool: Pool, defect: str, function: Any, changes: dict[str, Any]
-) -> None:
+def test_defects_are_found_and_named(pool, defect, function, changes):
     """With the error that the command ends with (exit code 3)."""
     plan = planned(given=function, **changes)
     report = compared(pool, plan, defect)
@@ -329,7 +315,7 @@ def test_defects_are_found_and_named(
     assert caught.value.exit_code == 3
 
 
-def test_what_is_found_first(pool: Pool) -> None:
+def test_what_is_found_first(pool):
     """Weights that differ before training are told as such, not as wrong gradients."""
     told = failure(compared(pool, planned(given=plain), "unsynchronised weights"))
     assert "first: initial weight of embed.weight: ranks hold different copies" in told
@@ -366,7 +352,7 @@ EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", proof_after(3, EQUAL))
-def test_equal(pool: Pool, name: str) -> None:
+def test_equal(pool, name):
     """Both comparisons, in whatever precision and with whatever a model rounds by itself."""
     processes, changes = EQUAL[name]
     plan = planned(processes=processes, passes=("float64", "configured"), **changes)
@@ -396,7 +382,7 @@ def test_equal(pool: Pool, name: str) -> None:
         name=lambda stage, function: f"{stage}-{function.__name__}",
     ),
 )
-def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
+def test_equal_for_plain_modules(pool, function, stage):
     """Models that Transformers does not know, with weights of their own that differ on every rank until the engine makes them equal."""
     report = compared(pool, planned(given=function, zero_optimization={"stage": stage}))
     assert report.equal, failure(report)
@@ -406,16 +392,14 @@ def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
     )
 
 
-def test_a_model_that_counts_its_blocks_stays_whole() -> None:
+def test_a_model_that_counts_its_blocks_stays_whole():
     """What cannot be made smaller is compared as it is, and that is told."""
     plan = planned(given=counted)
     assert len(plan.build(torch.float64).model.blocks) == 3
     assert any("as it is: with 2 of its 3 blocks it does not run" in line for _, line in plan.lines)
 
 
-def run(
-    folder: Path, *arguments: str, file: dict[str, Any] = FILE
-) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, file=FILE):
     """`plait verify` as a user runs it, on two processes where the file leaves it open."""
     (folder / "run.json").write_text(json.dumps(file))
     environment = {
@@ -436,7 +420,7 @@ def run(
     )
 
 
-def test_command_equal(tmp_path: Path) -> None:
+def test_command_equal(tmp_path):
     """Exit code 0, one object for machines on standard output and nothing else."""
     file = {**FILE, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     done = run(tmp_path, "--steps", "2", "--json", file=file)
@@ -455,7 +439,7 @@ def test_command_equal(tmp_path: Path) -> None:
     assert any("hidden_size 512 -> " in note for note in found["notes"])
 
 
-def broken() -> nn.Module:
+def broken():
     """A model that breaks the engine of the processes that build it."""
     if "plait.verify.run" in sys.modules and os.environ.get("WORLD_SIZE") == "2":
         Reducer._launch = _launch_nothing  # type: ignore[method-assign]
@@ -463,7 +447,7 @@ def broken() -> nn.Module:
 
 
 @pytest.mark.proof
-def test_command_different(tmp_path: Path) -> None:
+def test_command_different(tmp_path):
     """Exit code 3; the table says which, the message names the first; no traceback."""
     done = run(
         tmp_path, "--model", f"{__name__}:broken", "--steps", "1", "--dtype", "float64", "--all"
@@ -474,11 +458,11 @@ def test_command_different(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def stuck() -> nn.Module:
+def stuck():
     """A model that never returns on one rank, as a rank that left a collective out."""
 
     class Stuck(PlainModel):
-        def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        def forward(self, input_ids, side=False):
             if os.environ.get("RANK") == "1":
                 time.sleep(3600)
             return super().forward(input_ids, side)
@@ -487,7 +471,7 @@ def stuck() -> nn.Module:
 
 
 @pytest.mark.proof
-def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> None:
+def test_command_ends_where_processes_wait_for_each_other(tmp_path):
     """With the stacks of all threads, which show where."""
     done = run(
         tmp_path, "--model", f"{__name__}:stuck", "--timeout", "10", "--dtype", "float64", "--json"
@@ -533,14 +517,7 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> Non
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
-def test_wrong_input(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    changes: dict[str, Any],
-    told: str,
-) -> None:
+def test_wrong_input(tmp_path, monkeypatch, capsys, arguments, changes, told):
     """Refused before any process, in a sentence, with exit code 2."""
     file = {name: value for name, value in {**FILE, **changes}.items() if value is not None}
     (tmp_path / "run.json").write_text(json.dumps(file))
@@ -554,7 +531,7 @@ def test_wrong_input(
     assert told in capsys.readouterr().err
 
 
-def work_nothing() -> str:
+def work_nothing():
     """Not a model."""
     return "model"
 
@@ -562,14 +539,14 @@ def work_nothing() -> str:
 class Counted(PlainModel):
     """Indexes its blocks."""
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
         for index in range(3):
             hidden = self.blocks[index](hidden, side)
         return self.head(hidden)
 
 
-def counted() -> nn.Module:
+def counted():
     """A model that cannot lose a block."""
     return Counted(tied=False)
 
@@ -585,7 +562,7 @@ def counted() -> nn.Module:
         ({"dp_shard": 3}, 3, (1, 1, 3, 1, 1)),
     ],
 )
-def test_layout(parallel: dict[str, int], stage: int, expected: tuple[int, ...]) -> None:
+def test_layout(parallel, stage, expected):
     """Degrees of tensor parallelism stay; open data-parallel degrees are 2; given ones shrink where they would need too many processes."""
     plan = planned(processes=None, parallel=parallel, zero_optimization={"stage": stage})  # type: ignore[arg-type]
     assert tuple(plan.resolved.layout.degrees.values()) == expected
@@ -594,7 +571,7 @@ def test_layout(parallel: dict[str, int], stage: int, expected: tuple[int, ...])
     )
 
 
-def test_what_shrinks_and_what_stays() -> None:
+def test_what_shrinks_and_what_stays():
     """The float64 pass keeps every mechanism of mixed precision."""
     plan = planned(
         fp16={"enabled": True},
@@ -619,7 +596,7 @@ def test_what_shrinks_and_what_stays() -> None:
     assert plan.settings("configured") == (plan.resolved, torch.float32)
 
 
-def test_a_schedule_that_needs_many_micro_batches() -> None:
+def test_a_schedule_that_needs_many_micro_batches():
     """As many as it takes at least are left."""
     parallel = {"pp": 2, "pipeline": {"schedule": "dualpipev"}}
     plan = planned(
@@ -631,7 +608,7 @@ def test_a_schedule_that_needs_many_micro_batches() -> None:
     assert plan.resolved.batch.accumulation == 4
 
 
-def test_buckets_shrink_with_the_model() -> None:
+def test_buckets_shrink_with_the_model():
     """A small model in one bucket of 25 MiB would not show a wrong order of buckets."""
     plan = planned()
     model = plan.build(torch.float64).model
@@ -639,7 +616,7 @@ def test_buckets_shrink_with_the_model() -> None:
     assert plan.resolved.data_parallel.bucket_bytes < largest / 3
 
 
-def test_data_is_uneven() -> None:
+def test_data_is_uneven():
     """Lengths, targets, one micro-batch without any."""
     plan = planned()
     data = plan.data(plan.build(torch.float64))

@@ -1,11 +1,7 @@
 """The model of the runs that these tests start."""
 
-from __future__ import annotations
 
-from typing import Any
-
-
-def llama(**fields: Any) -> dict[str, Any]:
+def llama(**fields):
     """A `model` section with two small layers; `fields` are set besides, or in place of these."""
     config = {
         "model_type": "llama",

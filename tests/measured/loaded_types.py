@@ -13,7 +13,7 @@ import torch.distributed as dist
 import plait
 from plait.errors import PlaitError
 from plait.parallel.materialise import is_meta
-from plait.verify.model_under_test import TestedModel, transformers_model
+from plait.verify.model_under_test import transformers_model
 from plait.verify.parity import full_tensor_on_cpu
 
 FOLDER = "from a folder"
@@ -35,7 +35,7 @@ class Loaded:
     """None: values are equal or not."""
 
 
-def load_cell(rank: int, world: int, tested: TestedModel, folder: str) -> Loaded:
+def load_cell(rank, world, tested, folder):
     """Collective over the two processes of the default group. `folder` is empty and seen by both."""
     assert tested.fields is not None
     torch.manual_seed(4)
@@ -68,11 +68,11 @@ def load_cell(rank: int, world: int, tested: TestedModel, folder: str) -> Loaded
     return Loaded("slices" if meta else "in full")
 
 
-def _without(text: str, folder: str) -> str:
+def _without(text, folder):
     return text.replace(folder, "FOLDER")
 
 
-def _different(found: dict[str, torch.Tensor], folder: str) -> list[str]:
+def _different(found, folder):
     """Names whose values differ from those that Transformers loads from the same folder, buffers among them."""
     from transformers import AutoModelForCausalLM
 

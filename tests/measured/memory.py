@@ -5,9 +5,7 @@ Storages are counted once each, padding included, so views and tied weights do n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,7 +18,6 @@ from plait._torch.units import (
 )
 from plait.comm.messages import Arriving
 from plait.dryrun.recorder import BACKWARD, LiveStorages, Recorder, watch
-from plait.engine.engine import Engine
 from plait.parallel.accounting.ledger import MEMORY_KINDS
 from plait.parallel.accounting.peak import HEAD, OUTSIDE
 from plait.parallel.activations.activation_store import OffloadedActivations
@@ -32,13 +29,13 @@ from plait.parallel.techniques.data_parallel import free_gathered
 from tests.measured.storage_tracker import StorageTracker
 
 
-def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
+def measure_step(engine, batch):
     """Run one `train_batch` and return the bytes of every kind of `ledger.MEMORY_KINDS` that it held on this rank."""
     held = dict.fromkeys(MEMORY_KINDS, 0)
     forward = engine.sharded.forward
     micro_batches_seen = 0
 
-    def between(model: torch.nn.Module, piece: Any) -> Any:
+    def between(model, piece):
         nonlocal micro_batches_seen
         if micro_batches_seen:  # what is left of the micro-batch before
             held["gathered_parameters"] = max(
@@ -55,14 +52,14 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         engine.model.parameters()
     )  # in a backward, the model would name gathered ones
 
-    def before_update() -> None:
+    def before_update():
         held["parameters"] = storage_bytes(parameters)
         held["gradients"] = max(
             held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None)
         )
         held["compression"] = storage_bytes(residuals.tensors()) if residuals is not None else 0
 
-    def before_one(_: torch.nn.Parameter) -> None:
+    def before_one(_):
         before_update()
 
     in_backward = engine.stepper.in_backward
@@ -83,7 +80,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
     return held
 
 
-def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
+def measure_activations(engine, piece):
     """Run forward and loss of one micro-batch, for real and without a backward, and return the bytes that it keeps for one: `activations`
     and `logits` of `ledger.ACTIVATION_KINDS`, and `blocks`, those of the blocks alone."""
     model, blocks, offloaded = (
@@ -134,7 +131,7 @@ class _Taken(Arriving):
 
     live: LiveStorages
 
-    def wait(self) -> tuple[torch.Tensor, ...]:
+    def wait(self):
         for tensor in self.tensors:
             self.live.claim(tensor, self.live.unit)
         return super().wait()
@@ -148,7 +145,7 @@ class MeasuredInFlight:
     """Every action, and the bytes that all micro-batches kept when it had ended: blocks, what is outside of them, head and loss."""
 
 
-def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
+def measure_in_flight(engine, batch):
     """Run one `train_batch` of a pipeline whose parameters are not sharded. Messages in flight between stages do not count, nor do
     gradients of parameters."""
     assert engine.sharded.pipeline is not None
@@ -170,19 +167,19 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
     before = 0
     messenger, receive = runtime.messenger, runtime.messenger.receive
 
-    def received(*args: Any, **kwargs: Any) -> Arriving:
+    def received(*args, **kwargs):
         unit, live.unit = live.unit, _APART
         arriving = receive(*args, **kwargs)
         live.unit = unit
         return _Taken(arriving.tensors, arriving.works, arriving.source, live)
 
-    def listen(message: Message, tensors: Sequence[torch.Tensor]) -> None:
+    def listen(message, tensors):
         if message.payload is Payload.GRADIENT:
             handed[message] = [storage_id(tensor.untyped_storage()) for tensor in tensors]
             for key in handed[message]:
                 live.claim_storage(key, _APART)
 
-    def observe(action: Action, done: bool) -> None:
+    def observe(action, done):
         nonlocal before
         live.unit = OUTSIDE if action.kind is Kind.FORWARD else BACKWARD
         if not done:
@@ -224,9 +221,7 @@ class MeasuredPeak:
     """By the storage tracker `dryrun.storage_tracker`, which also counts the fake tensors of a dry run."""
 
 
-def step_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: Reducer | None, batch: Any
-) -> list[torch.Tensor]:
+def step_tensors(model, optimizer, reducer, batch):
     """What exists before a step: parameters and their gradients, buffers, optimizer states, buckets, the batch."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -246,7 +241,7 @@ def step_tensors(
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
-def measure_peak(engine: Engine, batch: Any) -> MeasuredPeak:
+def measure_peak(engine, batch):
     """Run three `train_batch`: one that makes the optimizer's states, and one under each tracker."""
     engine.train_batch(batch)
     existing = step_tensors(engine.model, engine.optimizer, engine.hooks.find(Reducer), batch)

@@ -86,14 +86,14 @@ class CellFailed(Exception):
     """One rank gave up in a step, where others may wait for it; the message is the reason."""
 
 
-def model_types() -> tuple[str, ...]:
+def model_types():
     """All that `AutoModelForCausalLM` builds, by name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
-def make_small(name: str) -> Small:
+def make_small(name):
     """The small version of a type, one for all layouts. Raises what building it raises."""
     config = load({**_FILE, "model": {"config": {"model_type": name}}})
     choice = choose(config, None, layout=Layout(pp=2, dp_shard=2, tp=2))
@@ -101,7 +101,7 @@ def make_small(name: str) -> Small:
     return Small(choice.tested, choice.lines, _split_share(model))
 
 
-def _split_share(model: torch.nn.Module) -> float:
+def _split_share(model):
     try:
         plan = make_plan(model, tp=PROCESSES, blocks=find_blocks(model, None))
     except PlaitError:
@@ -112,7 +112,7 @@ def _split_share(model: torch.nn.Module) -> float:
     )
 
 
-def planned(tested: TestedModel, layout: str) -> VerificationPlan:
+def planned(tested, layout):
     """The comparison of one cell."""
     resolved = resolve(load({**_FILE, **LAYOUTS[layout]}), world_size=PROCESSES)
     buckets = resolved.data_parallel.model_copy(
@@ -125,7 +125,7 @@ def planned(tested: TestedModel, layout: str) -> VerificationPlan:
     )
 
 
-def run_cell(rank: int, world: int, tested: TestedModel, layout: str) -> Cell:
+def run_cell(rank, world, tested, layout):
     """Collective over the two processes of the default group; rank 0 compares. Raises CellFailed for an error in a step."""
     plan = planned(tested, layout)
     resolved, dtype = plan.settings("float64")
@@ -153,7 +153,7 @@ def run_cell(rank: int, world: int, tested: TestedModel, layout: str) -> Cell:
     return _compared(plan, found) if rank == 0 else Cell("exact")
 
 
-def _described(error: Exception) -> str:
+def _described(error):
     lines = str(error).splitlines()
     text = (
         str(error)
@@ -167,7 +167,7 @@ def _described(error: Exception) -> str:
     )
 
 
-def _compared(plan: VerificationPlan, found: Trace) -> Cell:
+def _compared(plan, found):
     reference = _reference(plan.tested)
     largest = worst(compare(reference, found))
     bar = EXACT_BAR if plan.tested.exact else ROUNDED_BAR
@@ -182,7 +182,7 @@ _KEPT: list[tuple[TestedModel, Trace]] = []
 """The last reference, for the next layout of the same type."""
 
 
-def _reference(tested: TestedModel) -> Trace:
+def _reference(tested):
     """One process, from the weights that it would draw."""
     if _KEPT and _KEPT[0][0] == tested:
         return _KEPT[0][1]

@@ -1,9 +1,5 @@
 """torch's own count of memory."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from torch._guards import active_fake_mode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,17 +9,17 @@ class StorageTracker(MemTracker):
     """torch's memory tracker without its tables by module, which refuse a module that runs for several micro-batches. Storages, resizes and
     the peak are counted by torch's own code."""
 
-    def __enter__(self) -> StorageTracker:
+    def __enter__(self):
         self._fake_mode_on_entry = active_fake_mode()
         self._track_resize()
         TorchDispatchMode.__enter__(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         TorchDispatchMode.__exit__(self, *error)
         self._restore_resize()
 
-    def peak_bytes(self, device_type: str) -> int:
+    def peak_bytes(self, device_type):
         """The most at once on devices of a type."""
         return max(
             int(snapshot["Total"])

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from plait._torch.operators import TorchDispatchMode
@@ -23,7 +21,7 @@ class Traffic:
 
     calls: list[Call] = field(default_factory=list)
 
-    def bytes(self) -> dict[str, int]:
+    def bytes(self):
         """Kind to bytes sent by this rank. All-to-all is counted as the reduce-scatter that it carries out."""
         sums: Counter[str] = Counter()
         for call in self.calls:
@@ -32,7 +30,7 @@ class Traffic:
             )
         return dict(sums)
 
-    def dtypes(self, kind: str) -> set[torch.dtype]:
+    def dtypes(self, kind):
         """The dtypes that collectives of a kind were called with."""
         kinds = ("reduce_scatter", "all_to_all") if kind == "reduce_scatter" else (kind,)
         return {call.dtype for call in self.calls if call.kind in kinds}
@@ -41,21 +39,15 @@ class Traffic:
 class count_traffic(TorchDispatchMode):
     """Context manager that yields a Traffic and records every collective of this thread."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.traffic = Traffic()
 
-    def __enter__(self) -> Traffic:
+    def __enter__(self):
         super().__enter__()
         return self.traffic
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Note collectives, run everything as it is. DTensor first turns its operators into plain ones."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

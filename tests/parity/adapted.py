@@ -1,9 +1,5 @@
 """The tiny model of `trainers` with LoRA adapters, which PEFT makes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from tests.parity import trainers
@@ -11,18 +7,12 @@ from tests.parity import trainers
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
-def model(
-    dtype: torch.dtype = torch.float32,
-    *,
-    dropout: float = 0.0,
-    targets: Any = TARGETS,
-    **settings: Any,
-) -> Any:
+def model(dtype=torch.float32, *, dropout=0.0, targets=TARGETS, **settings):
     """With B that is not zero, so that every gradient counts."""
     return on(trainers.model(dtype), dropout=dropout, targets=targets, **settings)
 
 
-def on(base: Any, *, dropout: float = 0.0, targets: Any = TARGETS, **settings: Any) -> Any:
+def on(base, *, dropout=0.0, targets=TARGETS, **settings):
     """The same adapters on a model. `settings` are further fields of LoraConfig."""
     from peft import LoraConfig, get_peft_model
 
@@ -44,6 +34,6 @@ def on(base: Any, *, dropout: float = 0.0, targets: Any = TARGETS, **settings: A
     return found
 
 
-def with_copies(dtype: torch.dtype = torch.float32) -> Any:
+def with_copies(dtype=torch.float32):
     """With the head and the embedding trained in full."""
     return model(dtype, modules_to_save=["lm_head", "embed_tokens"])

@@ -16,14 +16,14 @@ VOCABULARY = 101
 class Block(nn.Module):
     """A residual MLP block with an optional second branch that a batch may leave unused."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width + 1)
         self.down = nn.Linear(2 * width + 1, width, bias=False)
         self.side = nn.Linear(width, width)
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         inner = self.down(F.gelu(self.up(self.norm(hidden))))
         return hidden + inner + (self.side(hidden) if use_side else 0)
 
@@ -31,9 +31,7 @@ class Block(nn.Module):
 class PlainModel(nn.Module):
     """A language model that knows nothing of Transformers. `side` in the batch switches the branch of every block on."""
 
-    def __init__(
-        self, *, tied: bool, width: int = 12, frozen: bool = False, layers: int = 3
-    ) -> None:
+    def __init__(self, *, tied, width=12, frozen=False, layers=3):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
@@ -43,7 +41,7 @@ class PlainModel(nn.Module):
         if frozen:
             self.blocks[1].up.requires_grad_(False)
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden, side)
@@ -53,18 +51,11 @@ class PlainModel(nn.Module):
 class Output:
     """Like a Transformers output: `logits` [batch, seq, vocab]."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits):
         self.logits = logits
 
 
-def build(
-    kind: str,
-    *,
-    tied: bool,
-    dtype: torch.dtype = torch.float64,
-    device: str = "meta",
-    layers: int | None = None,
-) -> nn.Module:
+def build(kind, *, tied, dtype=torch.float64, device="meta", layers=None):
     """A tiny model on `meta` (or another device)."""
     torch.manual_seed(7)
     with torch.device(device):
@@ -77,7 +68,7 @@ def build(
         ).to(dtype)
 
 
-def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> Any:
+def transformers_config(kind, *, tied, layers=None):
     """Configurations with widths and a vocabulary that 2, 3 and 4 do not all divide. Dropout is off."""
     from transformers import AutoConfig
 
@@ -167,13 +158,7 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
     )
 
 
-def ragged_steps(
-    micro_batches: int,
-    *,
-    steps: int = 2,
-    size: int = 2,
-    keys: tuple[str, ...] = ("attention_mask",),
-) -> list[list[dict[str, torch.Tensor]]]:
+def ragged_steps(micro_batches, *, steps=2, size=2, keys=("attention_mask",)):
     """Steps of micro-batches of different lengths, right-padded rows, unequal target counts; the second micro-batch of the first step has
     no target at all."""
     generator = torch.Generator().manual_seed(1)
@@ -199,26 +184,24 @@ def ragged_steps(
     return plan
 
 
-def engine(model: nn.Module, config: Any, **more: Any) -> plait.Engine:
+def engine(model, config, **more):
     """An engine that trains a causal language model."""
     return plait.initialize(model, config, loss_fn=plait.causal_lm_loss, **more)
 
 
-def steps_for(
-    kind: str, micro_batches: int, *, steps: int = 2
-) -> list[list[dict[str, torch.Tensor]]]:
+def steps_for(kind, micro_batches, *, steps=2):
     """The data that a kind of model takes."""
     return ragged_steps(
         micro_batches, steps=steps, keys=() if kind in ("plain", "frozen") else ("attention_mask",)
     )
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters):
     """SGD with momentum, in plain torch."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters):
     """The optimizer of `OPTIMIZER`, in plain torch."""
     return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 

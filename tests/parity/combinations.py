@@ -57,7 +57,7 @@ ADVERSARIAL: dict[str, tuple[Case, ...]] = {
 """Named for what is hard about them."""
 
 
-def label(case: Case) -> str:
+def label(case):
     """A case's name, with the values of its settings."""
     more = dict(case.more)
     pipeline, recompute = (
@@ -74,7 +74,7 @@ def label(case: Case) -> str:
     return " ".join(part for part in parts if part)
 
 
-def features(case: Case) -> dict[str, str]:
+def features(case):
     """The axes of the space, and where on each a case is."""
     axes, more = dict(case.degrees), dict(case.more)
     stage, pipeline = f"stage {case.stage}", more.get("pipeline", {}).get("schedule", "1f1b")
@@ -119,7 +119,7 @@ def features(case: Case) -> dict[str, str]:
 _FILES = {"": "", "states": "states", "parameters": "parameters", "both": "states, parameters"}
 
 
-def sampled(count: int = COUNT, seed: int = SEED) -> list[Case]:
+def sampled(count=COUNT, seed=SEED):
     """Different cases of the space, those of fewer ranks first."""
     random, found = Random(seed), dict[str, Case]()
     while len(found) < count:
@@ -129,7 +129,7 @@ def sampled(count: int = COUNT, seed: int = SEED) -> list[Case]:
     return sorted(found.values(), key=lambda case: case.world)
 
 
-def sampled_of_added(count: int = ADDED_COUNT, seed: int = ADDED_SEED) -> list[Case]:
+def sampled_of_added(count=ADDED_COUNT, seed=ADDED_SEED):
     """Different cases that have at least one of the dimensions that were added, every second one hybrid sharding or shards in files; those
     of fewer ranks first."""
     random, found = Random(seed), dict[str, Case]()
@@ -144,7 +144,7 @@ def sampled_of_added(count: int = ADDED_COUNT, seed: int = ADDED_SEED) -> list[C
     return sorted(found.values(), key=lambda case: case.world)
 
 
-def everything() -> list[Case]:
+def everything():
     """Both samples, and what is adversarial."""
     return [
         *(case for group in ADVERSARIAL.values() for case in group),
@@ -153,7 +153,7 @@ def everything() -> list[Case]:
     ]
 
 
-def _with_added(random: Random, case: Case) -> Case:
+def _with_added(random, case):
     tokens, more, shard = (
         random.choice((0, 0, 1, 3, 5, 1000)),
         list(case.more),
@@ -173,7 +173,7 @@ def _with_added(random: Random, case: Case) -> Case:
     return replace(case, more=tuple(more), offload=offload if shard > 1 else "")  # type: ignore[arg-type]
 
 
-def _drawn(random: Random) -> Case:
+def _drawn(random):
     """One of the product of all axes, refused combinations included."""
     family = random.choice((*DENSE, *SIZES))
     experts = family in SIZES
@@ -232,7 +232,7 @@ def _drawn(random: Random) -> Case:
     )
 
 
-def _fits(case: Case) -> bool:
+def _fits(case):
     """Whether it is not refused, by rules that are tests of their own."""
     axes = dict(case.degrees)
     ep, schedule = axes.get("ep", 1), dict(case.more).get("pipeline", {}).get("schedule", "")

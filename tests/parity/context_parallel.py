@@ -12,7 +12,7 @@ import plait
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import adapted, cases
 from tests.parity.data_parallel import assert_same, plain_trace
 
@@ -40,19 +40,19 @@ class Case:
     """Whether the model is frozen, with adapters of PEFT's LoRA that train."""
 
     @property
-    def parallel(self) -> dict[str, Any]:
+    def parallel(self):
         """The section of the file."""
         return {"context": self.kind, **dict(self.degrees), **dict(self.more)}
 
     @property
-    def dp(self) -> int:
+    def dp(self):
         """Data-parallel ranks."""
         return int(dict(self.degrees).get("dp_shard", 1)) * int(
             dict(self.degrees).get("dp_replicate", 1)
         )
 
     @property
-    def world(self) -> int:
+    def world(self):
         """Processes."""
         product = self.dp
         for axis in ("cp", "tp", "pp"):
@@ -60,13 +60,13 @@ class Case:
         return product
 
     @property
-    def layers(self) -> int:
+    def layers(self):
         """Of the model: two, and twice as many where a rank has two stages."""
         schedule = dict(self.more).get("pipeline", {}).get("schedule", "")
         return 4 if schedule in ("zbv", "interleaved-zero-bubble") else 2
 
     @property
-    def name(self) -> str:
+    def name(self):
         """For a test's id."""
         parts = [
             self.kind,
@@ -88,7 +88,7 @@ class Case:
         return "-".join([*parts, *(f"{key}" for key, _ in self.more)])
 
 
-def configured(case: Case) -> dict[str, Any]:
+def configured(case):
     """A configuration file as a user would write it."""
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -101,7 +101,7 @@ def configured(case: Case) -> dict[str, Any]:
     }
 
 
-def build(case: Case, *, layers: int | None = None) -> torch.nn.Module:
+def build(case, *, layers=None):
     """The model on meta."""
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +120,7 @@ def build(case: Case, *, layers: int | None = None) -> torch.nn.Module:
 
 
 @cache
-def steps(data: Data, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
+def steps(data, micro_batches):
     """Micro-batches of every step, with other numbers of targets in each."""
     generator, found = torch.Generator().manual_seed(11), []
     for step in range(STEPS):
@@ -157,7 +157,7 @@ def steps(data: Data, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]
     return found
 
 
-def train(rank: int, world: int, case: Case) -> Trace:
+def train(rank, world, case):
     """Runs in a worker."""
     model = build(case)
     with keeping_float64(model):
@@ -165,7 +165,7 @@ def train(rank: int, world: int, case: Case) -> Trace:
         return engine_trace(engine, steps(case.data, 2 * engine.dp_size))
 
 
-def reference(case: Case) -> Trace:
+def reference(case):
     """One plain process on the full batch."""
     return _reference(
         replace(case, kind="ring", stage=0, degrees=(), more=()), case.layers, 2 * case.dp
@@ -173,7 +173,7 @@ def reference(case: Case) -> Trace:
 
 
 @cache
-def _reference(case: Case, layers: int, micro_batches: int) -> Trace:
+def _reference(case, layers, micro_batches):
     """Of a case without what one process does not have."""
     model = build(case, layers=layers)
     if not case.adapted:
@@ -187,7 +187,7 @@ def _reference(case: Case, layers: int, micro_batches: int) -> Trace:
     )
 
 
-def assert_equal(case: Case, traces: list[Trace | None]) -> None:
+def assert_equal(case, traces):
     """Losses, gradients, norms and weights to 1e-10."""
     for trace in traces:
         if trace is not None:

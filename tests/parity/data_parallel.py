@@ -1,9 +1,6 @@
 """Training runs with data parallelism, and the same in one process, for the tests that compare the two."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -11,7 +8,7 @@ import plait
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 
 CLIPPING = 0.5
@@ -38,9 +35,7 @@ LAYOUTS += [(4, 3, 1), (4, 1, 2), (4, 2, 2), (4, 3, 2)]
 """(ranks, ZeRO stage, dp_replicate)."""
 
 
-def settings(
-    world: int, stage: int, replicas: int, accumulation: int, **more: Any
-) -> dict[str, Any]:
+def settings(world, stage, replicas, accumulation, **more):
     """A configuration file as a user would write it."""
     shard = world // replicas if stage else 1
     return {
@@ -55,7 +50,7 @@ def settings(
     }
 
 
-def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+def train(rank, world, kind, tied, config):
     """Runs in a worker."""
     model = cases.build(kind, tied=tied)
     # Norms that compute in float32 would turn a difference of 1e-16, which the order of a sum makes, into one of 1e-7.
@@ -67,13 +62,13 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
     return trace if rank == 0 else None
 
 
-def materialised(kind: str, *, tied: bool) -> torch.nn.Module:
+def materialised(kind, *, tied):
     """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in
     test_weights.py)."""
     return materialise_model(cases.build(kind, tied=tied))
 
 
-def materialise_model(model: torch.nn.Module) -> torch.nn.Module:
+def materialise_model(model):
     """Give a model on `meta` the weights that a run with these settings gives it."""
     template = materialise.template_of(model)
     materialise.allocate(model, torch.device("cpu"))
@@ -82,14 +77,14 @@ def materialise_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @cache
-def reference(kind: str, tied: bool, micro_batches: int, steps: int = 2) -> Trace:
+def reference(kind, tied, micro_batches, steps=2):
     """One plain process on the whole batch."""
     return plain_trace(
         materialised(kind, tied=tied), cases.steps_for(kind, micro_batches, steps=steps)
     )
 
 
-def plain_trace(model: torch.nn.Module, steps: Any, *, optimizer: Any = cases.adamw) -> Trace:
+def plain_trace(model, steps, *, optimizer=cases.adamw):
     """A language model in one plain process."""
     with keeping_float64(model):
         return reference_trace(
@@ -97,7 +92,7 @@ def plain_trace(model: torch.nn.Module, steps: Any, *, optimizer: Any = cases.ad
         )
 
 
-def assert_same(wanted: Trace, found: Trace | None, *, bar: float = 1e-10, where: str = "") -> None:
+def assert_same(wanted, found, *, bar=1e-10, where=""):
     """Losses, gradients, norms and weights agree, and the first that do not are named."""
     assert found is not None
     difference = worst(compare(wanted, found))

@@ -6,9 +6,7 @@ import hashlib
 
 import torch
 
-import plait
 from plait._torch.tensors import local_tensor
-from plait.verify.parity import Trace
 from tests.parity import cases
 
 DROPOUT: dict[str, dict[str, float]] = {
@@ -18,9 +16,7 @@ DROPOUT: dict[str, dict[str, float]] = {
 }
 
 
-def build(
-    kind: str, dtype: torch.dtype, *, dropout: bool, layers: int | None = None
-) -> torch.nn.Module:
+def build(kind, dtype, *, dropout, layers=None):
     """On meta."""
     from transformers import AutoModelForCausalLM
 
@@ -32,7 +28,7 @@ def build(
         return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
-def digest(trace: Trace) -> str:
+def digest(trace):
     """All bits of a run."""
     seen = hashlib.blake2b(repr((trace.losses, trace.grad_norms, trace.scales)).encode())
     for tensors in (*trace.gradients, trace.parameters):
@@ -48,7 +44,7 @@ def digest(trace: Trace) -> str:
     return seen.hexdigest()
 
 
-def digest_of(engine: plait.Engine) -> str:
+def digest_of(engine):
     """Parameters and states of this rank."""
     seen = hashlib.blake2b()
     for parameter in engine.model.parameters():

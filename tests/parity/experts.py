@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,7 +16,6 @@ import plait
 from plait._torch.tensors import local_tensor
 from plait.engine.engine import Engine
 from plait.losses.loss import WeightedLoss
-from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
@@ -131,7 +129,7 @@ class Case:
     """Parameters of experts with low-rank adapters of PEFT, which alone train together with those of the attention."""
 
     @property
-    def world(self) -> int:
+    def world(self):
         """Processes."""
         product = self.dp
         for axis in ("tp", "pp", "cp"):
@@ -139,7 +137,7 @@ class Case:
         return product
 
     @property
-    def name(self) -> str:
+    def name(self):
         """For a test's id."""
         parts = [
             self.family,
@@ -209,7 +207,7 @@ _NUMBERS = {
 }
 
 
-def case_of(text: str) -> Case:
+def case_of(text):
     """Return the case that words describe: `mixtral zero3 dp2 cp2 ep2 balance one ring tile3`."""
     family, *words = text.split()
     fields: dict[str, Any] = {"family": family, "degrees": (), "more": ()}
@@ -235,12 +233,12 @@ def case_of(text: str) -> Case:
     return Case(**fields)
 
 
-def cases_of(text: str) -> list[Case]:
+def cases_of(text):
     """Return a case for each line."""
     return [case_of(line) for line in text.strip().splitlines()]
 
 
-def configured(case: Case) -> dict[str, Any]:
+def configured(case):
     """A configuration file as a user would write it."""
     there = (
         {"device": "nvme", "nvme_path": tempfile.gettempdir()}
@@ -266,7 +264,7 @@ def configured(case: Case) -> dict[str, Any]:
     }
 
 
-def build(case: Case, *, dtype: torch.dtype = torch.float64, device: str = "cpu") -> nn.Module:
+def build(case, *, dtype=torch.float64, device="cpu"):
     """With real weights, the same on every rank."""
     from transformers import AutoModelForCausalLM
 
@@ -294,7 +292,7 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, device: str = "cpu"
     return model.train()
 
 
-def with_adapters(model: nn.Module, parameters: tuple[str, ...]) -> Any:
+def with_adapters(model, parameters):
     """PEFT's adapters on parameters and on the output of the attention, with B that is not zero."""
     from peft import LoraConfig, get_peft_model
 
@@ -313,7 +311,7 @@ def with_adapters(model: nn.Module, parameters: tuple[str, ...]) -> Any:
     return adapted
 
 
-def model_config(case: Case) -> Any:
+def model_config(case):
     """Transformers' configuration."""
     from transformers import AutoConfig
 
@@ -340,7 +338,7 @@ def model_config(case: Case) -> Any:
     return config
 
 
-def routers(model: nn.Module) -> list[nn.Module]:
+def routers(model):
     """Modules that choose experts."""
     return [
         module
@@ -349,26 +347,26 @@ def routers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def all_to_first(module: nn.Module, args: Any, output: Any) -> Any:
+def all_to_first(module, args, output):
     """A hook of a router."""
     logits, weights, chosen = output
     return logits, weights, torch.zeros_like(chosen)
 
 
-def never_to_second(module: nn.Module, args: Any, output: Any) -> Any:
+def never_to_second(module, args, output):
     """A hook of a router."""
     logits, weights, chosen = output
     return logits, weights, torch.where(chosen == 1, 0, chosen)
 
 
-def balanced(module: Any, args: Any, output: Any) -> Any:
+def balanced(module, args, output):
     """A hook of a router: every expert gets as many tokens from every rank."""
     logits, weights, chosen = output
     even = torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]
     return logits, weights, even
 
 
-def steps(case: Case, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
+def steps(case, micro_batches):
     """Micro-batches of other lengths and numbers of targets; of `ragged` ones, one has none."""
     if case.data != "ragged":
         return context_parallel.steps(case.data, micro_batches)
@@ -376,7 +374,7 @@ def steps(case: Case, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]
     return cases.ragged_steps(micro_batches, steps=STEPS, keys=keys)
 
 
-def biases(model: nn.Module) -> dict[str, torch.Tensor]:
+def biases(model):
     """Copies of what `experts.bias_update_rate` updates."""
     return {
         name: buffer.clone()
@@ -388,7 +386,7 @@ def biases(model: nn.Module) -> dict[str, torch.Tensor]:
 Result = tuple[Trace, dict[str, torch.Tensor]]
 
 
-def train(rank: int, world: int, case: Case) -> Result:
+def train(rank, world, case):
     """Runs in a worker."""
     model = build(case)
     with keeping_float64(model):
@@ -407,7 +405,7 @@ class Account(NamedTuple):
     said_held: tuple[int, ...]
 
 
-def account_of(engine: Engine, facts: ModelFacts, traffic: dict[str, int], rank: int) -> Account:
+def account_of(engine, facts, traffic, rank):
     """Of an engine that has trained a step on 2 x 16 tokens a micro-batch, and of the ledger."""
     layout = engine.mesh.layout
     start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
@@ -432,7 +430,7 @@ Trained = tuple[Engine, dict[str, torch.Tensor]]
 """An engine, and the batch of its rank."""
 
 
-def carried_over(one: Trained, other: Trained, folder: str) -> list[float]:
+def carried_over(one, other, folder):
     """What the next step's losses and norms differ by after the checkpoint of each engine was loaded by the other."""
     found = []
     for (saver, given), (loader, read) in ((one, other), (other, one)):
@@ -447,7 +445,7 @@ def carried_over(one: Trained, other: Trained, folder: str) -> list[float]:
     return found
 
 
-def reference(case: Case) -> Result:
+def reference(case):
     """Of the same global batches."""
     alone = replace(case, stage=0, degrees=(), more=(), dp=1, kind="eager", offload="")
     if case.z_loss or case.balanced == "global":
@@ -456,7 +454,7 @@ def reference(case: Case) -> Result:
 
 
 @cache
-def _reference_of_routers(case: Case, dp: int) -> Trace:
+def _reference_of_routers(case, dp):
     """The losses of routers in plain torch, over the micro-batches that ranks compute at the same time: of all, or one after the other."""
     model, everyone = build(case), case.balanced == "global"
     coefficient, experts = (
@@ -467,18 +465,14 @@ def _reference_of_routers(case: Case, dp: int) -> Trace:
     for router in routers(model):
         router.register_forward_hook(lambda module, args, output: seen.append(output[0]))
 
-    def forward(
-        module: nn.Module, group: list[dict[str, torch.Tensor]]
-    ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    def forward(module, group):
         found = []
         for batch in group:
             seen.clear()
             found.append((module(**{**batch, "labels": None}).logits, list(seen)))
         return found
 
-    def total(
-        outputs: list[tuple[torch.Tensor, list[torch.Tensor]]], group: list[dict[str, torch.Tensor]]
-    ) -> tuple[torch.Tensor, int]:
+    def total(outputs, group):
         entropies = [
             torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
@@ -509,10 +503,10 @@ def _reference_of_routers(case: Case, dp: int) -> Trace:
             coefficient * balance + case.z_loss * z
         ), count
 
-    def weight(group: list[dict[str, torch.Tensor]]) -> int:
+    def weight(group):
         return sum(map(targets, group))
 
-    def groups(step: list[dict[str, torch.Tensor]]) -> list[list[dict[str, torch.Tensor]]]:
+    def groups(step):
         return [step[index::2] for index in range(2)] if everyone else [[batch] for batch in step]
 
     with keeping_float64(model):
@@ -527,15 +521,15 @@ def _reference_of_routers(case: Case, dp: int) -> Trace:
 
 
 @cache
-def _reference(case: Case, micro_batches: int) -> Result:
+def _reference(case, micro_batches):
     model = build(case)
     counts: dict[nn.Module, torch.Tensor] = {}
     masks: list[torch.Tensor | None] = [None]
 
-    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def note(module, args, kwargs):
         masks[0] = kwargs.get("attention_mask")
 
-    def count(module: nn.Module, args: Any, output: Any) -> None:
+    def count(module, args, output):
         experts, chosen = len(module.e_score_correction_bias), output[2]
         if masks[0] is not None:
             chosen = chosen[masks[0].flatten().bool()]
@@ -548,7 +542,7 @@ def _reference(case: Case, micro_batches: int) -> Result:
         for router in routers(model):
             router.register_forward_hook(count)
 
-    def move() -> None:
+    def move():
         for router, found in counts.items():
             for expert, tokens in enumerate(found.tolist()):
                 mean = float(found.sum()) / len(found)
@@ -569,7 +563,7 @@ def _reference(case: Case, micro_batches: int) -> Result:
     return trace, biases(model)
 
 
-def balance_loss(layers: list[torch.Tensor], experts: int, top_k: int) -> torch.Tensor:
+def balance_loss(layers, experts, top_k):
     """Transformers' formula, in the dtypes of its own function."""
     weights = torch.cat(layers).softmax(-1)
     tokens = (
@@ -579,13 +573,13 @@ def balance_loss(layers: list[torch.Tensor], experts: int, top_k: int) -> torch.
     return (tokens * weights.sum(0) / len(weights)).sum() * experts
 
 
-def transformers_loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def transformers_loss(output, batch):
     """What Transformers computes from labels, balance loss included, as often as there are targets."""
     count = targets(batch)
     return (output.loss * count, count) if count else (output.logits.sum() * 0, 0)
 
 
-def targets(batch: dict[str, torch.Tensor]) -> int:
+def targets(batch):
     """Of a micro-batch."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
@@ -593,17 +587,17 @@ def targets(batch: dict[str, torch.Tensor]) -> int:
 class Updating(torch.optim.AdamW):
     """The optimizer of `cases`, after which `after` runs."""
 
-    def __init__(self, parameters: list[nn.Parameter], after: Callable[[], None]) -> None:
+    def __init__(self, parameters, after):
         super().__init__(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
         self.after = after
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         found = super().step(closure)
         self.after()
         return found
 
 
-def assert_equal(case: Case, results: list[Result]) -> None:
+def assert_equal(case, results):
     """Losses, gradients, norms, weights and biases to 1e-10."""
     expected, moved = reference(case)
     seen: set[str] = set()

@@ -4,7 +4,6 @@ And torch's FlexAttention with a backward on CPUs. Imported by workers."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
@@ -15,16 +14,16 @@ import torch
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> torch.Tensor:
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    deterministic=False,
+):
     """Of [batch, tokens, heads, head_dim]; a window is inclusive on both sides, and -1 is none."""
     assert not dropout_p and q.shape[3] == k.shape[3] == v.shape[3]
     groups = q.shape[2] // k.shape[2]
@@ -43,20 +42,20 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> torch.Tensor:
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    deterministic=False,
+):
     """Of [tokens of all documents, heads, head_dim], of which each document is computed by itself."""
     assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
     bounds = cu_seqlens_q.tolist()
@@ -78,7 +77,7 @@ def flash_attn_varlen_func(
 
 
 @contextmanager
-def installed() -> Iterator[None]:
+def installed():
     """Transformers finds the package."""
     from transformers import modeling_flash_attention_utils as utils
 
@@ -98,7 +97,7 @@ def installed() -> Iterator[None]:
 
 
 @contextmanager
-def flex_backward() -> Iterator[None]:
+def flex_backward():
     """torch's own check refuses it; its unfused implementation has one."""
     from torch.nn.attention import flex_attention
 

@@ -1,9 +1,5 @@
 """Tiny models that generate, and what Transformers generates with them in one process. Imported by workers."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 import plait
@@ -13,7 +9,7 @@ from tests.parity import cases
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 
 
-def built(kind: str = "llama", *, tied: bool = False, **fields: Any) -> Any:
+def built(kind="llama", *, tied=False, **fields):
     """With weights, the same on every rank, and without an end."""
     from transformers import AutoModelForCausalLM
 
@@ -23,15 +19,13 @@ def built(kind: str = "llama", *, tied: bool = False, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def engine_on(layout: dict[str, Any], model: Any, *, size: int = 2) -> plait.Engine:
+def engine_on(layout, model, *, size=2):
     """An engine with these sections of a file."""
     config = {"train_micro_batch_size_per_gpu": size, **layout}
     return plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
 
 
-def by_transformers(
-    model: Any, new: int, *, prompts: list[list[int]] = PROMPTS, **settings: Any
-) -> Any:
+def by_transformers(model, new, *, prompts=PROMPTS, **settings):
     """What `generate` of Transformers returns for the prompts together, padded on the left."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])

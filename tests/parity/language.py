@@ -30,7 +30,7 @@ ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay":
 
 
 @cache
-def text() -> torch.Tensor:
+def text():
     """uint8 [n]."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [folder / f"{name}.py" for name in MODULES]
@@ -39,7 +39,7 @@ def text() -> torch.Tensor:
     )
 
 
-def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
+def batch(step, rank):
     """[SAMPLES, LENGTH], others for every step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     starts = torch.randint(0, text().numel() - LENGTH, (SAMPLES,), generator=generator)
@@ -47,15 +47,7 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def losses(
-    rank: int,
-    world: int,
-    parallel: dict[str, Any],
-    stage: int,
-    steps: int,
-    optimizer: dict[str, Any] = ADAMW,
-    width: int = 64,
-) -> list[float]:
+def losses(rank, world, parallel, stage, steps, optimizer=ADAMW, width=64):
     """The loss of every step. Runs in a worker."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,15 +81,15 @@ class Bigrams(torch.nn.Module):
     """The logits of the next byte are a row of a table: a convex problem, so that two runs differ by what they were given and not by
     chance.."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList([torch.nn.Embedding(256, 256)])
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         return SimpleNamespace(logits=self.blocks[0](input_ids))
 
 
-def bigram_losses(rank: int, world: int, parallel: dict[str, Any], steps: int) -> list[float]:
+def bigram_losses(rank, world, parallel, steps):
     """The loss of every step of gradient descent on a fixed text from a table of zeros. Runs in a worker."""
     model = Bigrams()
     torch.nn.init.zeros_(model.blocks[0].weight)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-import plait
 from plait.engine import generators
 from plait.verify.parity import full_tensor_on_cpu
 
@@ -18,7 +16,7 @@ MASK = (1 << 64) - 1
 _WORD = {1: "u1", 2: "<i2", 4: "<i4", 8: "<i4"}
 
 
-def mixed(seed: int, count: int) -> np.ndarray[Any, Any]:
+def mixed(seed, count):
     """SplitMix64 of seed + 0, 1, 2 ... times the golden ratio; odd."""
     with np.errstate(over="ignore"):
         z = np.full(count, seed, dtype=np.uint64) + np.arange(count, dtype=np.uint64) * np.uint64(
@@ -29,7 +27,7 @@ def mixed(seed: int, count: int) -> np.ndarray[Any, Any]:
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-def lanes_of(name: str, tensor: torch.Tensor) -> Lanes:
+def lanes_of(name, tensor):
     """Of one tensor that is not sharded."""
     shape = tuple(tensor.shape)
     text = "\0".join(
@@ -49,13 +47,13 @@ def lanes_of(name: str, tensor: torch.Tensor) -> Lanes:
     return (numbers[0] + int(first)) & MASK, (numbers[1] + int(second)) & MASK
 
 
-def total(tensors: dict[str, Lanes]) -> str:
+def total(tensors):
     """As a manifest has it."""
     sums = [sum(lanes[index] for lanes in tensors.values()) & MASK for index in range(2)]
     return b"".join(value.to_bytes(8, "little") for value in sums).hex()
 
 
-def everywhere(here: dict[str, Lanes]) -> dict[str, Lanes]:
+def everywhere(here):
     """Those of all ranks by name; equal names have equal hashes. Collective."""
     rows: list[dict[str, Lanes]] = [here]
     if dist.get_world_size() > 1:
@@ -68,7 +66,7 @@ def everywhere(here: dict[str, Lanes]) -> dict[str, Lanes]:
     return found
 
 
-def live_content(engine: plait.Engine) -> tuple[str, str]:
+def live_content(engine):
     """(model and optimizer, what ranks keep for themselves), as a manifest has them. Collective; changes nothing."""
     tensors: dict[str, Lanes] = {}
     names: dict[int, str] = {}

@@ -1,9 +1,5 @@
 """Loops whose loss is the mean of a micro-batch, as most people's, and the comparison of their weights."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 import plait
@@ -11,13 +7,13 @@ import plait
 Weights = dict[str, torch.Tensor]
 
 
-def mean_loss(model: Any, piece: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def mean_loss(model, piece):
     """Mean over the micro-batch's targets, and how many there are."""
     total, weight = plait.causal_lm_loss(model(piece["input_ids"]), piece)
     return total / max(int(weight), 1), int(weight)
 
 
-def close(found: Weights, wanted: Weights, *, rtol: float = 0, atol: float = 1e-12) -> None:
+def close(found, wanted, *, rtol=0, atol=1e-12):
     """Within rounding of float64."""
     for name, tensor in wanted.items():
         torch.testing.assert_close(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def two_parts(
-    world: int, config: dict[str, Any], zeros: Sequence[dict[str, Any]], checkpoints: str
-) -> Iterator[plait.Engine]:
+def two_parts(world, config, zeros, checkpoints):
     """Two steps and a checkpoint, then a new engine and two more; each of the two with its `zero_optimization`: the engine after each.
     Runs in a worker."""
     for part, zero in enumerate(zeros):
@@ -37,5 +34,5 @@ def two_parts(
         yield engine
 
 
-def optimizer(states: str) -> dict[str, Any]:
+def optimizer(states):
     return {**cases.OPTIMIZER, "states": states}

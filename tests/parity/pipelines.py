@@ -1,16 +1,12 @@
 """Training runs in a pipeline, and the same in one process, for the tests that compare the two."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import plait
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
-from tests.pool import Pool
 
 SCHEDULES = [
     "gpipe",
@@ -37,9 +33,7 @@ IN_PARALLEL = (
 )
 
 
-def settings(
-    stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any
-) -> dict[str, Any]:
+def settings(stage, accumulation, schedule="1f1b", /, **more):
     """A configuration file; `more` are settings of `parallel`, and whole sections."""
     degrees = {name: more.pop(name) for name in IN_PARALLEL if name in more}
     return {
@@ -54,17 +48,17 @@ def settings(
     }
 
 
-def dp_of(config: dict[str, Any]) -> int:
+def dp_of(config):
     """Number of slices of the batch."""
     return int(config["parallel"].get("dp_replicate", 1) * config["parallel"].get("dp_shard", 1))
 
 
-def layers_of(config: dict[str, Any]) -> int:
+def layers_of(config):
     """Two on every stage of a rank that has one, one where it has two."""
     return LAYERS if config["parallel"].get("pp", 1) > 2 else LAYERS // 2
 
 
-def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+def train(rank, world, kind, tied, config):
     """Runs in a worker."""
     model = cases.build(kind, tied=tied, layers=layers_of(config))
     with keeping_float64(model):
@@ -79,7 +73,7 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 
 
 @cache
-def reference(kind: str, tied: bool, micro_batches: int, layers: int = LAYERS // 2) -> Trace:
+def reference(kind, tied, micro_batches, layers=LAYERS // 2):
     """One plain process on the whole batch."""
     model = cases.build(kind, tied=tied, layers=layers)
     engine = plait.initialize(
@@ -96,7 +90,7 @@ def reference(kind: str, tied: bool, micro_batches: int, layers: int = LAYERS //
         )
 
 
-def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any]) -> float:
+def check(pool, world, kind, tied, config):
     """Train and compare; the bar is 1e-10. Returns the largest difference."""
     found = pool.run(world, train, kind, tied, config)[0]
     difference = worst(
@@ -111,7 +105,7 @@ def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any])
     return difference.error
 
 
-def named(config: dict[str, Any]) -> str:
+def named(config):
     """Of a combined layout."""
     degrees = [
         f"{name}{value if isinstance(value, int) else ''}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 FEW = ("zero1", "zero3", "compressed", "in-files", "no-room", "pp2")
 
 
-def engine_of(kind: str, folder: Path) -> plait.Engine:
+def engine_of(kind, folder):
     """A tiny Llama, with tied weights."""
     world, special = KINDS[kind]
     special = dict(special)
@@ -85,7 +85,7 @@ def engine_of(kind: str, folder: Path) -> plait.Engine:
     return engine
 
 
-def told(engine: plait.Engine, client: dict[str, Any]) -> dict[str, Any]:
+def told(engine, client):
     """What a manifest says besides tensors, from the live objects."""
     scheduler, scaler = engine.lr_scheduler, engine.stepper.scaler
     return {
@@ -98,7 +98,7 @@ def told(engine: plait.Engine, client: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_manifest(metadata: dict[str, Any]) -> dict[str, Any]:
+def of_manifest(metadata):
     """The same from a checkpoint."""
     return {
         "global_steps": metadata["global_steps"],
@@ -112,7 +112,7 @@ def of_manifest(metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
+def saves(rank, world, kind, folder, count):
     """How many saves held the state of their call: each is begun, the next step done, and only then written. Runs in a worker."""
     at = Path(folder) / kind
     engine = engine_of(kind, at)
@@ -123,8 +123,8 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
     class Gated(ThreadPoolExecutor):
         """The writer's thread, which begins with nothing, not with a copy either, before the next step is done."""
 
-        def submit(self, work: Any, *args: Any) -> Future[Any]:  # type: ignore[override]
-            def later() -> Any:
+        def submit(self, work, *args):  # type: ignore[override]
+            def later():
                 assert kind == "no-room" or may_write.acquire(
                     timeout=60
                 )  # a rank without room waits for the others at once
@@ -132,12 +132,12 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
 
             return super().submit(later)
 
-    def step(number: int) -> None:
+    def step(number):
         pieces = steps[number % len(steps)]
         engine.train_batch(pieces[engine.dp_rank * micro : (engine.dp_rank + 1) * micro])
         torch.rand(3)  # whatever the model draws, the generators go on
 
-    def compare(tag: str, wanted: tuple[Any, ...]) -> None:
+    def compare(tag, wanted):
         found = open_checkpoint(at / tag)
         assert (found.manifest.content, found.manifest.own_content) == wanted[:2], (
             f"{kind}, {tag}: stale tensors"

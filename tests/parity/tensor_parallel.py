@@ -1,17 +1,13 @@
 """Training runs with tensor parallelism, and the same in one process, for the tests that compare the two."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import plait
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, worst
+from plait.verify.parity import compare, engine_trace, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED, plain_trace
 from tests.parity.data_parallel import materialised as one_process_model
-from tests.pool import Pool
 
 FAMILIES = [
     "llama",
@@ -30,15 +26,7 @@ FAMILIES = [
 ]
 
 
-def settings(
-    world: int,
-    tp: int,
-    stage: int,
-    replicas: int,
-    accumulation: int,
-    sequence: bool = False,
-    **more: Any,
-) -> dict[str, Any]:
+def settings(world, tp, stage, replicas, accumulation, sequence=False, **more):
     """A configuration file."""
     dp = world // tp
     parallel = {
@@ -58,7 +46,7 @@ def settings(
     }
 
 
-def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+def train(rank, world, kind, tied, config):
     """Runs in a worker."""
     dp = world // config["parallel"]["tp"]
     model = cases.build(kind, tied=tied)
@@ -71,14 +59,12 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 
 
 @cache
-def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
+def reference(kind, tied, micro_batches):
     """One plain process on the whole batch."""
     return plain_trace(one_process_model(kind, tied=tied), cases.steps_for(kind, micro_batches))
 
 
-def check(
-    pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any], *, bar: float = 1e-10
-) -> float:
+def check(pool, world, kind, tied, config, *, bar=1e-10):
     """Train and compare; the largest difference."""
     found = pool.run(world, train, kind, tied, config)[0]
     dp = world // config["parallel"]["tp"]
@@ -89,7 +75,7 @@ def check(
     return difference.error
 
 
-def plan(kind: str) -> dict[str, Any]:
+def plan(kind):
     """The plain model is told its plan."""
     if kind not in ("plain", "frozen"):
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +10,20 @@ from torch.utils.data import DataLoader
 
 from tests.parity import adapted, trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 MICRO, ACCUMULATION, CLIP, EPOCHS = 2, 2, 0.5, 2
 DTYPE = torch.float64
 
 
-def optimizer_of(model: Any) -> torch.optim.Optimizer:
+def optimizer_of(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
 
 
-def rates_of(optimizer: Any) -> Any:
+def rates_of(optimizer):
     return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=9)
 
 
-def one_process(dp: int, *, lora: bool = False) -> dict[str, Any]:
+def one_process(dp, *, lora=False):
     """Plain PyTorch. A round has a batch for each of `dp` ranks, and a step has `ACCUMULATION` rounds; the last ones have fewer."""
     model = adapted.model(DTYPE) if lora else trainers.model(DTYPE)
     optimizer = optimizer_of(model)
@@ -56,7 +54,7 @@ def one_process(dp: int, *, lora: bool = False) -> dict[str, Any]:
     return found
 
 
-def on_plait(rank: int, world: int, config: dict[str, Any], lora: bool) -> dict[str, Any]:
+def on_plait(rank, world, config, lora):
     """The same with `plait.hf.Accelerator`. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
@@ -134,9 +132,7 @@ def on_plait(rank: int, world: int, config: dict[str, Any], lora: bool) -> dict[
         pytest.param(2, 1, {"parallel": {"tp": 2}}, True, id="tp2-lora", marks=pytest.mark.proof),
     ],
 )
-def test_a_layout_is_one_process(
-    pool: Pool, world: int, dp: int, config: dict[str, Any], lora: bool
-) -> None:
+def test_a_layout_is_one_process(pool, world, dp, config, lora):
     """21 samples, of which the last round has too few for all ranks."""
     wanted = one_process(dp, lora=lora)
     ranks = pool.run(world, on_plait, config, lora)
@@ -162,19 +158,17 @@ def test_a_layout_is_one_process(
 class Counted:
     """Of the user."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.seen = state["seen"]
 
 
-def resumed(
-    rank: int, world: int, config: dict[str, Any], folder: str, save: bool, seedable: bool
-) -> tuple[list[float], int]:
+def resumed(rank, world, config, folder, save, seedable):
     """Two epochs in a random order. With `save` a checkpoint is written in the second, after which losses are counted; without, they begin
     there. Runs in a worker."""
     with trainers.launched(rank, world):
@@ -202,7 +196,7 @@ def resumed(
         accelerator.register_for_checkpointing(counted)
         losses: list[float] = []
 
-        def epoch(batches: Any, *, stop: int | None = None) -> None:
+        def epoch(batches, *, stop=None):
             for index, batch in enumerate(batches):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -239,9 +233,7 @@ def resumed(
         ),
     ],
 )
-def test_resume_in_mid_epoch(
-    pool: Pool, tmp_path: Path, first: tuple[int, Any], then: tuple[int, Any], seedable: bool
-) -> None:
+def test_resume_in_mid_epoch(pool, tmp_path, first, then, seedable):
     """Another seed of the process, the same order of the samples; schedule and objects of the user go on."""
     wanted, seen = pool.run(first[0], resumed, first[1], str(tmp_path), True, seedable)[0]
     for found, seen_again in pool.run(then[0], resumed, then[1], str(tmp_path), False, seedable):

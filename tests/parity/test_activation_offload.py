@@ -19,17 +19,9 @@ from tests.parity.digests import build, digest
 from tests.parity.pipelines import SCHEDULES, named
 from tests.parity.pipelines import settings as pipeline_settings
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 
-def digests(
-    rank: int,
-    world: int,
-    kind: str,
-    config: dict[str, Any],
-    more: list[dict[str, Any]],
-    folder: str,
-) -> list[str]:
+def digests(rank, world, kind, config, more, folder):
     """Runs in a worker."""
     found = []
     for offload in ({}, *more):
@@ -67,9 +59,7 @@ def digests(
     ("kind", "tp", "stage", "sequence"),
     [("gpt2", 1, 0, False), ("llama", 1, 3, False), ("llama", 2, 0, False), ("qwen3", 2, 0, True)],
 )
-def test_same_bits(
-    pool: Pool, tmp_path: Any, kind: str, tp: int, stage: int, sequence: bool
-) -> None:
+def test_same_bits(pool, tmp_path, kind, tp, stage, sequence):
     """Half of the blocks, all of them, and with recompute."""
     more: list[dict[str, Any]] = [
         {"fraction": 0.5},
@@ -113,9 +103,7 @@ MODES: list[dict[str, Any]] = [
         for case in PIPELINES
     ],
 )
-def test_in_a_pipeline(
-    pool: Pool, tmp_path: Any, world: int, config: dict[str, Any], more: list[dict[str, Any]]
-) -> None:
+def test_in_a_pipeline(pool, tmp_path, world, config, more):
     """Several micro-batches on their way, several stages on a rank, backwards in halves, which ask for what was stored twice."""
     for found in pool.run(world, digests, "llama", config, more, str(tmp_path)):
         assert found == [found[0]] * (1 + len(more))
@@ -123,7 +111,7 @@ def test_in_a_pipeline(
 
 @pytest.mark.proof
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_every_pipeline(pool: Pool, tmp_path: Any, schedule: str) -> None:
+def test_in_every_pipeline(pool, tmp_path, schedule):
     """Every schedule, with tensor parallelism."""
     for found in pool.run(
         4, digests, "llama", pipeline_settings(0, 4, schedule, pp=2, tp=2), MODES, str(tmp_path)
@@ -131,7 +119,7 @@ def test_in_every_pipeline(pool: Pool, tmp_path: Any, schedule: str) -> None:
         assert found == [found[0]] * (1 + len(MODES))
 
 
-def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def held(rank, world, config):
     """(measured, foretold) bytes. Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     names = ("model.layers.0", "model.layers.1")
@@ -156,7 +144,7 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_the_account(pool: Pool, tmp_path: Any, fraction: float, mode: str) -> None:
+def test_the_account(pool, tmp_path, fraction, mode):
     """To the byte."""
     offload = {"fraction": fraction, "device": "disk", "path": str(tmp_path)}
     measured, foretold = pool.run(

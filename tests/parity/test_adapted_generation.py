@@ -12,7 +12,6 @@ from plait.verify.keep_float64 import keeping_float64
 from tests.covers import proof_after
 from tests.parity.generation import PROMPTS, built, by_transformers, engine_on
 from tests.parity.layouts import FOUR, TWO
-from tests.pool import Pool
 
 pytest.importorskip("peft")
 NEW = 4
@@ -34,11 +33,11 @@ TWO_RANKS = [name for name in TWO if name != "sequence parallel"]
 FOUR_RANKS = ["tp x pp", "pp x ZeRO 3", "hybrid sharding"]
 
 
-def base() -> Any:
+def base():
     return built().double()
 
 
-def adapted(kind: str) -> Any:
+def adapted(kind):
     """With a second adapter that is not active, and what PEFT adds different from what it begins with."""
     from peft import LoraConfig, get_peft_model
 
@@ -55,7 +54,7 @@ def adapted(kind: str) -> Any:
     return made
 
 
-def by_peft(kind: str, *, active: bool = True) -> list[list[int]]:
+def by_peft(kind, *, active=True):
     """New tokens of PROMPTS, of one process."""
     model = adapted(kind).eval()
     of = model if active else model.get_base_model()
@@ -64,7 +63,7 @@ def by_peft(kind: str, *, active: bool = True) -> list[list[int]]:
     return by_transformers(of, NEW)[:, -NEW:].tolist()
 
 
-def generated(rank: int, world: int, kind: str, layouts: list[str]) -> dict[str, Any]:
+def generated(rank, world, kind, layouts):
     """By layout: prompts and new tokens, with a cache, and at tp without. Runs in a worker."""
     found = {}
     for name in layouts:
@@ -84,7 +83,7 @@ def generated(rank: int, world: int, kind: str, layouts: list[str]) -> dict[str,
     return found
 
 
-def compare(results: list[dict[str, Any]], kind: str) -> None:
+def compare(results, kind):
     expected = dict(zip(map(tuple, PROMPTS), by_peft(kind), strict=True))
     assert list(expected.values()) != by_peft(kind, active=False)
     for rank, found in enumerate(results):
@@ -99,12 +98,12 @@ def compare(results: list[dict[str, Any]], kind: str) -> None:
 @pytest.mark.parametrize(
     "layouts", proof_after(1, [["ZeRO 3", "tp", "pp, interleaved"], TWO_RANKS], name=", ".join)
 )
-def test_two_ranks(pool: Pool, layouts: list[str]) -> None:
+def test_two_ranks(pool, layouts):
     compare(pool.run(2, generated, "lora", layouts), "lora")
 
 
 @pytest.mark.parametrize("kind", proof_after(1, [kind for kind in KINDS if kind != "lora"]))
-def test_other_kinds(pool: Pool, kind: str) -> None:
+def test_other_kinds(pool, kind):
     compare(
         pool.run(2, generated, kind, ["tp", "ZeRO 3"] if kind in SPLIT else ["ZeRO 3", "pp"]), kind
     )
@@ -112,7 +111,7 @@ def test_other_kinds(pool: Pool, kind: str) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
-def test_four_ranks(pool: Pool, kind: str) -> None:
+def test_four_ranks(pool, kind):
     compare(
         pool.run(
             4, generated, kind, [name for name in FOUR_RANKS if kind in SPLIT or "tp" not in name]
@@ -135,7 +134,7 @@ LEARNT = {"num_virtual_tokens": 3, "token_dim": 32, "num_layers": 4, "num_attent
         ),
     ],
 )
-def test_what_is_refused(kind: str, fields: dict[str, Any], said: str) -> None:
+def test_what_is_refused(kind, fields, said):
     """Prompts that are learnt, and an adapter that begins at some tokens."""
     import peft
 

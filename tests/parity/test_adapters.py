@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +12,12 @@ from tests.covers import proof_after
 from tests.parity import adapted, context_parallel, trainers
 from tests.parity.context_parallel import Case
 from tests.parity.trainers import close, zero
-from tests.pool import Pool
 
 pytest.importorskip("peft")
 SETTINGS = {"learning_rate": 3e-2, "save_strategy": "steps", "save_steps": 2}
 
 
-def adapters(
-    rank: int, world: int, config: dict[str, Any], folder: str, made: Any = adapted.model
-) -> tuple[dict[str, Any], int]:
+def adapters(rank, world, config, folder, made=adapted.model):
     """The run, and how many elements the optimizer of this rank has. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -29,7 +25,7 @@ def adapters(
         kept: list[Any] = []
 
         class Kept(Trainer):
-            def __init__(self, *args: Any, **given: Any) -> None:
+            def __init__(self, *args, **given):
                 super().__init__(*args, **given)
                 kept.append(self)
 
@@ -55,7 +51,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", proof_after(1, LAYOUTS))
-def test_adapters_are_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_adapters_are_one_process(pool, tmp_path, name):
     """Saved at full shape, as PEFT opens them."""
     from peft import PeftModel
 
@@ -79,7 +75,7 @@ def test_adapters_are_one_process(pool: Pool, tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", proof_after(1, ["tp2", "zero3"]))
-def test_layers_that_are_trained_in_full(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_layers_that_are_trained_in_full(pool, tmp_path, name):
     """Head and embedding in `modules_to_save` are replicated under tensor parallelism."""
     _, dp, config = LAYOUTS[name]
     wanted = trainers.native(dp, made=adapted.with_copies, learning_rate=3e-2)
@@ -102,12 +98,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", proof_after(1, CASES, name=lambda case: case.name))
-def test_sequence_parallelism(pool: Pool, case: Case) -> None:
+def test_sequence_parallelism(pool, case):
     """Losses, gradients, norms and weights to 1e-10, in float64."""
     context_parallel.assert_equal(case, pool.run(case.world, context_parallel.train, case))
 
 
-def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[str]]:
+def resumed(rank, world, folder):
     """A run goes on under tensor parallelism. Also what is refused under it. Runs in a worker."""
     from accelerate.state import AcceleratorState
 
@@ -115,7 +111,7 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[st
 
     with trainers.launched(rank, world):
 
-        def made(config: Any, steps: int, **given: Any) -> Any:
+        def made(config, steps, **given):
             AcceleratorState._reset_state(reset_partial_state=True)
             model = {"model": adapted.model(**given)}
             return trainers.trainer_of(
@@ -139,7 +135,7 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[st
         return trainers.history(again), refused
 
 
-def test_adapters_go_on_elsewhere(pool: Pool, tmp_path: Path) -> None:
+def test_adapters_go_on_elsewhere(pool, tmp_path):
     wanted = trainers.native(2, made=adapted.model, learning_rate=3e-2)
     for found, refused in pool.run(2, resumed, str(tmp_path)):
         for key in ("loss", "grad_norm", "learning_rate"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ import plait
 from plait.errors import PlaitError
 from tests.parity import cases, pipelines
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 LOSS = plait.causal_lm_loss
 
@@ -39,7 +38,7 @@ class Case:
     remedy: Callable[[], bool]
 
 
-def failures(table: Sequence[Case]) -> list[str]:
+def failures(table):
     """Messages that are not raised, and remedies that fail."""
     found = []
     for case in table:
@@ -58,30 +57,30 @@ def failures(table: Sequence[Case]) -> list[str]:
     return found
 
 
-def batch() -> dict[str, torch.Tensor]:
+def batch():
     ids = torch.arange(16).reshape(2, 8)
     return {"input_ids": ids, "labels": ids}
 
 
-def plain() -> cases.PlainModel:
+def plain():
     torch.manual_seed(0)
     return cases.PlainModel(tied=False)
 
 
-def engine_of(model: nn.Module, **more: Any) -> Any:
+def engine_of(model, **more):
     return plait.initialize(model, settings(2, 1, 1, 1, **more), loss_fn=LOSS)
 
 
-def trains(engine: Any, batches: Any = None) -> bool:
+def trains(engine, batches=None):
     """Train two steps, of which the second has a smaller loss."""
     first, second = (engine.train_batch(batches or batch()).loss for _ in range(2))
     return bool(second < first)
 
 
-def changed(change: Callable[[Any], Any]) -> Callable[[], bool]:
+def changed(change):
     """Train a model after a change."""
 
-    def train() -> bool:
+    def train():
         model = plain()
         change(model)
         return trains(engine_of(model))
@@ -92,33 +91,33 @@ def changed(change: Callable[[Any], Any]) -> Callable[[], bool]:
 class Pair(nn.Module):
     """Two blocks in one module."""
 
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    def __init__(self, first, second):
         super().__init__()
         self.first, self.second = first, second
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         return self.second(self.first(hidden, use_side), use_side)
 
 
-def tie_blocks(model: Any) -> None:
+def tie_blocks(model):
     model.blocks[1].up.weight = model.blocks[0].up.weight
 
 
-def in_one_block() -> bool:
+def in_one_block():
     model = plain()
     tie_blocks(model)
     model.blocks = nn.ModuleList([Pair(model.blocks[0], model.blocks[1]), model.blocks[2]])
     return trains(engine_of(model, parallel={"dp_shard": 2, "blocks": ["blocks.0"]}))
 
 
-def set_norm(weight: torch.Tensor) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
+def set_norm(weight):
+    def change(model):
         model.blocks[0].norm.weight = nn.Parameter(weight)
 
     return change
 
 
-def hook_afterwards() -> bool:
+def hook_afterwards():
     engine = engine_of(plain())
     norms = []
     weight = engine.model.head.weight
@@ -127,19 +126,19 @@ def hook_afterwards() -> bool:
     return len(norms) == 1 and bool(norms[0] > 0)
 
 
-def add_empty(model: Any, trained: bool = True) -> None:
+def add_empty(model, trained=True):
     model.nothing = nn.Parameter(torch.zeros(0, 3), requires_grad=trained)
 
 
-def share_memory(model: Any) -> None:
+def share_memory(model):
     model.head.weight = nn.Parameter(model.embed.weight.detach())
 
 
-def share_parameter(model: Any) -> None:
+def share_parameter(model):
     model.head.weight = model.embed.weight
 
 
-def with_own_optimizer(function: bool) -> bool:
+def with_own_optimizer(function):
     model = plain()
     optimizer = cases.adamw(list(model.parameters()))
     model(batch()["input_ids"]).logits.sum().backward()
@@ -156,16 +155,16 @@ def with_own_optimizer(function: bool) -> bool:
 class ScaledLoss(nn.Module):
     """A loss with a parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
 
-    def forward(self, output: Any, batch: Any) -> Any:
+    def forward(self, output, batch):
         total, weight = LOSS(output, batch)
         return total * self.scale.sum(), weight
 
 
-def with_trained_loss(inside: bool) -> bool:
+def with_trained_loss(inside):
     model, loss = plain(), ScaledLoss()
     if inside:
         model.loss = loss
@@ -174,7 +173,7 @@ def with_trained_loss(inside: bool) -> bool:
     return trains(engine) and bool(loss.scale.full_tensor() < 1)
 
 
-def plateau(function: bool) -> bool:
+def plateau(function):
     if function:
         config = settings(2, 1, 1, 1)
         plait.initialize(plain(), config, loss_fn=LOSS, lr_scheduler=ReduceLROnPlateau)
@@ -189,15 +188,15 @@ def plateau(function: bool) -> bool:
 class WithExtra(cases.PlainModel):
     """A model with one more layer, which may be frozen for a while."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(tied=False)
         self.extra = nn.Linear(cases.VOCABULARY, cases.VOCABULARY)
 
-    def forward(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, input_ids):  # type: ignore[override]
         return cases.Output(self.extra(super().forward(input_ids).logits))
 
 
-def add_a_layer() -> None:
+def add_a_layer():
     model = plain()
     engine = engine_of(model)
     extra = nn.Linear(3, 3)
@@ -206,7 +205,7 @@ def add_a_layer() -> None:
     engine.train_batch(batch())
 
 
-def freeze_a_layer() -> bool:
+def freeze_a_layer():
     engine = engine_of(WithExtra())
     extra = engine.model.extra
     before = extra.bias.full_tensor()
@@ -218,7 +217,7 @@ def freeze_a_layer() -> bool:
     return torch.equal(before, frozen) and not torch.equal(frozen, extra.bias.full_tensor())
 
 
-def weighted_backward(before: bool) -> bool:
+def weighted_backward(before):
     parallel = {"dp_shard": 2, "optimizer_in_backward": True, "unused_parameters": False}
     engine = engine_of(plain(), parallel=parallel, gradient_clipping=0.0)
     output = engine(batch()["input_ids"], side=True)
@@ -231,7 +230,7 @@ def weighted_backward(before: bool) -> bool:
     return True
 
 
-def copied(before: bool) -> bool:
+def copied(before):
     model = plain()
     reference = copy.deepcopy(model) if before else None
     engine = engine_of(model)
@@ -316,7 +315,7 @@ DATA_PARALLEL = (
 class AuxiliaryBlock(cases.Block):
     """A block with a loss of its own, as an attribute and as an output."""
 
-    def forward(self, hidden: torch.Tensor, loss: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, hidden, loss):  # type: ignore[override]
         output = super().forward(hidden, False)
         self.loss = output.square().mean()
         return output, loss + self.loss
@@ -325,14 +324,14 @@ class AuxiliaryBlock(cases.Block):
 class AuxiliaryModel(nn.Module):
     """A model that passes the losses from block to block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(cases.VOCABULARY, 12)
         self.blocks = nn.ModuleList(AuxiliaryBlock(12) for _ in range(4))
         self.head = nn.Linear(12, cases.VOCABULARY)
 
-    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, input_ids):
         hidden = self.embed(input_ids)
         loss = hidden.new_zeros(())
         for block in self.blocks:
@@ -340,10 +339,10 @@ class AuxiliaryModel(nn.Module):
         return {"logits": self.head(hidden), "auxiliary": loss}
 
 
-def with_auxiliary(passed: bool) -> bool:
+def with_auxiliary(passed):
     model = AuxiliaryModel()
 
-    def loss(output: Any, batch: Any) -> Any:
+    def loss(output, batch):
         total, weight = LOSS(cases.Output(output["logits"]), batch)
         if passed:
             return total + output["auxiliary"], weight
@@ -354,7 +353,7 @@ def with_auxiliary(passed: bool) -> bool:
     return trains(engine, [batch(), batch()])
 
 
-def of_two_blocks(schedule: str) -> bool:
+def of_two_blocks(schedule):
     torch.manual_seed(0)
     model = cases.PlainModel(tied=False, layers=2)
     engine = plait.initialize(model, pipelines.settings(0, 2, schedule, pp=2), loss_fn=LOSS)
@@ -364,13 +363,13 @@ def of_two_blocks(schedule: str) -> bool:
 class Annealed(cases.PlainModel):
     """A temperature that falls, in the forward or between steps."""
 
-    def __init__(self, in_forward: bool) -> None:
+    def __init__(self, in_forward):
         torch.manual_seed(0)
         super().__init__(tied=False, layers=2)
         self.in_forward = in_forward
         self.register_buffer("temperature", torch.ones(()))
 
-    def forward(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, input_ids):  # type: ignore[override]
         hidden = self.embed(input_ids) * self.temperature
         for block in self.blocks:
             hidden = block(hidden, False)
@@ -379,7 +378,7 @@ class Annealed(cases.PlainModel):
         return cases.Output(self.head(hidden))
 
 
-def annealed(in_forward: bool) -> bool:
+def annealed(in_forward):
     model = Annealed(in_forward)
     engine = plait.initialize(model, pipelines.settings(0, 2, pp=2), loss_fn=LOSS)
     losses = []
@@ -424,7 +423,7 @@ PIPELINES = (
 )
 
 
-def mlp_hook(name: str) -> bool:
+def mlp_hook(name):
     """Whether the hook sees each call of the model, in full, and nothing else."""
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
     shapes: list[Any] = []
@@ -444,12 +443,12 @@ TILES = (
 )
 
 
-def followed(rank: int, world: int) -> list[str]:
+def followed(rank, world):
     """Runs in a worker."""
     return failures([*DATA_PARALLEL, *PIPELINES, *TILES])
 
 
-def test_advice_works_when_it_is_followed(pool: Pool) -> None:
+def test_advice_works_when_it_is_followed(pool):
     """After a refusal by name, what the message says trains. Kinds: decisions, pipelines, own loops, shapes."""
     first, second = pool.run(2, followed)
     assert not first, "\n".join(first)

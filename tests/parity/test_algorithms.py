@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-from typing import Any, get_args
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from plait.cluster.mesh import Levels, split_by_node
+from plait.cluster.mesh import split_by_node
 from plait.comm.all_reduce import Name, advance, launch, run, sum_over, wire_bytes
-from plait.verify.parity import Trace
 from tests.measured.traffic import count_traffic
 from tests.parity.data_parallel import assert_same, reference, settings, train
-from tests.pool import Pool, WorkerFailed
+from tests.pool import WorkerFailed
 
 NAMES: tuple[Name, ...] = get_args(Name)
 
 
-def levels_of(ranks: int, per_node: int) -> Levels | None:
+def levels_of(ranks, per_node):
     return split_by_node([range(ranks)], [rank // per_node for rank in range(ranks)])
 
 
-def sums(rank: int, ranks: int, algorithm: Name, per_node: int) -> list[list[float]]:
+def sums(rank, ranks, algorithm, per_node):
     """Whole numbers exactly; any numbers to the bit. Runs in a worker."""
     levels = levels_of(ranks, per_node)
     bits = []
@@ -63,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("algorithm", "ranks", "per_node"), CASES)
-def test_sum_bits_and_bytes(pool: Pool, algorithm: Name, ranks: int, per_node: int) -> None:
+def test_sum_bits_and_bytes(pool, algorithm, ranks, per_node):
     first, second = (
         pool.run(ranks, sums, algorithm, per_node),
         pool.run(ranks, sums, algorithm, per_node),
@@ -71,7 +70,7 @@ def test_sum_bits_and_bytes(pool: Pool, algorithm: Name, ranks: int, per_node: i
     assert all(bits == first[0] for bits in first + second)
 
 
-def together(rank: int, ranks: int) -> None:
+def together(rank, ranks):
     """Several at once, each in its own way. Runs in a worker."""
     levels = levels_of(ranks, 2)
     tensors = [torch.full((50 + index,), float(rank + index)) for index in range(len(NAMES))]
@@ -84,11 +83,11 @@ def together(rank: int, ranks: int) -> None:
         assert torch.equal(tensor, torch.full((50 + index,), 6.0 + 4 * index)), NAMES[index]
 
 
-def test_several_at_once(pool: Pool) -> None:
+def test_several_at_once(pool):
     pool.run(4, together)
 
 
-def uneven(rank: int, ranks: int) -> None:
+def uneven(rank, ranks):
     """Runs in a worker."""
     assert split_by_node([range(ranks)], [0] * ranks) is None
     assert split_by_node([range(ranks)], list(range(ranks))) is None
@@ -96,7 +95,7 @@ def uneven(rank: int, ranks: int) -> None:
     assert split_by_node([range(ranks)], [0, 1, 0]) is None
 
 
-def test_one_level_where_machines_are_not_alike(pool: Pool) -> None:
+def test_one_level_where_machines_are_not_alike(pool):
     pool.run(3, uneven)
 
 
@@ -104,7 +103,7 @@ def test_one_level_where_machines_are_not_alike(pool: Pool) -> None:
 @pytest.mark.parametrize(
     "algorithm", ["all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doubling"]
 )
-def test_training_equals_one_process(pool: Pool, algorithm: str, world: int) -> None:
+def test_training_equals_one_process(pool, algorithm, world):
     """Stage 0 with several buckets in flight, float64."""
     config = settings(world, 0, 1, 3)
     config["parallel"] |= {"all_reduce": algorithm, "bucket_mib": 0.01}
@@ -112,9 +111,7 @@ def test_training_equals_one_process(pool: Pool, algorithm: str, world: int) -> 
     assert_same(reference("plain", True, world * 3), found)
 
 
-def on_two_machines(
-    rank: int, world: int, config: dict[str, Any]
-) -> tuple[Trace | None, set[tuple[str, int]]]:
+def on_two_machines(rank, world, config):
     """As if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs in a worker."""
     place = {
         "RANK": rank,
@@ -131,7 +128,7 @@ def on_two_machines(
     return trace, {(call.kind, call.ranks) for call in traffic.calls if call.full_bytes > 2000}
 
 
-def test_two_levels_by_themselves_on_two_machines(pool: Pool) -> None:
+def test_two_levels_by_themselves_on_two_machines(pool):
     """Where nothing is measured."""
     config = settings(4, 0, 1, 1)
     config["parallel"] |= {"transport": "torch", "measure_seconds": 0}
@@ -144,7 +141,7 @@ def test_two_levels_by_themselves_on_two_machines(pool: Pool) -> None:
     assert_same(reference("plain", True, 4), trace)
 
 
-def test_two_levels_of_one_machine_are_refused(pool: Pool) -> None:
+def test_two_levels_of_one_machine_are_refused(pool):
     config = settings(2, 0, 1, 1)
     config["parallel"] |= {"all_reduce": "hierarchical"}
     with pytest.raises(
@@ -154,7 +151,7 @@ def test_two_levels_of_one_machine_are_refused(pool: Pool) -> None:
         pool.run(2, train, "plain", True, config)
 
 
-def test_formulas() -> None:
+def test_formulas():
     """Of 1,000 float32 numbers on 2 machines of 8: across goes a sixteenth of what a flat sum sends."""
     flat = wire_bytes("ring", numel=1000, itemsize=4, ranks=16, per_node=8)
     assert flat == (0, 2 * 15 * 63 * 4)
@@ -172,7 +169,7 @@ def test_formulas() -> None:
     )
 
 
-def create_twice(rank: int, ranks: int) -> None:
+def create_twice(rank, ranks):
     """Runs in a worker."""
     for machine in (100, 200):
         levels = split_by_node([range(4)], [machine, machine, machine + 1, machine + 1])
@@ -184,6 +181,6 @@ def create_twice(rank: int, ranks: int) -> None:
             dist.destroy_process_group(group)
 
 
-def test_groups_by_machine_are_created_again(pool: Pool) -> None:
+def test_groups_by_machine_are_created_again(pool):
     """A second engine on several machines has the groups of one that was closed."""
     pool.run(4, create_twice)

@@ -12,26 +12,25 @@ from torch import nn
 import plait
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 
-def transposed(model: nn.Module, _: dict[str, Any]) -> None:
+def transposed(model, _):
     block = model.blocks[1]
     block.up.weight = nn.Parameter(block.up.weight.detach().t().contiguous())
 
 
-def untied(model: nn.Module, _: dict[str, Any]) -> None:
+def untied(model, _):
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
 
 
-def another_rate(_: nn.Module, config: dict[str, Any]) -> None:
+def another_rate(_, config):
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.5}}
 
 
 CHANGES = [transposed, untied, another_rate]
 
 
-def differing(rank: int, world: int, stage: int) -> list[str]:
+def differing(rank, world, stage):
     """Runs in a worker: rank 1 alone builds something else, then the optimizers differ."""
     said = []
     for change in CHANGES:
@@ -47,7 +46,7 @@ def differing(rank: int, world: int, stage: int) -> list[str]:
     return said
 
 
-def problem(model: nn.Module, config: dict[str, Any], *, rate: float | None = None) -> str:
+def problem(model, config, *, rate=None):
     more = (
         {}
         if rate is None
@@ -62,7 +61,7 @@ def problem(model: nn.Module, config: dict[str, Any], *, rate: float | None = No
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_first_difference_is_named(pool: Pool, stage: int) -> None:
+def test_the_first_difference_is_named(pool, stage):
     """On every rank alike, at every stage: "ranks built differently" under A's misuse."""
     first, second = pool.run(2, differing, stage)
     assert first == second
@@ -76,18 +75,18 @@ def test_the_first_difference_is_named(pool: Pool, stage: int) -> None:
 class Tempered(nn.Module):
     """A loss with a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.temperature = nn.Parameter(torch.ones(()))
 
-    def forward(self, output: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    def forward(self, output, batch):
         return output.sum() * self.temperature, 1
 
-    def weight(self, batch: Any) -> int:
+    def weight(self, batch):
         return 1
 
 
-def misuse(rank: int, world: int) -> dict[str, Any]:
+def misuse(rank, world):
     """Runs in a worker."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -128,7 +127,7 @@ def misuse(rank: int, world: int) -> dict[str, Any]:
     return said
 
 
-def test_misuse_is_named(pool: Pool) -> None:
+def test_misuse_is_named(pool):
     """A's misuse paragraph, and A26: a section that is not used is said once, and torch.manual_seed decides on dropout."""
     first, second = pool.run(2, misuse)
     for said in (first, second):

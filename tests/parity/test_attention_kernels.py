@@ -15,8 +15,6 @@ from plait.verify.parity import engine_trace
 from tests.covers import proof_after
 from tests.parity import cases, flash
 from tests.parity.experts import (
-    Case,
-    Result,
     assert_equal,
     biases,
     build,
@@ -25,7 +23,6 @@ from tests.parity.experts import (
     configured,
     steps,
 )
-from tests.pool import Pool
 
 FLEX = cases_of("""
     gemma2 cp2 uneven window all-gather-kv full
@@ -49,7 +46,7 @@ FLASH = cases_of("""
 """)
 
 
-def trained(case: Case, implementation: str) -> Result:
+def trained(case, implementation):
     model: Any = build(case)
     model.config._attn_implementation_internal = (
         implementation  # which Transformers allows where it is installed
@@ -61,33 +58,31 @@ def trained(case: Case, implementation: str) -> Result:
     return trace, biases(model)
 
 
-def with_flex(rank: int, world: int, case: Case) -> Result:
+def with_flex(rank, world, case):
     """Runs in a worker."""
     with flash.flex_backward():
         return trained(case, "flex_attention")
 
 
-def with_flash(rank: int, world: int, case: Case) -> Result:
+def with_flash(rank, world, case):
     """Runs in a worker."""
     with flash.installed():
         return trained(case, "flash_attention_2")
 
 
 @pytest.mark.parametrize("case", proof_after(0, FLEX, name=lambda case: case.name))
-def test_flex_attention(pool: Pool, case: Case) -> None:
+def test_flex_attention(pool, case):
     """torch's own, uncompiled."""
     assert_equal(case, pool.run(case.world, with_flex, case))
 
 
 @pytest.mark.parametrize("case", proof_after(1, FLASH, name=lambda case: case.name))
-def test_flash_attention(pool: Pool, case: Case) -> None:
+def test_flash_attention(pool, case):
     """Through Transformers, with a package of its interface."""
     assert_equal(case, pool.run(case.world, with_flash, case))
 
 
-def other_documents(
-    rank: int, world: int, case: Case
-) -> tuple[list[int], list[float], list[float]]:
+def other_documents(rank, world, case):
     """How often documents are looked for in two steps and two evaluations; the evaluations' losses with FlashAttention, and with SDPA.
     Runs in a worker."""
     pieces = []
@@ -99,7 +94,7 @@ def other_documents(
     counts, losses, called = [], [], []
     find = PackedDocuments.from_starts
 
-    def counted(starts: torch.Tensor, device: torch.device) -> PackedDocuments:
+    def counted(starts, device):
         called.append(starts.device.type)
         return find(starts, device)
 
@@ -124,7 +119,7 @@ def other_documents(
     "words",
     proof_after(1, ["cp2 selective", "cp2", "cp2 full", "cp2 pp2 full", "cp2 pp2 selective"]),
 )
-def test_documents_are_found_once_per_micro_batch(pool: Pool, words: str) -> None:
+def test_documents_are_found_once_per_micro_batch(pool, words):
     """In none of the layers, nor in their recomputation; each micro-batch has its own."""
     case = case_of(f"llama packed ulysses {words}")
     for counts, found, expected in pool.run(case.world, other_documents, case):

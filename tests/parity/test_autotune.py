@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +31,6 @@ from plait.parallel.hooks import StepEnd
 from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 WHOLE_STEPS, TRIED_STEPS = 6, 5
 """Of whole gradients, and of each way that is tried: one before the clock, two uncounted, three that count."""
@@ -42,7 +40,7 @@ DECIDES_AT = ALL_TRIED_AT + TRIED_STEPS
 COMPUTATION = -1
 
 
-def config_of(**parallel: Any) -> dict[str, Any]:
+def config_of(**parallel):
     config = settings(2, 0, 1, 1)
     config["parallel"] |= {"transport": "torch", "compress_gradients": "auto", **parallel}
     return config
@@ -54,12 +52,12 @@ LINKS = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(1.0, 0)}))
 WAYS = {8: QuantisedBuckets, 4: QuantisedBuckets, 0: AlgorithmBuckets, 1: PowerSGDBuckets}
 
 
-def slowed(clock: Clock, seconds: dict[int, float]) -> ExitStack:
+def slowed(clock, seconds):
     """Finishing the buckets of a step takes so long in each way (bits; 0 whole, 1 PowerSGD)."""
     stack = ExitStack()
     for kind in {WAYS[way] for way in seconds if way != COMPUTATION}:
 
-        def finish(self: Any, index: int, honest: Any = kind.finish) -> None:
+        def finish(self, index, honest=kind.finish):
             if index == 0:
                 clock.sleep(
                     seconds.get(
@@ -72,9 +70,7 @@ def slowed(clock: Clock, seconds: dict[int, float]) -> ExitStack:
     return stack
 
 
-def trained(
-    rank: int, world: int, config: dict[str, Any], slow: dict[int, float], steps: int
-) -> dict[str, Any]:
+def trained(rank, world, config, slow, steps):
     """Runs in a worker."""
     clock = Clock()
     with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
@@ -103,7 +99,7 @@ SLOW = {0: 0.2}
 """Seconds that a step of whole gradients waits for them."""
 
 
-def test_compression_is_chosen_where_a_trial_saves_time(pool: Pool) -> None:
+def test_compression_is_chosen_where_a_trial_saves_time(pool):
     first, second = pool.run(2, trained, config_of(), SLOW | {8: 0.03, 4: 0.2}, DECIDES_AT + 3)
     assert "The first steps decide on compression: int8, int4" in first["said"]
     assert first["compressed"] and second["compressed"]
@@ -138,9 +134,7 @@ def test_compression_is_chosen_where_a_trial_saves_time(pool: Pool) -> None:
         ("auto", {8: 0.3, 4: 0.3}, 0),
     ],
 )
-def test_what_changes_more_has_to_save_more(
-    pool: Pool, allowed: Any, takes: dict[int, float], code: int
-) -> None:
+def test_what_changes_more_has_to_save_more(pool, allowed, takes, code):
     steps = WHOLE_STEPS + (len(takes) + bool(code)) * TRIED_STEPS
     results = pool.run(2, trained, config_of(compress_gradients=allowed), SLOW | takes, steps)
     assert [found["code"] for found in results] == [code, code]
@@ -159,13 +153,11 @@ def test_what_changes_more_has_to_save_more(
         ({"int8": 2.0, "int4": 0.9}, "int4"),
     ],
 )
-def test_a_twentieth_of_the_best_before_has_to_be_saved(
-    tried: dict[str, float], taken: str
-) -> None:
+def test_a_twentieth_of_the_best_before_has_to_be_saved(tried, taken):
     assert best_candidate({"whole": 1.0, **tried}) == taken
 
 
-def on_a_clock(rank: int, world: int, seconds: list[float]) -> tuple[int, list[str], list[str]]:
+def on_a_clock(rank, world, seconds):
     """(decision, ways taken in turn, what was said), of steps that take so long. Runs in a worker."""
     taken: list[str] = []
     options = tuple(
@@ -183,7 +175,7 @@ def on_a_clock(rank: int, world: int, seconds: list[float]) -> tuple[int, list[s
     return int(autotuner.decision), taken, [text for text in said if text]
 
 
-def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool: Pool) -> None:
+def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool):
     """int8 seems to save a fifth, until whole gradients take as long."""
     slow_at_first = [1.0] * WHOLE_STEPS + [0.8] * 3 * TRIED_STEPS
     decision, taken, said = pool.run(2, on_a_clock, slow_at_first)[0]
@@ -195,13 +187,13 @@ def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool: Pool) -> None
     assert pool.run(2, on_a_clock, slow)[0][:2] == (8, ["int8", "int4", "whole", "int8"])
 
 
-def test_a_step_that_computes_longer_stays_uncompressed(pool: Pool) -> None:
+def test_a_step_that_computes_longer_stays_uncompressed(pool):
     found = pool.run(2, trained, config_of(), {COMPUTATION: 0.3}, ALL_TRIED_AT)[0]
     assert not found["compressed"] and found["code"] == 0
     assert "gradients stay uncompressed: a step takes" in found["decided"][-1]
 
 
-def test_where_nothing_is_open_the_reason_is_said_at_once(pool: Pool) -> None:
+def test_where_nothing_is_open_the_reason_is_said_at_once(pool):
     found = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
     assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
     assert not found["autotuner"]
@@ -214,22 +206,20 @@ def test_where_nothing_is_open_the_reason_is_said_at_once(pool: Pool) -> None:
     )
 
 
-def sharded_config(stage: int, **more: Any) -> dict[str, Any]:
+def sharded_config(stage, **more):
     config = settings(2, stage, 1, 1)
     config["parallel"] |= {"transport": "torch", "compress_gradients": "auto", **more}
     return config
 
 
-def bits_of(engine: Any) -> set[int]:
+def bits_of(engine):
     residuals = engine.hooks.find(Residuals)
     return (
         {scatter._bits for scatter in residuals.units.values()} if residuals is not None else set()
     )
 
 
-def sharded(
-    rank: int, world: int, config: dict[str, Any], takes: dict[int, float], steps: int, folder: str
-) -> dict[str, Any]:
+def sharded(rank, world, config, takes, steps, folder):
     """Each reduction takes so long (bits; 0 whole). A checkpoint at the end, and a step of an engine that goes on from it. Runs in a
     worker."""
     kinds: dict[type, Any] = {
@@ -240,9 +230,7 @@ def sharded(
     with ExitStack() as stack:
         for kind, bits in kinds.items():
 
-            def reduce(
-                self: Any, *args: Any, honest: Any = kind.__call__, bits: Any = bits, **options: Any
-            ) -> Any:
+            def reduce(self, *args, honest=kind.__call__, bits=bits, **options):
                 clock.sleep(takes[bits(self)])
                 return honest(self, *args, **options)
 
@@ -276,14 +264,7 @@ def sharded(
         pytest.param(3, {0: 0.1, 8: 0.2, 4: 0.2}, {}, set(), marks=pytest.mark.proof),
     ],
 )
-def test_sharded_stages_decide_too(
-    pool: Pool,
-    tmp_path: Path,
-    stage: int,
-    takes: dict[int, float],
-    more: dict[str, Any],
-    bits: set[int],
-) -> None:
+def test_sharded_stages_decide_too(pool, tmp_path, stage, takes, more, bits):
     first, second = pool.run(
         2, sharded, sharded_config(stage, **more), takes, DECIDES_AT + 2, str(tmp_path)
     )
@@ -303,13 +284,13 @@ def test_sharded_stages_decide_too(
     assert first["losses"][WHOLE_STEPS + 1] != whole["losses"][WHOLE_STEPS + 1]
 
 
-def test_shared_memory_leaves_sharded_gradients_whole(pool: Pool, tmp_path: Path) -> None:
+def test_shared_memory_leaves_sharded_gradients_whole(pool, tmp_path):
     config = sharded_config(2, transport="auto")
     found = pool.run(2, sharded, config, {0: 0.0}, 1, str(tmp_path))[0]
     assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
 
 
-def test_factors_of_shards_are_refused() -> None:
+def test_factors_of_shards_are_refused():
     with pytest.raises(
         ConfigError, match="factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards"
     ):
@@ -320,9 +301,7 @@ def test_factors_of_shards_are_refused() -> None:
         )
 
 
-def resumed(
-    rank: int, world: int, folder: Path, compress: bool
-) -> tuple[list[float], list[float], bool]:
+def resumed(rank, world, folder, compress):
     """(losses of an uninterrupted run after its checkpoint, those of the one that goes on there, whether that compresses at once). Runs in
     a worker."""
     batch = cases.steps_for("plain", world)[0][rank]
@@ -344,15 +323,13 @@ def resumed(
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_restart_goes_on_with_what_was_decided(
-    pool: Pool, tmp_path: Path, compress: bool
-) -> None:
+def test_a_restart_goes_on_with_what_was_decided(pool, tmp_path, compress):
     for uninterrupted, again, compresses in pool.run(2, resumed, tmp_path, compress):
         assert compresses == compress
         assert again == uninterrupted
 
 
-def in_a_loop(rank: int, world: int) -> int:
+def in_a_loop(rank, world):
     """What the steps of your own training loop decide. Runs in a worker."""
     clock = Clock()
     with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
@@ -370,5 +347,5 @@ def in_a_loop(rank: int, world: int) -> int:
     return int(sharded.hooks.find(CompressionAutotuner).decision)
 
 
-def test_the_steps_of_a_loop_decide(pool: Pool) -> None:
+def test_the_steps_of_a_loop_decide(pool):
     assert pool.run(2, in_a_loop) == [8, 8]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,9 @@ from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.digests import digest, digest_of
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 
-def configuration(
-    world: int, stage: int, replicas: int, /, *, in_backward: bool, **more: Any
-) -> dict[str, Any]:
+def configuration(world, stage, replicas, /, *, in_backward, **more):
     """Without what needs all gradients; the learning rate changes from step to step."""
     config = settings(world, more.pop("tp", 1), stage, replicas, 1, more.pop("sequence", False))
     parallel = {
@@ -34,9 +30,7 @@ def configuration(
     return {**config, "gradient_clipping": 0, "scheduler": schedule, "parallel": parallel, **more}
 
 
-def both(
-    rank: int, world: int, kind: str, arguments: tuple[Any, ...], more: dict[str, Any]
-) -> list[tuple[str, str, bool]]:
+def both(rank, world, kind, arguments, more):
     """At the end of the backward and inside: everything that a step has, then a run that nobody looks at. Runs in a worker."""
     found = []
     for in_backward in (False, True):
@@ -83,17 +77,13 @@ PROOF: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("kind", "arguments", "more"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.proof) for case in PROOF)],
 )
-def test_same_bits(
-    pool: Pool, kind: str, arguments: tuple[int, int, int], more: dict[str, Any]
-) -> None:
+def test_same_bits(pool, kind, arguments, more):
     """Losses, norms, gradients, parameters and states; branches that a step leaves unused in one process."""
     for at_end, inside in pool.run(arguments[0], both, kind, arguments, more):
         assert inside == at_end
 
 
-def resumed(
-    rank: int, world: int, stage: int, folder: str, first: int, last: int, in_backward: bool
-) -> list[torch.Tensor]:
+def resumed(rank, world, stage, folder, first, last, in_backward):
     """Steps `first` to `last` of the whole world's data, by any layout. Runs in a worker."""
     config = configuration(world, stage, 1, in_backward=in_backward)
     engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
@@ -108,14 +98,14 @@ def resumed(
     return [full_tensor_on_cpu(p) for p in engine.model.parameters()]
 
 
-def pad(tensor: torch.Tensor) -> torch.Tensor:
+def pad(tensor):
     """To one length, with targets that do not count."""
     return nn.functional.pad(
         tensor, (0, 12 - tensor.shape[1]), value=-100 if bool((tensor == -100).any()) else 0
     )
 
 
-def test_checkpoints_load_on_another_layout(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints_load_on_another_layout(pool, tmp_path):
     """Begun on two processes with updates in the backward, ended on one with a step at the end, and the other way around."""
     straight = pool.run(2, resumed, 2, str(tmp_path / "straight"), 0, 4, False)[0]
     pool.run(2, resumed, 2, str(tmp_path / "a"), 0, 2, True)
@@ -128,7 +118,7 @@ def test_checkpoints_load_on_another_layout(pool: Pool, tmp_path: Path) -> None:
     )
 
 
-def test_a_gradient_in_parts_is_found() -> None:
+def test_a_gradient_in_parts_is_found():
     """The first part has been applied when the second comes."""
     model = cases.build("plain", tied=True, dtype=torch.float32)
     engine = plait.initialize(model, configuration(1, 0, 1, in_backward=True))
@@ -147,7 +137,7 @@ def test_a_gradient_in_parts_is_found() -> None:
     engine.close()
 
 
-def test_what_it_does_not_go_with() -> None:
+def test_what_it_does_not_go_with():
     """All at once; an optimizer that is not elementwise when it is there."""
     config = {
         **configuration(4, 2, 1, in_backward=True),

@@ -1,9 +1,5 @@
 """Buffers that a forward changes are those of the first data-parallel rank, as torch's DistributedDataParallel has them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,25 +11,24 @@ from plait.cluster.layout import SAMPLE_AXES
 from plait.parallel.data.buffers import ChangingBuffers
 from tests.measured.traffic import count_traffic
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 STEPS, LATE = 6, 2
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "gradient_clipping": 0.0}
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.norm(self.linear(x)).tanh()
 
 
 class Net(nn.Module):
     """Running means, an average that is assigned anew and used, one that only begins later and on one rank, and constants."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(3, 2)
@@ -43,7 +38,7 @@ class Net(nn.Module):
         self.register_buffer("frequencies", torch.ones(5), persistent=False)
         self.calls = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         if self.training:
@@ -54,12 +49,12 @@ class Net(nn.Module):
         return self.head(x + self.average) * self.frequencies[0] * self.constant[0]
 
 
-def net() -> nn.Module:
+def net():
     torch.manual_seed(5)
     return Net().double()
 
 
-def pieces(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def pieces(step, rank):
     """Two micro-batches of 4 for a rank."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return [
@@ -71,11 +66,11 @@ def pieces(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def buffers(model):
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def under_ddp(rank: int, world: int) -> dict[str, torch.Tensor]:
+def under_ddp(rank, world):
     """torch's own: no_sync for the first micro-batch of a step. Rank 0's buffers after the last step."""
     model = net()
     wrapped = DistributedDataParallel(model)
@@ -90,7 +85,7 @@ def under_ddp(rank: int, world: int) -> dict[str, torch.Tensor]:
     return buffers(model)
 
 
-def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
+def under_plait(rank, world, stage):
     """Runs in a worker: whole steps; then a loop of one's own."""
     loss = plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum") / 2)
     engine = plait.initialize(net(), settings(world, stage, 1, 2, **SGD), loss_fn=loss)
@@ -116,7 +111,7 @@ def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
     return {**found, "constant": constants(rank, world)}
 
 
-def constants(rank: int, world: int) -> list[dict[str, int]]:
+def constants(rank, world):
     """What a model sends whose buffers do not change, after its first step."""
     model = nn.Sequential(nn.Linear(3, 3))
     model.register_buffer("frequencies", torch.full((5,), 1.0 + rank), persistent=False)
@@ -132,7 +127,7 @@ def constants(rank: int, world: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_buffers_are_the_first_ranks(pool: Pool, stage: int) -> None:
+def test_buffers_are_the_first_ranks(pool, stage):
     """A15: against DistributedDataParallel, at the end of every step; constant buffers send nothing after the first."""
     first, second = pool.run(2, under_plait, stage)
     for name, wanted in first["ddp"].items():
@@ -157,14 +152,14 @@ def test_buffers_are_the_first_ranks(pool: Pool, stage: int) -> None:
 class Stem(nn.Module):
     """A running mean outside of the blocks, which every stage of a pipeline computes, and only the first one of what came in."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Linear(3, 3)
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
         self.head = nn.Linear(3, 2)
         self.register_buffer("mean", torch.zeros(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.stem(x)
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
@@ -173,7 +168,7 @@ class Stem(nn.Module):
         return self.head(hidden)
 
 
-def stem(rank: int, world: int) -> torch.Tensor:
+def stem(rank, world):
     """Runs in a worker. The mean after two steps."""
     torch.manual_seed(7)
     loss = plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum") / 2)
@@ -185,7 +180,7 @@ def stem(rank: int, world: int) -> torch.Tensor:
     return engine.model.mean.clone()
 
 
-def test_a_buffer_of_the_stem_is_the_first_stages(pool: Pool) -> None:
+def test_a_buffer_of_the_stem_is_the_first_stages(pool):
     """On every stage of a pipeline, where later ones compute it of what they do not know."""
     (wanted,) = pool.run(1, stem)
     for found in pool.run(2, stem):

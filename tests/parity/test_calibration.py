@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,13 +9,12 @@ from plait.engine import calibration as live
 from plait.planner.calibrate import calibrate, errors_with, priors_from_rates, runs_of, uncalibrated
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
-from tests.pool import Pool
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16, "tie_word_embeddings": False}  # fmt: skip
 
 
-def measured(rank: int, world_size: int) -> Any:
+def measured(rank, world_size):
     """What rank 0 gets, and how often it was told."""
     live.ON_CPU = TINY
     told: list[str] = []
@@ -28,7 +25,7 @@ def measured(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.proof
-def test_two_processes_measure_every_kind_of_layout(pool: Pool) -> None:
+def test_two_processes_measure_every_kind_of_layout(pool):
     found, told, expected = pool.run(2, measured)[0]
     rates, runs = found.rates, found.runs
     assert 0 <= found.waiting < 1

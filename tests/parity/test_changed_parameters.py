@@ -1,10 +1,5 @@
 """What a user does with the parameters of a sharded model between steps: right as in one process, or refused by name."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,19 +8,18 @@ from torch import nn
 import plait
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.mean_losses import close
-from tests.pool import Pool
 
 
 class Net(nn.Module):
     """Layers of which one may write into its weight in the forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
         self.head = nn.Linear(5, 1)
         self.writes = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.writes:
             with torch.no_grad():
                 self.head.weight.mul_(0.5)
@@ -37,7 +31,7 @@ class Net(nn.Module):
 class ByNorm(torch.optim.SGD):
     """Takes steps of a length that it reads from its parameters and gradients, as LAMB, Prodigy and D-Adaptation do."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 ratio = float(parameter.detach().norm()) / (parameter.grad.norm().item() + 1.0)
@@ -45,7 +39,7 @@ class ByNorm(torch.optim.SGD):
                     parameter.add_(parameter.grad, alpha=-group["lr"] * ratio)
 
 
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rank, step):
     """Rows of one rank."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(2, 5, generator=generator).double(), torch.randn(
@@ -53,12 +47,12 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     ).double()
 
 
-def squares(output: torch.Tensor, piece: Any) -> torch.Tensor:
+def squares(output, piece):
     """The loss of a sample, summed."""
     return F.mse_loss(output, piece[1], reduction="sum")
 
 
-def between(model: nn.Module) -> None:
+def between(model):
     """An evaluation on the model itself, then a write, of which neither the shards nor the gathered copies may be left behind."""
     with torch.inference_mode():
         model(torch.ones(2, 5).double())
@@ -68,7 +62,7 @@ def between(model: nn.Module) -> None:
             parameter.mul_(0.9)
 
 
-def reference(world: int, steps: int) -> dict[str, torch.Tensor]:
+def reference(world, steps):
     """One plain process."""
     torch.manual_seed(1)
     model = Net().double()
@@ -83,7 +77,7 @@ def reference(world: int, steps: int) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def said(call: Callable[[], Any]) -> str:
+def said(call):
     """The words of a refusal."""
     try:
         call()
@@ -92,9 +86,7 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-def engine_task(
-    rank: int, world: int, stage: int, transport: str
-) -> tuple[dict[str, torch.Tensor], list[str]]:
+def engine_task(rank, world, stage, transport):
     """Runs in a worker."""
     torch.manual_seed(1)
     config = {
@@ -114,7 +106,7 @@ def engine_task(
 
     refusals = []
 
-    def train() -> None:
+    def train():
         engine.train_batch(batch(rank, 0))
 
     kept = model.head.weight
@@ -136,7 +128,7 @@ def engine_task(
 
 
 @pytest.mark.parametrize(("stage", "transport"), [(1, "auto"), (3, "torch")])
-def test_parameters_of_a_sharded_model(pool: Pool, stage: int, transport: str) -> None:
+def test_parameters_of_a_sharded_model(pool, stage, transport):
     """Norms that an optimizer reads as numbers are the whole parameters'; a write behind an evaluation is kept; what shards cannot see is
     refused: a hook on a gradient, a write in the forward, another parameter, other data."""
     wanted = reference(2, steps=2)
@@ -151,7 +143,7 @@ def test_parameters_of_a_sharded_model(pool: Pool, stage: int, transport: str) -
         assert "head.weight.data was assigned to" in data
 
 
-def new_parts(rank: int, world: int, stage: int) -> tuple[str, str]:
+def new_parts(rank, world, stage):
     """Runs in a worker: a layer that is put in later, with an engine and in a loop of one's own."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -171,7 +163,7 @@ def new_parts(rank: int, world: int, stage: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_parts_that_were_put_in_later(pool: Pool, stage: int) -> None:
+def test_parts_that_were_put_in_later(pool, stage):
     """Their gradients would be one rank's alone."""
     for engine, own in pool.run(2, new_parts, stage):
         assert (

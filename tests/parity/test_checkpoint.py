@@ -1,10 +1,5 @@
 """A run that is saved on one layout and goes on on another computes what an uninterrupted run does."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,13 +8,12 @@ from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.parity.mean_losses import close
-from tests.pool import Pool
 
 GLOBAL = 6
 """Micro-batches of a step over the whole world: every layout below deals out the same ones."""
 
 
-def config(world: int, stage: int, replicas: int) -> dict[str, Any]:
+def config(world, stage, replicas):
     """The same global batch on every layout."""
     return settings(
         world,
@@ -30,9 +24,7 @@ def config(world: int, stage: int, replicas: int) -> dict[str, Any]:
     )
 
 
-def run(
-    rank: int, world: int, conf: dict[str, Any], folder: str, first: int, last: int, save: bool
-) -> dict[str, Any]:
+def run(rank, world, conf, folder, first, last, save):
     """Steps `first` to `last`, from the latest checkpoint if there is one. Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=True), conf, loss_fn=plait.causal_lm_loss)
     loaded = engine.load_checkpoint(folder)
@@ -54,7 +46,7 @@ def run(
     }
 
 
-def test_resume_on_an_uneven_layout(pool: Pool, tmp_path: Path) -> None:
+def test_resume_on_an_uneven_layout(pool, tmp_path):
     """Losses, parameters, learning rate and the client's state go on as if nothing had happened; test_checkpoint_layouts.py has others."""
     straight = pool.run(1, run, config(1, 0, 1), str(tmp_path / "none"), 0, 4, False)[0]
     pool.run(2, run, config(2, 3, 1), str(tmp_path / "run"), 0, 2, True)
@@ -64,14 +56,14 @@ def test_resume_on_an_uneven_layout(pool: Pool, tmp_path: Path) -> None:
     close(resumed["weights"], straight["weights"])
 
 
-def test_a_checkpoint_of_another_model_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path):
     """By name and shape, before anything is loaded."""
     pool.run(1, run, config(1, 0, 1), str(tmp_path), 0, 1, True)
     said = pool.run(1, load_other, config(1, 0, 1), str(tmp_path))[0]
     assert "is of another model" in said and "embed.weight" in said
 
 
-def load_other(rank: int, world: int, conf: dict[str, Any], folder: str) -> str:
+def load_other(rank, world, conf, folder):
     """Runs in a worker."""
     model = cases.PlainModel(tied=True, width=16).double()
     try:
@@ -81,15 +73,15 @@ def load_other(rank: int, world: int, conf: dict[str, Any], folder: str) -> str:
     return "loaded"
 
 
-def between_micro_batches(rank: int, world: int, folder: str) -> str:
+def between_micro_batches(rank, world, folder):
     """What a save says in the middle of a step of the three calls; a load there begins the step anew. Runs in a worker."""
     engine = cases.engine(cases.build("plain", tied=True), settings(world, 1, 1, 2))
     pieces = cases.ragged_steps(2 * world, steps=1, keys=())[0][2 * rank : 2 * rank + 2]
 
-    def micro_batch(index: int) -> None:
+    def micro_batch(index):
         engine.backward(engine(pieces[index]["input_ids"]).logits.square().mean())
 
-    def weights() -> list[torch.Tensor]:
+    def weights():
         return [full_tensor_on_cpu(parameter) for parameter in engine.model.parameters()]
 
     engine.save_checkpoint(folder)
@@ -111,7 +103,7 @@ def between_micro_batches(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_save_between_micro_batches_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_save_between_micro_batches_is_refused(pool, tmp_path):
     """Its gradients would be lost in silence."""
     assert all(
         "1 micro-batches of this step" in said

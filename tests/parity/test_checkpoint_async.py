@@ -1,21 +1,17 @@
 """Checkpoints that are written while training goes on: an error that every rank is told of. test_stale_saves.py: what they hold."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import plait
 from plait.checkpoint import save as save_module
 from plait.checkpoint.folder import list_complete
 from plait.cluster.mesh import Mesh
@@ -23,15 +19,14 @@ from plait.errors import CheckpointError, CommunicationError
 from tests.parity import cases
 from tests.parity.digests import build
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 
-def engine_of(world: int) -> plait.Engine:
+def engine_of(world):
     """ZeRO stage 1."""
     return cases.engine(build("llama", torch.float32, dropout=False), settings(world, 1, 1, 1, 1))
 
 
-def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
+def failing(rank, world, folder):
     """(what the step after a save that failed says, checkpoints then). Runs in a worker."""
     at = Path(folder)
     engine = engine_of(world)
@@ -56,19 +51,19 @@ def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     return str(caught.value), [one.manifest.tag for one in list_complete(at)]
 
 
-def test_an_error_is_told_at_the_next_step(pool: Pool, tmp_path: Path) -> None:
+def test_an_error_is_told_at_the_next_step(pool, tmp_path):
     """Of every rank; the run may go on, and what it closes on is on the disk."""
     for said, tags in pool.run(2, failing, str(tmp_path)):
         assert "rank 1" in said and "No space left on device" in said
         assert tags == ["three", "one"]
 
 
-def blocked(rank: int, world: int, folder: str) -> str:
+def blocked(rank, world, folder):
     """What a save says whose timeout is over before the disk of rank 1 has taken its files. Runs in a worker."""
     engine = engine_of(world)
     honest = save_module.write_shards
 
-    def slow(*args: Any) -> Any:
+    def slow(*args):
         time.sleep(3 * rank)
         return honest(*args)
 
@@ -85,7 +80,7 @@ def blocked(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_disk_that_blocks_one_rank_is_named(pool: Pool, tmp_path: Path) -> None:
+def test_a_disk_that_blocks_one_rank_is_named(pool, tmp_path):
     first, _ = pool.run(2, blocked, str(tmp_path))
     assert first.startswith(
         f"checkpoint {tmp_path}/one: rank 0 waited for ranks that did not take part"
@@ -93,12 +88,12 @@ def test_a_disk_that_blocks_one_rank_is_named(pool: Pool, tmp_path: Path) -> Non
     assert f"not written yet: {tmp_path}/.one.tmp/00001.safetensors; check whether a disk" in first
 
 
-def without_room(rank: int, world: int, folder: str) -> set[str]:
+def without_room(rank, world, folder):
     """The threads that wrote, where rank 1 has no memory for a copy. Runs in a worker."""
     engine = engine_of(world)
     honest, threads = save_module.write_shards, set()
 
-    def noting(*args: Any) -> Any:
+    def noting(*args):
         threads.add(threading.current_thread().name.partition("_")[0])
         return honest(*args)
 
@@ -109,12 +104,12 @@ def without_room(rank: int, world: int, folder: str) -> set[str]:
     return threads
 
 
-def test_a_rank_without_room_writes_at_once(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_without_room_writes_at_once(pool, tmp_path):
     assert pool.run(2, without_room, str(tmp_path)) == [{"plait-checkpoint"}, {"MainThread"}]
     assert [one.manifest.tag for one in list_complete(tmp_path)] == ["one"]
 
 
-def at_other_moments(rank: int, world: int) -> list[bool]:
+def at_other_moments(rank, world):
     """Whether the steps after a failure say so, of which rank 1 hears after rank 0. Runs in a worker."""
     engine = engine_of(world)
     batch, said = cases.ragged_steps(world, steps=1)[0][rank], []
@@ -140,6 +135,6 @@ def at_other_moments(rank: int, world: int) -> list[bool]:
     return said
 
 
-def test_ranks_stop_at_one_step_after_a_failed_save(pool: Pool) -> None:
+def test_ranks_stop_at_one_step_after_a_failed_save(pool):
     """Else one leaves the step that the others wait in; and what no step has told, `close` does."""
     assert pool.run(2, at_other_moments) == [[False, True, False, False]] * 2

@@ -6,15 +6,12 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-import plait
 from plait.checkpoint import commit as commit_module
 from plait.checkpoint import save as save_module
 from plait.checkpoint.folder import candidates, list_complete
@@ -24,41 +21,40 @@ from plait.errors import CheckpointError
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 FLIPS = 6
 """One in every file: thousands are in `damages`, without ranks."""
 
 
-def engine_of(world: int, **more: Any) -> plait.Engine:
+def engine_of(world, **more):
     """ZeRO stage 3."""
     return cases.engine(cases.build("plain", tied=True), settings(world, 3, 1, 1, **more))
 
 
-def step(engine: plait.Engine, number: int) -> float:
+def step(engine, number):
     """One step on data of its own."""
     batches = cases.ragged_steps(engine.dp_size, steps=4, keys=())
     return float(engine.train_batch(batches[number][engine.dp_rank]).loss)
 
 
-def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
+def weights(engine):
     """Unsharded."""
     return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
-def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def alike(one, other):
     """Bitwise."""
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def message(call: Callable[[], object]) -> str:
+def message(call):
     """Of the CheckpointError."""
     with pytest.raises(CheckpointError) as caught:
         call()
     return str(caught.value)
 
 
-def damaged(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
+def damaged(rank, world, folder):
     """(bit flips that were found, notes of the fallback). Runs in a worker."""
     at, engine = Path(folder), engine_of(world)
     step(engine, 0)
@@ -106,7 +102,7 @@ def damaged(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
     return found, notes
 
 
-def test_a_damaged_checkpoint_is_never_loaded(pool: Pool, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_never_loaded(pool, tmp_path):
     """Every flip of a bit is found, in the file that it is in; without a tag the newest undamaged one is loaded, and it is said."""
     for found, notes in pool.run(2, damaged, str(tmp_path)):
         assert found == FLIPS
@@ -115,7 +111,7 @@ def test_a_damaged_checkpoint_is_never_loaded(pool: Pool, tmp_path: Path) -> Non
         )
 
 
-def failing(rank: int, world: int, folder: str) -> list[str]:
+def failing(rank, world, folder):
     """What a save says whose rank 1, or whose commit, fails. Runs in a worker."""
     at, engine, said = Path(folder), engine_of(world), []
     step(engine, 0)
@@ -149,7 +145,7 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
-def test_one_ranks_failure_is_every_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_one_ranks_failure_is_every_ranks(pool, tmp_path):
     """And what was saved under the same tag is still there."""
     first, second = pool.run(2, failing, str(tmp_path))
     assert first == second
@@ -157,7 +153,7 @@ def test_one_ranks_failure_is_every_ranks(pool: Pool, tmp_path: Path) -> None:
     assert ["rank 1" in said for said in first] == [True, True, False, False]
 
 
-def elsewhere(rank: int, world: int, folder: str) -> str:
+def elsewhere(rank, world, folder):
     """Each rank names a folder of its own, as a machine's own disk is. Runs in a worker."""
     engine = engine_of(world)
     mine = Path(folder) / str(rank)
@@ -169,7 +165,7 @@ def elsewhere(rank: int, world: int, folder: str) -> str:
     return said
 
 
-def test_folders_of_single_machines_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_folders_of_single_machines_are_refused(pool, tmp_path):
     assert all(
         "rank 1" in said and "a file system that all machines share" in said
         for said in pool.run(2, elsewhere, str(tmp_path))
@@ -177,11 +173,11 @@ def test_folders_of_single_machines_are_refused(pool: Pool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "LATEST"])
-def test_a_tag_is_the_name_of_a_folder(pool: Pool, tmp_path: Path, tag: str) -> None:
+def test_a_tag_is_the_name_of_a_folder(pool, tmp_path, tag):
     assert "a tag names a folder" in pool.run(1, refused_tag, str(tmp_path), tag)[0]
 
 
-def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
+def refused_tag(rank, world, folder, tag):
     """Runs in a worker."""
     return message(
         lambda: save_module.snapshot(
@@ -196,17 +192,17 @@ def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
     )
 
 
-def order(rank: int, world: int, folder: str) -> list[str]:
+def order(rank, world, folder):
     """What is put on the disk and renamed in a save, in order. Runs in a worker."""
     at, engine, seen = Path(folder), engine_of(world), []
     engine.save_checkpoint(at, tag="one")
     sync, rename = os.fsync, Path.rename
 
-    def syncing(handle: int) -> None:
+    def syncing(handle):
         seen.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).relative_to(at.parent)}")
         sync(handle)
 
-    def renaming(path: Path, target: Path) -> Path:
+    def renaming(path, target):
         seen.append(f"rename {path.name} {target.name}")
         return rename(path, target)
 
@@ -215,7 +211,7 @@ def order(rank: int, world: int, folder: str) -> list[str]:
     return seen
 
 
-def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Path) -> None:
+def test_nothing_is_published_before_it_is_on_the_disk(pool, tmp_path):
     """Files, their folder, the rename; then LATEST in the same way; what was there under the name is deleted at the end."""
     name = tmp_path.name
     files = ("begun", "00000.safetensors", "00000.json", "manifest.sha256", "manifest.json")
@@ -233,7 +229,7 @@ def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Pat
     ]
 
 
-def two(rank: int, world: int, folder: str) -> None:
+def two(rank, world, folder):
     """Two checkpoints. Runs in a worker."""
     engine = engine_of(world)
     for number, tag in enumerate(("one", "two")):
@@ -241,17 +237,17 @@ def two(rank: int, world: int, folder: str) -> None:
         engine.save_checkpoint(folder, tag=tag)
 
 
-def flip(chance: random.Random, path: Path, other: Path) -> None:
+def flip(chance, path, other):
     raw = bytearray(path.read_bytes())
     raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
     path.write_bytes(raw)
 
 
-def cut(chance: random.Random, path: Path, other: Path) -> None:
+def cut(chance, path, other):
     path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
 
 
-def blank(chance: random.Random, path: Path, other: Path) -> None:
+def blank(chance, path, other):
     """A page of zeros; of a file that is all zeros there, ones."""
     raw = bytearray(path.read_bytes())
     start = chance.randrange(len(raw))
@@ -260,15 +256,15 @@ def blank(chance: random.Random, path: Path, other: Path) -> None:
     path.write_bytes(raw)
 
 
-def longer(chance: random.Random, path: Path, other: Path) -> None:
+def longer(chance, path, other):
     path.write_bytes(path.read_bytes() + bytes(chance.randrange(1, 100)))
 
 
-def gone(chance: random.Random, path: Path, other: Path) -> None:
+def gone(chance, path, other):
     path.unlink()
 
 
-def swapped(chance: random.Random, path: Path, other: Path) -> None:
+def swapped(chance, path, other):
     """With the same rank's file of the other checkpoint, or the other rank's."""
     path.write_bytes(other.read_bytes())
 
@@ -276,7 +272,7 @@ def swapped(chance: random.Random, path: Path, other: Path) -> None:
 KINDS = (flip, cut, blank, longer, gone, swapped)
 
 
-def damages(folder: Path, trials: int) -> None:
+def damages(folder, trials):
     """Each is found, by its file, when the checkpoint is opened and verified."""
     chance, files = random.Random(7), sorted((folder / "two").iterdir())
     for trial in range(trials):
@@ -295,18 +291,18 @@ def damages(folder: Path, trials: int) -> None:
     Reader(candidates(folder, "two")[0]).verify("full")
 
 
-def test_damage_of_every_kind_is_found(pool: Pool, tmp_path: Path) -> None:
+def test_damage_of_every_kind_is_found(pool, tmp_path):
     pool.run(2, two, str(tmp_path))
     damages(tmp_path, 60)
 
 
 @pytest.mark.proof
-def test_thousands_of_damages_are_found(pool: Pool, tmp_path: Path) -> None:
+def test_thousands_of_damages_are_found(pool, tmp_path):
     pool.run(2, two, str(tmp_path))
     damages(tmp_path, 6000)
 
 
-def over_others_files(rank: int, world: int, folder: str) -> list[str]:
+def over_others_files(rank, world, folder):
     """What a save says whose tag is the name of something else. Runs in a worker."""
     at, engine = Path(folder), engine_of(world)
     (at / "notes").mkdir()
@@ -319,7 +315,7 @@ def over_others_files(rank: int, world: int, folder: str) -> list[str]:
     ]
 
 
-def test_only_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
+def test_only_a_checkpoint_is_replaced(pool, tmp_path):
     said = pool.run(1, over_others_files, str(tmp_path))[0]
     assert all("is not a checkpoint, and would be deleted" in one for one in said)
     assert (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import plait
@@ -11,7 +9,6 @@ from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
@@ -31,7 +28,7 @@ MICRO_BATCHES, STEPS = 4, 2
 """Of a step over all ranks; steps, half of them before the checkpoint."""
 
 
-def engine_on(name: str) -> plait.Engine:
+def engine_on(name):
     """A tied Llama whose vocabulary of 101 no degree divides, float64."""
     _, degrees = LAYOUTS[name]
     dp, tp, pp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp"))
@@ -42,7 +39,7 @@ def engine_on(name: str) -> plait.Engine:
     return plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
 
 
-def losses(engine: plait.Engine, first: int, last: int) -> list[float]:
+def losses(engine, first, last):
     """Of steps on the same micro-batches, whatever the layout."""
     count = engine.config.batch.accumulation
     steps = cases.ragged_steps(MICRO_BATCHES, steps=STEPS)[first:last]
@@ -52,7 +49,7 @@ def losses(engine: plait.Engine, first: int, last: int) -> list[float]:
     ]
 
 
-def saves(rank: int, world: int, name: str, folder: str) -> list[float]:
+def saves(rank, world, name, folder):
     """Half of the steps, a checkpoint, and the losses of the other half. Runs in a worker."""
     engine = engine_on(name)
     with keeping_float64(engine.model):
@@ -61,9 +58,7 @@ def saves(rank: int, world: int, name: str, folder: str) -> list[float]:
         return losses(engine, STEPS // 2, STEPS)
 
 
-def loads(
-    rank: int, world: int, name: str, folder: str, others: list[str]
-) -> dict[str, list[float]]:
+def loads(rank, world, name, folder, others):
     """By the layout that saved: the losses that follow. What was loaded is saved again, as NAME-from-OTHER. Runs in a worker."""
     found = {}
     for other in others:
@@ -76,7 +71,7 @@ def loads(
     return found
 
 
-def check(pool: Pool, folder: Path, sources: list[str], targets: list[str]) -> int:
+def check(pool, folder, sources, targets):
     """How many pairs were tried."""
     straight = {name: pool.run(LAYOUTS[name][0], saves, name, str(folder))[0] for name in sources}
     for target in targets:
@@ -94,11 +89,11 @@ def check(pool: Pool, folder: Path, sources: list[str], targets: list[str]) -> i
     return len(sources) * len(targets)
 
 
-def test_some_pairs(pool: Pool, tmp_path: Path) -> None:
+def test_some_pairs(pool, tmp_path):
     for source, target in (("tp2-zero3x2", "pp2"), ("pp2", "tp2-zero3x2")):
         assert check(pool, tmp_path, [source], [target]) == 1
 
 
 @pytest.mark.proof
-def test_every_pair(pool: Pool, tmp_path: Path) -> None:
+def test_every_pair(pool, tmp_path):
     assert check(pool, tmp_path, list(LAYOUTS), list(LAYOUTS)) == 121

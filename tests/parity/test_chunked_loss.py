@@ -1,11 +1,8 @@
 """The loss in pieces on every kind of layout against one process with whole logits."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parity.tensor_parallel import check, settings
-from tests.pool import Pool
 
 
 @pytest.mark.parametrize(
@@ -19,15 +16,13 @@ from tests.pool import Pool
         ("qwen3", True, 2, 0, True, {"recompute": {"mode": "selective"}}),
     ],
 )
-def test_equals_one_process(
-    pool: Pool, kind: str, tied: bool, tp: int, stage: int, sequence: bool, more: dict[str, object]
-) -> None:
+def test_equals_one_process(pool, kind, tied, tp, stage, sequence, more):
     """Pieces of 7 tokens, which divide nothing."""
     check(pool, 2, kind, tied, settings(2, tp, stage, 1, 2, sequence, loss_chunk_tokens=7, **more))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_with_everything(pool: Pool, stage: int) -> None:
+def test_with_everything(pool, stage):
     """tp 2 x dp 2."""
     check(
         pool,

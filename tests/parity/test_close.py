@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,19 +13,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import plait
 from plait.cluster import mesh, process_groups
 from tests.parity import cases
-from tests.pool import Pool
 
 
-def held() -> tuple[int, int]:
+def held():
     """Descriptors and threads of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def built(folder: Path | None) -> plait.Engine:
+def built(folder):
     """An engine that has taken one step. With `folder`, shards, gradients and states are in files there."""
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": cases.OPTIMIZER}
     if folder is not None:
@@ -42,7 +39,7 @@ def built(folder: Path | None) -> plait.Engine:
     return engine
 
 
-def engines(rank: int, world: int, folder: Path) -> None:
+def engines(rank, world, folder):
     """Runs in a worker. The pool keeps one mesh a layout for all of its tasks; here each engine has its own."""
     with (
         mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
@@ -81,19 +78,19 @@ def engines(rank: int, world: int, folder: Path) -> None:
     dist.barrier()
 
 
-def _target(name: str) -> str:
+def _target(name):
     try:
         return os.readlink(f"/proc/self/fd/{name}")
     except OSError:  # the descriptor of the listing itself
         return ""
 
 
-def test_engines_in_one_process_group_leave_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+def test_engines_in_one_process_group_leave_nothing_behind(pool, tmp_path):
     """B12: groups, descriptors and threads end with the engine that made them, and with no other; files of the disk tier too."""
     pool.run(2, engines, tmp_path)
 
 
-def one_after_the_other(rank: int, world: int) -> None:
+def one_after_the_other(rank, world):
     """Runs in a worker. Two engines of one layout, whose mesh has a group for each of two axes."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -117,7 +114,7 @@ def one_after_the_other(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_a_second_engine_gathers_over_its_own_groups(pool: Pool) -> None:
+def test_a_second_engine_gathers_over_its_own_groups(pool):
     """torch remembers operators' results by the shape of a mesh: after `close()`, `full_tensor()` of what an operator made of the next
     engine's parameters asked for a group that had ended."""
     pool.run(4, one_after_the_other)

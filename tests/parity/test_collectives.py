@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.comm import collectives as c
-from tests.pool import Pool
 
 
-def whole(seed: int, *shape: int) -> torch.Tensor:
+def whole(seed, *shape):
     """The same on every rank."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def check(rank: int, ranks: int, length: int, batch: int) -> None:
+def check(rank, ranks, length, batch):
     """Every function on tensors [batch, length, 4], along dim 1. Runs in a worker."""
     group = dist.group.WORLD
     start, size = c.shard_range(length, group)
@@ -82,7 +79,7 @@ def check(rank: int, ranks: int, length: int, batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("ranks", "length"), [(2, 8), (2, 7), (3, 7), (4, 5), (3, 2)])
-def test_forward_and_adjoint(pool: Pool, ranks: int, length: int, batch: int) -> None:
+def test_forward_and_adjoint(pool, ranks, length, batch):
     """Also where some ranks hold less or nothing."""
     pool.run(ranks, check, length, batch)
 
@@ -90,11 +87,11 @@ def test_forward_and_adjoint(pool: Pool, ranks: int, length: int, batch: int) ->
 class Operators(TorchDispatchMode):
     """The operators that run, but for views, allocations and collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if (
             not func.is_view
@@ -105,9 +102,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(
-    rank: int, ranks: int, length: int, batch: int, dim: int
-) -> tuple[list[str], list[str]]:
+def operators(rank, ranks, length, batch, dim):
     """Those of an all-gather, and of a reduce-scatter, of a tensor of `length` along `dim`. Runs in a worker."""
     group, shape = dist.group.WORLD, [batch, 4, 4]
     shape[dim] = length
@@ -135,16 +130,14 @@ def operators(
         (3, 1, 7, ["cat"], ["new_zeros", "cat", "cat", "sum"]),
     ],
 )
-def test_copies(
-    pool: Pool, batch: int, dim: int, length: int, gathering: list[str], scattering: list[str]
-) -> None:
+def test_copies(pool, batch, dim, length, gathering, scattering):
     """Shards of a single sequence are sent and received in their place, of several ones they are copied once. The sum is that of gloo's
     reduce-scatter. Of 7 entries the last shard is padded before it is sent, by one copy more on the second rank."""
     found = pool.run(2, operators, length, batch, dim)
     assert found[0] == (gathering, scattering)
 
 
-def test_no_group_is_the_identity() -> None:
+def test_no_group_is_the_identity():
     """An axis of degree 1 costs nothing."""
     x = torch.ones(2, 3)
     for y in (
@@ -158,7 +151,7 @@ def test_no_group_is_the_identity() -> None:
     assert c.leave_scatter(x, None, dim=0) is x
 
 
-def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
+def cross_entropy(rank, ranks, vocabulary):
     """Value and gradient against torch's, with ignored targets. Runs in a worker."""
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
@@ -201,13 +194,13 @@ def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 8), (3, 7), (4, 5), (3, 4)])
-def test_vocab_parallel_cross_entropy(pool: Pool, ranks: int, vocabulary: int) -> None:
+def test_vocab_parallel_cross_entropy(pool, ranks, vocabulary):
     """Also where the last rank holds no row of the vocabulary, and where logits are laid out otherwise (a model that takes the log_softmax
     of them had a loss of 5.29 for 4.56 at tp 2)."""
     pool.run(ranks, cross_entropy, vocabulary)
 
 
-def reduce_scatter(rank: int, ranks: int) -> None:
+def reduce_scatter(rank, ranks):
     """Sum and mean, by definition. Runs in a worker."""
     from plait.comm.collectives import AllToAllReduceScatter
 
@@ -223,6 +216,6 @@ def reduce_scatter(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_reduce_scatter_by_all_to_all(pool: Pool, ranks: int) -> None:
+def test_reduce_scatter_by_all_to_all(pool, ranks):
     """What sharded stages use on gloo."""
     pool.run(ranks, reduce_scatter)

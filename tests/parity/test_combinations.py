@@ -1,16 +1,12 @@
 """Long sequences and experts with everything that they go with, against plain Transformers in one process: losses, gradients, norms,
 weights and biases of routers to 1e-10 in float64. `make combinations` runs all and writes docs/development/combinations.md."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
-from tests.parity.combinations import ADVERSARIAL, Case, label, sampled, sampled_of_added
+from tests.parity.combinations import ADVERSARIAL, label, sampled, sampled_of_added
 from tests.parity.experts import assert_equal, train
-from tests.pool import Pool
 from tools import combinations as tool
 
 NAMED = [
@@ -25,19 +21,19 @@ NAMED = [
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_what_is_adversarial_equals_one_process(pool: Pool, case: Case) -> None:
+def test_what_is_adversarial_equals_one_process(pool, case):
     """Two steps of two micro-batches, clipped."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("case", [*sampled(), *sampled_of_added()], ids=label)
-def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
+def test_sample_equals_one_process(pool, case):
     """The same, for a part of the space that no person chose."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
-def test_the_page_is_of_these_cases() -> None:
+def test_the_page_is_of_these_cases():
     """More than 300, exact, and the page is made from them."""
     data = json.loads(tool.DATA.read_text(encoding="utf-8"))
     assert {name: count for name, (count, _) in data["named"].items()} == {
@@ -56,7 +52,7 @@ def test_the_page_is_of_these_cases() -> None:
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(data)
 
 
-def _counts(summary: dict[str, Any]) -> dict[str, dict[str, int]]:
+def _counts(summary):
     return {
         axis: {value: count for value, (count, _) in values.items()}
         for axis, values in summary["axes"].items()

@@ -1,22 +1,16 @@
 """Compiled blocks compute what uncompiled ones do, under every ZeRO stage (the `aot_eager` backend: the whole path of torch.compile but
 the code generation, which takes minutes on a CPU)."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import plait
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.covers import proof_after
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, reference, settings
-from tests.pool import Pool
 
 
-def train(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, bool, list[str]]:
+def train(rank, world, config):
     """Runs in a worker."""
     model = cases.build("plain", tied=True)
     names = [name for name, _ in model.named_parameters()]
@@ -30,7 +24,7 @@ def train(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, bool, l
 @pytest.mark.parametrize(
     ("stage", "mode"), proof_after(1, [(3, "full"), (0, "none"), (1, "none"), (3, "none")])
 )
-def test_compiled_blocks(pool: Pool, stage: int, mode: str) -> None:
+def test_compiled_blocks(pool, stage, mode):
     """Parameter names stay, numbers stay; the checkpoint of a block that is recomputed is inside the compiled block."""
     config = settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
     config["parallel"]["recompute"] = {"mode": mode}
@@ -39,7 +33,7 @@ def test_compiled_blocks(pool: Pool, stage: int, mode: str) -> None:
     assert_same(reference("plain", True, 2), found)
 
 
-def test_compiled_blocks_with_shards_in_files(pool: Pool, tmp_path: Path) -> None:
+def test_compiled_blocks_with_shards_in_files(pool, tmp_path):
     """The hooks of a compiled block, which torch.compile traces, touch shards that are not in memory."""
     files = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = settings(2, 3, 1, 1, compile={"enabled": True, "backend": "aot_eager"})

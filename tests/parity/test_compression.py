@@ -4,7 +4,6 @@ train a language model."""
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.cluster.mesh import Levels, split_by_node
+from plait.cluster.mesh import split_by_node
 from plait.comm.all_reduce import Flat
 from plait.comm.compress import (
     POWERSGD_START,
@@ -21,22 +20,21 @@ from plait.comm.compress import (
     QuantisedAllGather,
     QuantisedReduceScatter,
 )
-from plait.comm.quantise import Bits, Packing, Segment
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
+from plait.comm.quantise import Packing, Segment
+from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 CPU = torch.device("cpu")
 
 
-def numbers(seed: int, *shape: int) -> torch.Tensor:
+def numbers(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def gathers(rank: int, ranks: int, bits: Bits) -> torch.Tensor:
+def gathers(rank, ranks, bits):
     """Vectors exact, matrices within half a scale. Runs in a worker."""
     segments = [Segment(700, True), Segment(9, False)]
     gather = QuantisedAllGather(segments, bits=bits)
@@ -57,17 +55,17 @@ def gathers(rank: int, ranks: int, bits: Bits) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_all_gather(pool: Pool, bits: Bits) -> None:
+def test_all_gather(pool, bits):
     """Also this rank's own shard is what arrived elsewhere."""
     results = pool.run(3, gathers, bits)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def two_machines() -> Levels | None:
+def two_machines():
     return split_by_node([range(4)], [0, 0, 1, 1])
 
 
-def scatters(rank: int, ranks: int, hops: int) -> tuple[float, float, dict[int, int]]:
+def scatters(rank, ranks, hops):
     """(largest error, scale, bytes by size of the group). Runs in a worker."""
     segments = [Segment(5000, True), Segment(10, False)]
     scatter = QuantisedReduceScatter(
@@ -93,7 +91,7 @@ def scatters(rank: int, ranks: int, hops: int) -> tuple[float, float, dict[int, 
 
 
 @pytest.mark.parametrize("hops", [1, 2])
-def test_reduce_scatter(pool: Pool, hops: int) -> None:
+def test_reduce_scatter(pool, hops):
     """Two hops round a second time, and send a half of the bytes of one hop across machines (2 machines of 2)."""
     row = Packing((Segment(5000, True), Segment(10, False)), 8).row_bytes(torch.float32)
     for error, scale, sent in pool.run(4, scatters, hops):
@@ -102,7 +100,7 @@ def test_reduce_scatter(pool: Pool, hops: int) -> None:
         assert sent == ({4: 3 * row} if hops == 1 else {2: 2 * row + row})
 
 
-def like_torch(rank: int, ranks: int) -> float:
+def like_torch(rank, ranks):
     """PowerSGD beside torch's DDP hook on the same gradients. Runs in a worker."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
         PowerSGDState,
@@ -112,19 +110,19 @@ def like_torch(rank: int, ranks: int) -> float:
     shapes = ((40, 30), (64, 8), (3, 3))
 
     class Bucket:
-        def __init__(self, flat: torch.Tensor) -> None:
+        def __init__(self, flat):
             self.flat = flat
 
-        def buffer(self) -> torch.Tensor:
+        def buffer(self):
             return self.flat
 
-        def index(self) -> int:
+        def index(self):
             return 0
 
-        def is_last(self) -> bool:
+        def is_last(self):
             return True
 
-        def gradients(self) -> list[torch.Tensor]:
+        def gradients(self):
             sizes = [a * b for a, b in shapes]
             return [
                 part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True)
@@ -157,7 +155,7 @@ def like_torch(rank: int, ranks: int) -> float:
     return worst
 
 
-def test_powersgd_is_torchs(pool: Pool) -> None:
+def test_powersgd_is_torchs(pool):
     assert max(pool.run(2, like_torch)) < 1e-3
 
 
@@ -174,14 +172,14 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def configured(world: int, way: str, *, replicas: int = 1, **more: Any) -> dict[str, Any]:
+def configured(world, way, *, replicas=1, **more):
     stage, parallel = WAYS[way]
     config = settings(world, stage, replicas, 1, **more)
     config["parallel"] |= parallel
     return config
 
 
-def trained(rank: int, world: int, config: dict[str, Any], steps: int) -> tuple[list[float], bool]:
+def trained(rank, world, config, steps):
     """Losses, and whether every rank that holds a number holds the same bits. Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -192,7 +190,7 @@ def trained(rank: int, world: int, config: dict[str, Any], steps: int) -> tuple[
     return losses, same_everywhere(model)
 
 
-def same_everywhere(model: torch.nn.Module) -> bool:
+def same_everywhere(model):
     """Whole parameters, by every rank's own reading."""
     from torch.distributed.tensor import DTensor
 
@@ -212,7 +210,7 @@ LAYOUTS = [(way, 4, 1) if "secondary partition" in way else (way, 2, 1) for way 
 
 
 @pytest.mark.parametrize(("way", "world", "replicas"), LAYOUTS)
-def test_training_is_near_the_exact_one(pool: Pool, way: str, world: int, replicas: int) -> None:
+def test_training_is_near_the_exact_one(pool, way, world, replicas):
     config = configured(world, way, replicas=replicas)
     exact = {
         **config,
@@ -227,13 +225,11 @@ def test_training_is_near_the_exact_one(pool: Pool, way: str, world: int, replic
     assert losses == pytest.approx(reference, rel=0.01)
 
 
-def resumed(
-    rank: int, world: int, config: dict[str, Any], folder: str, steps: int, half: int
-) -> list[list[float]]:
+def resumed(rank, world, config, folder, steps, half):
     """Losses of a run, of its second half from a checkpoint, and of that half with errors forgotten. Runs in a worker."""
     data = cases.steps_for("llama", world, steps=steps)
 
-    def engine() -> Any:
+    def engine():
         return cases.engine(cases.build("llama", tied=False, dtype=torch.float32), config)
 
     whole = engine()
@@ -254,7 +250,7 @@ def resumed(
 
 
 @pytest.mark.parametrize("way", ["stage 0 int4", "stage 0 powersgd", "stage 2 int4 with feedback"])
-def test_errors_are_in_the_checkpoint(pool: Pool, way: str, tmp_path: Path) -> None:
+def test_errors_are_in_the_checkpoint(pool, way, tmp_path):
     """A resumed run has the same losses to the bit; without the errors it has not."""
     steps = POWERSGD_START + 6 if "powersgd" in way else 6
     for going_on, again, forgetful in pool.run(
@@ -264,9 +260,7 @@ def test_errors_are_in_the_checkpoint(pool: Pool, way: str, tmp_path: Path) -> N
         assert forgetful != going_on
 
 
-def overflowed(
-    rank: int, world: int, config: dict[str, Any]
-) -> tuple[list[bool], list[float], list[float]]:
+def overflowed(rank, world, config):
     """fp16 with a scale that overflows at first. Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -278,7 +272,7 @@ def overflowed(
     )
 
 
-def test_an_overflow_is_seen_through_the_compression(pool: Pool) -> None:
+def test_an_overflow_is_seen_through_the_compression(pool):
     """And leaves no trace in the error: later steps are finite."""
     config = configured(
         2,
@@ -291,7 +285,7 @@ def test_an_overflow_is_seen_through_the_compression(pool: Pool) -> None:
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
-def on_two_machines(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float], set[int]]:
+def on_two_machines(rank, world, config):
     """As if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs in a worker."""
     place = {
         "RANK": rank,
@@ -310,7 +304,7 @@ def on_two_machines(rank: int, world: int, config: dict[str, Any]) -> tuple[list
     return losses, {call.ranks for call in traffic.calls if call.kind == "all_to_all"}
 
 
-def test_two_hops_by_themselves_on_two_machines(pool: Pool) -> None:
+def test_two_hops_by_themselves_on_two_machines(pool):
     config = settings(4, 2, 1, 1)
     reference = pool.run(4, trained, config, 3)[0][0]
     config["parallel"] |= {"compress_gradients": "int8"}
@@ -335,7 +329,7 @@ IN_PIPELINE = [
 ]
 
 
-def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[str, torch.Tensor]]:
+def traced(rank, world, config):
     """Gradients of a step, and the weights of this rank at the end. Runs in a worker."""
     engine = cases.engine(cases.build("qwen3", tied=True, layers=pipeline.LAYERS // 2), config)
     trace = engine_trace(
@@ -350,7 +344,7 @@ def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[s
     }
 
 
-def gradient_errors(found: Trace) -> list[float]:
+def gradient_errors(found):
     """Of the first step, for every parameter, over its largest gradient."""
     exact, seen = pipeline.reference("qwen3", True, 8).gradients[0], found.gradients[0]
     pairs = ((seen[name], wanted) for name, wanted in exact.items() if wanted is not None)
@@ -362,7 +356,7 @@ def gradient_errors(found: Trace) -> list[float]:
 
 
 @pytest.mark.parametrize(("way", "schedule"), IN_PIPELINE)
-def test_in_a_pipeline(pool: Pool, way: str, schedule: str) -> None:
+def test_in_a_pipeline(pool, way, schedule):
     """Gradients are as near the exact ones as without a pipeline, and ranks that hold a weight, tied ones of two stages too, hold the same.
     PowerSGD sends its first steps whole."""
     stage, parallel = (

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import plait
 from plait._torch.tensors import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.comm.all_reduce import Flat
 from plait.comm.compress import POWERSGD_START, PowerSGDBuckets
-from plait.comm.transport import Transport, connect
+from plait.comm.transport import connect
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.parallel.data import compression
@@ -25,11 +24,10 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
 from plait.parallel.parameter_layout import sharded_axes
 from plait.parallel.techniques import data_collectives
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity.data_parallel import SEED, plain_trace
 from tests.parity.tensor_parallel import plan, settings
-from tests.pool import Pool
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0 int8": (0, {"compress_gradients": "int8", "error_feedback": True}),
@@ -42,7 +40,7 @@ BOUNDS = {"int8": 0.02, "int4": 0.3}
 """Of the largest element of all gradients: half a scale a rank and hop."""
 
 
-def data(micro_batches: int, steps: int) -> list[list[dict[str, Any]]]:
+def data(micro_batches, steps):
     """Every parameter is used, those that no rule splits too (`blocks.*.side`)."""
     return [
         [{**piece, "side": True} for piece in step]
@@ -50,7 +48,7 @@ def data(micro_batches: int, steps: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-def differing(engine: plait.Engine) -> list[str]:
+def differing(engine):
     """Parameters that the tp axis does not split, and whose bits are not the same on all of its ranks."""
     found = []
     group = engine.mesh.group("tp")
@@ -65,12 +63,12 @@ def differing(engine: plait.Engine) -> list[str]:
     return found
 
 
-def configured(world: int, way: str) -> dict[str, Any]:
+def configured(world, way):
     stage, parallel = WAYS[way]
     return settings(world, 2, stage, 1, 1, **plan("plain"), **parallel)
 
 
-def trained(rank: int, world: int, way: str, steps: int) -> tuple[Trace, list[str]]:
+def trained(rank, world, way, steps):
     """Runs in a worker."""
     engine = cases.engine(
         cases.build("plain", tied=False, dtype=torch.float32), configured(world, way)
@@ -79,7 +77,7 @@ def trained(rank: int, world: int, way: str, steps: int) -> tuple[Trace, list[st
 
 
 @cache
-def reference(micro_batches: int) -> Trace:
+def reference(micro_batches):
     """The first step of one plain process."""
     model = cases.build("plain", tied=False, dtype=torch.float32)
     template = materialise.template_of(model)
@@ -90,7 +88,7 @@ def reference(micro_batches: int) -> Trace:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_replicated_parameters_keep_their_bits_over_tp(pool: Pool, way: str) -> None:
+def test_replicated_parameters_keep_their_bits_over_tp(pool, way):
     """A18: 51 and 50 rows of the vocabulary and 13 and 12 columns are before and between what is whole on both ranks."""
     steps = POWERSGD_START + 3 if "powersgd" in way else 4
     for trace, different in pool.run(4, trained, way, steps):
@@ -108,10 +106,10 @@ def test_replicated_parameters_keep_their_bits_over_tp(pool: Pool, way: str) -> 
             assert float((found - wanted).abs().max()) < bound * largest, name
 
 
-def test_factors_do_not_depend_on_other_buckets() -> None:
+def test_factors_do_not_depend_on_other_buckets():
     """A18: a rank of the tp axis whose parts fill more buckets starts with the same factors for what all ranks hold."""
 
-    def first_factors(parts: int) -> torch.Tensor:
+    def first_factors(parts):
         flats = [
             *[Flat(torch.float32, ((40, 30),), tp_local=True)] * parts,
             Flat(torch.float32, ((64, 20),)),
@@ -124,7 +122,7 @@ def test_factors_do_not_depend_on_other_buckets() -> None:
     assert not torch.equal(first_factors(1), first_factors(0)[:, :1].expand(-1, 20))
 
 
-def decided(rank: int, world: int, stage: int) -> int:
+def decided(rank, world, stage):
     """One tp coordinate's links seem slow, and only there compression would pay. Runs in a worker."""
     config = settings(
         world, 2, stage, 1, 1, **plan("plain"), compress_gradients="auto", transport="torch"
@@ -137,7 +135,7 @@ def decided(rank: int, world: int, stage: int) -> int:
         0.0,
     )
 
-    def now() -> float:
+    def now():
         nonlocal clock
         clock += (1.0 if deciding._active is None else 0.5) if slow else 1e-3
         return clock
@@ -151,17 +149,17 @@ def decided(rank: int, world: int, stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_the_first_steps_decide_for_all_of_tp(pool: Pool, stage: int) -> None:
+def test_the_first_steps_decide_for_all_of_tp(pool, stage):
     """A18: a decision by time is one for all ranks that hold the same parameters."""
     found = pool.run(4, decided, stage)
     assert found[0] >= 0
     assert len(set(found)) == 1
 
 
-def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
+def chosen(rank, world):
     """What is chosen where one tp coordinate has no shared memory, and where its links were measured otherwise. Runs in a worker."""
 
-    def half(group: dist.ProcessGroup, **how: Any) -> Transport:
+    def half(group, **how):
         return connect(group, **{**how, "requested": "torch"} if rank % 2 else how)
 
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
@@ -178,7 +176,7 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
     )
 
 
-def test_all_of_tp_sum_in_one_way(pool: Pool) -> None:
+def test_all_of_tp_sum_in_one_way(pool):
     """A18: the algorithm of a sum decides its order."""
     found = pool.run(4, chosen)
     assert len({kind for kind, *_ in found}) == 1

@@ -20,7 +20,6 @@ from plait.verify.keep_float64 import keeping_float64
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.context_parallel import SEED, Case, assert_equal, build, configured, steps, train
-from tests.pool import Pool
 
 FULL, SELECTIVE, BUDGET = (
     {"mode": "full"},
@@ -52,12 +51,12 @@ FOUR = [
 
 
 @pytest.mark.parametrize("case", [*TWO, *FOUR], ids=lambda case: case.name)
-def test_equals_one_process(pool: Pool, case: Case) -> None:
+def test_equals_one_process(pool, case):
     """To 1e-10, two steps of two micro-batches."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
-def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...]:
+def one_engine(rank, world, case, folder):
     """(evaluation, prediction, bytes sent, bytes accounted for, refusals, whether a checkpoint carried over). Runs in a worker."""
     model = build(case)
     facts = model_facts(model, find_blocks(model))
@@ -132,7 +131,7 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...
     ],
     ids=lambda case: case.name,
 )
-def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) -> None:
+def test_everything_else_of_an_engine(pool, case, tmp_path):
     """It evaluates and predicts full sequences, sends what the ledger says, refuses what it would compute on a part alone, and its
     checkpoint goes on without cp."""
     model = build(case)
@@ -165,7 +164,7 @@ def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) ->
         assert max(map(abs, carried)) < 1e-12
 
 
-def other_rows(rank: int, world: int) -> str:
+def other_rows(rank, world):
     """What a loader that gives each rank its own rows meets. Runs in a worker."""
     case = Case("ring")
     engine = plait.initialize(build(case), configured(case), loss_fn=plait.causal_lm_loss)
@@ -175,14 +174,14 @@ def other_rows(rank: int, world: int) -> str:
     return str(error.value)
 
 
-def test_other_rows_on_each_rank(pool: Pool) -> None:
+def test_other_rows_on_each_rank(pool):
     """Each part would be of another sequence, and the loss a plausible number."""
     assert all(
         "not the same on all ranks of the cp axis" in message for message in pool.run(2, other_rows)
     )
 
 
-def page(rank: int, world: int) -> int:
+def page(rank, world):
     """The steps that the code of the page has trained. Runs in a worker."""
     text = (Path(__file__).parents[2] / "docs/how-to/context-parallelism.md").read_text(
         encoding="utf-8"
@@ -199,6 +198,6 @@ def page(rank: int, world: int) -> int:
     return int(names["engine"].global_steps)  # type: ignore[attr-defined]
 
 
-def test_the_page_runs(pool: Pool) -> None:
+def test_the_page_runs(pool):
     """On two processes."""
     assert pool.run(2, page) == [2, 2]

@@ -15,7 +15,6 @@ from torch import nn
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.mean_losses import close
-from tests.pool import Pool
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/contrastive-losses.md"
 STEPS, ROWS = 3, 2
@@ -26,7 +25,7 @@ SGD = "torch.optim.SGD(model.parameters(), lr=1e-1)"
 class Pairs(nn.Module):
     """Transformers' CLIP, whose features and scale are its output."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from transformers import CLIPConfig, CLIPModel
 
         super().__init__()
@@ -46,7 +45,7 @@ class Pairs(nn.Module):
         )
         self.to(torch.float64)
 
-    def forward(self, **batch: torch.Tensor) -> Any:
+    def forward(self, **batch):
         output = self.clip(**batch)
         return SimpleNamespace(
             image_embeds=output.image_embeds,
@@ -56,7 +55,7 @@ class Pairs(nn.Module):
         )
 
 
-def pairs(step: int, rank: int) -> dict[str, torch.Tensor]:
+def pairs(step, rank):
     """Pairs of one process."""
     draw = torch.Generator().manual_seed(10 * step + rank)
     return {
@@ -65,7 +64,7 @@ def pairs(step: int, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def on_the_page(rank: int, world: int, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def on_the_page(rank, world, stage):
     """Losses and weights of the page's code at a ZeRO stage. Runs in a worker."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     # AdamW would enlarge the rounding of gradients that are almost zero.
@@ -84,7 +83,7 @@ def on_the_page(rank: int, world: int, stage: int) -> tuple[list[float], dict[st
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference():
     """CLIP's loss of all pairs in one process."""
     model = Pairs()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
@@ -105,9 +104,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_page_is_one_process(
-    pool: Pool, reference: tuple[list[float], dict[str, torch.Tensor]], stage: int
-) -> None:
+def test_page_is_one_process(pool, reference, stage):
     results = pool.run(2, on_the_page, stage)
     means = torch.tensor([losses for losses, _ in results], dtype=torch.float64).mean(0)
     wanted_losses = torch.tensor(reference[0], dtype=torch.float64)

@@ -1,22 +1,18 @@
 """Training on real text through compressed collectives: what it costs in loss, and that error feedback is what keeps 4 bits harmless."""
 
-from __future__ import annotations
-
 from functools import cache
 from statistics import mean
-from typing import Any
 
 import pytest
 
 from tests.parity.language import bigram_losses, losses
-from tests.pool import Pool
 
 STEPS = 200
 BIGRAM_STEPS = 150
 
 
 @cache
-def exact(pool: Pool) -> float:
+def exact(pool):
     return mean(pool.run(2, losses, {}, 0, STEPS)[0][-40:])
 
 
@@ -29,9 +25,7 @@ def exact(pool: Pool) -> float:
     ],
     ids=["stage 0", "stage 2, weights too"],
 )
-def test_int8_costs_a_language_model_less_than_one_percent(
-    pool: Pool, stage: int, parallel: dict[str, Any]
-) -> None:
+def test_int8_costs_a_language_model_less_than_one_percent(pool, stage, parallel):
     """The last 40 of 200 steps, equal data."""
     found = pool.run(2, losses, parallel, stage, STEPS)[0]
     assert found[0] - mean(found[-40:]) > 2, "nothing was learnt"
@@ -39,10 +33,10 @@ def test_int8_costs_a_language_model_less_than_one_percent(
 
 
 @pytest.mark.proof
-def test_four_bits_hurt_without_error_feedback(pool: Pool) -> None:
+def test_four_bits_hurt_without_error_feedback(pool):
     """Full-batch gradient descent, where a difference is no chance: at equal steps 4 bits are worse without feedback and not with it."""
 
-    def loss(**parallel: Any) -> float:
+    def loss(**parallel):
         return float(pool.run(2, bigram_losses, parallel, BIGRAM_STEPS)[0][-1])
 
     whole = loss()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from plait.config.convert.conversion import convert
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised
-from tests.parity.mean_losses import Weights, close, mean_loss
-from tests.pool import Pool
+from tests.parity.mean_losses import close, mean_loss
 
 MICRO, STEPS = 2, 3
 FSDP = {"distributed_type": "FSDP", "num_processes": 2, "main_training_function": "main"}
@@ -76,7 +74,7 @@ FILES: dict[str, tuple[dict[str, Any] | list[str], dict[str, int]]] = {
 }
 
 
-def trained(rank: int, world: int, source: Any) -> tuple[dict[str, int], Weights, float]:
+def trained(rank, world, source):
     """Runs in a worker: (layout, weights, the norm of clipping)."""
     optimizer = None if "optimizer" in source else cases.adamw
     engine = plait.initialize(materialised("plain", tied=True), source, optimizer=optimizer)
@@ -92,7 +90,7 @@ def trained(rank: int, world: int, source: Any) -> tuple[dict[str, int], Weights
     return {**found, "stage": stage}, weights, clipping
 
 
-def one_process(dp: int, clipping: float) -> Weights:
+def one_process(dp, clipping):
     """The same steps: the mean of the ranks' means."""
     model = materialised("plain", tied=True)
     optimizer = cases.adamw(list(model.parameters()))
@@ -106,7 +104,7 @@ def one_process(dp: int, clipping: float) -> Weights:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_a_file(pool, tmp_path, name):
     given, expected = FILES[name]
     source: Any = given
     if isinstance(given, dict):

@@ -1,15 +1,11 @@
 """ZeRO 0 to 3 and hybrid sharding against one process in float64: losses, norms, gradients and parameters after two steps."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import pytest
 
 from tests.covers import cover
 from tests.parity.data_parallel import LAYOUTS, assert_same, reference, settings, train
-from tests.pool import Pool
 
 MODELS = list(product(("llama", "gpt2", "plain", "frozen"), (False, True), (1, 3)))
 ALONE, TOGETHER = (
@@ -18,7 +14,7 @@ ALONE, TOGETHER = (
 )
 
 
-def named(*case: Any) -> str:
+def named(*case):
     return "-".join(
         ("tied" if value else "untied") if isinstance(value, bool) else str(value) for value in case
     )
@@ -36,9 +32,7 @@ def named(*case: Any) -> str:
         ),
     ],
 )
-def test_equals_one_process(
-    pool: Pool, world: int, stage: int, replicas: int, kind: str, tied: bool, accumulation: int
-) -> None:
+def test_equals_one_process(pool, world, stage, replicas, kind, tied, accumulation):
     """Every number of a run is that of one process."""
     found = pool.run(world, train, kind, tied, settings(world, stage, replicas, accumulation))[0]
     assert_same(reference(kind, tied, world * accumulation), found)

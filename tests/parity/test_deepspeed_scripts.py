@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import plait.compat.deepspeed as deepspeed
 from plait.compat.deepspeed.pipe import LayerSpec, PipelineModule
 from plait.errors import InputError, PlaitError
-from tests.pool import Pool
 
 WORLD, STEPS, ACCUMULATION, MICRO, CLIPPING = 2, 3, 2, 2, 0.3
 Results = dict[str, Any]
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.qkv, self.out, self.norm = (
             nn.Linear(width, 3 * width),
@@ -33,7 +32,7 @@ class Block(nn.Module):
             nn.LayerNorm(width),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
         return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
@@ -41,25 +40,25 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Returns its loss, as scripts for DeepSpeed have it."""
 
-    def __init__(self, width: int = 8, vocabulary: int = 16) -> None:
+    def __init__(self, width=8, vocabulary=16):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, labels):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def gpt() -> Gpt:
+def gpt():
     torch.manual_seed(1)
     return Gpt().double()
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
+def groups(model):
     """Biases and norms without weight decay."""
     named = list(model.named_parameters())
     return [
@@ -68,7 +67,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def tokens() -> list[list[torch.Tensor]]:
+def tokens():
     """Step by step, the micro-batches of all ranks."""
     draw = torch.Generator().manual_seed(2)
     return [
@@ -77,7 +76,7 @@ def tokens() -> list[list[torch.Tensor]]:
     ]
 
 
-def settings(stage: int, **more: Any) -> dict[str, Any]:
+def settings(stage, **more):
     return {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -89,7 +88,7 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
 
-def gpt_script(rank: int, world: int, stage: int, folder: str) -> Results:
+def gpt_script(rank, world, stage, folder):
     """Runs in a worker."""
     model = gpt()
     parameters, config = groups(model), settings(stage, **ADAMW)
@@ -125,7 +124,7 @@ def gpt_script(rank: int, world: int, stage: int, folder: str) -> Results:
     found: Results = {"losses": [], "norms": []}
     assert engine.get_global_grad_norm() is None
 
-    def train(steps: list[list[torch.Tensor]]) -> None:
+    def train(steps):
         engine.train()
         for step in steps:
             for index, ids in enumerate(step[rank * ACCUMULATION : (rank + 1) * ACCUMULATION]):
@@ -200,7 +199,7 @@ def gpt_script(rank: int, world: int, stage: int, folder: str) -> Results:
     return found
 
 
-def gpt_reference() -> Results:
+def gpt_reference():
     model = gpt()
     with torch.no_grad():
         model.head.weight[3], model.embed.weight[2] = 1.0, 0.5
@@ -224,7 +223,7 @@ def gpt_reference() -> Results:
     return found
 
 
-def net() -> nn.Module:
+def net():
     """Of DeepSpeed's CIFAR example, small."""
     torch.manual_seed(4)
     return nn.Sequential(
@@ -238,7 +237,7 @@ def net() -> nn.Module:
     ).double()
 
 
-def images() -> TensorDataset:
+def images():
     draw = torch.Generator().manual_seed(5)
     return TensorDataset(
         torch.randn(24, 3, 8, 8, generator=draw).double(),
@@ -246,11 +245,11 @@ def images() -> TensorDataset:
     )
 
 
-def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def falling(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def cifar_script(rank: int, world: int, stage: int, folder: str) -> Results:
+def cifar_script(rank, world, stage, folder):
     """Runs in a worker. The first micro-batch of every step is in no_sync, which DeepSpeed refuses at stages 2 and 3."""
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -285,7 +284,7 @@ def cifar_script(rank: int, world: int, stage: int, folder: str) -> Results:
     return {"losses": losses, "weights": engine.module_state_dict(), "outputs": outputs}
 
 
-def cifar_reference() -> Results:
+def cifar_reference():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = falling(optimizer)
@@ -315,7 +314,7 @@ def cifar_reference() -> Results:
     }
 
 
-def reference_model(rank: int, world: int) -> torch.Tensor:
+def reference_model(rank, world):
     """An engine without an optimizer. Runs in a worker."""
     engine, optimizer, _, scheduler = deepspeed.initialize(model=net(), config=settings(3))
     engine.eval()
@@ -327,17 +326,17 @@ def reference_model(rank: int, world: int) -> torch.Tensor:
     return outputs
 
 
-def both(rank: int, world: int, stage: int, folder: str) -> tuple[Results, Results]:
+def both(rank, world, stage, folder):
     """Runs in a worker."""
     return gpt_script(rank, world, stage, f"{folder}/gpt"), cifar_script(rank, world, stage, folder)
 
 
-def close(found: Any, wanted: Any) -> None:
+def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_loops(pool: Pool, stage: int, tmp_path: Path) -> None:
+def test_loops(pool, stage, tmp_path):
     """A GPT and a CIFAR loop: losses, norms, a gradient, a moment and weights; checkpoints; edits of gathered parameters."""
     wanted, wanted_cifar = gpt_reference(), cifar_reference()
     for rank, (found, found_cifar) in enumerate(pool.run(WORLD, both, stage, str(tmp_path))):
@@ -355,13 +354,13 @@ def test_loops(pool: Pool, stage: int, tmp_path: Path) -> None:
         close(found_cifar["outputs"], wanted_cifar["outputs"])
 
 
-def test_a_reference_model(pool: Pool) -> None:
+def test_a_reference_model(pool):
     wanted = net()(images().tensors[0]).detach()
     for outputs in pool.run(WORLD, reference_model):
         close(outputs, wanted)
 
 
-def pair() -> tuple[nn.Module, nn.Module]:
+def pair():
     """(generator, discriminator)."""
     torch.manual_seed(1)
     return tuple(
@@ -369,9 +368,7 @@ def pair() -> tuple[nn.Module, nn.Module]:
     )  # type: ignore[return-value]
 
 
-def adversarial(
-    rank: int, world: int
-) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+def adversarial(rank, world):
     """Weights after two steps, by stage. Runs in a worker."""
     found = []
     for stage in (0, 2, 3):
@@ -395,7 +392,7 @@ def adversarial(
     return found
 
 
-def test_a_loss_through_another_engine(pool: Pool) -> None:
+def test_a_loss_through_another_engine(pool):
     """It is refused with what to do, and that is one process."""
     made, judge = pair()
     optimizers = [
@@ -418,7 +415,7 @@ def test_a_loss_through_another_engine(pool: Pool) -> None:
             close(weights, (dict(made.state_dict()), dict(judge.state_dict())))
 
 
-def float16(rank: int, world: int) -> tuple[float, float]:
+def float16(rank, world):
     """Runs in a worker. DeepSpeed 0.19.8 divides by a scale that it has not multiplied by: a norm of 0.00195 and a moment of 9.77e-5."""
     config = settings(0, **ADAMW, fp16={"enabled": True, "loss_scale": 1024}) | {
         "gradient_accumulation_steps": 1,
@@ -458,23 +455,23 @@ def float16(rank: int, world: int) -> tuple[float, float]:
     return engine.get_global_grad_norm() or 0.0, float(moment[0, 0])
 
 
-def test_float16_at_stage_0_has_the_right_gradients(pool: Pool) -> None:
+def test_float16_at_stage_0_has_the_right_gradients(pool):
     for norm, moment in pool.run(WORLD, float16):
         assert norm == pytest.approx(1, rel=1e-3) and moment == pytest.approx(0.05, rel=1e-3)
 
 
-def mistakes(rank: int, world: int, folder: str) -> list[str]:
+def mistakes(rank, world, folder):
     """Runs in a worker."""
     with deepspeed.zero.Init():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     said = []
 
-    def refused(call: Any) -> None:
+    def refused(call):
         with pytest.raises(PlaitError) as error:
             call()
         said.append(str(error.value))
 
-    def gather(change: Any) -> None:
+    def gather(change):
         with (
             deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
             torch.no_grad(),
@@ -502,7 +499,7 @@ def mistakes(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
-def test_mistakes(pool: Pool, tmp_path: Path) -> None:
+def test_mistakes(pool, tmp_path):
     (tmp_path / "global_step5").mkdir()
     (tmp_path / "global_step5" / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"")
     (tmp_path / "latest").write_text("global_step5")
@@ -520,14 +517,14 @@ def test_mistakes(pool: Pool, tmp_path: Path) -> None:
         assert all(words in message for words, message in zip(wanted, said, strict=True)), said
 
 
-def layered() -> PipelineModule:
+def layered():
     torch.manual_seed(6)
     inside = [nn.ReLU(inplace=True), LayerSpec(nn.Linear, 6, 6), nn.ReLU(inplace=True)]
     layers = [LayerSpec(nn.Linear, 4, 6), *inside, LayerSpec(nn.Linear, 6, 2)]
     return PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss()).double()
 
 
-def pieces() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def pieces():
     draw = torch.Generator().manual_seed(7)
     return [
         (torch.randn(MICRO, 4, generator=draw).double(), torch.ones(MICRO, 2).double())
@@ -535,7 +532,7 @@ def pieces() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def piped(rank: int, world: int) -> list[float]:
+def piped(rank, world):
     """Runs in a worker."""
     engine, _, _, _ = deepspeed.initialize(model=layered(), config=settings(0, **ADAMW))
     assert (engine.num_stages, engine.stage_id) == (2, rank)
@@ -556,11 +553,11 @@ def piped(rank: int, world: int) -> list[float]:
     return found
 
 
-def test_a_pipeline_module(pool: Pool) -> None:
+def test_a_pipeline_module(pool):
     model, batches, wanted = layered(), iter(pieces()), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 
-    def mean() -> torch.Tensor:
+    def mean():
         return torch.stack(
             [F.mse_loss(model(inputs), labels) for inputs, labels in islice(batches, 2)]
         ).mean()
@@ -581,7 +578,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "deepspeed-scripts.md").
 )
 
 
-def page(rank: int, world: int, folder: str) -> list[float]:
+def page(rank, world, folder):
     """The code of docs/how-to/deepspeed-scripts.md. Runs in a worker."""
     (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
@@ -594,7 +591,7 @@ def page(rank: int, world: int, folder: str) -> list[float]:
     return names["losses"]
 
 
-def test_the_page(pool: Pool, tmp_path: Path) -> None:
+def test_the_page(pool, tmp_path):
     for losses in pool.run(WORLD, page, str(tmp_path)):
         assert sum(losses[-4:]) < sum(losses[:4])
     assert (tmp_path / "LATEST").exists() and (tmp_path / "weights" / "pytorch_model.bin").exists()

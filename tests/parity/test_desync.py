@@ -1,7 +1,5 @@
 """The debug mode of collectives: ranks that issue different ones end with an error that names both lines, before anything is exchanged."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch
@@ -12,10 +10,9 @@ import plait
 from plait.comm.failures import ComparedCollectives
 from plait.errors import CommunicationError
 from plait.losses.loss import WeightedLoss
-from tests.pool import Pool
 
 
-def differ(rank: int, world: int) -> dict[str, str]:
+def differ(rank, world):
     """Runs in a worker: each kind of difference in a group of its own, since a group's numbers go apart with it."""
     found = {}
     kinds = {
@@ -54,7 +51,7 @@ def differ(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-def test_a_difference_is_named_on_both_sides(pool: Pool) -> None:
+def test_a_difference_is_named_on_both_sides(pool):
     answers = pool.run(2, differ)
     assert answers[0] == answers[1]
     found = answers[0]
@@ -71,7 +68,7 @@ def test_a_difference_is_named_on_both_sides(pool: Pool) -> None:
     assert found["order"].count("allreduce of [3] float32") == 2, "of one shape, at different lines"
 
 
-def train(rank: int, world: int) -> list[float]:
+def train(rank, world):
     """Runs in a worker: two steps of ZeRO 2 without and with the comparison."""
     losses = []
     for checked in (False, True):
@@ -95,6 +92,6 @@ def train(rank: int, world: int) -> list[float]:
     return losses
 
 
-def test_a_run_without_a_difference_is_unchanged(pool: Pool) -> None:
+def test_a_run_without_a_difference_is_unchanged(pool):
     for without, compared in pool.run(2, train):
         assert without == compared

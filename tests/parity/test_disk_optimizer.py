@@ -1,9 +1,6 @@
 """States in files: the bits of a run in memory, checkpoints that go from one to the other, and no trace of the files."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +13,9 @@ from tests.parity import pipelines as pipeline
 from tests.parity.digests import build, digest, digest_of
 from tests.parity.optimizers import OPTIMIZERS, two_parts
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 
-def digests(
-    rank: int, world: int, kind: str, config: dict[str, Any], folder: str, dtype: torch.dtype
-) -> list[str]:
+def digests(rank, world, kind, config, folder, dtype):
     """In memory, in files with pieces smaller than a parameter, and for float64 in files with all in one. Runs in a worker."""
     found = []
     for size in (None, 5000, 10**6) if dtype == torch.float64 else (None, 5000):
@@ -73,16 +67,7 @@ def digests(
         ("llama", 1, 3, "Muon", {}, torch.float32),
     ],
 )
-def test_same_bits(
-    pool: Pool,
-    tmp_path: Path,
-    kind: str,
-    tp: int,
-    stage: int,
-    optimizer: str,
-    more: dict[str, Any],
-    dtype: torch.dtype,
-) -> None:
+def test_same_bits(pool, tmp_path, kind, tp, stage, optimizer, more, dtype):
     """Accumulation, clipping, overflow, pieces that cut parameters."""
     config = {
         **settings(2, tp, stage, 1, 2),
@@ -93,9 +78,7 @@ def test_same_bits(
         assert len(found) > 1 and set(found) == {found[0]}
 
 
-def shares(
-    rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype
-) -> list[Any]:
+def shares(rank, world, config, folder, dtype):
     """(bits, names of the parameters whose gradients and states are in files) without files and with shares of the model in them. Runs in a
     worker."""
     found = []
@@ -149,15 +132,7 @@ def shares(
         ),
     ],
 )
-def test_a_share_in_files(
-    pool: Pool,
-    tmp_path: Path,
-    world: int,
-    tp: int,
-    stage: int,
-    more: dict[str, Any],
-    dtype: torch.dtype,
-) -> None:
+def test_a_share_in_files(pool, tmp_path, world, tp, stage, more, dtype):
     """`ratio`: the same bits; the first block, both blocks, all, alike on every rank."""
     ranks = pool.run(
         world, shares, {**settings(world, tp, stage, 1, 2), **more}, str(tmp_path), dtype
@@ -176,7 +151,7 @@ def test_a_share_in_files(
     assert all([names for _, names in found] == [names for _, names in ranks[0]] for found in ranks)
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: list[bool]) -> str:
+def resumed(rank, world, config, folder, disk):
     """Each of the two parts of `two_parts` in files or not. Runs in a worker."""
     section = {"device": "nvme", "nvme_path": f"{folder}/files", "buffer_size": 5000}
     zeros = [
@@ -199,7 +174,7 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: li
     return digest_of(engine)
 
 
-def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints(pool, tmp_path):
     """From memory to files, from files to memory, from files to files; test_parameter_offload.py: at stage 3."""
     config = settings(2, 1, 1, 1, 1)
     wanted = pool.run(2, resumed, config, str(tmp_path), [False, False])
@@ -226,7 +201,7 @@ PIPELINES = [
         for at, case in enumerate(PIPELINES)
     ],
 )
-def test_in_a_pipeline(pool: Pool, tmp_path: Path, world: int, config: dict[str, Any]) -> None:
+def test_in_a_pipeline(pool, tmp_path, world, config):
     """One process in float64; embeddings tied between the first and the last stage, whose gradients are summed where they are, in files."""
     offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 5000}
     pipeline.check(

@@ -1,11 +1,6 @@
 """TRL's DPOTrainer on Plait's layouts is the same in one process: policy, reference, metrics, adapters."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +8,6 @@ import torch
 from plait.errors import InputError
 from tests.parity import adapted, trainers, trl_runs, words
 from tests.parity.trainers import close, zero
-from tests.pool import Pool
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.proof  # importing TRL takes ten seconds
@@ -26,15 +20,7 @@ METRICS = (
 )
 
 
-def made(
-    wrap: Callable[[type], type],
-    folder: str,
-    *,
-    lora: bool,
-    rows: int = trainers.SAMPLES,
-    compute_metrics: Any = None,
-    **settings: Any,
-) -> Any:
+def made(wrap, folder, *, lora, rows=trainers.SAMPLES, compute_metrics=None, **settings):
     """With plain SGD, whose weights follow the gradients themselves."""
     from trl import DPOConfig, DPOTrainer
 
@@ -73,9 +59,7 @@ def made(
         pytest.param(1, {"parallel": {"tp": 2}}, True, id="tp2-lora"),
     ],
 )
-def test_preferences_are_one_process(
-    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], lora: bool
-) -> None:
+def test_preferences_are_one_process(pool, tmp_path, dp, config, lora):
     """21 pairs. The reference is sharded as the policy is; of a model with adapters it is the model without them."""
     wanted = trl_runs.native(made, METRICS, dp, lora=lora)
     found = pool.run(2, trl_runs.on_plait, made, METRICS, config, str(tmp_path), lora)[0]
@@ -96,7 +80,7 @@ REMAINDERS = {rows: partial(made, rows=rows) for rows in (7, 19, 20, 21, 22, 23)
     ("ranks", "rows"),
     [(2, 7), (2, 21), (2, 22), (2, 23), (3, 7), (3, 19), (3, 20), (3, 22), (3, 23)],
 )
-def test_every_remainder_of_rows(pool: Pool, tmp_path: Path, ranks: int, rows: int) -> None:
+def test_every_remainder_of_rows(pool, tmp_path, ranks, rows):
     """The last step of an epoch has fewer rows on some ranks, or none. Evaluation too."""
     expected = trl_runs.native(REMAINDERS[rows], METRICS, ranks, lora=False)
     result = pool.run(
@@ -105,7 +89,7 @@ def test_every_remainder_of_rows(pool: Pool, tmp_path: Path, ranks: int, rows: i
     close(result, expected)
 
 
-def test_metrics_of_ones_own_are_refused(tmp_path: Path) -> None:
+def test_metrics_of_ones_own_are_refused(tmp_path):
     """An evaluation has two rows of logits for every pair. The trainer is refused at its first call, without a change to the model."""
     from plait.hf import wrap
 

@@ -1,10 +1,6 @@
 """LoRA on the parameters of experts (PEFT's `target_parameters`) is one process on every layout, in float64."""
 
-from __future__ import annotations
-
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ from tests.parity.experts import (
     with_adapters,
 )
 from tests.parity.trainers import close, zero
-from tests.pool import Pool
 
 pytest.importorskip("peft")
 BOTH = ("gate_up_proj", "down_proj")
@@ -55,17 +50,17 @@ MORE = [
     [*CASES, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE)],
     ids=lambda case: f"{case.name}-{case.kind}-{len(case.adapted)}",
 )
-def test_equals_one_process(pool: Pool, case: Case) -> None:
+def test_equals_one_process(pool, case):
     """Losses, gradients, norms and weights to 1e-10."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
-def adapted_experts(dtype: torch.dtype = torch.float32) -> Any:
+def adapted_experts(dtype=torch.float32):
     """The Trainer's model with experts, and adapters on them."""
     return with_adapters(trainers.experts_alone(dtype), BOTH)
 
 
-def trainer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
+def trainer(rank, world, config, folder):
     """A run of the Trainer. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -85,7 +80,7 @@ def trainer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[
 @pytest.mark.parametrize(
     "config", [zero(3), {"parallel": {"ep": 2}, **zero(1)}], ids=["zero3", "ep2-zero1"]
 )
-def test_trainer(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_trainer(pool, tmp_path, config):
     """PEFT opens the saved adapters."""
     from peft import PeftModel
 
@@ -100,7 +95,7 @@ def test_trainer(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
             torch.testing.assert_close(tensor, saved, rtol=1e-5, atol=1e-5)
 
 
-def disabled(rank: int, world: int, case: Case) -> list[torch.Tensor]:
+def disabled(rank, world, case):
     """Logits with and without the adapters, and of the model that was released. Runs in a worker."""
     ids = torch.arange(24).view(2, 12)
     model = build(case)
@@ -121,7 +116,7 @@ def disabled(rank: int, world: int, case: Case) -> list[torch.Tensor]:
     cases_of("mixtral dp2 adapted\nmixtral zero3 dp2 adapted\nmixtral zero1 ep2 dp2 adapted"),
     ids=lambda case: case.name,
 )
-def test_disabled_adapters(pool: Pool, case: Case) -> None:
+def test_disabled_adapters(pool, case):
     """Without adapters the model is the base model, and a released model is PEFT's again."""
     model = build(case).eval()
     ids = torch.arange(24).view(2, 12)
@@ -135,14 +130,14 @@ def test_disabled_adapters(pool: Pool, case: Case) -> None:
             torch.testing.assert_close(getattr(found, "logits", found), wanted, rtol=0, atol=1e-10)
 
 
-def split(rank: int, world: int, case: Case) -> str:
+def split(rank, world, case):
     """Runs in a worker."""
     with pytest.raises(ModelError) as raised:
         plait.initialize(build(case), configured(case), loss_fn=plait.causal_lm_loss)
     return str(raised.value)
 
 
-def test_tensor_parallelism_is_refused(pool: Pool) -> None:
+def test_tensor_parallelism_is_refused(pool):
     for message in pool.run(2, split, case_of("mixtral tp2 adapted")):
         assert "has an adapter on its parameter down_proj (target_parameters)" in message
         assert "parallel.ep" in message

@@ -22,9 +22,7 @@ from tests.covers import proof_after
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.experts import (
-    Account,
     Case,
-    Result,
     account_of,
     assert_equal,
     balanced,
@@ -37,7 +35,6 @@ from tests.parity.experts import (
     steps,
     train,
 )
-from tests.pool import Pool
 
 QUICK = cases_of("""
     mixtral dp2 balance full
@@ -80,14 +77,12 @@ MORE = cases_of("""
 @pytest.mark.parametrize(
     "case", proof_after(len(QUICK), [*QUICK, *MORE], name=lambda case: case.name)
 )
-def test_equals_one_process(pool: Pool, case: Case) -> None:
+def test_equals_one_process(pool, case):
     """To 1e-10, two steps of two micro-batches, clipped, of uneven lengths, with padding."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
-def one_engine(
-    rank: int, world: int, case: Case, plain: Case, folder: str
-) -> tuple[Account, list[str], list[float]]:
+def one_engine(rank, world, case, plain, folder):
     """(bytes, refusals, what checkpoints carried over to a layout without experts' own axes and back). Runs in a worker."""
     model, other = build(case), build(plain)
     plan = make_plan(model, tp=2, blocks=find_blocks(model)) if ("tp", 2) in case.degrees else None
@@ -137,9 +132,7 @@ def one_engine(
         name=lambda case, plain: case.name,
     ),
 )
-def test_account_refusals_and_checkpoints(
-    pool: Pool, case: Case, plain: Case, tmp_path: Path
-) -> None:
+def test_account_refusals_and_checkpoints(pool, case, plain, tmp_path):
     """An engine sends and holds what the ledger says, refuses what is not tested, and its checkpoint goes on without ep, cp and tp, as
     theirs goes on with them. Hybrid: experts are sharded over all ranks that have the same ones, also those of other replicas."""
     for account, refused, carried in pool.run(case.world, one_engine, case, plain, str(tmp_path)):
@@ -151,7 +144,7 @@ def test_account_refusals_and_checkpoints(
         assert max(map(abs, carried)) < 1e-12
 
 
-def fast_path(rank: int, world: int, kind: str, dtype: str) -> tuple[float, ...]:
+def fast_path(rank, world, kind, dtype):
     """Losses of three steps. Runs in a worker."""
     degrees = (("ep", 2),) if world > 1 else ()
     case = Case("mixtral", 1, degrees, balance=True, dp=world, kind=kind)
@@ -169,14 +162,14 @@ def fast_path(rank: int, world: int, kind: str, dtype: str) -> tuple[float, ...]
 @pytest.mark.parametrize(
     ("dtype", "within"), [("bf16", 2e-2), pytest.param("fp32", 2e-6, marks=pytest.mark.proof)]
 )
-def test_grouped_products(pool: Pool, dtype: str, within: float) -> None:
+def test_grouped_products(pool, dtype, within):
     """In float32 and in bfloat16, against one process with eager experts."""
     (alone,) = pool.run(1, fast_path, "eager", "fp32")
     for found in pool.run(2, fast_path, "grouped_mm", dtype):
         assert found == pytest.approx(alone, rel=within)
 
 
-def watched(rank: int, world: int, case: Case) -> tuple[Result, int]:
+def watched(rank, world, case):
     """(what it has trained, rows of an output that a user's hook saw). Runs in a worker."""
     model = build(case)
     seen: list[torch.Tensor] = []
@@ -188,7 +181,7 @@ def watched(rank: int, world: int, case: Case) -> tuple[Result, int]:
     return (trace, {}), int(seen[-1].ne(0).any(1).sum())
 
 
-def test_a_hook_is_given_all_tokens(pool: Pool) -> None:
+def test_a_hook_is_given_all_tokens(pool):
     """With sequence parallelism each rank needs the results of its own tokens alone, unless someone looks."""
     case = case_of("mixtral tp2 ep2 balance uneven sequence")
     for result, rows in pool.run(2, watched, case):
@@ -196,11 +189,11 @@ def test_a_hook_is_given_all_tokens(pool: Pool) -> None:
         assert rows == 2 * 18
 
 
-def saved_config(rank: int, world: int, case: Case, folder: str) -> list[str]:
+def saved_config(rank, world, case, folder):
     """config.json before and after a step, and with the engine closed. Runs in a worker."""
     model, found = build(case), []
 
-    def save() -> None:
+    def save():
         model.config.save_pretrained(f"{folder}/{rank}")
         found.append(Path(folder, str(rank), "config.json").read_text())
 
@@ -216,7 +209,7 @@ def saved_config(rank: int, world: int, case: Case, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("axis", proof_after(1, ["cp2", "pp2"]))
-def test_the_models_configuration_is_the_users(pool: Pool, axis: str, tmp_path: Path) -> None:
+def test_the_models_configuration_is_the_users(pool, axis, tmp_path):
     """Also where the balance loss is not computed by the model: what is saved asks for it as before."""
     case = case_of(f"mixtral {axis} balance unmasked")
     for before, *after in pool.run(2, saved_config, case, str(tmp_path)):
@@ -224,7 +217,7 @@ def test_the_models_configuration_is_the_users(pool: Pool, axis: str, tmp_path: 
         assert after == [before, before]
 
 
-def page(rank: int, world: int) -> list[int]:
+def page(rank, world):
     """The steps that each block of code of the page has trained. Runs in a worker."""
     text = (Path(__file__).parents[2] / "docs/how-to/mixture-of-experts.md").read_text("utf-8")
     ids = torch.arange(30).view(2, 15)
@@ -237,7 +230,7 @@ def page(rank: int, world: int) -> list[int]:
     return found
 
 
-def test_the_page_runs(pool: Pool) -> None:
+def test_the_page_runs(pool):
     """On two processes."""
     for found in pool.run(2, page):
         assert found and set(found) == {2}

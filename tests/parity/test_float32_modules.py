@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,19 +11,18 @@ import plait
 from plait.errors import ModelError
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 
 class NormalisedBlock(nn.Module):
     """A linear layer, BatchNorm over all tokens, and a second linear layer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.up = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width)
         self.gate = nn.Linear(width, width)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         inner = self.norm(self.up(hidden).flatten(0, 1)).view_as(hidden)
         return hidden + inner * self.gate(hidden).sigmoid()
 
@@ -33,7 +30,7 @@ class NormalisedBlock(nn.Module):
 class NormalisedModel(nn.Module):
     """A language model of such blocks. `dtypes` are those of the last forward, by module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(cases.VOCABULARY, 12)
         self.blocks = nn.ModuleList(NormalisedBlock(12) for _ in range(2))
@@ -45,23 +42,23 @@ class NormalisedModel(nn.Module):
                     lambda module, args, output, name=name: self._note(name, module, args, output)
                 )
 
-    def _note(self, name: str, module: Any, args: Any, output: torch.Tensor) -> None:
+    def _note(self, name, module, args, output):
         self.dtypes[name] = args[0].dtype, module.weight.dtype, output.dtype
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden)
         return cases.Output(self.head(hidden))
 
 
-def build() -> NormalisedModel:
+def build():
     """The model, with the same weights on every call."""
     torch.manual_seed(7)
     return NormalisedModel()
 
 
-def train(rank: int, world: int, stage: int) -> tuple[list[float], dict[str, Any], torch.Tensor]:
+def train(rank, world, stage):
     """Runs in a worker. All ranks train on the same rows."""
     config = settings(
         2,
@@ -79,7 +76,7 @@ def train(rank: int, world: int, stage: int) -> tuple[list[float], dict[str, Any
     return losses, model.dtypes, model.blocks[0].norm.running_mean
 
 
-def reference() -> list[float]:
+def reference():
     """One process that casts by hand."""
     model = build()
     optimizer = cases.adamw(list(model.parameters()))
@@ -106,7 +103,7 @@ def reference() -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_named_modules_compute_in_float32(pool: Pool, stage: int) -> None:
+def test_named_modules_compute_in_float32(pool, stage):
     expected = reference()
     for losses, dtypes, mean in pool.run(2, train, stage):
         kept = {
@@ -123,7 +120,7 @@ def test_named_modules_compute_in_float32(pool: Pool, stage: int) -> None:
         assert losses == pytest.approx(expected, rel=2e-3)
 
 
-def name_nothing(rank: int, world: int) -> str:
+def name_nothing(rank, world):
     """Runs in a worker."""
     config = settings(
         2, 1, 1, 1, bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["gates"]}
@@ -133,6 +130,6 @@ def name_nothing(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_name_that_matches_nothing_is_refused(pool: Pool) -> None:
+def test_a_name_that_matches_nothing_is_refused(pool):
     for message in pool.run(2, name_nothing):
         assert "no module of NormalisedModel matches 'gates'" in message

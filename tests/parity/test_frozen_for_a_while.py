@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +11,10 @@ from torch import nn
 import plait
 from plait.errors import InputError
 from plait.parallel.data.reducer import Reducer
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu, reference_trace
+from plait.verify.parity import engine_trace, full_tensor_on_cpu, reference_trace
 from tests.parity import adapted, cases, trainers
 from tests.parity.data_parallel import CLIPPING, assert_same, materialised, plain_trace, settings
 from tests.parity.mean_losses import close
-from tests.pool import Pool
 
 ADVICE = (
     r"call requires_grad_\(True\) before plait.initialize, and requires_grad_\(False\) after it"
@@ -30,16 +27,16 @@ class GradualSteps:
     The block is frozen and unfrozen between steps, when the next step is asked for.
     """
 
-    def __init__(self, model: Any, steps: list[Any]) -> None:
+    def __init__(self, model, steps):
         self._model, self._steps = model, steps
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for index, step in enumerate(self._steps):
             self._model.blocks[0].requires_grad_(index not in (0, 2))
             yield step
 
 
-def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+def train(rank, world, config):
     """Runs in a worker. What is frozen when it is sharded is refused, and the advice is what the trace then follows."""
     model = cases.build("plain", tied=True)
     model.blocks[0].requires_grad_(False)
@@ -58,11 +55,11 @@ def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
 class RebuiltSteps(GradualSteps):
     """Steps in which the buckets of gradients are made anew while the block is frozen, as a choice of compression does."""
 
-    def __init__(self, engine: plait.Engine, steps: list[Any]) -> None:
+    def __init__(self, engine, steps):
         super().__init__(engine.model, steps)
         self._reducer = engine.sharded.hooks.find(Reducer)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         assert self._reducer is not None
         reducer = self._reducer
         for index, step in enumerate(super().__iter__()):
@@ -71,26 +68,26 @@ class RebuiltSteps(GradualSteps):
             yield step
 
 
-def train_with_other_buckets(rank: int, world: int) -> Trace | None:
+def train_with_other_buckets(rank, world):
     """Runs in a worker."""
     engine = cases.engine(cases.build("plain", tied=True), settings(2, 0, 1, 1))
     trace = engine_trace(engine, RebuiltSteps(engine, cases.ragged_steps(world, steps=4, keys=())))  # type: ignore[arg-type]
     return trace if rank == 0 else None
 
 
-def gradual_reference() -> Trace:
+def gradual_reference():
     """One process that freezes and unfreezes the block."""
     model = materialised("plain", tied=True)
     steps: Any = GradualSteps(model, cases.ragged_steps(2, steps=4, keys=()))
     return plain_trace(model, steps)
 
 
-def test_buckets_rebuilt_while_a_block_is_frozen(pool: Pool) -> None:
+def test_buckets_rebuilt_while_a_block_is_frozen(pool):
     assert_same(gradual_reference(), pool.run(2, train_with_other_buckets)[0])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradual_unfreezing(pool: Pool, stage: int) -> None:
+def test_gradual_unfreezing(pool, stage):
     found = pool.run(2, train, settings(2, stage, 1, 1))[0]
     wanted = gradual_reference()
     assert [step["blocks.0.up.weight"] is None for step in wanted.gradients] == [
@@ -102,9 +99,7 @@ def test_gradual_unfreezing(pool: Pool, stage: int) -> None:
     assert_same(wanted, found)
 
 
-def unfrozen_with_a_group(
-    rank: int, world: int, config: dict[str, Any], folder: str
-) -> tuple[dict[str, torch.Tensor], int]:
+def unfrozen_with_a_group(rank, world, config, folder):
     """Runs in a worker: a block that the optimizer gets after the first step. Returns the weights, and the groups of a checkpoint."""
     model = cases.build("plain", tied=True)
     model.blocks[0].requires_grad_(False)
@@ -123,7 +118,7 @@ def unfrozen_with_a_group(
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_group_for_an_unfrozen_block(pool: Pool, tmp_path: Path, stage: int) -> None:
+def test_a_group_for_an_unfrozen_block(pool, tmp_path, stage):
     """As in one process; the checkpoint has its group."""
     model = materialised("plain", tied=True)
     model.blocks[0].requires_grad_(False)
@@ -148,10 +143,10 @@ def test_a_group_for_an_unfrozen_block(pool: Pool, tmp_path: Path, stage: int) -
 class WithReference:
     """Steps before which the model runs without its adapters: before each, or, with gradients, before the first."""
 
-    def __init__(self, model: Any, steps: list[Any], *, grad: bool) -> None:
+    def __init__(self, model, steps, *, grad):
         self._model, self._steps, self._grad = model, steps, grad
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for index, step in enumerate(self._steps):
             if index == 0 or not self._grad:
                 with torch.set_grad_enabled(self._grad), self._model.disable_adapter():
@@ -159,7 +154,7 @@ class WithReference:
             yield step
 
 
-def adapted_trace(rank: int, world: int, config: dict[str, Any], grad: bool) -> Trace | None:
+def adapted_trace(rank, world, config, grad):
     """Runs in a worker."""
     engine = plait.initialize(adapted.model(torch.float64), config, loss_fn=plait.causal_lm_loss)
     steps: Any = WithReference(engine.model, adapter_steps(world), grad=grad)
@@ -167,7 +162,7 @@ def adapted_trace(rank: int, world: int, config: dict[str, Any], grad: bool) -> 
     return trace if rank == 0 else None
 
 
-def adapter_steps(micro_batches: int) -> list[Any]:
+def adapter_steps(micro_batches):
     """Steps whose tokens are in the vocabulary of the adapted model."""
     steps = cases.ragged_steps(micro_batches, steps=3)
     for piece in (piece for step in steps for piece in step):
@@ -180,7 +175,7 @@ def adapter_steps(micro_batches: int) -> list[Any]:
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_reference_without_adapters_first(pool: Pool, stage: int, grad: bool) -> None:
+def test_reference_without_adapters_first(pool, stage, grad):
     pytest.importorskip("peft")
     found = pool.run(2, adapted_trace, settings(2, stage, 1, 1), grad)[0]
     model = adapted.model(torch.float64)
@@ -192,14 +187,12 @@ def test_reference_without_adapters_first(pool: Pool, stage: int, grad: bool) ->
     assert_same(wanted, found)
 
 
-def evaluated_first(
-    kind: Any, arguments: Any, folder: str, **settings: Any
-) -> tuple[float, dict[str, Any]]:
+def evaluated_first(kind, arguments, folder, **settings):
     """(the base model's loss, the run that follows)."""
     base: list[float] = []
 
     class Baseline(kind):
-        def train(self, *args: Any, **given: Any) -> Any:
+        def train(self, *args, **given):
             with self.model.disable_adapter():
                 base.append(self.evaluate()["eval_loss"])
             return super().train(*args, **given)
@@ -210,9 +203,7 @@ def evaluated_first(
     return base[0], run
 
 
-def evaluated_on_plait(
-    rank: int, world: int, config: dict[str, Any], folder: str
-) -> tuple[float, dict[str, Any]]:
+def evaluated_on_plait(rank, world, config, folder):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -221,7 +212,7 @@ def evaluated_on_plait(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_evaluation_without_adapters_first(pool: Pool, tmp_path: Path, stage: int) -> None:
+def test_evaluation_without_adapters_first(pool, tmp_path, stage):
     pytest.importorskip("peft")
     from transformers import Trainer, TrainingArguments
 
@@ -236,7 +227,7 @@ def test_evaluation_without_adapters_first(pool: Pool, tmp_path: Path, stage: in
         trainers.close(found, wanted)
 
 
-def pair() -> tuple[nn.Module, nn.Module]:
+def pair():
     """(generator, discriminator)."""
     torch.manual_seed(1)
     generator, discriminator = (
@@ -245,16 +236,14 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return generator, discriminator
 
 
-def noise() -> list[torch.Tensor]:
+def noise():
     """Noise of every step, a row per rank and micro-batch."""
     return list(
         torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     )
 
 
-def adversarial(
-    rank: int, world: int, stage: int, accumulation: int
-) -> list[dict[str, torch.Tensor]]:
+def adversarial(rank, world, stage, accumulation):
     """Weights of both models. Runs in a worker."""
     config = settings(world, stage, 1, accumulation) | {"train_micro_batch_size_per_gpu": 1}
     made, judge = (plait.initialize(model, config) for model in pair())
@@ -275,7 +264,7 @@ def adversarial(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_generator_first(pool: Pool, stage: int, accumulation: int) -> None:
+def test_generator_first(pool, stage, accumulation):
     made, judge = pair()
     optimizers = [cases.adamw(list(model.parameters())) for model in (made, judge)]
     for step in noise():
@@ -295,7 +284,7 @@ def test_generator_first(pool: Pool, stage: int, accumulation: int) -> None:
                 torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=1e-10)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def update(model, optimizer):
     """Clip as the configuration says, and step."""
     nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
     optimizer.step()

@@ -12,7 +12,6 @@ import plait
 from plait.errors import InputError
 from tests.parity import cases, experts
 from tests.parity.layouts import FOUR, TWO
-from tests.pool import Pool
 
 BUCKET_BYTES = 4096
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -22,14 +21,14 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def llama(seed: int, *, tied: bool) -> torch.nn.Module:
+def llama(seed, *, tied):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(cases.transformers_config("llama", tied=tied))
 
 
-def mixtral(seed: int) -> torch.nn.Module:
+def mixtral(seed):
     """A layer keeps all of its experts in one tensor."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,7 +40,7 @@ def mixtral(seed: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def gathered(rank: int, world: int, layout: dict[str, Any], kind: str, trains: bool) -> None:
+def gathered(rank, world, layout, kind, trains):
     """Compare the buckets of a layout with the model in one process. Runs in a worker."""
     build = {
         "llama": lambda: llama(7, tied=False),
@@ -82,21 +81,21 @@ def gathered(rank: int, world: int, layout: dict[str, Any], kind: str, trains: b
 
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 @pytest.mark.parametrize("layout", ["ZeRO 1", "ZeRO 3", "tp", "sequence parallel", "pp"])
-def test_two_ranks(pool: Pool, layout: str, kind: str) -> None:
+def test_two_ranks(pool, layout, kind):
     pool.run(2, gathered, TWO[layout], kind, layout == "ZeRO 3")
 
 
 @pytest.mark.parametrize("layout", ["tp x pp", "pp x ZeRO 3", "hybrid sharding"])
-def test_four_ranks(pool: Pool, layout: str) -> None:
+def test_four_ranks(pool, layout):
     pool.run(4, gathered, FOUR[layout], "tied", False)
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_experts(pool: Pool, layout: str) -> None:
+def test_experts(pool, layout):
     pool.run(2, gathered, EXPERT_LAYOUTS[layout], "mixtral", layout != "pp")
 
 
-def handed_over(rank: int, world: int, target: dict[str, Any]) -> tuple[list[int], list[int]]:
+def handed_over(rank, world, target):
     """Tokens of a trainer and of a generator on another layout that has loaded its weights. Runs in a worker."""
     config = {"train_micro_batch_size_per_gpu": 2}
     trainer = plait.parallelize(llama(7, tied=True), {**config, **TWO["ZeRO 3"]})
@@ -111,12 +110,12 @@ def handed_over(rank: int, world: int, target: dict[str, Any]) -> tuple[list[int
 
 
 @pytest.mark.parametrize("target", ["tp", "pp", "ZeRO 1"])
-def test_a_generator_on_another_layout(pool: Pool, target: str) -> None:
+def test_a_generator_on_another_layout(pool, target):
     for trained, generated in pool.run(2, handed_over, TWO[target]):
         assert trained == generated
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     sharded = plait.parallelize(llama(7, tied=False), {"train_micro_batch_size_per_gpu": 2})
     with pytest.raises(InputError, match="bucket_bytes = 0 must be at least 1"):
         plait.iterate_weights(sharded, bucket_bytes=0)

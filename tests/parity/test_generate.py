@@ -19,7 +19,6 @@ from tests.covers import proof_after
 from tests.parity import cases, generation
 from tests.parity.generation import PROMPTS, engine_on
 from tests.parity.layouts import FOUR, TWO
-from tests.pool import Pool
 from tests.unit.inference import recurrent
 
 NEW = 5
@@ -61,18 +60,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(kind: str) -> Any:
+def built(kind):
     return generation.built(kind, tied=kind == "gpt2", **KINDS[kind]).double()
 
 
-def by_transformers(kind: str) -> list[list[int]]:
+def by_transformers(kind):
     """New tokens of PROMPTS."""
     return generation.by_transformers(built(kind).eval(), NEW)[:, -NEW:].tolist()
 
 
-def generated(
-    rank: int, world: int, kinds: list[str], layouts: list[str]
-) -> dict[tuple[str, str], Any]:
+def generated(rank, world, kinds, layouts):
     """Tokens and log probabilities; a data-parallel rank has one prompt of the three, or two. Runs in a worker."""
     found = {}
     for kind in kinds:
@@ -98,7 +95,7 @@ def generated(
     return found
 
 
-def compare(results: list[dict[tuple[str, str], Any]], kinds: list[str]) -> None:
+def compare(results, kinds):
     expected = {
         kind: dict(zip(map(tuple, PROMPTS), by_transformers(kind), strict=True)) for kind in kinds
     }
@@ -112,19 +109,19 @@ def compare(results: list[dict[tuple[str, str], Any]], kinds: list[str]) -> None
 LLAMA_LAYOUTS = ["ZeRO 1", "ZeRO 3", "pp", "ZeRO 3, loss in chunks", "tp, loss in chunks"]
 
 
-def test_tokens_of_two_ranks(pool: Pool) -> None:
+def test_tokens_of_two_ranks(pool):
     compare(pool.run(2, generated, ["llama"], LLAMA_LAYOUTS), ["llama"])
     compare(
         pool.run(2, generated, ["gemma2"], ["sequence parallel", "pp, interleaved"]), ["gemma2"]
     )
 
 
-def test_tokens_of_four_ranks(pool: Pool) -> None:
+def test_tokens_of_four_ranks(pool):
     compare(pool.run(4, generated, ["mistral"], ["tp x pp"]), ["mistral"])
     compare(pool.run(4, generated, ["gpt2"], ["pp x ZeRO 3"]), ["gpt2"])
 
 
-def test_keys_and_values_on_the_host_are_for_a_gpu() -> None:
+def test_keys_and_values_on_the_host_are_for_a_gpu():
     engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 1})
     with pytest.raises(InputError, match="offload_cache: this model computes on the CPU"):
         engine.generate(PROMPTS, max_new_tokens=2, offload_cache=True)
@@ -132,13 +129,13 @@ def test_keys_and_values_on_the_host_are_for_a_gpu() -> None:
 
 
 @pytest.mark.proof
-def test_tokens_of_every_kind_and_layout(pool: Pool) -> None:
+def test_tokens_of_every_kind_and_layout(pool):
     compare(pool.run(2, generated, list(KINDS), list(TWO)), list(KINDS))
     compare(pool.run(4, generated, list(KINDS), list(FOUR)), list(KINDS))
     compare(pool.run(2, generated, ["llama"], list(OFFLOADED)), ["llama"])
 
 
-def trained(rank: int, world: int, layouts: list[str]) -> None:
+def trained(rank, world, layouts):
     """Weights and losses of three steps with dropout, with and without texts between them. Runs in a worker."""
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
     for name in layouts:
@@ -191,11 +188,11 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
         ), name
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
+def local(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def drawn(rank: int, world: int) -> list[list[int]]:
+def drawn(rank, world):
     """Of one prompt, three times in a call. Runs in a worker."""
     engine = engine_on(TWO["tp"], built("llama"))
     together = engine.generate(
@@ -207,12 +204,12 @@ def drawn(rank: int, world: int) -> list[list[int]]:
     return [one.token_ids for one in together]
 
 
-def test_every_request_draws_its_own_numbers(pool: Pool) -> None:
+def test_every_request_draws_its_own_numbers(pool):
     one, other = pool.run(2, drawn)
     assert one == other and len(set(map(tuple, one))) == 3
 
 
-def between_micro_batches(rank: int, world: int, stage: int) -> None:
+def between_micro_batches(rank, world, stage):
     """Between the two micro-batches of a step. Runs in a worker."""
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
     ends = []
@@ -237,27 +234,27 @@ def between_micro_batches(rank: int, world: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", proof_after(1, TRAINED))
-def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool, name: str) -> None:
+def test_training_goes_on_as_if_nothing_had_been_generated(pool, name):
     pool.run(2, trained, [name])
 
 
 @pytest.mark.proof
-def test_training_of_four_ranks_goes_on(pool: Pool) -> None:
+def test_training_of_four_ranks_goes_on(pool):
     pool.run(4, trained, [*FOUR, "ZeRO 3"])
 
 
 @pytest.mark.parametrize("stage", proof_after(1, [3, 2]))
-def test_in_the_middle_of_a_step(pool: Pool, stage: int) -> None:
+def test_in_the_middle_of_a_step(pool, stage):
     pool.run(2, between_micro_batches, stage)
 
 
-def within_a_pipelines_step(rank: int, world: int) -> None:
+def within_a_pipelines_step(rank, world):
     """From the loss of a pipeline's first step, which computes it on every rank to check the stages. Runs in a worker."""
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     batch = [{"input_ids": ids, "labels": ids}]
     inner: list[Callable[[], Any]] = []
 
-    def loss(output: Any, piece: Any) -> Any:
+    def loss(output, piece):
         for call in inner:
             call()
         return plait.causal_lm_loss(output, piece)
@@ -286,11 +283,11 @@ def within_a_pipelines_step(rank: int, world: int) -> None:
     assert losses[0] == losses[1]
 
 
-def test_inside_of_a_pipelines_step(pool: Pool) -> None:
+def test_inside_of_a_pipelines_step(pool):
     pool.run(2, within_a_pipelines_step)
 
 
-def interrupted(name: str, *, first: bool, hears: bool) -> tuple[list[float], list[str]]:
+def interrupted(name, *, first, hears):
     """Losses of three steps, and what a hook of an attention (the first one's, or the last one's) hears that calls the engine in the
     forward of the second and in the backward of the third."""
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -305,7 +302,7 @@ def interrupted(name: str, *, first: bool, hears: bool) -> tuple[list[float], li
         partial(engine.train_batch, batch),
     )
 
-    def calls(where: str) -> None:
+    def calls(where):
         if armed == [where]:
             armed.clear()
             for call in made:
@@ -313,7 +310,7 @@ def interrupted(name: str, *, first: bool, hears: bool) -> tuple[list[float], li
                     call()
                 heard.append(str(found.value))
 
-    def after(_: Any, __: Any, output: Any) -> None:
+    def after(_, __, output):
         calls("forward")
         if output[0].requires_grad:
             output[0].register_hook(lambda _: calls("backward"))
@@ -327,7 +324,7 @@ def interrupted(name: str, *, first: bool, hears: bool) -> tuple[list[float], li
     return losses, heard
 
 
-def caught_in_a_hook(rank: int, world: int, names: list[str], who: int | None) -> None:
+def caught_in_a_hook(rank, world, names, who):
     """By a rank (None: all). Runs in a worker."""
     for name in names:
         kept, _ = interrupted(name, first=rank == 0, hears=False)
@@ -344,11 +341,11 @@ def caught_in_a_hook(rank: int, world: int, names: list[str], who: int | None) -
 
 
 @pytest.mark.parametrize("who", proof_after(1, [1, None, 0]))
-def test_a_refusal_that_a_hook_catches(pool: Pool, who: int | None) -> None:
+def test_a_refusal_that_a_hook_catches(pool, who):
     pool.run(2, caught_in_a_hook, ["pp", "ZeRO 1", "ZeRO 3", "tp"], who, timeout=60)
 
 
-def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:
+def ends_apart(rank, world, name):
     """Requests of which one ends early, and is no longer computed. Runs in a worker."""
     expected = by_transformers("gemma2")
     model, widths = built("gemma2"), []
@@ -364,7 +361,7 @@ def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:
 
 
 @pytest.mark.parametrize("name", proof_after(1, ["tp", "pp, interleaved"]))
-def test_a_request_that_ends_is_dropped(pool: Pool, name: str) -> None:
+def test_a_request_that_ends_is_dropped(pool, name):
     expected = by_transformers("gemma2")
     end = expected[1][2]
     wanted = [
@@ -373,7 +370,7 @@ def test_a_request_that_ends_is_dropped(pool: Pool, name: str) -> None:
     assert pool.run(2, ends_apart, name) == [wanted, wanted]
 
 
-def in_an_own_loop(rank: int, world: int) -> list[list[int]]:
+def in_an_own_loop(rank, world):
     """Of a pipeline, between two steps. Runs in a worker."""
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     model = built("llama")
@@ -389,12 +386,12 @@ def in_an_own_loop(rank: int, world: int) -> list[list[int]]:
     return [one.token_ids for one in made]
 
 
-def test_in_your_own_loop(pool: Pool) -> None:
+def test_in_your_own_loop(pool):
     expected = by_transformers("llama")
     assert pool.run(2, in_an_own_loop) == [expected, expected]
 
 
-def wrong(rank: int, world: int) -> list[str]:
+def wrong(rank, world):
     """What every rank hears when rank 1 is wrong. Runs in a worker."""
     engine = plait.initialize(
         built("llama"), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
@@ -415,7 +412,7 @@ def wrong(rank: int, world: int) -> list[str]:
     return heard
 
 
-def test_an_error_of_one_rank_is_raised_by_all(pool: Pool) -> None:
+def test_an_error_of_one_rank_is_raised_by_all(pool):
     for empty, long, text, token, seed in pool.run(2, wrong):
         assert (
             "prompt 0 has token 101, and the model's tokens are 0 to 100" in token
@@ -429,16 +426,16 @@ def test_an_error_of_one_rank_is_raised_by_all(pool: Pool) -> None:
 class Failing:
     """A tokenizer that fails at its second text, on the ranks that ask it."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return cases.VOCABULARY
 
-    def decode(self, ids: list[int], **_: Any) -> str:
+    def decode(self, ids, **_):
         if len(ids) > 1:
             raise RuntimeError("no text for that")
         return ""
 
 
-def failing(rank: int, world: int, layouts: list[str]) -> list[dict[str, str]]:
+def failing(rank, world, layouts):
     """What every rank hears when one fails at a token: at its text, its number, or in `on_token`. Runs in a worker."""
     found = []
     for name in layouts:
@@ -446,7 +443,7 @@ def failing(rank: int, world: int, layouts: list[str]) -> list[dict[str, str]]:
         engine = engine_on(TWO[name], model)
         mine, heard = [[1, 2]] if "ZeRO" not in name or rank == 0 else [], {}
 
-        def refused(_: int, token: int) -> None:
+        def refused(_, token):
             raise KeyError("mine")
 
         for what, ways in {
@@ -468,7 +465,7 @@ def failing(rank: int, world: int, layouts: list[str]) -> list[dict[str, str]]:
     return found
 
 
-def test_where_the_rank_that_chooses_fails_all_raise(pool: Pool) -> None:
+def test_where_the_rank_that_chooses_fails_all_raise(pool):
     names = ["tp", "pp", "ZeRO 3"]
     both = pool.run(2, failing, names, timeout=60)
     for name, *heard in zip(names, *both, strict=True):
@@ -490,7 +487,7 @@ def test_where_the_rank_that_chooses_fails_all_raise(pool: Pool) -> None:
             assert "on_token failed on another rank" in heard[1]["on_token"]
 
 
-def of_recurrent(rank: int, world: int, kinds: list[str]) -> list[list[list[int]]]:
+def of_recurrent(rank, world, kinds):
     """Runs in a worker."""
     found = []
     for kind in kinds:
@@ -505,7 +502,7 @@ def of_recurrent(rank: int, world: int, kinds: list[str]) -> list[list[list[int]
     return found
 
 
-def test_stages_whose_layers_keep_a_state(pool: Pool) -> None:
+def test_stages_whose_layers_keep_a_state(pool):
     """Jamba's first stage has no layer that counts tokens; all layers of Falcon-H1 do."""
     kinds = ["jamba", "falcon_h1"]
     expected = [recurrent.by_transformers(recurrent.built(kind)) for kind in kinds]

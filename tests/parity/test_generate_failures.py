@@ -11,7 +11,6 @@ import torch
 from plait.errors import InputError, ModelError
 from tests.parity.generation import PROMPTS, built, engine_on
 from tests.parity.layouts import FOUR, TWO
-from tests.pool import Pool
 
 ASKED: dict[str, dict[str, Any]] = {
     "a token": {},
@@ -25,18 +24,16 @@ IDS = torch.tensor([PROMPTS[0]])
 class _Fails:
     """A hook that fails in a forward of a block, counted from when it is armed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.left = -1
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_):
         self.left -= 1
         if self.left == 0:
             raise RuntimeError("of this block")
 
 
-def failing(
-    rank: int, world: int, layout: str, layers: list[int], forwards: list[int], names: list[str]
-) -> list[str]:
+def failing(rank, world, layout, layers, forwards, names):
     """What is heard of blocks that fail, in the order of the arguments. Runs in a worker."""
     config = {**TWO, **FOUR}[layout]
     engine = engine_on(config, built(), size=1)
@@ -65,7 +62,7 @@ def failing(
     return heard
 
 
-def check(found: list[list[str]], owners: list[set[int]], count: int, chooses: int) -> None:
+def check(found, owners, count, chooses):
     """`owners` of each block that failed: ranks of the pool. `count`: calls for each."""
     for rank, heard in enumerate(found):
         assert len(heard) == len(owners) * count
@@ -86,14 +83,14 @@ def check(found: list[list[str]], owners: list[set[int]], count: int, chooses: i
                 ), (rank, words)
 
 
-def test_a_stage_that_fails(pool: Pool) -> None:
+def test_a_stage_that_fails(pool):
     names = list(ASKED)
     check(
         pool.run(2, failing, "pp", [0, 3], [1, 3], names, timeout=60), [{0}, {1}], 2 * len(names), 1
     )
 
 
-def test_stages_of_one_rank(pool: Pool) -> None:
+def test_stages_of_one_rank(pool):
     """A rank has the first and the third of four."""
     owners = [{0}, {1}, {0}, {1}]
     check(
@@ -105,7 +102,7 @@ def test_stages_of_one_rank(pool: Pool) -> None:
 
 
 @pytest.mark.proof
-def test_stages_of_two_tensor_parallel_ranks(pool: Pool) -> None:
+def test_stages_of_two_tensor_parallel_ranks(pool):
     check(
         pool.run(4, failing, "tp x pp", [0, 3], [1, 3], list(ASKED), timeout=120),
         [{0, 1}, {2, 3}],
@@ -114,7 +111,7 @@ def test_stages_of_two_tensor_parallel_ranks(pool: Pool) -> None:
     )
 
 
-def without_an_index(rank: int, world: int) -> str:
+def without_an_index(rank, world):
     """A stage that cannot keep keys and values. Runs in a worker."""
     engine = engine_on(TWO["pp"], built(), size=1)
     for module in engine.module.modules() if rank == 1 else ():
@@ -125,7 +122,7 @@ def without_an_index(rank: int, world: int) -> str:
     return str(error.value)
 
 
-def test_a_stage_that_cannot_keep_keys(pool: Pool) -> None:
+def test_a_stage_that_cannot_keep_keys(pool):
     assert all(
         "does not say which layer of a cache is its own" in heard
         for heard in pool.run(2, without_an_index, timeout=60)

@@ -9,7 +9,6 @@ import torch
 
 import plait
 from tests.parity.layouts import TWO
-from tests.pool import Pool
 
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7], [8, 3, 60]]
 NEW = 8
@@ -40,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def built(kind: str) -> Any:
+def built(kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -50,7 +49,7 @@ def built(kind: str) -> Any:
     )
 
 
-def generated(rank: int, world: int, kind: str) -> tuple[list[list[int]], list[float]]:
+def generated(rank, world, kind):
     """The tokens of each prompt, and losses before and after. Runs in a worker."""
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, **TWO["pp"]}
     engine = plait.initialize(built(kind).eval(), config, loss_fn=plait.causal_lm_loss)
@@ -64,7 +63,7 @@ def generated(rank: int, world: int, kind: str) -> tuple[list[list[int]], list[f
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_tokens_are_those_of_transformers(pool: Pool, kind: str) -> None:
+def test_tokens_are_those_of_transformers(pool, kind):
     model, expected = built(kind).eval(), []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])

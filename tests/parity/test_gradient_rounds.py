@@ -17,7 +17,6 @@ import plait
 from plait.errors import InputError, ModelError
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 WORLD = 2
 Gradients = dict[str, torch.Tensor | None]
@@ -26,18 +25,18 @@ Gradients = dict[str, torch.Tensor | None]
 class Block(nn.Module):
     """`shared` is one layer of several blocks."""
 
-    def __init__(self, shared: nn.Linear) -> None:
+    def __init__(self, shared):
         super().__init__()
         self.own, self.shared = nn.Linear(6, 6), shared
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + torch.tanh(self.shared(self.own(x)))
 
 
 class Checkpointed(nn.Module):
     """Reentrant checkpoints around every block; a head that is frozen, or not; `twice` shares a layer between blocks and the end."""
 
-    def __init__(self, *, frozen: bool, twice: bool) -> None:
+    def __init__(self, *, frozen, twice):
         super().__init__()
         shared = nn.Linear(6, 6)
         self.first = nn.Linear(6, 6)
@@ -46,19 +45,19 @@ class Checkpointed(nn.Module):
         self.head.requires_grad_(not frozen)
         self.twice = twice
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True)  # type: ignore[assignment]
         return self.head(self.shared(x) if self.twice else x)
 
 
-def plain(*, frozen: bool = False, twice: bool = False) -> Checkpointed:
+def plain(*, frozen=False, twice=False):
     torch.manual_seed(3)
     return Checkpointed(frozen=frozen, twice=twice).double()
 
 
-def data(parts: int) -> list[torch.Tensor]:
+def data(parts):
     """One tensor a rank and backward."""
     return list(
         torch.randn(
@@ -67,22 +66,20 @@ def data(parts: int) -> list[torch.Tensor]:
     )
 
 
-def gradients(model: nn.Module) -> Gradients:
+def gradients(model):
     return {
         name: None if p.grad is None else full_tensor_on_cpu(p.grad).clone()
         for name, p in model.named_parameters()
     }
 
 
-def reference(model: nn.Module, pieces: list[torch.Tensor], scale: float) -> Gradients:
+def reference(model, pieces, scale):
     for piece in pieces:
         (model(piece).square().mean() * scale).backward()
     return gradients(model)
 
 
-def same(
-    found: Gradients, wanted: Gradients, tolerance: float = 1e-13, *, zero_is_none: bool = False
-) -> None:
+def same(found, wanted, tolerance=1e-13, *, zero_is_none=False):
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         got = found[name]
@@ -99,16 +96,14 @@ def same(
         )
 
 
-def engine_of(
-    model: nn.Module, stage: int, more: dict[str, Any] | None = None, accumulation: int = 1
-) -> plait.Engine:
+def engine_of(model, stage, more=None, accumulation=1):
     config = settings(WORLD, stage, 1, accumulation)
     config["gradient_clipping"] = 0
     config["parallel"] |= more or {}
     return plait.initialize(model, config, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
 
 
-def several_backwards(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+def several_backwards(rank, world, stage, more):
     """Runs in a worker."""
     for frozen, twice, parts in (
         (False, False, 1),
@@ -151,13 +146,13 @@ def several_backwards(rank: int, world: int, stage: int, more: dict[str, Any]) -
     ],
     ids=str,
 )
-def test_gradients_that_come_in_parts(pool: Pool, stage: int, more: dict[str, Any]) -> None:
+def test_gradients_that_come_in_parts(pool, stage, more):
     """A1: several `engine.backward` before one `engine.step`, and reentrant checkpoints, whose gradients come from inside of a backward,
     for the same parameter more than once."""
     pool.run(WORLD, several_backwards, stage, more)
 
 
-def own_loop(rank: int, world: int, stage: int) -> None:
+def own_loop(rank, world, stage):
     """Runs in a worker."""
     # In buckets of one parameter the shared layer's are sent before its last gradient has come.
     for frozen, twice, parts, mib in (
@@ -183,7 +178,7 @@ def own_loop(rank: int, world: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_that_come_in_parts_in_a_loop_of_ones_own(pool: Pool, stage: int) -> None:
+def test_gradients_that_come_in_parts_in_a_loop_of_ones_own(pool, stage):
     """A1, as DistributedDataParallel adds them up: means over the ranks."""
     pool.run(WORLD, own_loop, stage)
 
@@ -191,7 +186,7 @@ def test_gradients_that_come_in_parts_in_a_loop_of_ones_own(pool: Pool, stage: i
 class Unusual(nn.Module):
     """Parameters that are transposed, channels last, with gaps, parts of one storage, empty, and (with `alias`) one storage twice."""
 
-    def __init__(self, *, alias: bool) -> None:
+    def __init__(self, *, alias):
         """`alias` is for replicated parameters: sharded, it is refused, and so is an empty parameter."""
         super().__init__()
         self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
@@ -204,13 +199,13 @@ class Unusual(nn.Module):
         if alias:
             self.again = nn.Parameter(self.last.weight.data)
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
+    def forward(self, image):
         x = self.first(self.conv(image).mean((2, 3)))
         x = torch.tanh(x @ self.gaps) @ self.part + self.rest + self.empty.sum()
         return self.last(x) + (F.linear(x, self.again) if hasattr(self, "again") else 0)
 
 
-def unusual(*, alias: bool) -> Unusual:
+def unusual(*, alias):
     torch.manual_seed(11)
     torch.set_default_dtype(torch.float64)
     try:
@@ -219,14 +214,14 @@ def unusual(*, alias: bool) -> Unusual:
         torch.set_default_dtype(torch.float32)
 
 
-def images(steps: int) -> torch.Tensor:
+def images(steps):
     """[steps, ranks, samples, 3, 5, 5]."""
     return torch.randn(
         steps, WORLD, 2, 3, 5, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64
     )
 
 
-def lying_unusually(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+def lying_unusually(rank, world, stage, more):
     """Runs in a worker. A caller's own fused kernel goes through memory without a look at strides: it is torch's
     where gradients lie as torch lays them."""
     for kind, alias in (
@@ -268,20 +263,18 @@ def lying_unusually(rank: int, world: int, stage: int, more: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("stage", "more"), [(0, {}), (0, {"transport": "torch"}), (1, {}), (3, {})], ids=str
 )
-def test_parameters_that_lie_unusually_in_memory(
-    pool: Pool, stage: int, more: dict[str, Any]
-) -> None:
+def test_parameters_that_lie_unusually_in_memory(pool, stage, more):
     """A2: the gradient, the optimizer's fused kernel and the shards see the same elements."""
     pool.run(WORLD, lying_unusually, stage, more)
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
         self.blocks = nn.ModuleList(Block(nn.Linear(6, 6)) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, fails: str = "") -> torch.Tensor:
+    def forward(self, x, fails=""):
         x = self.first(x)
         for index, block in enumerate(self.blocks):
             x = block(x)
@@ -292,16 +285,16 @@ class Deep(nn.Module):
         return self.last(x)
 
 
-def _fail(_: torch.Tensor) -> None:
+def _fail(_):
     raise ArithmeticError("planted")
 
 
-def deep() -> Deep:
+def deep():
     torch.manual_seed(3)
     return Deep().double()
 
 
-def trained_alone(steps: int, parts: int = 1) -> Gradients:
+def trained_alone(steps, parts=1):
     """One process, plain torch: parameters after steps of SGD."""
     one = deep()
     update = torch.optim.SGD(one.parameters(), lr=0.1)
@@ -313,7 +306,7 @@ def trained_alone(steps: int, parts: int = 1) -> Gradients:
     return {name: p.detach() for name, p in one.named_parameters()}
 
 
-def looks_between(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+def looks_between(rank, world, stage, more):
     """Runs in a worker."""
     wanted = trained_alone(3)
     engine = engine_of(deep(), stage, more)
@@ -339,19 +332,17 @@ def looks_between(rank: int, world: int, stage: int, more: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("transport", ["torch", "shared-memory"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_forward_before_the_update_leaves_no_old_values(
-    pool: Pool, stage: int, transport: str
-) -> None:
+def test_a_forward_before_the_update_leaves_no_old_values(pool, stage, transport):
     """A12."""
     pool.run(WORLD, looks_between, stage, {"transport": transport})
 
 
-def fails(run: Callable[[], Any]) -> None:
+def fails(run):
     with pytest.raises(ArithmeticError, match="planted"):
         run()
 
 
-def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+def after_failures(rank, world, stage, more):
     """Runs in a worker: whole steps that fail in a forward, in a backward and in the loss, then three calls that do."""
     wanted = trained_alone(3, 2)
     pieces = [data(6)[step * 4 : step * 4 + 4][rank::world] for step in range(3)]
@@ -359,15 +350,15 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
     config["parallel"] |= more
     failing = ""
 
-    def forward(model: nn.Module, piece: torch.Tensor) -> torch.Tensor:
+    def forward(model, piece):
         return model(piece, failing)
 
-    def loss(output: torch.Tensor, piece: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def loss(output, piece):
         if failing == "loss":
             raise ArithmeticError("planted")
         return output.square().mean(), 1.0
 
-    def engine_here() -> plait.Engine:
+    def engine_here():
         return plait.initialize(
             deep(),
             config,
@@ -380,7 +371,7 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
     for step, failing in zip(pieces, ("forward", "backward", "loss"), strict=True):
         calls = 0
 
-        def sometimes(model: nn.Module, piece: torch.Tensor, how: str = failing) -> torch.Tensor:
+        def sometimes(model, piece, how=failing):
             nonlocal calls
             calls += 1
             return model(piece, how if calls == 2 else "")
@@ -430,7 +421,7 @@ def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> N
     engine.close()
 
 
-def zero_grad_within_a_step(engine: plait.Engine) -> None:
+def zero_grad_within_a_step(engine):
     """`engine.zero_grad()` after the first micro-batch of two: the step begins again, as the first rank warns."""
     if engine.rank:
         engine.zero_grad()
@@ -451,12 +442,12 @@ def zero_grad_within_a_step(engine: plait.Engine) -> None:
     ],
     ids=str,
 )
-def test_a_failed_step_leaves_nothing_behind(pool: Pool, stage: int, more: dict[str, Any]) -> None:
+def test_a_failed_step_leaves_nothing_behind(pool, stage, more):
     """A14: all ranks raised, the user caught it and went on; and `engine.zero_grad` drops what a step has so far."""
     pool.run(WORLD, after_failures, stage, more)
 
 
-def given_twice(rank: int, world: int) -> None:
+def given_twice(rank, world):
     """Runs in a worker."""
     wanted = trained_alone(3)
     model, engines = deep(), []
@@ -484,12 +475,12 @@ def given_twice(rank: int, world: int) -> None:
         plait.initialize(sharded.model, config)
 
 
-def test_a_model_is_given_twice(pool: Pool) -> None:
+def test_a_model_is_given_twice(pool):
     """A11: whoever got a replicated model last trains it, alone."""
     pool.run(WORLD, given_twice)
 
 
-def refused(rank: int, world: int) -> None:
+def refused(rank, world):
     """Runs in a worker."""
     piece = data(1)[rank]
     config = settings(world, 1, 1, 2) | {"gradient_clipping": 0}
@@ -564,6 +555,6 @@ def refused(rank: int, world: int) -> None:
             plait.initialize(wrong, config)
 
 
-def test_what_would_train_something_else_is_refused(pool: Pool) -> None:
+def test_what_would_train_something_else_is_refused(pool):
     """Misuse, B14 and what no layout can train."""
     pool.run(WORLD, refused)

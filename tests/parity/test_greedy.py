@@ -12,7 +12,6 @@ from plait.inference.decode import TokenSampler
 from plait.inference.requests import Generation
 from tests.parity import generation
 from tests.parity.layouts import FOUR, OFF, TWO
-from tests.pool import Pool
 
 NEW = 128
 BAR = 1e-5
@@ -42,13 +41,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def built(kind: str) -> Any:
+def built(kind):
     name, tied, more = KINDS[kind]
     return generation.built(name, tied=tied, initializer_range=0.1, **more).float()
 
 
 @cache
-def by_transformers(kind: str, new: int) -> tuple[list[list[int]], torch.Tensor]:
+def by_transformers(kind, new):
     """New tokens of PROMPTS and the logits [prompts, new tokens, vocabulary] that they were chosen from."""
     settings = {"output_logits": True, "return_dict_in_generate": True}
     made = generation.by_transformers(built(kind).eval(), new, prompts=PROMPTS, **settings)
@@ -58,17 +57,17 @@ def by_transformers(kind: str, new: int) -> tuple[list[list[int]], torch.Tensor]
 class SeenLogits:
     """Keeps the logits that tokens are chosen from; on the rank that chooses."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.logits: list[torch.Tensor] = []
         choose = TokenSampler.__call__
 
-        def keep(chooser: TokenSampler, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        def keep(chooser, logits, rows):
             self.logits.append(logits.clone())
             return choose(chooser, logits, rows)
 
         monkeypatch.setattr(TokenSampler, "__call__", keep)
 
-    def take(self) -> torch.Tensor | None:
+    def take(self):
         """[requests, new tokens, vocabulary]; None on a rank that has none."""
         found, self.logits = self.logits, []
         return torch.stack(found, dim=1) if found else None
@@ -77,9 +76,7 @@ class SeenLogits:
 Found = list[tuple[list[Generation], torch.Tensor | None]]
 
 
-def generated(
-    rank: int, world: int, kind: str, config: dict[str, Any], new: int, recomputes: bool
-) -> Found:
+def generated(rank, world, kind, config, new, recomputes):
     """What this rank's prompts became, with a cache and without, and their logits. Runs in a worker."""
     with pytest.MonkeyPatch.context() as patch:
         seen = SeenLogits(patch)
@@ -95,7 +92,7 @@ def generated(
             engine.close()
 
 
-def check(pool: Pool, kind: str, layout: str, *, new: int = NEW, recomputes: bool = True) -> float:
+def check(pool, kind, layout, *, new=NEW, recomputes=True):
     """Compare with Transformers; the largest difference of a logit."""
     tokens, logits = by_transformers(kind, new)
     world, config = LAYOUTS[layout]
@@ -124,15 +121,13 @@ def check(pool: Pool, kind: str, layout: str, *, new: int = NEW, recomputes: boo
     return max(differences)
 
 
-def test_a_sample(pool: Pool) -> None:
+def test_a_sample(pool):
     check(pool, "llama, grouped heads", "tp 2", new=24, recomputes=False)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_kind_on_every_layout(
-    pool: Pool, kind: str, record_property: pytest.RecordProperty
-) -> None:
+def test_every_kind_on_every_layout(pool, kind, record_property):
     for layout in LAYOUTS:
         found = check(pool, kind, layout)
         record_property(layout, found)

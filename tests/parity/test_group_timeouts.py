@@ -1,7 +1,5 @@
 """A process group's timeout is that of every group that Plait makes (defect B13)."""
 
-from __future__ import annotations
-
 import os
 from unittest.mock import patch
 
@@ -10,10 +8,9 @@ import torch.distributed as dist
 from plait._torch.groups import timeout_of
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Groups, build_mesh
-from tests.pool import Pool
 
 
-def timeouts(rank: int, world: int) -> dict[str, float]:
+def timeouts(rank, world):
     """Runs in a worker, whose default group was made with the pool's timeout."""
     stages = frozenset({0, 1})
     mesh = build_mesh(Layout(pp=2, dp_shard=2), groups=Groups(stages=(stages,)))
@@ -41,7 +38,7 @@ def timeouts(rank: int, world: int) -> dict[str, float]:
     }
 
 
-def test_a_user_s_timeout_reaches_every_group(pool: Pool) -> None:
+def test_a_user_s_timeout_reaches_every_group(pool):
     """B13."""
     for found in pool.run(4, timeouts):
         assert found == dict.fromkeys(

@@ -1,9 +1,6 @@
 """Guards that turn silent errors into loud ones."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +11,9 @@ from plait.errors import CommunicationError, InputError
 from plait.sharded.guard import STEPS
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 
-def lose_a_gradient(rank: int, world: int) -> str:
+def lose_a_gradient(rank, world):
     """Runs in a worker. The hook that notes a block's gradients is lost, as by a hook that was registered too early."""
     engine = cases.engine(cases.build("plain", tied=True), settings(2, 2, 1, 1))
     first, second = cases.ragged_steps(world, steps=2, keys=())
@@ -30,13 +26,13 @@ def lose_a_gradient(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_gradient_lost_on_its_way_is_named(pool: Pool) -> None:
+def test_a_gradient_lost_on_its_way_is_named(pool):
     for message in pool.run(2, lose_a_gradient):
         assert message.startswith("blocks.1."), message
         assert "no rank has seen autograd compute" in message
 
 
-def train_with_a_constant_part(rank: int, world: int, config: dict[str, Any]) -> list[str]:
+def train_with_a_constant_part(rank, world, config):
     """Runs in a worker. One weight has no part in the loss."""
     torch.manual_seed(0)
     model = cases.build("plain", tied=False)
@@ -50,7 +46,7 @@ def train_with_a_constant_part(rank: int, world: int, config: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_unchanged_parameter_is_named_once(pool: Pool, stage: int) -> None:
+def test_an_unchanged_parameter_is_named_once(pool, stage):
     """The side branches are not used. Weight decay does not count, because their gradients are None."""
     first, second = pool.run(2, train_with_a_constant_part, settings(2, stage, 1, 1))
     assert not second
@@ -63,11 +59,11 @@ def test_an_unchanged_parameter_is_named_once(pool: Pool, stage: int) -> None:
 class Encoder(cases.PlainModel):
     """A model with a method beside forward."""
 
-    def encode(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def encode(self, input_ids):
         return self.head(self.embed(input_ids))
 
 
-def call_a_method(rank: int, world: int) -> str:
+def call_a_method(rank, world):
     """Runs in a worker."""
     engine = cases.engine(Encoder(tied=False), settings(2, 2, 1, 1))
     engine.model.encode(torch.arange(3))  # the embedding and the head gather themselves
@@ -78,7 +74,7 @@ def call_a_method(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_method_that_reads_shards_is_named(pool: Pool) -> None:
+def test_a_method_that_reads_shards_is_named(pool):
     for message in pool.run(2, call_a_method):
         assert message.startswith("Encoder.encode computes with parameters that are shards"), (
             message

@@ -1,18 +1,14 @@
 """Parameters that all ranks of a machine hold once: the same bits as gathering them, whoever is late, and nobody reads what another
 changes."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import plait
 from plait._torch.units import unsharded_parameter_bytes
@@ -22,13 +18,12 @@ from plait.comm.shared_memory.parameters import SharedParameters
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.parity.digests import digest_of
-from tests.pool import Pool
 
 HELD = "parameters are stored once in shared memory"
 IN_BACKWARD = {"optimizer_in_backward": True, "unused_parameters": False}
 
 
-def written(rank: int, ranks: int) -> None:
+def written(rank, ranks):
     """Rows of several sizes, in turns of writing and reading. Runs in a worker."""
     host = SharedMemoryGroup(dist.group.WORLD, label="the test")
     memory = SharedParameters(host, [5, 0, 1000], torch.float64)
@@ -51,14 +46,14 @@ def written(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_writes_all_read(pool: Pool, ranks: int) -> None:
+def test_what_one_writes_all_read(pool, ranks):
     pool.run(ranks, written)
 
 
-def late_in_backward(model: nn.Module, seconds: float) -> None:
+def late_in_backward(model, seconds):
     """Stand still before every block's backward."""
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module, args, output):
         tensor = output[0] if isinstance(output, tuple) else output
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: time.sleep(seconds))
@@ -67,7 +62,7 @@ def late_in_backward(model: nn.Module, seconds: float) -> None:
         block.register_forward_hook(hook)
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
+def is_shared(tensor):
     """Whether it lies in memory that other processes see, by the kernel's own list."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, _, end = line.split()[0].partition("-")
@@ -76,14 +71,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return False
 
 
-def trained(
-    rank: int,
-    world: int,
-    config: dict[str, Any],
-    late: int | None,
-    moved: bool = False,
-    free: int | None = None,
-) -> dict[str, Any]:
+def trained(rank, world, config, late, moved=False, free=None):
     """Three steps with an evaluation in between. Rank `late` is slow; `moved`: the user puts copies in the parameters' places; `free`: so
     many bytes of memory are said to be left. Runs in a worker."""
     with ExitStack() as stack:
@@ -111,7 +99,7 @@ def trained(
     }
 
 
-def transported(config: dict[str, Any], transport: str) -> dict[str, Any]:
+def transported(config, transport):
     return {**config, "parallel": {**config["parallel"], "transport": transport}}
 
 
@@ -129,9 +117,7 @@ def transported(config: dict[str, Any], transport: str) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_same_bits_as_gathered(
-    pool: Pool, stage: int, accumulation: int, more: dict[str, Any], late: int | None
-) -> None:
+def test_same_bits_as_gathered(pool, stage, accumulation, more, late):
     """Of two ranks: a sum of two numbers has no order."""
     config = settings(2, stage, 1, accumulation)
     config["parallel"] |= more
@@ -146,14 +132,14 @@ def test_same_bits_as_gathered(
         assert other["gathered"] == 0
 
 
-def test_parameters_that_the_user_replaced_come_back(pool: Pool) -> None:
+def test_parameters_that_the_user_replaced_come_back(pool):
     config = transported(settings(2, 2, 1, 1), "shared-memory")
     kept, moved = (pool.run(2, trained, config, None, moved)[0] for moved in (False, True))
     assert (kept["losses"], kept["bits"]) == (moved["losses"], moved["bits"])
     assert not any(moved["shared"]), "the last thing that happened was a replacement"
 
 
-def test_short_of_memory_a_unit_is_gathered(pool: Pool) -> None:
+def test_short_of_memory_a_unit_is_gathered(pool):
     config = settings(2, 3, 1, 1)
     whole = pool.run(2, trained, transported(config, "torch"), None)[0]
     short = pool.run(2, trained, transported(config, "auto"), None, False, 100_000)[0]
@@ -163,7 +149,7 @@ def test_short_of_memory_a_unit_is_gathered(pool: Pool) -> None:
     assert any(short["shared"]) and not all(short["shared"])
 
 
-def said(rank: int, world: int, config: dict[str, Any]) -> tuple[str, bool]:
+def said(rank, world, config):
     """Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -190,9 +176,7 @@ def said(rank: int, world: int, config: dict[str, Any]) -> tuple[str, bool]:
     ],
     ids=["cast", "compressed", "secondary partition", "torch", "on disk"],
 )
-def test_what_is_computed_with_must_be_the_shards_themselves(
-    pool: Pool, tmp_path: Path, stage: int, more: dict[str, Any]
-) -> None:
+def test_what_is_computed_with_must_be_the_shards_themselves(pool, tmp_path, stage, more):
     world = 4 if "secondary_partition" in more.get("parallel", {}) else 2
     config = settings(world, stage, 1, 1)
     parallel = config["parallel"] | more.get("parallel", {})
@@ -203,9 +187,7 @@ def test_what_is_computed_with_must_be_the_shards_themselves(
     assert HELD not in words and not shared
 
 
-def changed_after_evaluation(
-    rank: int, world: int, config: dict[str, Any], waits: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def changed_after_evaluation(rank, world, config, waits):
     """(logits, those of an evaluation after which rank 0 set its shards to zero while rank 1 was still computing). Runs in a worker."""
     with ExitStack() as stack:
         if not waits:
@@ -227,7 +209,7 @@ def changed_after_evaluation(
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "a planted defect"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nobody_changes_what_another_still_reads(pool: Pool, stage: int, waits: bool) -> None:
+def test_nobody_changes_what_another_still_reads(pool, stage, waits):
     config = transported(settings(2, stage, 1, 1), "shared-memory")
     results = pool.run(2, changed_after_evaluation, config, waits)
     # On a busy machine either rank may be the one that reads what the other has changed.

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import plait
-from plait.cluster.mesh import Mesh
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.hooks import FailureScope, Hooks, StepEnd, StepHook
+from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import default_forward
-from plait.parallel.parts import Parts
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.pipeline_parallel import Pipeline
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 
 class Counting(StepHook):
@@ -28,60 +24,60 @@ class Counting(StepHook):
 
     description = "calls are written down"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[str] = []
         self.loaded: Mapping[str, torch.Tensor] = {}
 
-    def before_microbatch(self, last: bool) -> None:
+    def before_microbatch(self, last):
         self.calls.append(f"micro-batch {'last' if last else 'not last'}")
 
-    def backward(self) -> Any:
+    def backward(self):
         self.calls.append("backward")
         return nullcontext()
 
-    def after_backward(self) -> None:
+    def after_backward(self):
         self.calls.append("after backward")
 
-    def finish_reduction(self) -> None:
+    def finish_reduction(self):
         self.calls.append("reduction")
 
-    def before_update(self) -> None:
+    def before_update(self):
         self.calls.append("update")
 
-    def after_step(self, end: StepEnd) -> str:
+    def after_step(self, end):
         self.calls.append(f"step, skipped {end.skipped}")
         return "" if len(self.calls) > 20 else "it was decided"
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self):
         self.calls.append("drop")
 
-    def on_error(self, lost: FailureScope) -> None:
+    def on_error(self, lost):
         self.calls.append(f"error in {lost}")
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self):
         return {"counting": torch.tensor(len(self.calls))}
 
-    def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, saved):
         self.loaded = saved
 
-    def release(self) -> None:
+    def release(self):
         self.calls.append("release")
 
-    def close(self) -> None:
+    def close(self):
         self.calls.append("close")
 
 
-def attached(hook: StepHook) -> Any:
+def attached(hook):
     """A technique of today attaches one hook more."""
     own = DataParallel.attach
 
-    def attach(self: DataParallel, parts: Parts, mesh: Mesh) -> list[StepHook]:
+    def attach(self, parts, mesh):
         return [hook, *own(self, parts, mesh)]
 
     return patch.object(DataParallel, "attach", attach)
 
 
-def counted(rank: int, world: int, stage: int, folder: Path) -> dict[str, Any]:
+def counted(rank, world, stage, folder):
     """Runs in a worker."""
     hook, own = Counting(), Counting()
     config = settings(world, stage, 1, 2)
@@ -120,7 +116,7 @@ def counted(rank: int, world: int, stage: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_a_hook_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_what_a_hook_is_told(pool, tmp_path):
     for stage in (0, 2):
         for found in pool.run(2, counted, stage, tmp_path / str(stage)):
             own = ["Reducer"] if stage == 0 else ["ShardedSteps", "UnusedTracker"]
@@ -148,7 +144,7 @@ def test_what_a_hook_is_told(pool: Pool, tmp_path: Path) -> None:
             assert found["own loop"] == ["micro-batch not last", "micro-batch last"]
 
 
-def traced(rank: int, world: int) -> tuple[int, int]:
+def traced(rank, world):
     """How often a pipeline and a split over tp are planned while an engine is made. Runs in a worker."""
     from plait.parallel.techniques.tensor_parallel import make_plan
 
@@ -171,15 +167,15 @@ def traced(rank: int, world: int) -> tuple[int, int]:
     return bounds.call_count, plans.call_count
 
 
-def test_a_pipeline_is_planned_once(pool: Pool) -> None:
+def test_a_pipeline_is_planned_once(pool):
     assert pool.run(2, traced) == [(1, 0)] * 2
 
 
-def test_only_what_is_overridden_is_called() -> None:
+def test_only_what_is_overridden_is_called():
     """No call of a hook that does nothing there."""
 
     class Quiet(StepHook):
-        def finish_reduction(self) -> None:
+        def finish_reduction(self):
             pass
 
     hooks = Hooks([Quiet(), StepHook()])

@@ -7,7 +7,6 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ WHERE = {
 """What is done, to the operation that its error names."""
 
 
-def gather(way: Any) -> None:
+def gather(way):
     output = way.all_gather.allocate((200_000,), dtype=torch.float32, device=torch.device("cpu"))
     way.all_gather(output, output[:100_000], dist.group.WORLD)
 
 
-def scatter(way: Any) -> None:
+def scatter(way):
     given = way.reduce_scatter.allocate(
         (200_000,), dtype=torch.float32, device=torch.device("cpu")
     ).fill_(1)
@@ -44,7 +43,7 @@ def scatter(way: Any) -> None:
     way.reduce_scatter(output, given, dist.group.WORLD, dist.ReduceOp.SUM)
 
 
-def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) -> None:
+def work(rank, store, operation, victim_does, answers):
     """Rank 1 takes part twice and then fails; rank 0 says what it saw."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=GROUP_SECONDS)
@@ -56,14 +55,14 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
     )
     buckets = way.buckets([Flat(torch.float32, ((100_000,),))])
 
-    def reduce() -> None:
+    def reduce():
         buckets.start(0)
         buckets.finish(0)
 
     assert way.host is not None
     parameters = SharedParameters(way.host, [100_000], torch.float32)
 
-    def meet() -> None:
+    def meet():
         parameters.begin()
         parameters.finish()
 
@@ -88,7 +87,7 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
         answers.put("no error")
 
 
-def run(tmp_path: Path, operation: str, victim_does: str) -> str:
+def run(tmp_path, operation, victim_does):
     context = quick_starts()
     answers = context.Queue()
     processes = [
@@ -108,14 +107,14 @@ def run(tmp_path: Path, operation: str, victim_does: str) -> str:
             process.join()
 
 
-def shared_files() -> set[str]:
+def shared_files():
     return (
         {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     )
 
 
 @pytest.mark.parametrize("operation", WHERE)
-def test_a_killed_rank_is_named_at_once(tmp_path: Path, operation: str) -> None:
+def test_a_killed_rank_is_named_at_once(tmp_path, operation):
     before = shared_files()
     text = run(tmp_path, operation, "dies")
     assert text.startswith(f"{WHERE[operation]} over dp_shard: rank 1 (process "), text
@@ -125,7 +124,7 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path, operation: str) -> None:
     assert {name for name in shared_files() - before if "plait" in name} == set()
 
 
-def test_a_stuck_rank_is_named_at_the_deadline(tmp_path: Path) -> None:
+def test_a_stuck_rank_is_named_at_the_deadline(tmp_path):
     text = run(tmp_path, "all-reduce", "hangs")
     assert text.startswith(
         "all-reduce over dp_shard: rank 0 waited 2 s for rank 1, which is running and did not take part"

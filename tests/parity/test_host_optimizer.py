@@ -1,11 +1,6 @@
 """Masters, gradients and states on the host (`offload_optimizer.device = "cpu"`), on CPU processes: the device is refused there, because
 nothing moves, but everything else that offload changes is done, so its numbers are shown here; copies and streams need a GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -14,7 +9,7 @@ from plait._torch.units import parameter_groups
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.techniques.offload import OptimizerOffload
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
 from tests.parity.data_parallel import assert_same
@@ -25,7 +20,7 @@ from tests.pool import Pool
 CHECK = OptimizerOffload.check
 
 
-def is_offloaded(module: FSDPModule) -> bool:
+def is_offloaded(module):
     """Whether torch moves the unit's shards to and from the host."""
     return all(
         isinstance(group.offload_policy, CPUOffloadPolicy) for group in parameter_groups(module)
@@ -33,21 +28,14 @@ def is_offloaded(module: FSDPModule) -> bool:
 
 
 @pytest.fixture(scope="module")
-def unchecked() -> Iterator[Pool]:
+def unchecked():
     """Workers of their own, in which the check is put out."""
     made = Pool()
     yield made
     made.close()
 
 
-def digests(
-    rank: int,
-    world: int,
-    kind: str,
-    config: dict[str, Any],
-    ratios: list[float],
-    dtype: torch.dtype,
-) -> list[str]:
+def digests(rank, world, kind, config, ratios, dtype):
     """Runs in a worker. Ratio 0 does not offload."""
     found = []
     for ratio in ratios:
@@ -88,14 +76,14 @@ def digests(
         (4, 2, 1, {}),
     ],
 )
-def test_same_bits(unchecked: Pool, world: int, tp: int, stage: int, more: dict[str, Any]) -> None:
+def test_same_bits(unchecked, world, tp, stage, more):
     """Also of a share of the blocks."""
     config = {**settings(world, tp, stage, 1, 2), **more}
     for found in unchecked.run(world, digests, "llama", config, [0, 1, 0.2], torch.float32):
         assert found == [found[0]] * 3
 
 
-def in_a_pipeline(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+def in_a_pipeline(rank, world, config):
     """Runs in a worker."""
     OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
     zero = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
@@ -106,7 +94,7 @@ def in_a_pipeline(rank: int, world: int, config: dict[str, Any]) -> Trace | None
     ("stage", "schedule"),
     [pytest.param(1, "interleaved-1f1b", marks=pytest.mark.proof), (2, "zbv"), (3, "1f1b")],
 )
-def test_in_a_pipeline(unchecked: Pool, stage: int, schedule: str) -> None:
+def test_in_a_pipeline(unchecked, stage, schedule):
     """One process in float64: a schedule that reduces outside of autograd, stages of a rank that end at different times, freed parameters;
     embeddings tied between the first and the last stage."""
     found = unchecked.run(

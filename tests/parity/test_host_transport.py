@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,29 +18,28 @@ from plait.comm.all_reduce import Flat
 from plait.comm.collectives import AllToAllReduceScatter
 from plait.comm.shared_memory import collectives
 from plait.comm.shared_memory import host as host_module
-from plait.comm.transport import Transport, connect
+from plait.comm.transport import connect
 from plait.errors import CommunicationError, ConfigError
 from tests.covers import cover
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, reference, settings, train
-from tests.pool import Pool
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
-def shared(group: dist.ProcessGroup | None = None) -> Transport:
+def shared(group=None):
     found = connect(group or dist.group.WORLD, label="the test", device=CPU)
     assert found.name == "shared-memory", found.reason
     return found
 
 
-def flat(numel: int, dtype: torch.dtype = torch.float32) -> Flat:
+def flat(numel, dtype=torch.float32):
     return Flat(dtype, ((numel,),))
 
 
-def numbers(seed: int, numel: int, dtype: torch.dtype, *, whole: bool) -> torch.Tensor:
+def numbers(seed, numel, dtype, *, whole):
     """Small whole numbers, of which every sum is exact, or any."""
     generator = torch.Generator().manual_seed(seed)
     if whole or not dtype.is_floating_point:
@@ -49,7 +47,7 @@ def numbers(seed: int, numel: int, dtype: torch.dtype, *, whole: bool) -> torch.
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def gather(way: Transport, shard: torch.Tensor, ranks: int, *, ask: bool) -> torch.Tensor:
+def gather(way, shard, ranks, *, ask):
     """As `fully_shard` does it (`ask`), or with memory of one's own."""
     assert way.all_gather is not None
     rank = dist.get_rank(dist.group.WORLD) % ranks
@@ -64,9 +62,7 @@ def gather(way: Transport, shard: torch.Tensor, ranks: int, *, ask: bool) -> tor
     return output
 
 
-def scatter(
-    way: Transport, stacked: torch.Tensor, ranks: int, *, ask: bool, op: Any = dist.ReduceOp.SUM
-) -> torch.Tensor:
+def scatter(way, stacked, ranks, *, ask, op=dist.ReduceOp.SUM):
     assert way.reduce_scatter is not None
     given = (
         way.reduce_scatter.allocate((stacked.numel(),), dtype=stacked.dtype, device=CPU).copy_(
@@ -85,7 +81,7 @@ def scatter(
     return output
 
 
-def against_torch(rank: int, ranks: int) -> None:
+def against_torch(rank, ranks):
     """Exact sums, all dtypes, sizes up and down, in both forms. Runs in a worker."""
     way = shared()
     for number, numel in enumerate((1, 300_001, 5, 0, 64, 70_000)):
@@ -118,11 +114,11 @@ def against_torch(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_equals_torch(pool: Pool, ranks: int) -> None:
+def test_equals_torch(pool, ranks):
     pool.run(ranks, against_torch)
 
 
-def sums_of_buckets(rank: int, ranks: int) -> list[bytes]:
+def sums_of_buckets(rank, ranks):
     """Several in flight over several steps, started and finished in any order that all share. Runs in a worker."""
     way = shared()
     sizes = [
@@ -160,12 +156,12 @@ def sums_of_buckets(rank: int, ranks: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_buckets_equal_torch_and_have_the_same_bits_everywhere(pool: Pool, ranks: int) -> None:
+def test_buckets_equal_torch_and_have_the_same_bits_everywhere(pool, ranks):
     first, second = pool.run(ranks, sums_of_buckets), pool.run(ranks, sums_of_buckets)
     assert all(bits == first[0] for bits in first + second)
 
 
-def half_sums(rank: int, ranks: int) -> None:
+def half_sums(rank, ranks):
     """Rounded once, not once a rank. Runs in a worker."""
     way = shared()
     inputs = [numbers(r, ranks * 999, torch.bfloat16, whole=False) for r in range(ranks)]
@@ -175,11 +171,11 @@ def half_sums(rank: int, ranks: int) -> None:
     )
 
 
-def test_half_precision_is_summed_in_float32(pool: Pool) -> None:
+def test_half_precision_is_summed_in_float32(pool):
     pool.run(4, half_sums)
 
 
-def held(rank: int, ranks: int) -> None:
+def held(rank, ranks):
     """Outputs and inputs that are kept are never written to again, whatever is kept for how long. Runs in a worker."""
     way = shared()
     order = random.Random(1)
@@ -211,17 +207,17 @@ def held(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_memory_in_use_is_not_reused(pool: Pool, ranks: int) -> None:
+def test_memory_in_use_is_not_reused(pool, ranks):
     pool.run(ranks, held)
 
 
-def slow_reader(rank: int, ranks: int) -> None:
+def slow_reader(rank, ranks):
     """Rank 0 has one slot left, because it keeps the other, and rank 1 is slow to read it. Runs in a worker."""
     way = shared()
     assert way.reduce_scatter is not None
     real = collectives.add_in_order
 
-    def late(pieces: Any, outputs: Any) -> None:
+    def late(pieces, outputs):
         time.sleep(0.05)
         real(pieces, outputs)
 
@@ -238,11 +234,11 @@ def slow_reader(rank: int, ranks: int) -> None:
     assert kept is None or bool((kept == 0).all())
 
 
-def test_a_slot_is_not_written_to_while_another_rank_reads_it(pool: Pool) -> None:
+def test_a_slot_is_not_written_to_while_another_rank_reads_it(pool):
     pool.run(2, slow_reader)
 
 
-def keeps_what_others_free(rank: int, ranks: int) -> None:
+def keeps_what_others_free(rank, ranks):
     """One rank keeps everything, so that no slot is free any more: torch's collective takes over, on all. Runs in a worker."""
     way = shared()
     kept = []
@@ -274,11 +270,11 @@ def keeps_what_others_free(rank: int, ranks: int) -> None:
     assert [call.kind for call in traffic.calls] == ["all_gather", "all_gather"]
 
 
-def test_a_rank_that_keeps_everything(pool: Pool) -> None:
+def test_a_rank_that_keeps_everything(pool):
     pool.run(3, keeps_what_others_free)
 
 
-def pairs(rank: int, ranks: int) -> None:
+def pairs(rank, ranks):
     """Two groups of two beside the group of all, one at a time and interleaved. Runs in a worker."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[rank // 2]
@@ -303,12 +299,12 @@ def pairs(rank: int, ranks: int) -> None:
             dist.destroy_process_group(group)
 
 
-def test_groups_do_not_disturb_each_other(pool: Pool) -> None:
+def test_groups_do_not_disturb_each_other(pool):
     pool.run(4, pairs)
 
 
 @contextmanager
-def on_one_rank(rank: int, target: str, value: Any) -> Iterator[None]:
+def on_one_rank(rank, target, value):
     """Rank 1's machine is different."""
     if rank != 1:
         yield
@@ -317,7 +313,7 @@ def on_one_rank(rank: int, target: str, value: Any) -> Iterator[None]:
         yield
 
 
-def not_here(rank: int, ranks: int) -> list[str]:
+def not_here(rank, ranks):
     """A reason that only one rank has decides for all. Runs in a worker."""
     reasons = []
     group = dist.group.WORLD
@@ -343,16 +339,16 @@ def not_here(rank: int, ranks: int) -> list[str]:
     return reasons
 
 
-def test_all_ranks_decide_alike(pool: Pool) -> None:
+def test_all_ranks_decide_alike(pool):
     for reasons in pool.run(3, not_here):
         assert reasons == ["rank 1: another machine", "rank 1: another processor"]
 
 
-def foreign_memory(rank: int, ranks: int) -> None:
+def foreign_memory(rank, ranks):
     """What is found under the path on this machine is not what was offered: the nonce differs. Runs in a worker."""
     real = host_module._open
 
-    def elsewhere(offer: Any, total: int) -> Any:
+    def elsewhere(offer, total):
         return real((offer[0], b"x" * 32), total) if rank == 1 else real(offer, total)
 
     with patch.object(host_module, "_open", elsewhere):
@@ -361,11 +357,11 @@ def foreign_memory(rank: int, ranks: int) -> None:
     assert "not the first rank's memory" in found.reason
 
 
-def test_the_same_path_on_another_machine_is_found_out(pool: Pool) -> None:
+def test_the_same_path_on_another_machine_is_found_out(pool):
     pool.run(2, foreign_memory)
 
 
-def short_of_memory(rank: int, ranks: int) -> None:
+def short_of_memory(rank, ranks):
     """Small collectives are shared, large ones go through torch; nothing changes for the caller. Runs in a worker."""
     with patch.object(host_module, "free_host_bytes", lambda: 2_000_000):
         way = shared()
@@ -397,11 +393,11 @@ def short_of_memory(rank: int, ranks: int) -> None:
             ).buckets([flat(1_000_000)])
 
 
-def test_short_of_memory(pool: Pool) -> None:
+def test_short_of_memory(pool):
     pool.run(2, short_of_memory)
 
 
-def out_of_step(rank: int, ranks: int) -> None:
+def out_of_step(rank, ranks):
     """Ranks that gather different amounts are told so. Runs in a worker."""
     way = shared()
     gather(way, torch.ones(100), ranks, ask=True)
@@ -415,7 +411,7 @@ def out_of_step(rank: int, ranks: int) -> None:
         scatter(way, torch.ones((10 + rank) * ranks), ranks, ask=True)
 
 
-def test_different_sizes_are_an_error(pool: Pool) -> None:
+def test_different_sizes_are_an_error(pool):
     pool.run(2, out_of_step)
 
 
@@ -444,9 +440,7 @@ LAYOUTS = [
         cost=lambda world, *_: world,
     ),
 )
-def test_training_equals_one_process(
-    pool: Pool, world: int, stage: int, replicas: int, accumulation: int
-) -> None:
+def test_training_equals_one_process(pool, world, stage, replicas, accumulation):
     """float64, ragged, uneven shards."""
     config = settings(world, stage, replicas, accumulation)
     config["parallel"]["transport"] = "shared-memory"
@@ -454,7 +448,7 @@ def test_training_equals_one_process(
     assert_same(reference("plain", True, world * accumulation), found)
 
 
-def bf16_run(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
+def bf16_run(rank, world, config):
     """Losses, and the bytes of the last step. Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -481,7 +475,7 @@ def bf16_run(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float]
         strength=1,
     ),
 )
-def test_bf16_has_the_same_losses_and_bytes_as_torch(pool: Pool, stage: int, wire: str) -> None:
+def test_bf16_has_the_same_losses_and_bytes_as_torch(pool, stage, wire):
     """Two ranks: a sum of two numbers has no order, so losses are the same to the bit. The counted bytes are too."""
     config = settings(2, stage, 1, 1, bf16={"enabled": True}, communication_data_type=wire)
     results = []
@@ -493,7 +487,7 @@ def test_bf16_has_the_same_losses_and_bytes_as_torch(pool: Pool, stage: int, wir
     assert results[0] == results[1]
 
 
-def counted(rank: int, world: int, config: dict[str, Any]) -> dict[str, int]:
+def counted(rank, world, config):
     """Bytes of a second step, in float32. Runs in a worker."""
     model = cases.build("llama", tied=False, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -505,7 +499,7 @@ def counted(rank: int, world: int, config: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_are_counted(pool: Pool, stage: int) -> None:
+def test_bytes_are_counted(pool, stage):
     config = settings(2, stage, 1, 1)
     config["parallel"]["measure_seconds"] = (
         0  # or torch's collectives may be made of messages, which are counted as such

@@ -1,23 +1,18 @@
 """`init_inference` on two processes: logits and greedy tokens of a ragged batch are those of Transformers in one."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import plait.compat.deepspeed as deepspeed
 from plait.errors import InputError
-from tests.pool import Pool
 
 IDS = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5], [0, 3, 3, 4, 2]])
 MASK = (IDS != 0).long()
 NEW = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 5}
 
 
-def model() -> LlamaForCausalLM:
+def model():
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=24,
@@ -31,9 +26,7 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double().eval()
 
 
-def work(
-    rank: int, world: int, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, int, list[str]]:
+def work(rank, world, options):
     engine = deepspeed.init_inference(model().train(), **options)
     assert not engine.module.training
     logits = engine(input_ids=IDS, attention_mask=MASK).logits
@@ -56,7 +49,7 @@ def work(
     ("options", "rows"),
     [({"tensor_parallel": {"tp_size": 2}}, 24), ({"mp_size": 1, "max_out_tokens": 512}, 48)],
 )
-def test_one_process(pool: Pool, options: dict[str, Any], rows: int) -> None:
+def test_one_process(pool, options, rows):
     with torch.no_grad():
         logits = model()(input_ids=IDS, attention_mask=MASK).logits
     tokens = model().generate(input_ids=IDS, attention_mask=MASK, **NEW)

@@ -13,13 +13,12 @@ from plait.inference.deployment import load_model
 from plait.inference.generate import generate
 from plait.inference.source import open_source
 from plait.parallel.pipeline.stage import StageCaches
-from tests.pool import Pool
 from tests.unit.inference.kept_models import model_of
 
 PROMPTS, NEW = [[5, 17, 33, 2, 30, 31, 7, 9, 11], [8, 3, 6, 20, 21, 22, 23, 24, 25]], 4
 
 
-def held(rank: int, world: int, folder: str, tp: int, pp: int) -> tuple[int, int, int]:
+def held(rank, world, folder, tp, pp):
     """(bytes of this rank's cache, what it was said to take, what the rank that keeps most was). Runs in a worker."""
     sharded = load_model(open_source(Path(folder)), tp=tp, pp=pp)
     made: list[Any] = []
@@ -58,7 +57,7 @@ def held(rank: int, world: int, folder: str, tp: int, pp: int) -> tuple[int, int
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "falcon, new", "gemma2", "qwen2"])
-def test_bytes_of_ranks(pool: Pool, tmp_path: Path, name: str, tp: int, pp: int) -> None:
+def test_bytes_of_ranks(pool, tmp_path, name, tp, pp):
     model_of(name).save_pretrained(tmp_path)
     found = pool.run(2, held, str(tmp_path), tp, pp)
     assert all(of_rank == said for of_rank, said, _ in found)

@@ -1,15 +1,10 @@
 """A run measures the links of its own group when it starts, keeps them, and measures again when they are others."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,18 +20,17 @@ from plait.sizes import MIB
 from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 WAYS = ("all-reduce", "reduce-scatter+all-gather", "recursive-doubling", "ring")
 
 
-def config_of(**parallel: Any) -> dict[str, Any]:
+def config_of(**parallel):
     config = settings(2, 0, 1, 1)
     config["parallel"] |= {"transport": "torch", "measure_seconds": 0.2, **parallel}
     return config
 
 
-def links_with(cheap: str, *, times_as_slow: float = 1.0) -> GroupLinks:
+def links_with(cheap, *, times_as_slow=1.0):
     costs = {
         way: Cost(1e-4 * times_as_slow, (1e-9 if way == cheap else 1e-7) * times_as_slow)
         for way in WAYS
@@ -45,7 +39,7 @@ def links_with(cheap: str, *, times_as_slow: float = 1.0) -> GroupLinks:
 
 
 @contextmanager
-def instead_of_measuring(links: GroupLinks | None, agreement: float | None) -> Iterator[None]:
+def instead_of_measuring(links, agreement):
     with patch.object(measure, "AGREEMENT", agreement or measure.AGREEMENT):
         if links is None:
             yield
@@ -54,14 +48,7 @@ def instead_of_measuring(links: GroupLinks | None, agreement: float | None) -> I
             yield
 
 
-def started(
-    rank: int,
-    world: int,
-    config: dict[str, Any],
-    kept: Path | None = None,
-    planted: tuple[GroupLinks, ...] | None = None,
-    agreement: float | None = None,
-) -> tuple[str, int, float]:
+def started(rank, world, config, kept=None, planted=None, agreement=None):
     """(what is said, bytes of a bucket, loss of a step). Runs in a worker."""
     resolved = resolve(load_config(config), world_size=world, micro_batch_size=1)
     data = resolved.data_parallel.model_copy(update={"kept_links": str(kept) if kept else None})
@@ -74,7 +61,7 @@ def started(
     return engine.communication, engine.hooks.find(Reducer).bucket_bytes, loss
 
 
-def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) -> None:
+def test_a_start_measures_decides_alike_and_keeps(pool, tmp_path):
     kept = tmp_path / "run" / "links.json"
     plain = pool.run(2, started, config_of(measure_seconds=0))
     assert "by torch: set in the configuration" in plain[0][0]
@@ -91,16 +78,14 @@ def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) ->
     assert facts["device"] == "cpu"
 
 
-def test_the_next_start_uses_the_stored_choice_if_a_probe_agrees(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_the_next_start_uses_the_stored_choice_if_a_probe_agrees(pool, tmp_path):
     kept = tmp_path / "links.json"
     pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
     assert all("reduced by ring" in said and "and a probe agrees" in said for said, *_ in results)
 
 
-def test_links_that_became_others_are_measured_again(pool: Pool, tmp_path: Path) -> None:
+def test_links_that_became_others_are_measured_again(pool, tmp_path):
     """A probe of these processes takes microseconds to milliseconds; what was kept says hours."""
     kept = tmp_path / "links.json"
     pool.run(2, started, config_of(), kept, (links_with("ring", times_as_slow=1e8),) * 2)
@@ -113,7 +98,7 @@ def test_links_that_became_others_are_measured_again(pool: Pool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", ["hosts", "file"])
-def test_a_file_of_other_machines_is_not_believed(pool: Pool, tmp_path: Path, change: str) -> None:
+def test_a_file_of_other_machines_is_not_believed(pool, tmp_path, change):
     kept = tmp_path / "links.json"
     pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
     content = json.loads(kept.read_text())
@@ -124,7 +109,7 @@ def test_a_file_of_other_machines_is_not_believed(pool: Pool, tmp_path: Path, ch
     assert all("reduced by recursive-doubling" in said and why in said for said, *_ in results)
 
 
-def test_ranks_that_measured_differently_decide_alike(pool: Pool) -> None:
+def test_ranks_that_measured_differently_decide_alike(pool):
     """Or they would wait for each other for ever."""
     results = pool.run(
         2, started, config_of(), None, (links_with("ring"), links_with("recursive-doubling"))
@@ -133,7 +118,7 @@ def test_ranks_that_measured_differently_decide_alike(pool: Pool) -> None:
     assert results[0] == results[1]
 
 
-def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
+def settled(rank, world, config, fast):
     """The links say that all ways are about as good; one is, and the others take 3 ms more. Runs in a worker."""
     links = GroupLinks(
         "dp_replicate",
@@ -143,11 +128,11 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
     )
     honest, clock = measure.all_reduce_operations, Clock()
 
-    def later(operation: Any) -> None:
+    def later(operation):
         clock.sleep(0.003)
         operation()
 
-    def ways_of(*args: Any, **options: Any) -> Any:
+    def ways_of(*args, **options):
         of = honest(*args, **options)
         return lambda nbytes: {
             way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()
@@ -166,30 +151,30 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
 
 
 @pytest.mark.parametrize("fast", WAYS)
-def test_the_choice_is_made_at_the_runs_message_sizes(pool: Pool, fast: str) -> None:
+def test_the_choice_is_made_at_the_runs_message_sizes(pool, fast):
     said, other = pool.run(2, settled, config_of(), fast)
     assert f"gradients are reduced by {fast}" in said
     assert "4 algorithms were timed in turn with messages of" in said
     assert said == other
 
 
-def no_measuring(rank: int, world: int, config: dict[str, Any]) -> str:
+def no_measuring(rank, world, config):
     """Runs in a worker."""
     with patch.object(data_collectives, "find_links", side_effect=AssertionError("measured")):
         return started(rank, world, config)[0]
 
 
-def test_nothing_is_measured_where_memory_is_shared(pool: Pool) -> None:
+def test_nothing_is_measured_where_memory_is_shared(pool):
     said = pool.run(2, no_measuring, config_of(transport="auto"))[0]
     assert "the links were not measured, because shared memory is faster" in said
     assert "set in the configuration" in pool.run(2, no_measuring, config_of(all_reduce="ring"))[0]
 
 
-def slow_rank(rank: int, world: int) -> float:
+def slow_rank(rank, world):
     """A link on which every call of rank 1 is late by 30 ms. Runs in a worker."""
     honest = dist.all_reduce
 
-    def late(*args: Any, **options: Any) -> Any:
+    def late(*args, **options):
         time.sleep(0.03 * rank)
         return honest(*args, **options)
 
@@ -202,5 +187,5 @@ def slow_rank(rank: int, world: int) -> float:
     return found.links.whole.costs["all-reduce"].seconds(MIB)
 
 
-def test_a_slow_link_is_seen_by_every_rank(pool: Pool) -> None:
+def test_a_slow_link_is_seen_by_every_rank(pool):
     assert all(seconds > 0.03 for seconds in pool.run(2, slow_rank))

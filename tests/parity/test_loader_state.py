@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import plait
 from plait.errors import CheckpointError, InputError
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 STEPS, SAVED = 5, 2
 TORCHDATA = importlib.util.find_spec("torchdata") is not None
@@ -23,30 +20,30 @@ TORCHDATA = importlib.util.find_spec("torchdata") is not None
 class Counting:
     """Batches of a shuffled order; says where it stands as torchdata's loader does."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank, world):
         self._order = torch.randperm(24, generator=torch.Generator().manual_seed(1))[
             rank::world
         ].tolist()
         self._at = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         while self._at < len(self._order):
             self._at += 2
             yield torch.tensor(self._order[self._at - 2 : self._at])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {
             "at": self._at,
             "order": tuple(self._order),
             "generator": torch.zeros(3, dtype=torch.uint8),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         assert isinstance(state_dict["order"], tuple)
         self._at, self._order = state_dict["at"], list(state_dict["order"])
 
 
-def made(kind: str, rank: int, world: int) -> Any:
+def made(kind, rank, world):
     if kind == "duck":
         return Counting(rank, world)
     from torch.utils.data import DistributedSampler
@@ -57,16 +54,16 @@ def made(kind: str, rank: int, world: int) -> Any:
     return StatefulDataLoader(data, batch_size=2, sampler=sampler)
 
 
-def batch_of(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+def batch_of(numbers):
     ids = torch.stack([torch.arange(8) * (int(n) + 3) % cases.VOCABULARY for n in numbers])
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def engine_of(world: int) -> plait.Engine:
+def engine_of(world):
     return cases.engine(cases.build("plain", tied=True), settings(world, 2, 1, 1))
 
 
-def steps(engine: plait.Engine, loader: Any, count: int) -> list[list[int]]:
+def steps(engine, loader, count):
     seen = []
     for numbers in loader:
         seen.append(numbers.tolist())
@@ -76,13 +73,13 @@ def steps(engine: plait.Engine, loader: Any, count: int) -> list[list[int]]:
     return seen
 
 
-def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
+def weights(engine):
     return {
         name: full_tensor_on_cpu(p).detach().clone() for name, p in engine.model.named_parameters()
     }
 
 
-def in_one_go(rank: int, world: int, kind: str, folder: str) -> Any:
+def in_one_go(rank, world, kind, folder):
     """Runs in a worker."""
     engine, loader = engine_of(world), made(kind, rank, world)
     seen = []
@@ -98,7 +95,7 @@ def in_one_go(rank: int, world: int, kind: str, folder: str) -> Any:
     return seen, found
 
 
-def gone_on(rank: int, world: int, kind: str, folder: str) -> Any:
+def gone_on(rank, world, kind, folder):
     """Runs in a worker."""
     engine, loader = engine_of(world), made(kind, rank, world)
     assert engine.load_checkpoint(folder, loader=loader) is not None
@@ -108,7 +105,7 @@ def gone_on(rank: int, world: int, kind: str, folder: str) -> Any:
     return seen, found
 
 
-def refused(rank: int, world: int, folder: str) -> list[str]:
+def refused(rank, world, folder):
     """Runs in a worker: on another layout, without one, and of what is no such loader. Nothing has changed afterwards."""
     engine = engine_of(world)
     before, found = weights(engine), []
@@ -133,7 +130,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_in_the_middle_of_an_epoch(pool, tmp_path, kind):
     whole_run = pool.run(2, in_one_go, kind, str(tmp_path))
     for (seen, found), (wanted, weights_then) in zip(
         pool.run(2, gone_on, kind, str(tmp_path)), whole_run, strict=True
@@ -142,7 +139,7 @@ def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, kind: str) -> Non
         assert all(torch.equal(found[name], tensor) for name, tensor in weights_then.items())
 
 
-def test_on_another_layout_it_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_on_another_layout_it_is_refused(pool, tmp_path):
     pool.run(2, in_one_go, "duck", str(tmp_path))
     ((other, stateless),) = pool.run(1, refused, str(tmp_path))
     assert (
@@ -155,7 +152,7 @@ def test_on_another_layout_it_is_refused(pool: Pool, tmp_path: Path) -> None:
     )
 
 
-def without(rank: int, world: int, folder: str) -> list[str]:
+def without(rank, world, folder):
     """Runs in a worker."""
     engine = engine_of(world)
     engine.save_checkpoint(folder)
@@ -165,6 +162,6 @@ def without(rank: int, world: int, folder: str) -> list[str]:
     return [str(raised.value)]
 
 
-def test_a_checkpoint_without_a_loader(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_loader(pool, tmp_path):
     for (said,) in pool.run(2, without, str(tmp_path)):
         assert "was saved without a loader; leave `loader` out" in said

@@ -1,12 +1,8 @@
 """Links measured between real processes, and the verb that does it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,10 +23,9 @@ from plait.comm.measure import measure_group
 from plait.sizes import MIB
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 
-def measured(rank: int, ranks: int, per_machine: int) -> GroupLinks:
+def measured(rank, ranks, per_machine):
     """Runs in a worker."""
     levels = split_by_node([range(ranks)], [r // per_machine for r in range(ranks)])
     return measure_group(
@@ -43,7 +38,7 @@ def measured(rank: int, ranks: int, per_machine: int) -> GroupLinks:
     )
 
 
-def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> None:
+def test_two_levels_are_measured_and_every_rank_knows_the_same(pool):
     """Equal costs, or ranks would choose differently and wait for each other for ever."""
     first, *others = pool.run(4, measured, 2)
     assert all(other.whole == first.whole for other in others)
@@ -71,9 +66,7 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
     assert set(algorithm_seconds(MIB, first)) == ways
 
 
-def trained(
-    rank: int, world: int, config: dict[str, Any], measured: GroupLinks
-) -> tuple[str, float]:
+def trained(rank, world, config, measured):
     """(what is said of the communication, loss of a step). Runs in a worker."""
     with patch.object(measure, "measure_algorithms", lambda *args, **options: measured):
         engine = cases.engine(cases.build("plain", tied=False), config)
@@ -81,7 +74,7 @@ def trained(
 
 
 @pytest.mark.parametrize("cheap", ["recursive-doubling", "all-reduce"])
-def test_training_takes_what_the_measured_links_say(pool: Pool, cheap: str) -> None:
+def test_training_takes_what_the_measured_links_say(pool, cheap):
     """The choice changes with the measurement, and not the numbers."""
     costs = {
         name: Cost(1e-6, 1e-10 if name == cheap else 1e-7)
@@ -101,7 +94,7 @@ def test_training_takes_what_the_measured_links_say(pool: Pool, cheap: str) -> N
 
 
 @pytest.mark.proof
-def test_the_verb(tmp_path: Path) -> None:
+def test_the_verb(tmp_path):
     """As a user runs it, on two processes."""
     path = tmp_path / "links.json"
     command = [

@@ -15,7 +15,6 @@ from plait.cli.main import main
 from plait.config.convert.conversion import convert
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import trainers
-from tests.pool import Pool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "migration.md").read_text(encoding="utf-8")
 BLOCKS = {
@@ -27,9 +26,7 @@ BLOCKS = {
 ANY = "plait: any layout"
 
 
-def run(
-    titles: list[str], changes: dict[str, str]
-) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+def run(titles, changes):
     """(losses, weights) of blocks with changed settings, each on a model of its own. The group of the workers is there already."""
     found = []
     for title in titles:
@@ -56,13 +53,13 @@ def run(
     return found
 
 
-def on_plait(rank: int, world: int, titles: list[str], changes: dict[str, str]) -> Any:
+def on_plait(rank, world, titles, changes):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         return run(titles, changes)
 
 
-def close(found: Any, wanted: Any) -> None:
+def close(found, wanted):
     assert found[0] == pytest.approx(wanted[0], rel=1e-5)
     for name, tensor in found[1].items():
         torch.testing.assert_close(
@@ -83,7 +80,7 @@ def close(found: Any, wanted: Any) -> None:
         *(pytest.param("ddp", stage, marks=pytest.mark.proof) for stage in (1, 2, 3)),
     ],
 )
-def test_a_loop(pool: Pool, kind: str, stage: int) -> None:
+def test_a_loop(pool, kind, stage):
     changes = {'"stage": 0': f'"stage": {stage}'} if kind == "ddp" else {}
     for theirs, ours in pool.run(2, on_plait, [f"theirs: {kind}", f"plait: {kind}"], changes):
         close(ours, theirs)
@@ -91,7 +88,7 @@ def test_a_loop(pool: Pool, kind: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("axis", ["pp", pytest.param("tp", marks=pytest.mark.proof)])
-def test_any_layout(pool: Pool, axis: str) -> None:
+def test_any_layout(pool, axis):
     """Against the same loop in one process."""
     wanted: dict[str, Any] = {}
     exec(BLOCKS["both"], wanted)
@@ -108,7 +105,7 @@ def test_any_layout(pool: Pool, axis: str) -> None:
         close(ours, (losses, dict(model.named_parameters())))
 
 
-def test_files_and_flags_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_flags_of_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (text,) = re.findall(r"^```yaml\n# accelerate.yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (tmp_path / "accelerate.yaml").write_text(text)
@@ -126,7 +123,7 @@ ROWS = re.findall(r"^\| `([^`]*)` \| `(\{\"[^`]*)` \|$", PAGE, re.MULTILINE)
 @pytest.mark.parametrize(
     ("theirs", "ours"), [row for row in ROWS if row[0].startswith(("{", "--"))]
 )
-def test_a_row(tmp_path: Path, theirs: str, ours: str) -> None:
+def test_a_row(tmp_path, theirs, ours):
     """What a table says of a file is all that becomes of it, besides `run.processes`; of flags, besides Megatron's own defaults."""
     wanted = json.loads(ours)
     if theirs.startswith("{"):
@@ -139,7 +136,7 @@ def test_a_row(tmp_path: Path, theirs: str, ours: str) -> None:
         assert not conversion.problems
 
 
-def test_there_are_rows_of_both() -> None:
+def test_there_are_rows_of_both():
     assert (
         sum(theirs.startswith("{") for theirs, _ in ROWS) == 9
         and sum(theirs.startswith("--") for theirs, _ in ROWS) == 11

@@ -11,7 +11,6 @@ import importlib.util
 import json
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,12 +21,11 @@ from tests.measured.model_types import (
     LAYOUTS,
     PROCESSES,
     Cell,
-    Small,
     make_small,
     model_types,
     run_cell,
 )
-from tests.pool import Pool, WorkerFailed
+from tests.pool import WorkerFailed
 
 ROOT = Path(__file__).parents[2]
 COVER = ("gpt2", "bart", "mixtral", "mamba", "bloom")
@@ -36,7 +34,7 @@ heads with biases."""
 
 
 @cache
-def known() -> dict[str, Any]:
+def known():
     """What was found and is documented."""
     found: dict[str, Any] = json.loads(
         (ROOT / "docs" / "reference" / "model_types.json").read_text()
@@ -45,7 +43,7 @@ def known() -> dict[str, Any]:
 
 
 @cache
-def tool() -> ModuleType:
+def tool():
     spec = importlib.util.spec_from_file_location(
         "plait_model_types_tool", ROOT / "tools" / "model_types.py"
     )
@@ -55,7 +53,7 @@ def tool() -> ModuleType:
     return module
 
 
-def all_cells(rank: int, world: int, small: Small) -> dict[str, Cell]:
+def all_cells(rank, world, small):
     """Runs in a worker."""
     return {layout: run_cell(rank, world, small.tested, layout) for layout in LAYOUTS}
 
@@ -67,7 +65,7 @@ def all_cells(rank: int, world: int, small: Small) -> dict[str, Cell]:
         for n in (*COVER, *sorted({*known()} - {*COVER}))
     ],
 )
-def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
+def test_a_type_is_exact_or_refused(pool, name):
     """A3 among them: a parameter of a stage that is used and not there is no longer right by luck."""
     entry = known()[name]
     if "cells" not in entry:
@@ -101,7 +99,7 @@ def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
         for n in (*COVER, *sorted({*known()} - {*COVER}))
     ],
 )
-def test_a_type_is_loaded_in_slices_or_in_full(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_a_type_is_loaded_in_slices_or_in_full(pool, tmp_path, name):
     entry = known()[name]
     if "cells" not in entry:
         pytest.skip(entry["not_small"])
@@ -113,7 +111,7 @@ def test_a_type_is_loaded_in_slices_or_in_full(pool: Pool, tmp_path: Path, name:
     )
 
 
-def test_the_page_is_made_from_the_data() -> None:
+def test_the_page_is_made_from_the_data():
     assert (ROOT / "docs" / "reference" / "model_types.md").read_text() == tool().page(
         json.loads((ROOT / "docs" / "reference" / "model_types.json").read_text())
     )

@@ -13,10 +13,9 @@ from plait._torch.tensors import local_tensor
 from plait.errors import ConfigError, NumbersError
 from plait.losses.loss import WeightedLoss
 from plait.sharded.alike import bits_of
-from tests.pool import Pool
 
 
-def engine_of(stage: int, world: int, **faults: Any) -> Any:
+def engine_of(stage, world, **faults):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     layout = {"dp_replicate" if stage == 0 else "dp_shard": world}
@@ -32,7 +31,7 @@ def engine_of(stage: int, world: int, **faults: Any) -> Any:
     )
 
 
-def tensors(engine: Any) -> list[torch.Tensor]:
+def tensors(engine):
     found = list(engine.model.parameters())
     found += [
         value
@@ -43,7 +42,7 @@ def tensors(engine: Any) -> list[torch.Tensor]:
     return [local_tensor(tensor).detach().clone() for tensor in found]
 
 
-def numbers(rank: int, world: int, stage: int) -> dict[str, Any]:
+def numbers(rank, world, stage):
     """Runs in a worker: three steps, of which the second meets an infinite loss on rank 1, and then with "skip" the same."""
     found: dict[str, Any] = {}
     for policy in ("auto", "skip"):
@@ -70,7 +69,7 @@ def numbers(rank: int, world: int, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_loss_that_is_not_finite(pool: Pool, stage: int) -> None:
+def test_a_loss_that_is_not_finite(pool, stage):
     for found in pool.run(2, numbers, stage):
         assert found["auto"].startswith(
             "step 2: the loss of rank 1 is not finite; the gradient of `0.weight` on rank "
@@ -83,7 +82,7 @@ def test_a_loss_that_is_not_finite(pool: Pool, stage: int) -> None:
         assert found["auto after"] == found["skip after"]
 
 
-def flip(rank: int, world: int) -> str:
+def flip(rank, world):
     """Runs in a worker: two equal steps with a comparison, then a bit of a moment is flipped on rank 1."""
     engine = engine_of(0, world, compare_replicas_every=2)
     for step in range(3):
@@ -100,14 +99,14 @@ def flip(rank: int, world: int) -> str:
     return ""
 
 
-def test_a_flipped_bit_is_named(pool: Pool) -> None:
+def test_a_flipped_bit_is_named(pool):
     for text in pool.run(2, flip):
         assert text.startswith(
             "step 4: replicas of `1.weight` differ: ranks 0-1 along dp_replicate, of which none"
         ), text
 
 
-def test_one_bit_changes_the_sum() -> None:
+def test_one_bit_changes_the_sum():
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8):
         tensor = torch.ones(100, dtype=dtype)
         other = tensor.clone()
@@ -115,6 +114,6 @@ def test_one_bit_changes_the_sum() -> None:
         assert bits_of(tensor) != bits_of(other)
 
 
-def test_nothing_to_compare_is_refused() -> None:
+def test_nothing_to_compare_is_refused():
     with pytest.raises(ConfigError, match="no process has a copy of what another one has"):
         engine_of(0, 1, compare_replicas_every=2)

@@ -4,9 +4,7 @@ moto and s3fs are installed (`make object-stores`), against a real S3 API on thi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -30,30 +28,29 @@ from tests.parity import cases
 from tests.parity.digests import build
 from tests.parity.live_content import live_content
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 
 class Killed(BaseException):
     """What ends a process here."""
 
 
-def engine_of(world: int, stage: int) -> plait.Engine:
+def engine_of(world, stage):
     return cases.engine(
         build("llama", torch.float32, dropout=False), settings(world, 1, stage, 1, 1)
     )
 
 
-def step(engine: plait.Engine, number: int) -> None:
+def step(engine, number):
     engine.train_batch([cases.ragged_steps(engine.dp_size, steps=4)[number % 4][engine.dp_rank]])
 
 
-def good(found: Any) -> str:
+def good(found):
     """Its tag; every byte of it is what was written."""
     verify(found, lambda done, of: None)
     return str(found.manifest.tag)
 
 
-def in_memory(rank: int, world: int) -> None:
+def in_memory(rank, world):
     """Everything that one process can see. Runs in a worker."""
     url = f"memory://bucket-{os.getpid()}/run"
     folder, engine = place_of(url), engine_of(world, 0)
@@ -116,11 +113,11 @@ def in_memory(rank: int, world: int) -> None:
     )
 
 
-def test_a_store_in_memory(pool: Pool) -> None:
+def test_a_store_in_memory(pool):
     pool.run(1, in_memory)
 
 
-def killed_everywhere(rank: int, world: int, url: str) -> int:
+def killed_everywhere(rank, world, url):
     """Ends a save before each of its operations on the store: what was there, or the new one, is found complete. Runs in a worker."""
     folder, engine = place_of(url), engine_of(world, 0)
     step(engine, 0)
@@ -128,8 +125,8 @@ def killed_everywhere(rank: int, world: int, url: str) -> int:
     for first in range(100):
         left = [first]
 
-        def counted(honest: Any, left: list[int] = left) -> Any:
-            def operation(self: Any, *args: Any) -> Any:
+        def counted(honest, left=left):
+            def operation(self, *args):
                 if not left[0]:
                     raise Killed
                 left[0] -= 1
@@ -163,11 +160,11 @@ def killed_everywhere(rank: int, world: int, url: str) -> int:
     raise AssertionError("a save never ended")
 
 
-def test_a_killed_save_leaves_nothing_that_counts(pool: Pool) -> None:
+def test_a_killed_save_leaves_nothing_that_counts(pool):
     assert pool.run(1, killed_everywhere, "memory://killed/run")[0] >= 10
 
 
-def first_one_killed(rank: int, world: int, url: str) -> None:
+def first_one_killed(rank, world, url):
     """Before any checkpoint is complete: the run begins anew, and says nothing of damage. Runs in a worker."""
     engine = engine_of(world, 0)
     with patch("plait.checkpoint.save.write_text", side_effect=Killed), pytest.raises(Killed):
@@ -176,11 +173,11 @@ def first_one_killed(rank: int, world: int, url: str) -> None:
     assert engine.save_checkpoint(url, tag="one").name == "one.2"
 
 
-def test_the_first_save_may_be_killed(pool: Pool) -> None:
+def test_the_first_save_may_be_killed(pool):
     pool.run(1, first_one_killed, "memory://first/run")
 
 
-def refused(rank: int, world: int, url: str) -> list[str]:
+def refused(rank, world, url):
     """What a save and a load say of a store that refuses. Runs in a worker."""
     engine, said = engine_of(world, 0), []
     engine.save_checkpoint(url, tag="one")
@@ -196,11 +193,11 @@ def refused(rank: int, world: int, url: str) -> list[str]:
     return said
 
 
-def test_what_a_store_refuses_is_told(pool: Pool) -> None:
+def test_what_a_store_refuses_is_told(pool):
     assert all("Access Denied" in said for said in pool.run(1, refused, "memory://refused/run")[0])
 
 
-def test_urls_that_are_none() -> None:
+def test_urls_that_are_none():
     with pytest.raises(InputError, match="a URL has two slashes"):
         place_of(Path("s3://bucket/run"))
     with pytest.raises(InputError, match="run.checkpoints = 'nonsense://x'.*"):
@@ -209,7 +206,7 @@ def test_urls_that_are_none() -> None:
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
+def s3():
     """What a process needs in its environment to reach a server of S3's API on this machine."""
     server = pytest.importorskip(
         "moto.server", reason="moto is not installed; `make object-stores` runs this"
@@ -227,7 +224,7 @@ def s3() -> Iterator[dict[str, str]]:
     running.stop()
 
 
-def saves_to(rank: int, world: int, url: str, environment: dict[str, str]) -> list[str]:
+def saves_to(rank, world, url, environment):
     """Contents of three saves, one of them of a tag that is there. Runs in a worker."""
     os.environ.update(environment)
     if rank == 0:
@@ -245,9 +242,7 @@ def saves_to(rank: int, world: int, url: str, environment: dict[str, str]) -> li
     return contents
 
 
-def loads_from(
-    rank: int, world: int, url: str, folder: str, environment: dict[str, str]
-) -> list[str]:
+def loads_from(rank, world, url, folder, environment):
     """What one process on another layout finds; the same state in a folder has the same content. Runs in a worker."""
     os.environ.update(environment)
     engine, contents = engine_of(world, 0), []
@@ -262,9 +257,7 @@ def loads_from(
     return contents
 
 
-def test_s3(
-    pool: Pool, tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s3(pool, tmp_path, s3, monkeypatch):
     """Two ranks at ZeRO 3 save beside their steps; one process loads it; the commands list, verify and prune."""
     url = "s3://bucket/run"
     saved = pool.run(2, saves_to, url, s3)[0]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,13 +11,12 @@ import plait
 from plait._torch.units import unsharded_parameter_bytes
 from plait.errors import InputError
 from plait.model.outer_layers import OuterUnits, outer_units
-from plait.verify.parity import Trace, compare, engine_trace, full_tensor_on_cpu, worst
+from plait.verify.parity import compare, engine_trace, full_tensor_on_cpu, worst
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.cases import VOCABULARY, Block, Output
 from tests.parity.data_parallel import plain_trace, settings
 from tests.parity.mean_losses import close
-from tests.pool import Pool
 
 WIDTH = 12
 
@@ -28,7 +24,7 @@ WIDTH = 12
 class Base(nn.Module):
     """An untied language model of three blocks. Subclasses use its embeddings and heads in their own way."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.second = nn.Embedding(VOCABULARY, WIDTH)
@@ -36,13 +32,13 @@ class Base(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def embedded(self, ids: torch.Tensor, flag: bool) -> torch.Tensor:
+    def embedded(self, ids, flag):
         return self.embed(ids) + self.second(ids)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden):
         return self.head(hidden)
 
-    def forward(self, input_ids: torch.Tensor, flag: bool = True) -> Any:
+    def forward(self, input_ids, flag=True):
         hidden = self.embedded(input_ids, flag)
         for block in self.blocks:
             hidden = block(hidden, True)
@@ -52,38 +48,38 @@ class Base(nn.Module):
 class UsedByOneRank(Base):
     """The second embedding is used by some micro-batches only, and the head is passed over by others."""
 
-    def embedded(self, ids: torch.Tensor, flag: bool) -> torch.Tensor:
+    def embedded(self, ids, flag):
         return self.embed(ids) + (self.second(ids) if flag else 0)
 
 
 class CalledTwice(Base):
     """Both ends are called twice, and the backward of the second call of the head begins before that of the first has ended."""
 
-    def embedded(self, ids: torch.Tensor, flag: bool) -> torch.Tensor:
+    def embedded(self, ids, flag):
         return self.embed(ids) + self.embed(ids.flip(-1)) * self.second(ids)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden):
         return torch.stack([self.head(hidden), self.head(hidden.tanh())]).sum(0)
 
 
 class FirstCallWithoutGradient(Base):
     """The first call of the head has an input without a gradient, and its weight is trained by it."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden):
         return torch.stack([self.head(hidden.detach()), self.head(hidden)]).sum(0)
 
 
 class ReadsEmbedding(Base):
     """A second table of logits is the transposed embedding, which is read, and not tied."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden):
         return self.head(hidden) + F.linear(hidden, self.embed.weight)
 
 
 class HookReadsEmbedding(Base):
     """A hook behind the embedding reads its weight, and the hook's backward does too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed.register_forward_hook(
             lambda module, _, output: output + 0.1 * output @ module.weight.t() @ module.weight
@@ -93,14 +89,14 @@ class HookReadsEmbedding(Base):
 class ReadsHead(Base):
     """The head is never called: another function reads its weight."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden):
         return hidden @ self.head.weight.t() + self.head.bias
 
 
 class ReadsHeadFirst(Base):
     """The head's weight is also what tokens are looked up in, before the head is called."""
 
-    def embedded(self, ids: torch.Tensor, flag: bool) -> torch.Tensor:
+    def embedded(self, ids, flag):
         return (
             self.embed(ids)
             + F.embedding(ids, self.head.weight) @ self.head.weight.t() @ self.second.weight
@@ -110,7 +106,7 @@ class ReadsHeadFirst(Base):
 class ReadsAll(Base):
     """The forward reads every parameter outside of the blocks, by iteration."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden):
         norms = sum(parameter.square().sum() for parameter in self.embed.parameters())
         return self.head(hidden) * (1 + 0.1 * norms.sqrt()) + 0 * sum(
             p.sum() for p in self.second.parameters()
@@ -118,19 +114,19 @@ class ReadsAll(Base):
 
 
 class FrozenEmbedding(Base):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed.requires_grad_(False)
 
 
 class FrozenHead(Base):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head.requires_grad_(False)
 
 
 class OnlyHead(Base):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.requires_grad_(False)
         self.head.requires_grad_(True)
@@ -155,7 +151,7 @@ MODELS: dict[str, type[Base]] = {
 }
 
 
-def model_of(name: str) -> Base:
+def model_of(name):
     torch.manual_seed(5)
     return MODELS[name]().double()
 
@@ -164,7 +160,7 @@ READING = ["UsedByOneRank", "CalledTwice", "ReadsHeadFirst"]
 """Models that differ most from Base in how they use their ends."""
 
 
-def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
+def steps(micro_batches):
     """Micro-batches of two steps, of which every second one sets the flag."""
     plan = cases.ragged_steps(micro_batches, steps=2, keys=())
     return [
@@ -172,9 +168,7 @@ def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-def train(
-    rank: int, world: int, names: list[str], config: dict[str, Any]
-) -> list[tuple[Trace, int]]:
+def train(rank, world, names, config):
     """Runs in a worker: the trace of every model, and the bytes of parameters that are gathered after an evaluation."""
     found = []
     for name in names:
@@ -186,7 +180,7 @@ def train(
     return found if rank == 0 else []
 
 
-def refuse_differences(pool: Pool, world: int, names: list[str], config: dict[str, Any]) -> None:
+def refuse_differences(pool, world, names, config):
     """Compare with one process, all models before the first failure is raised."""
     count, failures = world * config["gradient_accumulation_steps"], []
     for name, (found, gathered) in zip(
@@ -211,9 +205,7 @@ def refuse_differences(pool: Pool, world: int, names: list[str], config: dict[st
     ],
     ids=["stage 3", "stage 2, some models", "stage 2", "stage 1"],
 )
-def test_gradients_are_those_of_one_process(
-    pool: Pool, stage: int, accumulation: int, transport: str, models: list[str]
-) -> None:
+def test_gradients_are_those_of_one_process(pool, stage, accumulation, transport, models):
     config = settings(2, stage, 1, accumulation)
     config["parallel"]["transport"] = transport
     refuse_differences(pool, 2, models, config)
@@ -227,16 +219,14 @@ def test_gradients_are_those_of_one_process(
     ],
     ids=["some models", "all models"],
 )
-def test_secondary_partition_and_replicas(
-    pool: Pool, partitioned: list[str], replicated: list[str]
-) -> None:
+def test_secondary_partition_and_replicas(pool, partitioned, replicated):
     config = settings(4, 3, 1, 1)
     config["zero_optimization"]["zero_hpz_partition_size"] = 2
     refuse_differences(pool, 4, partitioned, config)
     refuse_differences(pool, 4, replicated, settings(4, 3, 2, 2))
 
 
-def gathers(rank: int, world: int, name: str) -> tuple[int, int]:
+def gathers(rank, world, name):
     """Runs in a worker: bytes that one micro-batch gathers, and bytes gathered in front of the second block."""
     model = model_of(name)
     config = settings(2, 3, 1, 1) | {"gradient_clipping": 0.0}
@@ -252,7 +242,7 @@ def gathers(rank: int, world: int, name: str) -> tuple[int, int]:
     return traffic.bytes()["all_gather"], held[-1]
 
 
-def test_each_end_is_gathered_once_and_freed(pool: Pool) -> None:
+def test_each_end_is_gathered_once_and_freed(pool):
     """A block is gathered twice per micro-batch; an embedding, a head and the root once. In a block, no end is gathered."""
     found, held = pool.run(2, gathers, "Base")[0]
     model = model_of("Base")
@@ -266,7 +256,7 @@ def test_each_end_is_gathered_once_and_freed(pool: Pool) -> None:
     assert held == block + sum(8 * p.numel() for p in model.norm.parameters())
 
 
-def test_an_embedding_that_others_read_stays_gathered(pool: Pool) -> None:
+def test_an_embedding_that_others_read_stays_gathered(pool):
     """It is gathered once per micro-batch, as the root is."""
     (plain, held), (read, kept) = (
         pool.run(2, gathers, "Base")[0],
@@ -276,7 +266,7 @@ def test_an_embedding_that_others_read_stays_gathered(pool: Pool) -> None:
     assert kept - held == 8 * (VOCABULARY + 1) * WIDTH
 
 
-def two_forwards(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
+def two_forwards(rank, world, stage):
     """Runs in a worker: one backward of two forwards with an evaluation between, then a backward of each."""
     model = model_of("ReadsEmbedding")
     plait.parallelize(model, settings(2, stage, 1, 1))
@@ -285,7 +275,7 @@ def two_forwards(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _two_forwards(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+def _two_forwards(model, rank):
     first, second = (steps(2)[step][rank]["input_ids"] for step in (0, 1))
     total = model(first).logits.square().mean() + model(second).logits.square().mean()
     with torch.no_grad():
@@ -298,7 +288,7 @@ def _two_forwards(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_several_forwards_before_a_backward(pool: Pool, stage: int) -> None:
+def test_several_forwards_before_a_backward(pool, stage):
     wanted: dict[str, torch.Tensor] = {}
     for rank in range(2):
         for name, gradient in _two_forwards(model_of("ReadsEmbedding"), rank).items():
@@ -307,12 +297,12 @@ def test_several_forwards_before_a_backward(pool: Pool, stage: int) -> None:
         close(found, wanted)
 
 
-def penalised(model: Base, read: Callable[[Base], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+def penalised(model, read, ids):
     """A loss that reads a weight itself, after the forward."""
     return model(ids).logits.square().mean() + 0.3 * read(model).square().sum()
 
 
-def penalty(rank: int, world: int, stage: int, leaf: str) -> dict[str, torch.Tensor] | str:
+def penalty(rank, world, stage, leaf):
     """Runs in a worker."""
     model = model_of("Base")
     plait.parallelize(model, settings(2, stage, 1, 1))
@@ -330,7 +320,7 @@ def penalty(rank: int, world: int, stage: int, leaf: str) -> dict[str, torch.Ten
 @pytest.mark.parametrize(
     ("stage", "leaf"), [(1, "head.weight"), (2, "embed.weight"), (3, "head.weight")]
 )
-def test_a_loss_that_reads_a_weight(pool: Pool, stage: int, leaf: str) -> None:
+def test_a_loss_that_reads_a_weight(pool, stage, leaf):
     wanted: dict[str, torch.Tensor] = {}
     for rank in range(2):
         model = model_of("Base")
@@ -342,12 +332,12 @@ def test_a_loss_that_reads_a_weight(pool: Pool, stage: int, leaf: str) -> None:
         close(found, wanted)
 
 
-def test_a_loss_that_reads_a_freed_embedding_is_refused(pool: Pool) -> None:
+def test_a_loss_that_reads_a_freed_embedding_is_refused(pool):
     for found in pool.run(2, penalty, 3, "embed.weight"):
         assert isinstance(found, str) and "embed.weight is read by the loss itself" in found
 
 
-def test_which_layers_are_units() -> None:
+def test_which_layers_are_units():
     """Tied weights and layers that compute something else stay in the root unit."""
     model = model_of("Base")
     blocks = tuple(f"blocks.{index}" for index in range(3))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,26 +11,23 @@ from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.parity.digests import build
-from tests.pool import Pool
 
 STEPS, COUNT = 3, 4
 
 
-def mean_of(output: Any, piece: dict[str, torch.Tensor]) -> torch.Tensor:
+def mean_of(output, piece):
     """Mean over a micro-batch's targets."""
     total, weight = plait.causal_lm_loss(output, piece)
     return total / max(int(weight), 1)
 
 
-def mine(sharded: plait.ParallelModel, step: list[Any]) -> list[Any]:
+def mine(sharded, step):
     """This data-parallel rank's micro-batches."""
     begin = sharded.mesh.dp_index * COUNT
     return step[begin : begin + COUNT]
 
 
-def loop(
-    rank: int, world: int, config: dict[str, Any]
-) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+def loop(rank, world, config):
     """(weights here, this rank's losses, norms). Runs in a worker."""
     model = cases.build("plain", tied=True)
     sharded = plait.parallelize(model, config)
@@ -47,9 +41,7 @@ def loop(
     return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, losses, norms
 
 
-def parallel(
-    pp: int = 1, tp: int = 1, stage: int = 0, dp: int = 1, schedule: str | None = None
-) -> dict[str, Any]:
+def parallel(pp=1, tp=1, stage=0, dp=1, schedule=None):
     """A configuration file of pp x tp x dp processes."""
     config = settings(dp, stage, 1, COUNT)
     config["parallel"] |= {"pp": pp, "tp": tp} | (tensor_parallel.plan("plain") if tp > 1 else {})
@@ -69,7 +61,7 @@ def parallel(
         (4, {"pp": 2, "tp": 2}),
     ],
 )
-def test_a_loop_is_one_process(pool: Pool, world: int, layout: dict[str, Any]) -> None:
+def test_a_loop_is_one_process(pool, world, layout):
     """The mean of means over micro-batches and ranks, clipped; the pipeline too, whose stages no loop could call."""
     dp = layout.get("dp", 1)
     wanted = one_process(dp)
@@ -86,7 +78,7 @@ def test_a_loop_is_one_process(pool: Pool, world: int, layout: dict[str, Any]) -
         assert norms == pytest.approx(wanted[2], rel=1e-12)
 
 
-def one_process(dp: int) -> tuple[dict[str, torch.Tensor], list[list[float]], list[float]]:
+def one_process(dp):
     """(weights, losses of each data-parallel rank, norms) in plain torch."""
     model = materialised("plain", tied=True)
     optimizer, losses, norms = cases.adamw(list(model.parameters())), [[] for _ in range(dp)], []
@@ -104,9 +96,7 @@ def one_process(dp: int) -> tuple[dict[str, torch.Tensor], list[list[float]], li
     return {name: p.detach() for name, p in model.named_parameters()}, losses, norms
 
 
-def both(
-    rank: int, world: int, config: dict[str, Any], folder: str
-) -> tuple[list[bool], list[bool]]:
+def both(rank, world, config, folder):
     """(steps that the engine skipped, that the loop skipped); the bits of both runs are the same. Runs in a worker."""
     steps = cases.ragged_steps(world * 2, steps=4)
     engine = plait.initialize(
@@ -153,19 +143,19 @@ def both(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_float16(pool: Pool, stage: int) -> None:
+def test_float16(pool, stage):
     """Steps with an overflow are skipped on every rank, and the scale goes on as the engine's."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
     for engine, own in pool.run(2, both, settings(2, stage, 1, 2, **fp16), ""):
         assert engine == own and any(own) and not all(own)
 
 
-def test_parameters_and_states_in_files(pool: Pool, tmp_path: Path) -> None:
+def test_parameters_and_states_in_files(pool, tmp_path):
     for engine, own in pool.run(2, both, settings(2, 3, 1, 2), str(tmp_path)):
         assert engine == own == [False] * 4
 
 
-def two_optimizers(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
+def two_optimizers(rank, world, stage):
     """Each steps half of the parameters; its gradients are clipped and dropped by themselves. Runs in a worker."""
     model = cases.build("plain", tied=True)
     sharded = plait.parallelize(model, settings(world, stage, 1, 1) | {"gradient_clipping": 0})
@@ -180,7 +170,7 @@ def two_optimizers(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_two_optimizers(pool: Pool, stage: int) -> None:
+def test_two_optimizers(pool, stage):
     model = materialised("plain", tied=True)
     optimizer = cases.adamw(list(model.parameters()))
     for step in cases.ragged_steps(2, steps=2, keys=()):
@@ -192,7 +182,7 @@ def test_two_optimizers(pool: Pool, stage: int) -> None:
             torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)
 
 
-def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
+def after_a_failure(rank, world, stage):
     """A plain loop that goes on after exceptions in the middle of a step. Runs in a worker."""
     model = materialised("plain", tied=True)
     model.out_of_buckets = torch.nn.Parameter(
@@ -202,7 +192,7 @@ def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor
     optimizer = cases.adamw(list(model.parameters()))
     mine, calls = cases.ragged_steps(world * 2, steps=1, keys=())[0][rank * 2 : (rank + 1) * 2], []
 
-    def failing(output: Any, piece: Any) -> torch.Tensor:
+    def failing(output, piece):
         calls.append(piece)
         if len(calls) == 2:
             raise ValueError("the second micro-batch")
@@ -211,7 +201,7 @@ def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor
     with pytest.raises(ValueError, match="second"):
         sharded.forward_backward(mine, failing)
 
-    def first_fails() -> None:
+    def first_fails():
         with sharded.accumulate():
             mean_of(model(mine[0]["input_ids"]), mine[0]).backward()
             raise ValueError("inside")
@@ -231,7 +221,7 @@ def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_that_failed_leaves_nothing_behind(pool: Pool, stage: int) -> None:
+def test_a_step_that_failed_leaves_nothing_behind(pool, stage):
     model = materialised("plain", tied=True)
     step = cases.ragged_steps(4, steps=1, keys=())[0]
     sum(mean_of(model(piece["input_ids"]), piece) / 4 for piece in step).backward()
@@ -241,12 +231,12 @@ def test_a_step_that_failed_leaves_nothing_behind(pool: Pool, stage: int) -> Non
             torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)
 
 
-def step_in_a_hook(rank: int, world: int, stage: int) -> str:
+def step_in_a_hook(rank, world, stage):
     """The error of a loop whose gradient hooks call an optimizer per parameter. Runs in a worker."""
     model = materialised("plain", tied=True)
     sharded = plait.parallelize(model, settings(world, stage, 1, 1))
 
-    def update(parameter: torch.Tensor) -> None:
+    def update(parameter):
         cases.adamw([parameter]).step()
 
     for parameter in model.parameters():
@@ -259,7 +249,7 @@ def step_in_a_hook(rank: int, world: int, stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_inside_of_a_backward_is_refused(pool: Pool, stage: int) -> None:
+def test_a_step_inside_of_a_backward_is_refused(pool, stage):
     """Parameters that no rank used would be decayed, and stage 0 has not reduced anything."""
     for message in pool.run(2, step_in_a_hook, stage):
         assert message.startswith("optimizer.step() was called inside of loss.backward()")

@@ -1,12 +1,6 @@
 """A Trainer whose class has a `training_step` or a `compute_loss` of its own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 import torch.nn.functional as F
 
 from plait.errors import InputError
@@ -14,10 +8,9 @@ from plait.hf.transformers_trainer import cautions_about_loss
 from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 
-def loss_of(model: Any, inputs: Any, reduction: str) -> torch.Tensor:
+def loss_of(model, inputs, reduction):
     """Cross-entropy of the next token."""
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
     labels = inputs["labels"][:, 1:].flatten()
@@ -26,74 +19,58 @@ def loss_of(model: Any, inputs: Any, reduction: str) -> torch.Tensor:
     )
 
 
-def trainer_class(kind: str, base: Any) -> Any:
+def trainer_class(kind, base):
     """A class of a script, over Transformers' Trainer or Plait's."""
 
     class Mean(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def compute_loss(self, model, inputs, *_, num_items_in_batch=None):
             return loss_of(model, inputs, "mean")
 
     class DeclaredMean(Mean):
         loss_is_scaled_for_ga = False
 
     class Divided(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def compute_loss(self, model, inputs, *_, num_items_in_batch=None):
             return loss_of(model, inputs, "sum") / num_items_in_batch
 
     class DividedForRanks(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def compute_loss(self, model, inputs, *_, num_items_in_batch=None):
             return (
                 loss_of(model, inputs, "sum") / num_items_in_batch * self.accelerator.num_processes
             )
 
     class Logged(base):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
     class Distilled(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def compute_loss(self, model, inputs, *args, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
             return loss + loss_of(model, inputs, "sum") / num_items_in_batch
 
     class DistilledByHelper(base):
-        def term(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        def term(self, model, inputs, num_items_in_batch):
             found = loss_of(model, inputs, "sum")
             found /= num_items_in_batch
             return found
 
-        def compute_loss(
-            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def compute_loss(self, model, inputs, *args, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
             return loss + self.term(model, inputs, num_items_in_batch)
 
     class DistilledForRanks(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def compute_loss(self, model, inputs, *args, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
             term = loss_of(model, inputs, "sum") / num_items_in_batch
             return loss + term * self.accelerator.num_processes
 
     class Passed(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def compute_loss(self, model, inputs, *args, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
             return loss / 2 if num_items_in_batch is None else loss
 
     class Twice(base):
-        def training_step(
-            self, model: Any, inputs: Any, num_items_in_batch: Any = None
-        ) -> torch.Tensor:
+        def training_step(self, model, inputs, num_items_in_batch=None):
             model.train()
             inputs = self._prepare_inputs(inputs)
             first = self.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
@@ -105,15 +82,13 @@ def trainer_class(kind: str, base: Any) -> Any:
             return (first + second).detach()
 
     class Super(base):
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def training_step(self, *args, **kwargs):
             return super().training_step(*args, **kwargs)
 
     return locals()[kind]
 
 
-def history_of(
-    kind: str, base: Any, arguments: Any, folder: str, **settings: Any
-) -> dict[str, list[float]]:
+def history_of(kind, base, arguments, folder, **settings):
     """What a run logs."""
     given = trainers.arguments(arguments, folder, **settings)
     trainer = trainer_class(kind, base)(
@@ -123,9 +98,7 @@ def history_of(
     return trainers.history(trainer)
 
 
-def on_plait(
-    rank: int, world: int, kind: str, config: dict[str, Any], folder: str, steps: int
-) -> dict[str, list[float]]:
+def on_plait(rank, world, kind, config, folder, steps):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -140,7 +113,7 @@ def on_plait(
         )
 
 
-def native(kind: str, folder: str) -> dict[str, list[float]]:
+def native(kind, folder):
     """Transformers' own, in one process."""
     from transformers import Trainer, TrainingArguments
 
@@ -164,9 +137,7 @@ def native(kind: str, folder: str) -> dict[str, list[float]]:
         ],
     ),
 )
-def test_own_steps_are_one_process(
-    pool: Pool, tmp_path: Path, kind: str, config: dict[str, Any], steps: int
-) -> None:
+def test_own_steps_are_one_process(pool, tmp_path, kind, config, steps):
     """In the last step, micro-batches differ in what they count, and a mean over means follows who has which."""
     wanted = native(kind, str(tmp_path))
     for found in pool.run(2, on_plait, kind, config, str(tmp_path), steps):
@@ -174,14 +145,14 @@ def test_own_steps_are_one_process(
             assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
 
 
-def refused_in_a_pipeline(rank: int, world: int, folder: str) -> str:
+def refused_in_a_pipeline(rank, world, folder):
     """Runs in a worker."""
     with pytest.raises(InputError) as raised:
         on_plait(rank, world, "Twice", {"parallel": {"pp": 2}}, folder, 4)
     return str(raised.value)
 
 
-def test_an_own_backward_in_a_pipeline(pool: Pool, tmp_path: Path) -> None:
+def test_an_own_backward_in_a_pipeline(pool, tmp_path):
     for text in pool.run(2, refused_in_a_pipeline, str(tmp_path)):
         assert "Twice.training_step" in text and "call super().training_step" in text
 
@@ -191,7 +162,7 @@ UNWARNED = ("DeclaredMean", "DividedForRanks", "Logged", "Super", "DistilledForR
 
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["subclass", "wrap"])
-def test_cautions_about_losses(wraps: bool) -> None:
+def test_cautions_about_losses(wraps):
     """Those whose scale follows the layout, and no other."""
     import transformers
 

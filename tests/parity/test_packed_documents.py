@@ -15,11 +15,10 @@ import plait
 from plait.data.packing import Documents, Stream
 from plait.parallel.context.families import FAMILIES, WITHOUT_DOCUMENTS
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import cases, experts
 from tests.parity.context_parallel import STEPS, Case, build, configured
 from tests.parity.data_parallel import assert_same, plain_trace
-from tests.pool import Pool
 from tests.unit.model.families import family
 
 LENGTHS = [
@@ -57,7 +56,7 @@ Piece = dict[str, torch.Tensor]
 
 
 @cache
-def packed() -> Documents:
+def packed():
     """Rows of random documents, of some of which a part is not scored."""
     draw = np.random.default_rng(5)
     total = sum(LENGTHS)
@@ -66,7 +65,7 @@ def packed() -> Documents:
     return Documents(Stream(tokens, np.cumsum(LENGTHS, dtype=np.uint64), scored), LENGTH, padding=0)
 
 
-def alone(piece: Piece) -> list[Piece]:
+def alone(piece):
     """The documents of a micro-batch, each a batch of its own without positions; padding is left out with them."""
     found = []
     for ids, labels, positions in zip(
@@ -82,7 +81,7 @@ def alone(piece: Piece) -> list[Piece]:
     return found
 
 
-def steps(micro_batches: int) -> list[list[Piece]]:
+def steps(micro_batches):
     """As a loader takes them: two rows a micro-batch."""
     rows = packed()
     assert len(rows) >= 2 * micro_batches
@@ -95,7 +94,7 @@ def steps(micro_batches: int) -> list[list[Piece]]:
     ]
 
 
-def total_loss(model: Any, pieces: list[Piece]) -> torch.Tensor:
+def total_loss(model, pieces):
     return sum(
         plait.causal_lm_loss(model(**{k: v for k, v in piece.items() if k != "labels"}), piece)[0]
         for piece in pieces
@@ -103,7 +102,7 @@ def total_loss(model: Any, pieces: list[Piece]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in WITHOUT_DOCUMENTS])
-def test_a_family(kind: str) -> None:
+def test_a_family(kind):
     """Every family that `data.packing = "documents"` allows."""
     torch.manual_seed(0)
     model: Any = experts.build(experts.Case(kind)) if kind in experts.SIZES else family(kind)
@@ -134,7 +133,7 @@ CASES = [
 ]
 
 
-def train(rank: int, world: int, case: Case) -> Trace:
+def train(rank, world, case):
     """Runs in a worker."""
     model = build(case)
     with keeping_float64(model):
@@ -143,7 +142,7 @@ def train(rank: int, world: int, case: Case) -> Trace:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_layout(pool: Pool, case: Case) -> None:
+def test_a_layout(pool, case):
     from plait.model.blocks import find_blocks
     from plait.parallel import materialise
     from tests.parity.context_parallel import SEED

@@ -1,9 +1,6 @@
 """Parameters in files at stage 3, with and without the optimizer's states: the bits of a run in memory, whatever runs between two steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +16,11 @@ from tests.parity import pipelines as pipeline
 from tests.parity.digests import build, digest, digest_of
 from tests.parity.optimizers import OPTIMIZERS, two_parts
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 PARAMETERS, STATES = {"offload_param"}, {"offload_optimizer"}
 
 
-def in_files(zero: dict[str, Any], folder: str, sections: set[str], buffer: int) -> dict[str, Any]:
+def in_files(zero, folder, sections, buffer):
     """`zero` with sections that put parameters or states into files under `folder`."""
     more = {
         "offload_optimizer": {
@@ -41,7 +37,7 @@ def in_files(zero: dict[str, Any], folder: str, sections: set[str], buffer: int)
     return {**zero, **{name: more[name] for name in sections}}
 
 
-def are_in_files(engine: plait.Engine, sections: set[str]) -> None:
+def are_in_files(engine, sections):
     """Everything that the sections name is, and nothing else."""
     tier = engine.hooks.find(DiskTier)
     shards = [
@@ -66,7 +62,7 @@ def are_in_files(engine: plait.Engine, sections: set[str]) -> None:
         assert all(held) if name in sections else not any(held), name
 
 
-def run(engine: plait.Engine, config: dict[str, Any]) -> str:
+def run(engine, config):
     """Steps that are looked into, evaluations and a prediction between them, and steps that are not: all bits of it."""
     count = config["gradient_accumulation_steps"]
     steps = cases.ragged_steps(
@@ -81,15 +77,7 @@ def run(engine: plait.Engine, config: dict[str, Any]) -> str:
     return found + digest_of(engine)
 
 
-def digests(
-    rank: int,
-    world: int,
-    kind: str,
-    config: dict[str, Any],
-    folder: str,
-    dtype: torch.dtype,
-    buffer: int,
-) -> list[str]:
+def digests(rank, world, kind, config, folder, dtype, buffer):
     """In memory, then with each kind of files; one process also with room for everything, and with the states alone. Runs in a worker."""
     found = []
     more = ((PARAMETERS, 10**6), (STATES, 0)) if world == 1 else ()
@@ -140,15 +128,7 @@ COVER = (0, 1, 2, 4)
         for number, case in enumerate(CASES)
     ],
 )
-def test_same_bits(
-    pool: Pool,
-    tmp_path: Path,
-    world: int,
-    kind: str,
-    more: dict[str, Any],
-    dtype: torch.dtype,
-    buffer: int,
-) -> None:
+def test_same_bits(pool, tmp_path, world, kind, more, dtype, buffer):
     """Accumulation, clipping, tied embeddings, dropout, evaluations between steps; pools with and without room to read ahead."""
     config = settings(world, 1, 3, 1, 2)
     for name, value in more.items():
@@ -160,9 +140,7 @@ def test_same_bits(
         assert len(found) > 2 and set(found) == {found[0]}
 
 
-def resumed(
-    rank: int, world: int, config: dict[str, Any], folder: str, parts: list[list[str]]
-) -> str:
+def resumed(rank, world, config, folder, parts):
     """Each of the two parts of `two_parts` with its sections. Runs in a worker."""
     zeros = [
         in_files(config["zero_optimization"], f"{folder}/files", set(sections), 6_000)
@@ -175,7 +153,7 @@ def resumed(
     return digest_of(engine)
 
 
-def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints(pool, tmp_path):
     """From each place to another."""
     config = settings(2, 1, 3, 1, 1)
     memory, parameters, both = [], ["offload_param"], ["offload_optimizer", "offload_param"]
@@ -195,13 +173,13 @@ def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_in_a_pipeline(pool: Pool, tmp_path: Path, world: int, config: dict[str, Any]) -> None:
+def test_in_a_pipeline(pool, tmp_path, world, config):
     """One process in float64; units are gathered in an order that is not the model's."""
     zero = in_files(config["zero_optimization"], str(tmp_path), PARAMETERS | STATES, 20_000)
     pipeline.check(pool, world, "qwen3", True, {**config, "zero_optimization": zero})
 
 
-def refused(rank: int, world: int, folder: str) -> str:
+def refused(rank, world, folder):
     """What a pool says that is too small for a unit. Runs in a worker."""
     config = settings(world, 1, 3, 1, 1)
     config["zero_optimization"] = in_files(config["zero_optimization"], folder, PARAMETERS, 100)
@@ -211,7 +189,7 @@ def refused(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_pool_too_small_for_a_unit_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_pool_too_small_for_a_unit_is_refused(pool, tmp_path):
     """With the least size that is enough, which then is."""
     said = pool.run(2, refused, str(tmp_path))
     assert (
@@ -225,7 +203,7 @@ def test_a_pool_too_small_for_a_unit_is_refused(pool: Pool, tmp_path: Path) -> N
     ) == [False, False]
 
 
-def fits(rank: int, world: int, folder: str, buffer: int) -> bool:
+def fits(rank, world, folder, buffer):
     """Whether a pool is accepted. Runs in a worker."""
     config = settings(world, 1, 3, 1, 1)
     config["zero_optimization"] = in_files(config["zero_optimization"], folder, PARAMETERS, buffer)

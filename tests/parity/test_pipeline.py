@@ -1,10 +1,6 @@
 """Pipelines against one process in float64: every schedule, families, combinations with ZeRO, tensor and sequence parallelism."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Hashable
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +8,12 @@ from torch import nn
 
 import plait
 from plait.parallel.pipeline import runtime
-from plait.parallel.schedules.schedule import Action, Kind
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu, reference_trace
+from plait.parallel.schedules.schedule import Kind
+from plait.verify.parity import engine_trace, full_tensor_on_cpu, reference_trace
 from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED, assert_same
 from tests.parity.pipelines import LAYERS, SCHEDULES, check, dp_of, named, settings
-from tests.pool import Pool
 
 
 @pytest.mark.parametrize(
@@ -33,7 +28,7 @@ from tests.pool import Pool
         for pp in (2, 4)
     ],
 )
-def test_every_schedule(pool: Pool, schedule: str, pp: int) -> None:
+def test_every_schedule(pool, schedule, pp):
     """Ragged micro-batches whose lengths change within a step and between steps; embeddings tied between the first and the last stage."""
     check(pool, pp, "llama", True, settings(0, 8, schedule, pp=pp))
 
@@ -56,7 +51,7 @@ def test_every_schedule(pool: Pool, schedule: str, pp: int) -> None:
         ("plain", True),
     ],
 )
-def test_families(pool: Pool, kind: str, tied: bool, schedule: str) -> None:
+def test_families(pool, kind, tied, schedule):
     """With and without a pipeline plan of Transformers; OPT registers its final norm before its blocks."""
     check(pool, 2, kind, tied, settings(0, 4, schedule, pp=2))
 
@@ -67,7 +62,7 @@ def test_families(pool: Pool, kind: str, tied: bool, schedule: str) -> None:
         [("gpipe", 1), ("1f1b", 3), ("zbv", 1), ("gpipe", 3), ("1f1b", 1), ("zbv", 3)], strength=1
     ),
 )
-def test_fewer_micro_batches_than_stages(pool: Pool, schedule: str, accumulation: int) -> None:
+def test_fewer_micro_batches_than_stages(pool, schedule, accumulation):
     """One micro-batch is a plain split by layers."""
     check(pool, 4, "qwen3", True, settings(0, accumulation, schedule, pp=4))
 
@@ -116,7 +111,7 @@ COMBINED = [
 ]
 
 
-def meeting(world: int, config: dict[str, Any]) -> frozenset[Hashable]:
+def meeting(world, config):
     """What has to meet: every schedule with stage 0, 1 or 2, and 3; every stage with every set of axes; every schedule with recompute."""
     degrees, schedule, stage = (
         config["parallel"],
@@ -143,7 +138,7 @@ def meeting(world: int, config: dict[str, Any]) -> frozenset[Hashable]:
         name=lambda _, config: named(config),
     ),
 )
-def test_combined(pool: Pool, world: int, config: dict[str, Any]) -> None:
+def test_combined(pool, world, config):
     """Pipelines with ZeRO 0 to 3, hybrid sharding, tensor and sequence parallelism."""
     check(pool, world, "qwen3", True, config)
 
@@ -159,17 +154,17 @@ def test_combined(pool: Pool, world: int, config: dict[str, Any]) -> None:
         pytest.param(settings(3, 4, "gpipe", pp=2, dp_shard=2), id="ZeRO-3"),
     ],
 )
-def test_an_output_that_torch_cannot_look_into(pool: Pool, config: dict[str, Any]) -> None:
+def test_an_output_that_torch_cannot_look_into(pool, config):
     """The logits are in an object of the model's own class, where fully_shard finds no tensor to start its backward from."""
     check(pool, 4, "plain", True, config)
 
 
-def head(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def head(layer, hidden):
     """An embedding's weight as a projection."""
     return nn.functional.linear(hidden, layer.weight)  # type: ignore[arg-type]
 
 
-def layered() -> nn.Module:
+def layered():
     """Layers of several classes, a function among them, the first and the last tied."""
     return plait.PipelineModel(
         [
@@ -190,7 +185,7 @@ LAYERED_LOSS = plait.per_sample(
 )
 
 
-def layered_steps(micro_batches: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def layered_steps(micro_batches):
     """(ids, targets) [2, length], of several lengths."""
     generator = torch.Generator().manual_seed(4)
     draw = lambda length: torch.randint(0, cases.VOCABULARY, (2, length), generator=generator)  # noqa: E731
@@ -199,7 +194,7 @@ def layered_steps(micro_batches: int) -> list[list[tuple[torch.Tensor, torch.Ten
     ]
 
 
-def train_layered(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+def train_layered(rank, world, config):
     """Runs in a worker."""
     with torch.device("meta"):
         model = layered()
@@ -219,7 +214,7 @@ def train_layered(rank: int, world: int, config: dict[str, Any]) -> Trace | None
     ],
     ids=["1f1b", "zbv", "zero2"],
 )
-def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
+def test_layer_specs(pool, world, config):
     """Initialised on meta, tied between the first and the last layer, which the stages between them do not have."""
     found = pool.run(world, train_layered, config)[0]
     with torch.device("meta"):
@@ -232,7 +227,7 @@ def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
     assert_same(expected, found)
 
 
-def evaluate(rank: int, world: int, config: dict[str, Any]) -> tuple[tuple[float, float], Any, Any]:
+def evaluate(rank, world, config):
     """Runs in a worker: (loss sum and weight, logits or None, logits as every rank gets them)."""
     engine = cases.engine(cases.build("qwen3", tied=True, layers=LAYERS), config)
     piece = cases.steps_for("qwen3", 1)[0][0]
@@ -242,7 +237,7 @@ def evaluate(rank: int, world: int, config: dict[str, Any]) -> tuple[tuple[float
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
-def test_evaluation_runs_through_the_stages(pool: Pool, schedule: str) -> None:
+def test_evaluation_runs_through_the_stages(pool, schedule):
     """The same sums and logits as one process; logits where the last stage is."""
     config = settings(
         3 if schedule == "1f1b" else 0,
@@ -268,29 +263,29 @@ def test_evaluation_runs_through_the_stages(pool: Pool, schedule: str) -> None:
 class Overflows(nn.Module):
     """A block whose gradient is infinite in float16 when the batch says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.line = nn.Linear(8, 8)
 
-    def forward(self, hidden: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(self, hidden, factor):
         return hidden + self.line(hidden) * factor
 
 
 class Chain(nn.Module):
     """Four blocks, of which `at` multiplies by the batch's factor."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at):
         super().__init__()
         self.at = at
         self.blocks = nn.ModuleList(Overflows() for _ in range(4))
 
-    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, factor):
         for index, block in enumerate(self.blocks):
             x = block(x, float(factor[0]) if index == self.at else 1.0)
         return x
 
 
-def overflow(rank: int, world: int, at: int, schedule: str) -> list[tuple[bool, float, bool]]:
+def overflow(rank, world, at, schedule):
     """Runs in a worker: (skipped, loss scale, did any parameter change) of three steps, the second with an overflow in block `at`."""
     torch.manual_seed(3)
     model = Chain(at)
@@ -317,13 +312,13 @@ def overflow(rank: int, world: int, at: int, schedule: str) -> list[tuple[bool, 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("at", [0, 3])
-def test_every_stage_skips_what_overflowed_on_one(pool: Pool, at: int, schedule: str) -> None:
+def test_every_stage_skips_what_overflowed_on_one(pool, at, schedule):
     """The decision, the skipped update and the next scale are the same on all ranks."""
     first, second = pool.run(2, overflow, at, schedule)
     assert first == second == [(False, 256.0, True), (True, 256.0, False), (False, 128.0, True)]
 
 
-def between_inputs_and_weights(rank: int, world: int) -> list[int]:
+def between_inputs_and_weights(rank, world):
     """Runs in a worker. How many gradients a rank holds of what its stages received, whenever it has sent them back."""
     engine = cases.engine(
         cases.build("qwen3", tied=False, layers=4),
@@ -331,7 +326,7 @@ def between_inputs_and_weights(rank: int, world: int) -> list[int]:
     )
     found = []
 
-    def look(action: Action, after: bool) -> None:
+    def look(action, after):
         if after and action.kind is Kind.INPUT and action.stage:
             kept = [
                 held for held in gc.get_objects() if isinstance(held, runtime._StageActivations)
@@ -344,7 +339,7 @@ def between_inputs_and_weights(rank: int, world: int) -> list[int]:
     return found
 
 
-def test_a_gradient_that_was_sent_back_is_not_kept(pool: Pool) -> None:
+def test_a_gradient_that_was_sent_back_is_not_kept(pool):
     """A schedule that puts off the gradients of weights holds what a stage received until then."""
     for found in pool.run(2, between_inputs_and_weights):
         assert len(found) >= 4 and not any(found)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import plait
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, plain_trace
 from tests.parity.pipelines import dp_of, settings
-from tests.pool import Pool
 from tests.unit.model.families import family
 
 
 class Skip(cases.PlainModel):
     """Reads its embedding again after the blocks."""
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         first = hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden, side)
@@ -33,10 +29,10 @@ class Skip(cases.PlainModel):
 class Trims(cases.PlainModel):
     """Leaves out what the mask leaves out of every row, so shapes between blocks follow from values."""
 
-    def length(self, attention_mask: torch.Tensor) -> int:
+    def length(self, attention_mask):
         return int(attention_mask.sum(1).max())
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+    def forward(self, input_ids, attention_mask):
         length = self.length(attention_mask)
         logits = super().forward(input_ids[:, :length]).logits
         return cases.Output(F.pad(logits, (0, 0, 0, input_ids.shape[1] - length)))
@@ -45,7 +41,7 @@ class Trims(cases.PlainModel):
 class Halves(Trims):
     """Asks only whether the second half counts."""
 
-    def length(self, attention_mask: torch.Tensor) -> int:
+    def length(self, attention_mask):
         half = attention_mask.shape[1] // 2
         return attention_mask.shape[1] if attention_mask[:, half:].any() else half
 
@@ -53,7 +49,7 @@ class Halves(Trims):
 class Twice(cases.PlainModel):
     """Runs its blocks two times over."""
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
         for block in [*self.blocks, *self.blocks]:
             hidden = block(hidden, side)
@@ -63,7 +59,7 @@ class Twice(cases.PlainModel):
 class EarlierBlock(cases.PlainModel):
     """A later block also reads what an earlier one returned."""
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         outputs = [self.embed(input_ids)]
         for block in self.blocks:
             outputs.append(
@@ -75,7 +71,7 @@ class EarlierBlock(cases.PlainModel):
 class Recorded(cases.PlainModel):
     """Returns what its blocks returned, and a number of it, besides its logits."""
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         states = [self.embed(input_ids)]
         for block in self.blocks:
             states.append(block(states[-1], side))
@@ -83,7 +79,7 @@ class Recorded(cases.PlainModel):
         return SimpleNamespace(logits=self.head(states[-1]), states=tuple(states), size=size)
 
 
-def padded(micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
+def padded(micro_batches):
     """Steps of micro-batches of one shape, whose masks end at different places."""
     generator = torch.Generator().manual_seed(2)
     steps = []
@@ -113,7 +109,7 @@ KINDS: dict[str, type[cases.PlainModel]] = {
 }
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(kind):
     """With the same weights everywhere. `early` and `late` are what is trained of a plain model."""
     torch.manual_seed(7)
     if kind in ("mixtral", "bart"):
@@ -126,7 +122,7 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
-def data_of(kind: str, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
+def data_of(kind, micro_batches):
     """What the model takes."""
     if kind in ("trims", "halves"):
         return padded(micro_batches)
@@ -135,9 +131,7 @@ def data_of(kind: str, micro_batches: int) -> list[list[dict[str, torch.Tensor]]
     )
 
 
-def train_all(
-    rank: int, world: int, kinds: list[str], config: dict[str, Any], folder: str
-) -> dict[str, Trace]:
+def train_all(rank, world, kinds, config, folder):
     """Runs in a worker. The optimizer is an instance over all parameters."""
     traces = {}
     for kind in kinds:
@@ -150,9 +144,7 @@ def train_all(
     return traces if rank == 0 else {}
 
 
-def compared(
-    pool: Pool, world: int, kinds: list[str], config: dict[str, Any], folder: Path
-) -> None:
+def compared(pool, world, kinds, config, folder):
     """Train each and compare with one process."""
     found = pool.run(world, train_all, kinds, config, str(folder))[0]
     for kind in kinds:
@@ -161,7 +153,7 @@ def compared(
         assert_same(wanted, found[kind], bar=1e-9, where=kind)
 
 
-def test_what_models_may_do(pool: Pool, tmp_path: Path) -> None:
+def test_what_models_may_do(pool, tmp_path):
     """A3: a norm after the embedding that is registered after the blocks. A20: shapes that follow from a mask's values. B4: stages with
     nothing to train. B6: an optimizer instance. And an embedding that is read again after the blocks, a router's aux loss not in the loss,
     recorded states not in the loss."""
@@ -170,27 +162,25 @@ def test_what_models_may_do(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_stages_with_nothing_to_train_and_data_parallelism(
-    pool: Pool, tmp_path: Path, stage: int
-) -> None:
+def test_stages_with_nothing_to_train_and_data_parallelism(pool, tmp_path, stage):
     """B4: their ranks have no buckets, or sharded units without gradients."""
     axis = "dp_replicate" if stage == 0 else "dp_shard"
     compared(pool, 4, ["early", "late", "skip"], settings(stage, 2, pp=2, **{axis: 2}), tmp_path)
 
 
-def reads_recorded(output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+def reads_recorded(output, batch):
     """A loss of more than the logits."""
     total, weight = plait.causal_lm_loss(output, batch)
     return total + output.size, weight
 
 
-def reads_router(output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+def reads_router(output, batch):
     """The loss that balances experts."""
     total, weight = plait.causal_lm_loss(output, batch)
     return total + output.aux_loss, weight
 
 
-def told(rank: int, world: int) -> dict[str, str]:
+def told(rank, world):
     """Runs in a worker: what is said on this rank."""
     config = settings(0, 2, pp=2)
     said = {}
@@ -224,7 +214,7 @@ def told(rank: int, world: int) -> dict[str, str]:
     return said
 
 
-def test_what_they_may_not_do(pool: Pool) -> None:
+def test_what_they_may_not_do(pool):
     """A4: a loss that reads what earlier stages' blocks recorded. Blocks that run more than once, or read what an earlier one returned.
     Said alike on every rank, before the first update."""
     first, second = pool.run(2, told)

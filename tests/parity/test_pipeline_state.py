@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 
 import plait
 from plait.errors import PlaitError
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import cases, pipelines
 from tests.parity.data_parallel import assert_same, plain_trace
-from tests.pool import Pool
 
 CONFIG = pipelines.settings(1, 2, "1f1b", pp=2)
 
@@ -21,7 +19,7 @@ CONFIG = pipelines.settings(1, 2, "1f1b", pp=2)
 class StatefulModel(cases.PlainModel):
     """A model with settings, each of which one case uses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(tied=False, layers=4)
         self.skip_blocks = False
         self.scale = 1.0
@@ -31,7 +29,7 @@ class StatefulModel(cases.PlainModel):
         self.aux: torch.Tensor | None = None
         self.register_buffer("temperature", torch.ones(()))
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         hidden = self.embed(input_ids) * self.scale * (1 + self.steps_seen)
         if self.counts == "before":
             self.steps_seen += 1
@@ -54,36 +52,36 @@ class StatefulModel(cases.PlainModel):
 class AuxiliaryBlock(cases.Block):
     """A block that keeps a loss of its own as an attribute."""
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         output = super().forward(hidden, use_side)
         self.aux_loss = output.square().mean()
         return output
 
 
-def build() -> StatefulModel:
+def build():
     """The model in float64, with the same weights on every call."""
     torch.manual_seed(7)
     return StatefulModel().to(torch.float64)
 
 
-def penalised(model: StatefulModel) -> Callable[[Any, Any], Any]:
+def penalised(model):
     """A loss with a penalty on all parameters."""
 
-    def loss(output: Any, batch: Any) -> Any:
+    def loss(output, batch):
         total, weight = plait.causal_lm_loss(output, batch)
         return total + 0.01 * sum(p.square().sum() for p in model.parameters()), weight
 
     return loss
 
 
-def error_of(rank: int, world: int, case: str) -> str:
+def error_of(rank, world, case):
     """Runs in a worker. Returns the error of the first or second step."""
     model = build()
     loss: Any = plait.causal_lm_loss
     if case == "auxiliary":
         model.blocks = torch.nn.ModuleList(AuxiliaryBlock(12) for _ in range(4)).to(torch.float64)
 
-        def loss(output: Any, batch: Any) -> Any:
+        def loss(output, batch):
             total, weight = plait.causal_lm_loss(output, batch)
             return total + sum(block.aux_loss for block in model.blocks), weight
 
@@ -117,7 +115,7 @@ def error_of(rank: int, world: int, case: str) -> str:
         ("around", "not only through the chain of blocks"),
     ],
 )
-def test_state_that_stages_cannot_share_is_refused(pool: Pool, case: str, words: str) -> None:
+def test_state_that_stages_cannot_share_is_refused(pool, case, words):
     for message in pool.run(2, error_of, case):
         assert message.startswith("ModelError: parallel.pp"), message
         assert words in message, message
@@ -127,17 +125,17 @@ def test_state_that_stages_cannot_share_is_refused(pool: Pool, case: str, words:
 class Rescaled:
     """Steps between which an attribute of the model changes."""
 
-    def __init__(self, model: StatefulModel) -> None:
+    def __init__(self, model):
         self._model = model
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for index, step in enumerate(cases.ragged_steps(2, steps=3, keys=())):
             self._model.scale = 1.0 + index
             self._model.counts = "before"
             yield step
 
 
-def rescaled(rank: int, world: int) -> Trace | None:
+def rescaled(rank, world):
     """Runs in a worker."""
     model = build()
     engine = plait.initialize(model, CONFIG, loss_fn=plait.causal_lm_loss)
@@ -145,7 +143,7 @@ def rescaled(rank: int, world: int) -> Trace | None:
     return trace if rank == 0 else None
 
 
-def test_attributes_that_all_stages_change(pool: Pool) -> None:
+def test_attributes_that_all_stages_change(pool):
     trace = pool.run(2, rescaled)[0]
     model = build()
     expected = plain_trace(model, Rescaled(model))

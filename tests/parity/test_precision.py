@@ -13,16 +13,13 @@ from plait.verify.parity import full_tensor_on_cpu
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.data_parallel import materialised, settings
-from tests.pool import Pool
 
 FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
 }
 
 
-def run(
-    rank: int, world: int, config: dict[str, Any], overflow_at: int | None, steps: int = 6
-) -> dict[str, Any]:
+def run(rank, world, config, overflow_at, steps=6):
     """Some steps; in step `overflow_at` the last rank alone meets an infinite loss. Runs in a worker."""
     engine = cases.engine(cases.build("plain", tied=True, dtype=torch.float32), config)
     history = []
@@ -56,16 +53,16 @@ def run(
 class Exploding:
     """The loss of a language model, with an infinite gradient."""
 
-    def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    def __call__(self, output, batch):
         total, weight = plait.causal_lm_loss(output, batch)
         return total * 1e38 * 1e38, weight
 
-    def weight(self, batch: Any) -> Any:
+    def weight(self, batch):
         return plait.causal_lm_loss.weight(batch)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fp16_skips_on_every_rank_and_halves_the_scale(pool: Pool, stage: int) -> None:
+def test_fp16_skips_on_every_rank_and_halves_the_scale(pool, stage):
     """One rank's overflow is every rank's; nothing but the scale changes; the scale rises again after the window."""
     results = pool.run(2, run, settings(2, stage, 1, 1, **FP16), 2)
     assert results[0]["history"][0][:3] == results[1]["history"][0][:3]
@@ -80,7 +77,7 @@ def test_fp16_skips_on_every_rank_and_halves_the_scale(pool: Pool, stage: int) -
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_half_precision_is_close_to_full(pool: Pool, stage: int, name: str) -> None:
+def test_half_precision_is_close_to_full(pool, stage, name):
     """The scale and every division cancel: the norm and losses are those of float32, to the precision of the format."""
     section: dict[str, Any] = FP16 if name == "fp16" else {"bf16": {"enabled": True}}
     half = pool.run(2, run, settings(2, stage, 1, 1, **section), None, 4)[0]
@@ -92,7 +89,7 @@ def test_half_precision_is_close_to_full(pool: Pool, stage: int, name: str) -> N
         assert norm == pytest.approx(wanted_norm, rel=3e-2)
 
 
-def test_dtypes_on_the_wire(pool: Pool) -> None:
+def test_dtypes_on_the_wire(pool):
     """Gathers in the compute dtype; reductions too, as in DeepSpeed, whether or not Plait's sections are there (A24), or as told."""
     file = settings(2, 2, 1, 1, bf16={"enabled": True})
     without = {k: v for k, v in file.items() if k not in ("run", "parallel")}
@@ -111,6 +108,6 @@ def test_dtypes_on_the_wire(pool: Pool) -> None:
         assert dtypes["reduce_scatter"] == {reduced}
 
 
-def test_the_reference_weights_are_float64() -> None:
+def test_the_reference_weights_are_float64():
     """Guards the parity tests against a silent change of dtype."""
     assert {p.dtype for p in materialised("plain", tied=True).parameters()} == {torch.float64}

@@ -15,7 +15,6 @@ from plait.parallel.parts import Parts
 from plait.sharded.misuse import refuse_cache, refuse_own_batches
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
-from tests.pool import Pool
 
 CASES: dict[str, dict[str, Any]] = {
     "stage 3": {"zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}},
@@ -25,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def differences(rank: int, world: int) -> dict[str, float]:
+def differences(rank, world):
     """The largest one of a case. Runs in a worker."""
     from transformers import DynamicCache
 
@@ -51,20 +50,20 @@ def differences(rank: int, world: int) -> dict[str, float]:
     return found
 
 
-def test_a_cache_gives_the_same_logits(pool: Pool) -> None:
+def test_a_cache_gives_the_same_logits(pool):
     for found in pool.run(2, differences):
         assert max(found.values()) < 1e-12, found
 
 
 class Cuts(StepHook):
-    def transform(self, batch: Any) -> Any:
+    def transform(self, batch):
         return batch
 
 
-def test_where_there_is_no_place_for_a_cache() -> None:
+def test_where_there_is_no_place_for_a_cache():
     """Refused by the layout."""
 
-    def at(layout: Layout, *hooks: StepHook) -> tuple[Parts, Mesh]:
+    def at(layout, *hooks):
         return Parts(torch.nn.Linear(1, 1), (), hooks=Hooks(hooks)), Mesh(
             layout, torch.device("cpu"), 0, None, None
         )  # type: ignore[arg-type]

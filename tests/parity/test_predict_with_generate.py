@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.parity import trainers
-from tests.pool import Pool
 
 NEW = 5
 SETTINGS: dict[str, Any] = {
@@ -28,7 +26,7 @@ class Words:
     pad_token_id, eos_token_id = 0, 2
 
 
-def prompts() -> list[dict[str, torch.Tensor]]:
+def prompts():
     """Padded on the left."""
     found = []
     for sample in trainers.samples():
@@ -39,7 +37,7 @@ def prompts() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def small(**fields: Any) -> Any:
+def small(**fields):
     """A Bart: with an encoder and a decoder."""
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
@@ -69,7 +67,7 @@ def small(**fields: Any) -> Any:
     )
 
 
-def made(encoder: bool) -> Any:
+def made(encoder):
     found = small() if encoder else trainers.model()
     found.generation_config.eos_token_id, found.generation_config.pad_token_id = 2, 0
     if encoder:
@@ -77,9 +75,7 @@ def made(encoder: bool) -> Any:
     return found
 
 
-def run(
-    trainer_kind: Any, arguments_kind: Any, folder: str, encoder: bool, **settings: Any
-) -> tuple[Any, dict[str, float]]:
+def run(trainer_kind, arguments_kind, folder, encoder, **settings):
     """(tokens of all samples after training, metrics)."""
     args = trainers.arguments(arguments_kind, folder, **SETTINGS, **settings)
     trainer = trainer_kind(
@@ -109,7 +105,7 @@ def run(
 
 
 @cache
-def native(dp: int, encoder: bool) -> Any:
+def native(dp, encoder):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
@@ -122,7 +118,7 @@ def native(dp: int, encoder: bool) -> Any:
         )
 
 
-def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, encoder: bool) -> Any:
+def on_plait(rank, world, config, folder, encoder):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -142,9 +138,7 @@ def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, encoder
         pytest.param(2, trainers.zero(3), True, id="encoder-zero3"),
     ],
 )
-def test_it_is_one_process(
-    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], encoder: bool
-) -> None:
+def test_it_is_one_process(pool, tmp_path, dp, config, encoder):
     """All tokens of 21 samples, in three batches; an encoder with beams too."""
     tokens, metrics = native(dp, encoder)
     for found, scores in pool.run(2, on_plait, config, str(tmp_path), encoder):

@@ -24,7 +24,6 @@ from plait.parallel.materialise import is_meta
 from plait.sharded.pretrained import weights_of
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import experts, trainers
-from tests.pool import Pool
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -32,7 +31,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
+def saved(folder):
     """A model of Transformers in bfloat16, in several files; its weights and buffers."""
     model = trainers.model(torch.bfloat16, tie_word_embeddings=True)
     model.generation_config.max_length = 7
@@ -40,7 +39,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.float() for name, parameter in model.named_parameters()}
 
 
-def loaded(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
+def loaded(rank, world, folder):
     """ZeRO 3, tensor parallelism, and your own training loop. Runs in a worker."""
     found = []
     for config in ({"zero_optimization": {"stage": 3}}, {"parallel": {"tp": 2}}):
@@ -64,7 +63,7 @@ def loaded(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def evaluated(rank: int, world: int, folder: str) -> float:
+def evaluated(rank, world, folder):
     """By the Hugging Face Trainer. Runs in a worker."""
     import plait.hf
 
@@ -81,7 +80,7 @@ def evaluated(rank: int, world: int, folder: str) -> float:
         return float(trainer.evaluate()["eval_loss"])
 
 
-def test_each_rank_reads_its_slices(pool: Pool, tmp_path: Path) -> None:
+def test_each_rank_reads_its_slices(pool, tmp_path):
     wanted = saved(tmp_path)
     for layouts in pool.run(2, loaded, str(tmp_path)):
         for found in layouts:
@@ -95,15 +94,13 @@ def test_each_rank_reads_its_slices(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, evaluated, str(tmp_path)) == pytest.approx([own["eval_loss"]] * 2, abs=1e-5)
 
 
-def most_memory(
-    rank: int, world: int, tiny: str, folder: str, config: dict[str, Any]
-) -> tuple[float, float]:
+def most_memory(rank, world, tiny, folder, config):
     """MiB of host memory that loading adds at most, by the kernel's account of this process, and of the shard. Runs in a worker."""
     plait.initialize(
         plait.from_pretrained(tiny), config
     ).close()  # what is imported and connected once
 
-    def status(name: str) -> float:
+    def status(name):
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
@@ -129,9 +126,7 @@ def most_memory(
         pytest.param(4, 6, {"parallel": {"tp": 4}}, id="tp4"),
     ],
 )
-def test_no_process_holds_all(
-    pool: Pool, tmp_path: Path, world: int, layers: int, layout: dict[str, Any]
-) -> None:
+def test_no_process_holds_all(pool, tmp_path, world, layers, layout):
     """A shard, one tensor and 64 MiB at most: so much of a file is mapped at once, and half of it is copied into memory that ranks share
     before its first place is given back. Measured: 23 to 40 MiB besides the shard, of 424 and of 1144 MiB of weights."""
     saved(tmp_path / "tiny")
@@ -148,7 +143,7 @@ def test_no_process_holds_all(
         assert shard / 2 < most < shard + max(sizes) + 64, (most, shard, max(sizes))
 
 
-def experts_of_others(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
+def experts_of_others(rank, world, folder):
     """What a released folder's experts are on different ranks. Runs in a worker."""
     found = []
     for stage in (0, 1, 3):
@@ -172,7 +167,7 @@ def experts_of_others(rank: int, world: int, folder: str) -> list[dict[str, torc
         for name in experts.SIZES
     ],
 )
-def test_each_rank_reads_its_experts(pool: Pool, tmp_path: Path, family: str) -> None:
+def test_each_rank_reads_its_experts(pool, tmp_path, family):
     """Of a folder as it is released, in which each expert has tensors of its own (all but GPT-OSS), in several files."""
     model = experts.build(experts.Case(family), dtype=torch.bfloat16)  # type: ignore[arg-type]
     wanted = {name: parameter.float() for name, parameter in model.named_parameters()}
@@ -191,7 +186,7 @@ def test_each_rank_reads_its_experts(pool: Pool, tmp_path: Path, family: str) ->
             )
 
 
-def test_what_is_built(tmp_path: Path) -> None:
+def test_what_is_built(tmp_path):
     """Fields and dtype; a head that the files lack; a model inside of another one."""
     saved(tmp_path)
     model: Any = plait.from_pretrained(tmp_path, dtype=torch.bfloat16, use_cache=False)

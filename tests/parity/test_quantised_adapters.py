@@ -4,7 +4,6 @@ Trainer. Where bitsandbytes is installed (`make bitsandbytes`)."""
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from plait.errors import ModelError
 from tests.parity import adapted, trainers
 from tests.parity.trainers import close, zero
-from tests.pool import Pool
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -22,7 +20,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}
 SETTINGS = {"learning_rate": 3e-2, "save_strategy": "steps", "save_steps": 2}
 
 
-def model(dtype: torch.dtype, *, folder: str, bits: int) -> Any:
+def model(dtype, *, folder, bits):
     """The tiny model from a folder, quantised while it is loaded; adapters and what is computed in are float32."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -41,7 +39,7 @@ def model(dtype: torch.dtype, *, folder: str, bits: int) -> Any:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> str:
+def base(tmp_path):
     trainers.model(**SIZES).save_pretrained(tmp_path / "base")
     return str(tmp_path / "base")
 
@@ -56,9 +54,7 @@ def base(tmp_path: Path) -> str:
         pytest.param(2, 1, {"parallel": {"pp": 2}}, 8, id="8bit-pp2"),
     ],
 )
-def test_it_is_one_process(
-    pool: Pool, tmp_path: Path, base: str, world: int, dp: int, config: dict[str, Any], bits: int
-) -> None:
+def test_it_is_one_process(pool, tmp_path, base, world, dp, config, bits):
     """Quantised weights are replicated on every rank, or on their stage's ranks; what else there is follows the ZeRO stage."""
     made = partial(model, folder=base, bits=bits)
     wanted = trainers.native(dp, made=made, **SETTINGS)
@@ -75,9 +71,7 @@ def test_it_is_one_process(
     )
 
 
-def goes_on(
-    rank: int, world: int, config: dict[str, Any], folder: str, base: str, resume: str
-) -> dict[str, list[float]]:
+def goes_on(rank, world, config, folder, base, resume):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -94,7 +88,7 @@ def goes_on(
         return trainers.history(trainer)
 
 
-def test_it_goes_on_in_a_pipeline(pool: Pool, tmp_path: Path, base: str) -> None:
+def test_it_goes_on_in_a_pipeline(pool, tmp_path, base):
     made = partial(model, folder=base, bits=4)
     wanted = trainers.native(2, made=made, **SETTINGS)
     pool.run(2, trainers.on_plait, zero(2), str(tmp_path / "out"), {"made": made, **SETTINGS})
@@ -107,7 +101,7 @@ def test_it_goes_on_in_a_pipeline(pool: Pool, tmp_path: Path, base: str) -> None
 
 
 @pytest.mark.parametrize("config", [zero(2), {"parallel": {"pp": 2}}], ids=["zero2", "pp2"])
-def test_in_bfloat16(pool: Pool, tmp_path: Path, base: str, config: dict[str, Any]) -> None:
+def test_in_bfloat16(pool, tmp_path, base, config):
     """Adapters are float32 and compute in bfloat16, as the loss of one process does to its rounding."""
     made = partial(model, folder=base, bits=4)
     dp = 1 if "parallel" in config else 2
@@ -125,7 +119,7 @@ def test_in_bfloat16(pool: Pool, tmp_path: Path, base: str, config: dict[str, An
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-2)
 
 
-def refused(rank: int, world: int, folder: str, base: str) -> list[str]:
+def refused(rank, world, folder, base):
     """Runs in a worker."""
     from accelerate.state import AcceleratorState
 
@@ -154,7 +148,7 @@ def refused(rank: int, world: int, folder: str, base: str) -> list[str]:
     return said
 
 
-def test_what_is_refused(pool: Pool, tmp_path: Path, base: str) -> None:
+def test_what_is_refused(pool, tmp_path, base):
     for tensor, offload in pool.run(2, refused, str(tmp_path / "out"), base):
         assert "q_proj (Linear4bit) cannot be 'colwise'" in tensor
         assert "bitsandbytes, whose scales are not with its values" in offload

@@ -17,7 +17,7 @@ from plait.model.blocks import find_blocks
 from plait.parallel.parts import Parts
 from plait.sizes import GIB
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.fake.activations import LAYERS, LENGTH, foretold
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same
@@ -25,7 +25,6 @@ from tests.parity.digests import build, digest
 from tests.parity.pipelines import SCHEDULES, named
 from tests.parity.pipelines import settings as pipeline_settings
 from tests.parity.tensor_parallel import check, plan, settings
-from tests.pool import Pool
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
@@ -36,14 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def digests(
-    rank: int,
-    world: int,
-    kind: str,
-    config: dict[str, Any],
-    modes: list[dict[str, Any]],
-    dtype: torch.dtype,
-) -> list[str]:
+def digests(rank, world, kind, config, modes, dtype):
     """One run without recompute, and one for each of `modes`. Runs in a worker."""
     found = []
     dp = world // config["parallel"]["tp"]
@@ -72,14 +64,7 @@ def digests(
     return found
 
 
-def same_bits(
-    pool: Pool,
-    world: int,
-    kind: str,
-    config: dict[str, Any],
-    modes: list[dict[str, Any]],
-    dtype: Any = torch.float64,
-) -> None:
+def same_bits(pool, world, kind, config, modes, dtype=torch.float64):
     """Every mode gives the bits of the first run."""
     for found in pool.run(world, digests, kind, config, modes, dtype):
         assert len(found) == len(modes) + 1
@@ -94,13 +79,13 @@ ALL = list(MODES.values())
     ("kind", "stage", "modes"),
     [("gpt2", 0, ALL), ("llama", 1, ALL[2:3]), ("qwen3", 2, ALL[:1]), ("gpt2", 3, ALL[1:3])],
 )
-def test_with_zero(pool: Pool, kind: str, stage: int, modes: list[dict[str, Any]]) -> None:
+def test_with_zero(pool, kind, stage, modes):
     """Two data-parallel ranks, accumulation."""
     same_bits(pool, 2, kind, settings(2, 1, stage, 1, 2), modes)
 
 
 @pytest.mark.parametrize(("kind", "modes"), [("llama", ALL[2:4]), ("gpt2", ALL[2:])])
-def test_with_tensor_parallelism(pool: Pool, kind: str, modes: list[dict[str, Any]]) -> None:
+def test_with_tensor_parallelism(pool, kind, modes):
     """tp 2; also with inputs in slices."""
     same_bits(pool, 2, kind, settings(2, 2, 0, 1, 2), [*modes, {"mode": "full", "partition": True}])
 
@@ -112,7 +97,7 @@ def test_with_tensor_parallelism(pool: Pool, kind: str, modes: list[dict[str, An
         pytest.param(ALL[2:3], id="selective"),
     ],
 )
-def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> None:
+def test_with_sequence_parallelism(pool, modes):
     """Lengths that tp does not divide; the length of a micro-batch is remembered for its backward. Slices of sequences are not aligned in
     memory as whole ones are, and products of float64 differ by that in the last bit, so this is not compared bit by bit."""
     first, *others = pool.run(4, traces, "qwen3", settings(4, 2, 3, 1, 2, True), modes)[0]
@@ -128,9 +113,7 @@ PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [
 ]
 
 
-def in_pipeline(
-    rank: int, world: int, config: dict[str, Any], modes: list[dict[str, Any]]
-) -> tuple[list[str], list[tuple[str, ...]]]:
+def in_pipeline(rank, world, config, modes):
     """One run without recompute, and one for each of `modes`; what every block did. Runs in a worker."""
     found, chosen = [], []
     dp = config["parallel"].get("dp_shard", 1)
@@ -166,9 +149,7 @@ def in_pipeline(
         for case in PIPELINES
     ],
 )
-def test_in_a_pipeline(
-    pool: Pool, world: int, config: dict[str, Any], modes: list[dict[str, Any]]
-) -> None:
+def test_in_a_pipeline(pool, world, config, modes):
     """A budget for all micro-batches in flight, ranks for themselves; dropout, tied embeddings, ragged micro-batches; backwards in halves
     recompute twice."""
     ranks = pool.run(world, in_pipeline, config, modes)
@@ -180,7 +161,7 @@ def test_in_a_pipeline(
 
 @pytest.mark.proof
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_every_pipeline(pool: Pool, schedule: str) -> None:
+def test_in_every_pipeline(pool, schedule):
     """Every schedule, with tensor parallelism; a budget and all modes."""
     modes: list[dict[str, Any]] = [{"mode": "budget"}, {"mode": "selective"}, {"mode": "full"}]
     for bits, chosen in pool.run(
@@ -189,7 +170,7 @@ def test_in_every_pipeline(pool: Pool, schedule: str) -> None:
         assert bits == [bits[0]] * (1 + len(modes)), chosen
 
 
-def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
+def with_uneven_slices(rank, world, pp):
     """A budget that the rank with the smaller slice of the vocabulary would keep without recompute, and the other not. Runs in a worker."""
     if pp == 1:
         config = settings(world, 2, 0, 1, 1)
@@ -214,7 +195,7 @@ def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.proof)])
-def test_ranks_with_uneven_slices_decide_alike(pool: Pool, pp: int) -> None:
+def test_ranks_with_uneven_slices_decide_alike(pool, pp):
     """A block that one rank of tp recomputes and another does not would wait for ever in a collective."""
     found = pool.run(2 * pp, with_uneven_slices, pp)
     for first, second in zip(found[::2], found[1::2], strict=True):
@@ -222,9 +203,7 @@ def test_ranks_with_uneven_slices_decide_alike(pool: Pool, pp: int) -> None:
     assert any(set(modes) != {"none"} for modes in found)
 
 
-def traces(
-    rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]]
-) -> list[Trace]:
+def traces(rank, world, kind, config, modes):
     """One run without recompute, and one for each of `modes`. Runs in a worker."""
     found = []
     for mode in ({}, *modes):
@@ -242,7 +221,7 @@ def traces(
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
-def test_everywhere(pool: Pool, kind: str, stage: int, sequence: bool) -> None:
+def test_everywhere(pool, kind, stage, sequence):
     """tp 2 x dp 2, every mode."""
     if kind == "gpt2" and sequence:
         pytest.skip("GPT-2 has no sequence parallelism")
@@ -263,7 +242,7 @@ def test_everywhere(pool: Pool, kind: str, stage: int, sequence: bool) -> None:
     ids=["bf16", "fp16"],
 )
 @pytest.mark.parametrize("tp", [1, 2])
-def test_with_mixed_precision(pool: Pool, precision: dict[str, Any], tp: int) -> None:
+def test_with_mixed_precision(pool, precision, tp):
     """float32 parameters."""
     config = {**settings(2, tp, 2, 1, 2), **precision}
     same_bits(pool, 2, "llama", config, ALL[:1] if tp == 1 else ALL[2:3], torch.float32)
@@ -271,12 +250,12 @@ def test_with_mixed_precision(pool: Pool, precision: dict[str, Any], tp: int) ->
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.proof), "plain"])
-def test_equals_one_process(pool: Pool, kind: str, mode: str) -> None:
+def test_equals_one_process(pool, kind, mode):
     """tp 2 x dp 2, ZeRO 3, against plain torch."""
     check(pool, 4, kind, False, settings(4, 2, 3, 1, 2, recompute={"mode": mode}, **plan(kind)))
 
 
-def interleaved(rank: int, world: int, mode: str) -> dict[str, torch.Tensor]:
+def interleaved(rank, world, mode):
     """Two micro-batches of different lengths forward, then backward of both, as a pipeline does. Runs in a worker."""
     config = settings(2, 2, 0, 1, 2, True, recompute={"mode": mode})
     engine = cases.engine(build("llama", torch.float64, dropout=False), config)
@@ -289,7 +268,7 @@ def interleaved(rank: int, world: int, mode: str) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_micro_batch_is_recomputed_with_its_own_length(pool: Pool) -> None:
+def test_a_micro_batch_is_recomputed_with_its_own_length(pool):
     """Another one, of another length, has gone through since."""
     wanted, found = pool.run(2, interleaved, "none"), pool.run(2, interleaved, "full")
     for plain, recomputed in zip(wanted, found, strict=True):

@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-import plait
 from plait.errors import CheckpointError, InputError
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
-from tests.pool import Pool
 
 LAMBDA = torch.optim.lr_scheduler.LambdaLR
 
@@ -27,12 +25,12 @@ LAMBDA = torch.optim.lr_scheduler.LambdaLR
 class Plain(torch.optim.Optimizer):
     """A user's optimizer that looks at no `lr`, decays at every step, and counts in its group, in a state and beside both."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "rate": 0.01, "count": 0})
         self.total = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         self.total += 1
         for group in self.param_groups:
             group["count"] += 1
@@ -45,10 +43,10 @@ class Plain(torch.optim.Optimizer):
                         group["rate"] * state["mean"] * (len(state["history"]) + self.total)
                     )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {**super().state_dict(), "total": self.total}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.total = state_dict.pop("total")
         super().load_state_dict(state_dict)
 
@@ -62,16 +60,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def engine_of(
-    world: int,
-    *,
-    stage: int = 2,
-    lr: float = 0.01,
-    kind: str = "plain",
-    layers: int | None = None,
-    made: Any = None,
-    **more: Any,
-) -> plait.Engine:
+def engine_of(world, *, stage=2, lr=0.01, kind="plain", layers=None, made=None, **more):
     """One micro-batch of two samples a rank and step, float64."""
     conf: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -85,28 +74,28 @@ def engine_of(
     return cases.engine(model, conf | more, optimizer=made, lr_scheduler=scheduler)
 
 
-def batch(rank: int, step: int) -> dict[str, torch.Tensor]:
+def batch(rank, step):
     ids = torch.randint(
         0, cases.VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank)
     )
     return {"input_ids": ids, "labels": ids}
 
 
-def go(engine: plait.Engine, *steps: int) -> plait.Engine:
+def go(engine, *steps):
     for step in steps:
         engine.train_batch(batch(engine.dp_rank, step))
     return engine
 
 
-def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
+def weights(engine):
     return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def differing(one, other):
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def saved_and_not(rank: int, world: int, folder: str, names: list[str]) -> dict[str, list[str]]:
+def saved_and_not(rank, world, folder, names):
     """By optimizer: the parameters that differ, with a word for when. Runs in a worker."""
     found: dict[str, list[str]] = {}
     for name in names:
@@ -136,7 +125,7 @@ def saved_and_not(rank: int, world: int, folder: str, names: list[str]) -> dict[
     return found
 
 
-def test_saving_and_loading_change_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_saving_and_loading_change_nothing(pool, tmp_path):
     """A7: saved or loaded before the first update, and saved and loaded after one, training goes on to the same bits."""
     for world, names in (
         (2, ["adamw", "a user's"]),
@@ -147,10 +136,10 @@ def test_saving_and_loading_change_nothing(pool: Pool, tmp_path: Path) -> None:
         }
 
 
-def skipped_first(rank: int, world: int, folder: str) -> list[str]:
+def skipped_first(rank, world, folder):
     """Runs in a worker."""
 
-    def build() -> plait.Engine:
+    def build():
         return engine_of(world, fp16={"enabled": True, "initial_scale_power": 40}, stage=0)
 
     straight, saved = go(build(), 1), go(build(), 1)
@@ -166,7 +155,7 @@ def skipped_first(rank: int, world: int, folder: str) -> list[str]:
     return differing(weights(straight), weights(saved))
 
 
-def test_saving_after_skipped_steps_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_saving_after_skipped_steps_changes_nothing(pool, tmp_path):
     """A7, where every step so far overflowed."""
     assert pool.run(1, skipped_first, str(tmp_path))[0] == []
 
@@ -185,7 +174,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-def schedules_go_on(rank: int, world: int, folder: str) -> dict[str, Any]:
+def schedules_go_on(rank, world, folder):
     """(rates straight, rates resumed) by schedule. Runs in a worker."""
     found: dict[str, Any] = {}
     for name, make in SCHEDULERS.items():
@@ -205,7 +194,7 @@ def schedules_go_on(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_every_schedule_goes_on(pool: Pool, tmp_path: Path) -> None:
+def test_every_schedule_goes_on(pool, tmp_path):
     """A9: integer keys, functions, schedules of schedules; and a client state of such values."""
     for name, (straight, resumed, different) in pool.run(1, schedules_go_on, str(tmp_path))[
         0
@@ -217,7 +206,7 @@ def test_every_schedule_goes_on(pool: Pool, tmp_path: Path) -> None:
         json.loads(file.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
-def test_a_schedule_that_needs_a_metric_is_refused(pool: Pool) -> None:
+def test_a_schedule_that_needs_a_metric_is_refused(pool):
     """B15: before the first step, with the way to use it."""
     said = pool.run(1, refusals)[0]
     assert (
@@ -227,10 +216,10 @@ def test_a_schedule_that_needs_a_metric_is_refused(pool: Pool) -> None:
     assert "the state of LambdaLR.odd is a object" in said[1]
 
 
-def refusals(rank: int, world: int) -> list[str]:
+def refusals(rank, world):
     """Runs in a worker."""
 
-    def odd(optimizer: torch.optim.Optimizer) -> Any:
+    def odd(optimizer):
         scheduler = LAMBDA(optimizer, lambda _: 1.0)
         scheduler.odd = object()  # type: ignore[attr-defined]
         return scheduler
@@ -251,10 +240,10 @@ WARM = {
 }
 
 
-def changed(rank: int, world: int, folder: str) -> dict[str, Any]:
+def changed(rank, world, folder):
     """(rates after resuming, the same as if it had always been so, notes) by case. Runs in a worker."""
 
-    def adamw(**params: Any) -> dict[str, Any]:
+    def adamw(**params):
         return {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, **params}}}
 
     decay = {"lr_scheduler": SCHEDULERS["lambda"]}
@@ -309,7 +298,7 @@ def changed(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_what_the_configuration_says_now_wins(pool: Pool, tmp_path: Path) -> None:
+def test_what_the_configuration_says_now_wins(pool, tmp_path):
     """A10: a changed learning rate, schedule, weight decay or beta takes effect and is said; what did not change goes on."""
     found = pool.run(1, changed, str(tmp_path))[0]
     assert found.pop("by hand") == [0.123]
@@ -341,7 +330,7 @@ def test_what_the_configuration_says_now_wins(pool: Pool, tmp_path: Path) -> Non
         assert len(said[name]) == 1 and "the learning rate continues at" in said[name][0], name
 
 
-def other_depth(rank: int, world: int, folder: str) -> list[str]:
+def other_depth(rank, world, folder):
     """Runs in a worker."""
     go(engine_of(1, stage=0, layers=4), 0).save_checkpoint(Path(folder) / "four")
     go(engine_of(1, stage=0, layers=2), 0).save_checkpoint(Path(folder) / "two")
@@ -356,17 +345,17 @@ def other_depth(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
-def test_missing_and_extra_tensors_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_missing_and_extra_tensors_are_refused(pool, tmp_path):
     """A13: a deeper checkpoint does not load into a shallower model, nor the other way round."""
     deeper, shallower = pool.run(1, other_depth, str(tmp_path))[0]
     assert "is of another model: it has 14 tensors that this model lacks: blocks.2." in deeper
     assert "is of another model: it lacks 14 tensors that this model has: blocks.2." in shallower
 
 
-def drawn(rank: int, world: int, folder: str, first: dict[str, int], second: dict[str, int]) -> Any:
+def drawn(rank, world, folder, first, second):
     """(state when saved, state when loaded, a draw, notes). Runs in a worker."""
 
-    def build(degrees: dict[str, int]) -> plait.Engine:
+    def build(degrees):
         return engine_of(world, kind="llama", parallel=degrees)
 
     engine = build(first)
@@ -385,7 +374,7 @@ def drawn(rank: int, world: int, folder: str, first: dict[str, int], second: dic
     )
 
 
-def test_generators_follow_the_layout(pool: Pool, tmp_path: Path) -> None:
+def test_generators_follow_the_layout(pool, tmp_path):
     """A6: the same layout goes on where it was; on another one, ranks of tp draw alike, and ranks of dp do not."""
     data, tensor = {"dp_shard": 2, "tp": 1}, {"dp_shard": 1, "tp": 2}
     for index, (first, second) in enumerate([(data, data), (data, tensor), (tensor, data)]):

@@ -1,21 +1,14 @@
 """Rotary frequencies that follow the length, on layouts: the tokens of Transformers' generate of each request alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 import plait
 from tests.parity.layouts import TWO
-from tests.pool import Pool
 from tests.unit.inference.models import built
 from tests.unit.inference.ropes import KINDS, NEW, PROMPTS, expected_tokens
 
 
-def generated(
-    rank: int, world: int, kind: str, config: dict[str, Any]
-) -> list[tuple[list[int], list[int]]]:
+def generated(rank, world, kind, config):
     """Each of this rank's prompts, and what it became. Runs in a worker."""
     name, fields = KINDS[kind]
     model = built(name, layers=2, **fields)
@@ -29,7 +22,7 @@ def generated(
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_layouts(pool: Pool, kind: str) -> None:
+def test_layouts(pool, kind):
     name, fields = KINDS[kind]
     expected = [
         (prompt, expected_tokens(built(name, layers=2, **fields), prompt)) for prompt in PROMPTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from plait.errors import CheckpointError, InputError
 from plait.hf.checkpoints import refuse_empty_files
 from tests.parity import adapted, trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 SETTINGS = {"learning_rate": 3e-2, "max_steps": 2}
 
 
-def saved_in(folder: Path | str) -> dict[str, torch.Tensor]:
+def saved_in(folder):
     """Every tensor of a folder's own files."""
     return {
         name: tensor
@@ -32,7 +30,7 @@ def saved_in(folder: Path | str) -> dict[str, torch.Tensor]:
     }
 
 
-def merged_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) -> None:
+def merged_on_plait(rank, world, config, folder):
     """Train adapters, merge them, and save. Runs in a worker."""
     with trainers.launched(rank, world):
         trainer = trainers.trainer_of(folder, config, {"model": adapted.model()}, **SETTINGS)
@@ -43,7 +41,7 @@ def merged_on_plait(rank: int, world: int, config: dict[str, Any], folder: str) 
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_merged_adapters(pool: Pool, tmp_path: Path, stage: int) -> None:
+def test_merged_adapters(pool, tmp_path, stage):
     """The weights of one process that merges its adapters, and no adapter file."""
     pytest.importorskip("peft")
     from transformers import Trainer, TrainingArguments
@@ -65,7 +63,7 @@ def test_merged_adapters(pool: Pool, tmp_path: Path, stage: int) -> None:
         )
 
 
-def two_adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> None:
+def two_adapters(rank, world, config, folder):
     """Save before and after another adapter is made the active one. Runs in a worker."""
     from peft import LoraConfig
 
@@ -82,7 +80,7 @@ def two_adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> 
 
 
 @pytest.mark.parametrize("config", [zero(3), {"parallel": {"pp": 2}}], ids=["zero3", "pp2"])
-def test_every_adapter_is_saved(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_every_adapter_is_saved(pool, tmp_path, config):
     """Each in its own folder, as PEFT does, whichever of them is active."""
     pytest.importorskip("peft")
     pool.run(2, two_adapters, config, str(tmp_path))
@@ -93,16 +91,14 @@ def test_every_adapter_is_saved(pool: Pool, tmp_path: Path, config: dict[str, An
             assert torch.equal(tensor, after[name]), name
 
 
-def said(call: Callable[[], Any]) -> str:
+def said(call):
     """The words of a refusal."""
     with pytest.raises(InputError) as raised:
         call()
     return str(raised.value)
 
 
-def saved_by_scripts(
-    rank: int, world: int, config: dict[str, Any], folder: str
-) -> tuple[list[str], dict[str, Any]]:
+def saved_by_scripts(rank, world, config, folder):
     """Ways of scripts to save a Trainer's model. Runs in a worker."""
     with trainers.launched(rank, world):
         trainer = trainers.trainer_of(folder, config, max_steps=1)
@@ -135,7 +131,7 @@ def saved_by_scripts(
     [zero(3), {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}],
     ids=["zero3", "tp2", "pp2"],
 )
-def test_parts_are_no_weights(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_parts_are_no_weights(pool, tmp_path, config):
     """The advised call returns every weight, in plain tensors, on the first process."""
     found = pool.run(2, saved_by_scripts, config, str(tmp_path))
     for refusals, _ in found:
@@ -159,7 +155,7 @@ def test_parts_are_no_weights(pool: Pool, tmp_path: Path, config: dict[str, Any]
     )
 
 
-def part_of_a_pipeline(rank: int, world: int, folder: str) -> tuple[str, dict[str, torch.Tensor]]:
+def part_of_a_pipeline(rank, world, folder):
     """What a script saves of an engine's model, and what the refusal advises. Runs in a worker."""
     config = {
         "train_batch_size": 2,
@@ -176,7 +172,7 @@ def part_of_a_pipeline(rank: int, world: int, folder: str) -> tuple[str, dict[st
     return refusal, weights
 
 
-def test_a_stage_is_not_the_model(pool: Pool, tmp_path: Path) -> None:
+def test_a_stage_is_not_the_model(pool, tmp_path):
     wanted = trainers.model().state_dict()
     for refusal, weights in pool.run(2, part_of_a_pipeline, str(tmp_path)):
         assert (
@@ -187,7 +183,7 @@ def test_a_stage_is_not_the_model(pool: Pool, tmp_path: Path) -> None:
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
 
 
-def merged_parts(rank: int, world: int, folder: str) -> list[str]:
+def merged_parts(rank, world, folder):
     """Merge adapters of which each rank has a part, and save them as advised. Runs in a worker."""
     with trainers.launched(rank, world):
         trainer = trainers.trainer_of(
@@ -200,7 +196,7 @@ def merged_parts(rank: int, world: int, folder: str) -> list[str]:
         return refusals
 
 
-def test_adapters_of_which_ranks_have_parts(pool: Pool, tmp_path: Path) -> None:
+def test_adapters_of_which_ranks_have_parts(pool, tmp_path):
     """The advised way merges them in one process."""
     peft = pytest.importorskip("peft")
     for refusals in pool.run(2, merged_parts, str(tmp_path)):
@@ -219,7 +215,7 @@ def test_adapters_of_which_ranks_have_parts(pool: Pool, tmp_path: Path) -> None:
     assert not torch.equal(merged[name], before[name])
 
 
-def with_images(kind: str) -> Any:
+def with_images(kind):
     """A tiny model whose parameters have other names in files."""
     import transformers
 
@@ -253,7 +249,7 @@ def with_images(kind: str) -> Any:
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
-def saved_with_images(rank: int, world: int, kind: str, folder: str) -> None:
+def saved_with_images(rank, world, kind, folder):
     """Runs in a worker: before and after the model is sharded."""
     with trainers.launched(rank, world):
         model = with_images(kind)
@@ -267,7 +263,7 @@ def saved_with_images(rank: int, world: int, kind: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
-def test_names_of_models_with_images(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_names_of_models_with_images(pool, tmp_path, kind):
     """Those of `save_pretrained`, which follow from the class."""
     pool.run(2, saved_with_images, kind, str(tmp_path))
     wanted, found = saved_in(tmp_path / "native"), saved_in(tmp_path / "ours")
@@ -278,17 +274,17 @@ def test_names_of_models_with_images(pool: Pool, tmp_path: Path, kind: str) -> N
 class Net(nn.Module):
     """Two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def saved_without_a_trainer(rank: int, world: int, which: str, folder: str) -> tuple[str, bool]:
+def saved_without_a_trainer(rank, world, which, folder):
     """Runs in a worker: what torch.save says, and whether the advice gives the full weights."""
     torch.manual_seed(1)
     model = Net()
@@ -308,7 +304,7 @@ def saved_without_a_trainer(rank: int, world: int, which: str, folder: str) -> t
 
 
 @pytest.mark.parametrize("which", ["initialize", "parallelize"])
-def test_torch_save_of_shards(pool: Pool, tmp_path: Path, which: str) -> None:
+def test_torch_save_of_shards(pool, tmp_path, which):
     for refusal, is_full in pool.run(2, saved_without_a_trainer, which, str(tmp_path)):
         assert (
             "this process has only its own shard" in refusal and "full_state_dict=True" in refusal
@@ -316,7 +312,7 @@ def test_torch_save_of_shards(pool: Pool, tmp_path: Path, which: str) -> None:
         assert is_full
 
 
-def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_refused(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "other").mkdir()
     save_file({}, tmp_path / "other" / "adapter_model.safetensors")
@@ -328,7 +324,7 @@ def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_checkpoints_have_what_the_optimizer_holds() -> None:
+def test_checkpoints_have_what_the_optimizer_holds():
     """Of a model whose checkpoints leave out what was frozen: also what was unfrozen since."""
     model = Net()
     model.layers[1].requires_grad_(False)

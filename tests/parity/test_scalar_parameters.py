@@ -1,44 +1,38 @@
 """0-dimensional parameters, such as CLIP's temperature, at every ZeRO stage."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import plait
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
+from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, plain_trace, settings
-from tests.pool import Pool
 
 
 class ScaledModel(cases.PlainModel):
     """A model with a scalar in the root and one in each block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(tied=True)
         self.logit_scale = nn.Parameter(torch.tensor(0.3))
         for block in self.blocks:
             block.gain = nn.Parameter(torch.tensor(0.9))
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden, False) * block.gain if side else block(hidden, False)
         return cases.Output(self.head(hidden) * self.logit_scale.exp())
 
 
-def build() -> ScaledModel:
+def build():
     """The model in float64, with the same weights on every call."""
     torch.manual_seed(7)
     return ScaledModel().to(torch.float64)
 
 
-def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
+def steps(micro_batches):
     """Steps of which the second does not use the scalars of blocks, and of the third only the first micro-batch does."""
     plan = cases.ragged_steps(micro_batches, steps=3, keys=())
     uses = [lambda index: True, lambda index: False, lambda index: index == 0]
@@ -48,7 +42,7 @@ def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+def train(rank, world, config):
     """Runs in a worker."""
     engine = plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
     trace = engine_trace(engine, steps(world * config["gradient_accumulation_steps"]))
@@ -56,19 +50,19 @@ def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (2, 1), (3, 2)])
-def test_scalars_train_at_every_stage(pool: Pool, stage: int, accumulation: int) -> None:
+def test_scalars_train_at_every_stage(pool, stage, accumulation):
     trace = pool.run(2, train, settings(2, stage, 1, accumulation))[0]
     expected = plain_trace(build(), steps(2 * accumulation))
     assert_same(expected, trace)
 
 
-def mean_of(model: Any, piece: dict[str, Any]) -> torch.Tensor:
+def mean_of(model, piece):
     """Mean over the targets of a micro-batch."""
     total, weight = plait.causal_lm_loss(model(piece["input_ids"], side=piece["side"]), piece)
     return total / max(int(weight), 1)
 
 
-def own_loop(rank: int, world: int) -> dict[str, torch.Tensor | None]:
+def own_loop(rank, world):
     """Runs in a worker. Returns the gradients of two micro-batches per rank."""
     model = build()
     sharded = plait.parallelize(model, settings(2, 2, 1, 2))
@@ -82,7 +76,7 @@ def own_loop(rank: int, world: int) -> dict[str, torch.Tensor | None]:
     }
 
 
-def test_own_loop(pool: Pool) -> None:
+def test_own_loop(pool):
     model = build()
     for piece in steps(4)[2]:
         (mean_of(model, piece) / 4).backward()
@@ -97,7 +91,7 @@ def test_own_loop(pool: Pool) -> None:
             )
 
 
-def save_and_load(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
+def save_and_load(rank, world, folder):
     """Runs in a worker. Returns the losses of a run, and of one that goes on from its checkpoint on another layout."""
     plan = steps(world)
     engine = plait.initialize(build(), settings(2, 3, 1, 1), loss_fn=plait.causal_lm_loss)
@@ -109,6 +103,6 @@ def save_and_load(rank: int, world: int, folder: str) -> tuple[list[float], list
     return losses, [float(engine.train_batch([step[rank]])) for step in plan[1:]]
 
 
-def test_checkpoint_on_another_layout(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoint_on_another_layout(pool, tmp_path):
     for losses, resumed in pool.run(2, save_and_load, str(tmp_path)):
         assert resumed == pytest.approx(losses, rel=1e-12)

@@ -1,11 +1,6 @@
 """TRL's SFTTrainer on Plait's layouts is the same in one process, with its head that TRL computes from the weight itself."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +9,13 @@ from plait.errors import ConfigError, InputError
 from plait.hf.fields import FIELDS, TRL, examined
 from tests.parity import adapted, trainers, trl_runs, words
 from tests.parity.trainers import close, zero
-from tests.pool import Pool
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.proof  # importing TRL takes ten seconds
 METRICS = ("mean_token_accuracy", "entropy", "num_tokens")
 
 
-def made(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: Any) -> Any:
+def made(wrap, folder, *, lora, **settings):
     """With TRL's own default of recomputed blocks and plain SGD, whose weights follow the gradients themselves."""
     from trl import SFTConfig, SFTTrainer
 
@@ -46,9 +40,7 @@ def made(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: A
         pytest.param(2, zero(0), False, id="dp2"),
     ],
 )
-def test_supervised_fine_tuning_is_one_process(
-    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], lora: bool
-) -> None:
+def test_supervised_fine_tuning_is_one_process(pool, tmp_path, dp, config, lora):
     wanted = trl_runs.native(made, METRICS, dp, lora=lora)
     found = pool.run(2, trl_runs.on_plait, made, METRICS, config, str(tmp_path), lora)[0]
     close(found, wanted)
@@ -57,7 +49,7 @@ def test_supervised_fine_tuning_is_one_process(
         assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
 
 
-def packed(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: Any) -> Any:
+def packed(wrap, folder, *, lora, **settings):
     """Several texts in a row of 16 tokens, with positions of their own."""
     return made(wrap, folder, lora=lora, packing=True, max_length=16, **settings)
 
@@ -65,23 +57,21 @@ def packed(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings:
 @pytest.mark.parametrize(
     ("dp", "config"), [(2, zero(3)), (1, {"parallel": {"tp": 2}}), (2, zero(0))]
 )
-def test_packed_rows_are_those_of_one_process(
-    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
-) -> None:
+def test_packed_rows_are_those_of_one_process(pool, tmp_path, dp, config):
     wanted = trl_runs.native(packed, (), dp, lora=False)
     found = pool.run(2, trl_runs.on_plait, packed, (), config, str(tmp_path), False)[0]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
     assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-5)
 
 
-def refused(rank: int, world: int, folder: str) -> str:
+def refused(rank, world, folder):
     """Runs in a worker."""
     with pytest.raises(ConfigError) as raised:
         trl_runs.on_plait(rank, world, made, METRICS, {"parallel": {"pp": 2}}, folder, lora=False)
     return str(raised.value)
 
 
-def test_every_field_is_known() -> None:
+def test_every_field_is_known():
     """A release of TRL with a new field fails here, and not in a user's run."""
     import trl
 
@@ -99,7 +89,7 @@ def test_every_field_is_known() -> None:
         ("orpo", "ORPOTrainer", False),
     ],
 )
-def test_other_trainers_of_trl(where: str, name: str, generates: bool) -> None:
+def test_other_trainers_of_trl(where, name, generates):
     """Also those that are subclasses of the two that are taken; each for its own reason."""
     from plait.hf import wrap
 
@@ -112,7 +102,7 @@ def test_other_trainers_of_trl(where: str, name: str, generates: bool) -> None:
     assert ("generates between steps" in str(raised.value)) is generates
 
 
-def test_what_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_what_is_refused(pool, tmp_path):
     import trl
 
     from plait.hf import wrap

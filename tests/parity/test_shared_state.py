@@ -1,22 +1,18 @@
 """State that a forward changes, where ranks of cp and tp compute a micro-batch together."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import plait
 from tests.parity import cases
-from tests.pool import Pool
 
 
 class StatefulLayer(LlamaDecoderLayer):
     """A layer with a counter, which is the same on all ranks, and a running mean and a number, which follow from the tokens."""
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states, **kwargs):
         hidden = super().forward(hidden_states, **kwargs)
         hidden = hidden * (1 + 0.05 * self.calls + self.level) + self.mean
         self.calls += 1
@@ -25,7 +21,7 @@ class StatefulLayer(LlamaDecoderLayer):
         return hidden
 
 
-def train(parallel: dict[str, Any], *, own_loop: bool = False) -> tuple[float, list[str]]:
+def train(parallel, *, own_loop=False):
     """The loss of the third step, and the warnings."""
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
     for layer in model.model.layers:
@@ -59,7 +55,7 @@ def train(parallel: dict[str, Any], *, own_loop: bool = False) -> tuple[float, l
     return loss, [message for message in messages if "the forward changes" in message]
 
 
-def trained(rank: int, world: int) -> dict[str, tuple[float, list[str]]]:
+def trained(rank, world):
     """Runs in a worker."""
     return {
         "cp": train({"cp": 2, "context": "all-gather-kv"}),
@@ -69,7 +65,7 @@ def trained(rank: int, world: int) -> dict[str, tuple[float, list[str]]]:
     }
 
 
-def test_state_of_a_part_of_the_tokens_is_named_once(pool: Pool) -> None:
+def test_state_of_a_part_of_the_tokens_is_named_once(pool):
     """And what the warning advises, `sequence_parallel = false`, gives the numbers of one process."""
     first, second = pool.run(2, trained)
     for name, remedy in (

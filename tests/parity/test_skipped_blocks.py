@@ -1,18 +1,13 @@
 """Ranks that run different blocks in one step: LayerDrop, stochastic depth, samples without an image."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 import plait
 from plait.errors import CommunicationError
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
+from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, materialise_model, plain_trace, settings
-from tests.pool import Pool
 
 LAYERS = 4
 SKIPPED = [["1", "2"], ["", "03"], ["012", ""], ["3", "3"], ["", ""]]
@@ -24,7 +19,7 @@ class SkippingModel(cases.PlainModel):
 
     repeats = False
 
-    def forward(self, input_ids: torch.Tensor, skip: str = "", penalty: bool = False) -> Any:
+    def forward(self, input_ids, skip="", penalty=False):
         hidden = self.embed(input_ids)
         for index, block in enumerate(self.blocks):
             if str(index) not in skip:
@@ -35,14 +30,14 @@ class SkippingModel(cases.PlainModel):
         return cases.Output(self.head(hidden))
 
 
-def build(*, device: str = "meta") -> SkippingModel:
+def build(*, device="meta"):
     """The model, in float64."""
     torch.manual_seed(7)
     with torch.device(device):
         return SkippingModel(tied=False, layers=LAYERS).to(torch.float64)
 
 
-def steps(accumulation: int, *, penalty: bool) -> list[list[dict[str, Any]]]:
+def steps(accumulation, *, penalty):
     """Micro-batches of two ranks, with what each leaves out."""
     plan = cases.ragged_steps(2 * accumulation, steps=len(SKIPPED), keys=())
     return [
@@ -54,7 +49,7 @@ def steps(accumulation: int, *, penalty: bool) -> list[list[dict[str, Any]]]:
     ]
 
 
-def train(rank: int, world: int, config: dict[str, Any], penalty: bool) -> Trace | None:
+def train(rank, world, config, penalty):
     """Runs in a worker."""
     engine = plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
     accumulation = config["gradient_accumulation_steps"]
@@ -66,9 +61,7 @@ def train(rank: int, world: int, config: dict[str, Any], penalty: bool) -> Trace
 @pytest.mark.parametrize(
     ("stage", "accumulation", "penalty"), [(1, 2, False), (2, 2, False), (2, 1, True)]
 )
-def test_ranks_skip_different_blocks(
-    pool: Pool, stage: int, accumulation: int, penalty: bool, transport: str
-) -> None:
+def test_ranks_skip_different_blocks(pool, stage, accumulation, penalty, transport):
     config = settings(2, stage, 1, accumulation)
     config["parallel"]["transport"] = transport
     trace = pool.run(2, train, config, penalty)[0]
@@ -76,7 +69,7 @@ def test_ranks_skip_different_blocks(
     assert_same(expected, trace)
 
 
-def skip_at_stage_3(rank: int, world: int, config: dict[str, Any]) -> str:
+def skip_at_stage_3(rank, world, config):
     """Runs in a worker. Returns the error of the step in which the ranks skip different blocks."""
     engine = plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
     first, second = cases.ragged_steps(world, steps=2, keys=())
@@ -86,29 +79,27 @@ def skip_at_stage_3(rank: int, world: int, config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_different_blocks_at_stage_3_are_named(pool: Pool) -> None:
+def test_different_blocks_at_stage_3_are_named(pool):
     config = settings(2, 3, 1, 1)
     config["parallel"]["transport"] = "torch"
     for message in pool.run(2, skip_at_stage_3, config):
         assert "rank 0: gathering of blocks.2; rank 1: gathering of blocks.1" in message, message
 
 
-def own_loop(
-    rank: int, world: int, config: dict[str, Any], case: str
-) -> dict[str, torch.Tensor | None]:
+def own_loop(rank, world, config, case):
     """Runs in a worker. Returns the gradients of one step of the user's own loop."""
     model = build()
     plait.parallelize(model, config)
     return gradients_of(model, case, [rank])
 
 
-def mean_of(model: Any, piece: dict[str, Any], skip: str) -> torch.Tensor:
+def mean_of(model, piece, skip):
     """Mean over the targets of a micro-batch."""
     total, weight = plait.causal_lm_loss(model(piece["input_ids"], skip=skip), piece)
     return total / weight
 
 
-def gradients_of(model: Any, case: str, ranks: list[int]) -> dict[str, torch.Tensor | None]:
+def gradients_of(model, case, ranks):
     """Gradients of a step in which ranks skip different blocks. `case` says what happens around the forward."""
     first, second = (
         cases.ragged_steps(2, steps=2, keys=())[1],
@@ -139,7 +130,7 @@ def gradients_of(model: Any, case: str, ranks: list[int]) -> dict[str, torch.Ten
 @pytest.mark.parametrize(
     "case", ["evaluation before", "evaluation between", "two forwards", "a block twice on one rank"]
 )
-def test_around_a_forward_with_skipped_blocks(pool: Pool, stage: int, case: str) -> None:
+def test_around_a_forward_with_skipped_blocks(pool, stage, case):
     config = settings(2, stage, 1, 1)
     config["parallel"]["transport"] = "torch"
     model = build()

@@ -14,7 +14,6 @@ from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.losses.loss import WeightedLoss
 from tests.parity import cases
 from tests.parity.data_parallel import settings
-from tests.pool import Pool
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 SCHEDULE = {
@@ -23,7 +22,7 @@ SCHEDULE = {
 COMPRESSED = {"compress_gradients": "int8", "error_feedback": True}
 
 
-def everything(engine: Any) -> dict[str, torch.Tensor]:
+def everything(engine):
     """This rank's tensors that a step changes."""
     found = {
         f"weight {index}": p.to_local().detach().clone()
@@ -41,14 +40,14 @@ def everything(engine: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def skip(rank: int, world: int, stage: int, overflows: bool) -> dict[str, Any]:
+def skip(rank, world, stage, overflows):
     """Runs in a worker: four steps, of which the third meets an infinite gradient in its first micro-batch, on the last rank alone."""
     config = settings(world, stage, 1, 2, **FP16, **SCHEDULE)
     config["parallel"] |= COMPRESSED
     engine = cases.engine(cases.build("plain", tied=True, dtype=torch.float32), config)
     first = [True]
 
-    def exploding(output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    def exploding(output, batch):
         total, weight = plait.causal_lm_loss(output, batch)
         grows, first[0] = first[0] and rank == world - 1, False
         return total * 1e38 * 1e38 if grows else total, weight
@@ -79,14 +78,14 @@ def skip(rank: int, world: int, stage: int, overflows: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_skipped_step_changes_nothing(pool: Pool, stage: int) -> None:
+def test_a_skipped_step_changes_nothing(pool, stage):
     """A22: also where one micro-batch on one rank overflowed, and others had been reduced by then. Errors are in the loss scale's units,
     which was halved."""
     for found in pool.run(2, skip, stage, True):
         assert found["unlike"] == []
 
 
-def buckets(rank: int, world: int) -> list[str]:
+def buckets(rank, world):
     """Runs in a worker: what stage 0's buckets carry, by way, after a step that is skipped."""
     shapes = ((40, 30), (64, 8))
     flats = [Flat(torch.float32, shapes), Flat(torch.float32, shapes)]
@@ -132,7 +131,7 @@ def buckets(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_buckets_take_back_what_a_skipped_step_made(pool: Pool) -> None:
+def test_buckets_take_back_what_a_skipped_step_made(pool):
     """A22: errors, PowerSGD's factors and its count. Where no step is ever skipped, nothing is kept twice."""
     for said in pool.run(2, buckets):
         assert said[:4] == [

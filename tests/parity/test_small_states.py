@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import plait
 from plait.config.schema.optimization import OptimizerSpec
 from plait.optim.optimizer import build_optimizer
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
+from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.covers import cover
 from tests.parity import cases, tensor_parallel
 from tests.parity import pipelines as pipeline
@@ -24,13 +22,12 @@ from tests.parity.digests import digest
 from tests.parity.language import ADAMW, losses
 from tests.parity.optimizers import optimizer
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 STEPS, WIDTH = 200, 128
 
 
 @cache
-def reference(states: str, micro_batches: int, layers: int | None = None, steps: int = 2) -> Trace:
+def reference(states, micro_batches, layers=None, steps=2):
     """One plain process on the whole batch."""
     model = materialised("wide", tied=True) if layers is None else pipeline_model(layers)
     return plain_trace(
@@ -42,7 +39,7 @@ def reference(states: str, micro_batches: int, layers: int | None = None, steps:
     )
 
 
-def pipeline_model(layers: int) -> torch.nn.Module:
+def pipeline_model(layers):
     model = cases.build("wide", tied=True, layers=layers)
     plait.initialize(
         model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": pipeline.SEED}}
@@ -71,7 +68,7 @@ LAYOUTS = [
         cost=lambda states, layout: layout[0] + (states != "int8"),
     ),
 )
-def test_equals_one_process(pool: Pool, states: str, layout: tuple[int, ...]) -> None:
+def test_equals_one_process(pool, states, layout):
     """In float64, with accumulation and clipping: no shard cuts a block, so codes are those of one process."""
     world, tp, stage, replicas, accumulation = layout
     config = {**settings(world, tp, stage, replicas, accumulation), "optimizer": optimizer(states)}
@@ -87,7 +84,7 @@ def test_equals_one_process(pool: Pool, states: str, layout: tuple[int, ...]) ->
         pytest.param(3, "interleaved-1f1b", marks=pytest.mark.proof),
     ],
 )
-def test_in_a_pipeline(pool: Pool, stage: int, schedule: str) -> None:
+def test_in_a_pipeline(pool, stage, schedule):
     """Embeddings tied between the first and the last stage."""
     degrees = {"pp": 2, "dp_shard": 2} if stage else {"pp": 2, "dp_replicate": 2}
     config = pipeline.settings(stage, 4, schedule, **degrees, optimizer=optimizer("int8"))
@@ -95,7 +92,7 @@ def test_in_a_pipeline(pool: Pool, stage: int, schedule: str) -> None:
     assert_same(reference("int8", 8, pipeline.layers_of(config), pipeline.STEPS), found)
 
 
-def bits(rank: int, world: int, config: dict[str, Any], stages: list[int]) -> list[str]:
+def bits(rank, world, config, stages):
     """Of a run at every stage. Runs in a worker."""
     found = []
     for stage in stages:
@@ -115,7 +112,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("precision", MIXED)
-def test_stages_agree_to_the_bit(pool: Pool, precision: str) -> None:
+def test_stages_agree_to_the_bit(pool, precision):
     """Mixed precision; skipped steps of float16 change no state."""
     config = {
         **settings(2, 1, 1, 1, 1),
@@ -126,9 +123,7 @@ def test_stages_agree_to_the_bit(pool: Pool, precision: str) -> None:
         assert found[0] == found[1]
 
 
-def resumed(
-    rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int
-) -> dict[str, torch.Tensor]:
+def resumed(rank, world, config, folder, first, last):
     """Steps `first` to `last` of 12 micro-batches, from the checkpoint that a run from the beginning saves: parameters and states, whole.
     Runs in a worker."""
     model = cases.build("wide", tied=True)
@@ -136,7 +131,7 @@ def resumed(
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
 
-        def note(when: str) -> None:
+        def note(when):
             for name, parameter in engine.model.named_parameters():
                 values = {"": parameter, **engine.optimizer.state.get(parameter, {})}
                 found.update(
@@ -178,11 +173,11 @@ MOVES = {
         pytest.param("bf16", "tp 2 to 1", marks=pytest.mark.proof),
     ],
 )
-def test_checkpoints_on_any_layout(pool: Pool, tmp_path: Path, states: str, move: str) -> None:
+def test_checkpoints_on_any_layout(pool, tmp_path, states, move):
     """(processes, tp, ZeRO stage): states are those that were saved, to the bit, and the run goes on as one that was not interrupted."""
     before, after = MOVES[move]
 
-    def config(world: int, tp: int, stage: int) -> dict[str, Any]:
+    def config(world, tp, stage):
         return {**settings(world, tp, stage, 1, 12 * tp // world), "optimizer": optimizer(states)}
 
     saved = pool.run(before[0], resumed, config(*before), str(tmp_path), 0, 2)[0]
@@ -200,9 +195,7 @@ def test_checkpoints_on_any_layout(pool: Pool, tmp_path: Path, states: str, move
         torch.testing.assert_close(found[name].double(), value.double(), rtol=0, atol=1e-10)
 
 
-def refused(
-    rank: int, world: int, config: dict[str, Any], folder: str, forms: list[str]
-) -> list[str]:
+def refused(rank, world, config, folder, forms):
     """What loading says. Runs in a worker."""
     said = []
     for form in forms:
@@ -217,7 +210,7 @@ def refused(
     return said
 
 
-def test_a_checkpoint_of_another_form_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_form_is_refused(pool, tmp_path):
     """Codes are never read as numbers, nor those of one form as those of another."""
     config = settings(1, 1, 0, 1, 12)
     pool.run(1, resumed, {**config, "optimizer": optimizer("int8")}, str(tmp_path), 0, 1)
@@ -228,7 +221,7 @@ def test_a_checkpoint_of_another_form_is_refused(pool: Pool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "bf16"), ("bf16", None)])
-def test_own_and_bf16_load_each_others(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+def test_own_and_bf16_load_each_others(pool, tmp_path, before, after):
     """Rounded; squares are not."""
     config = settings(1, 1, 0, 1, 12)
     saved = pool.run(1, resumed, {**config, "optimizer": optimizer(before)}, str(tmp_path), 0, 2)[0]
@@ -242,13 +235,13 @@ def test_own_and_bf16_load_each_others(pool: Pool, tmp_path: Path, before: str, 
 
 
 @cache
-def plain_loss(pool: Pool) -> float:
+def plain_loss(pool):
     return mean(pool.run(2, losses, {}, 2, STEPS, ADAMW, WIDTH)[0][-40:])
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("states", ["int8", "float8", "bf16"])
-def test_a_language_model_loses_less_than_one_percent(pool: Pool, states: str) -> None:
+def test_a_language_model_loses_less_than_one_percent(pool, states):
     """The last 40 of 200 steps, equal data; every matrix in blocks."""
     found = pool.run(2, losses, {}, 2, STEPS, {**ADAMW, "states": states}, WIDTH)[0]
     assert found[0] - mean(found[-40:]) > 2, "nothing was learnt"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from plait.errors import InputError
 from tests.parity import trainers
-from tests.pool import Pool
 
 ROWS = 16
 
@@ -22,13 +20,13 @@ ROWS = 16
 class Rows(Dataset[Any]):
     """Some rows of the data; `noise` adds to a row what another reading does not."""
 
-    def __init__(self, rows: list[int], *, noise: bool = False) -> None:
+    def __init__(self, rows, *, noise=False):
         self.rows, self.noise = rows, random.Random() if noise else None
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, number):
         row = {"row": torch.tensor(self.rows[number]), "drawn": torch.rand(())}
         if self.noise is not None:
             row["noise"] = torch.tensor(self.noise.random())
@@ -38,43 +36,43 @@ class Rows(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """The same, in their order and without a length."""
 
-    def __init__(self, rows: list[int]) -> None:
+    def __init__(self, rows):
         self.rows = rows
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self):
         yield from ({"row": torch.tensor(row), "drawn": torch.rand(())} for row in self.rows)
 
 
 class OnePass(IterableDataset[Any]):
     """A stream that does not begin again."""
 
-    def __init__(self, rows: list[int]) -> None:
+    def __init__(self, rows):
         self.rows = iter([{"row": torch.tensor(row)} for row in rows])
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self):
         return self.rows
 
 
 class Mine(Sampler[int]):
     """A sampler whose order depends on the rank, and does not say so."""
 
-    def __init__(self, order: list[int]) -> None:
+    def __init__(self, order):
         self.order = order
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.order)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(self.order)
 
 
-def stream_of_datasets(rows: list[int]) -> Any:
+def stream_of_datasets(rows):
     from datasets import Dataset as Rows_
 
     return Rows_.from_dict({"row": rows}).to_iterable_dataset(num_shards=4)
 
 
-def loader_of(kind: str, rank: int, world: int, **settings: Any) -> DataLoader[Any]:
+def loader_of(kind, rank, world, **settings):
     from datasets.distributed import split_dataset_by_node
 
     everything = list(range(ROWS))
@@ -109,11 +107,11 @@ def loader_of(kind: str, rank: int, world: int, **settings: Any) -> DataLoader[A
     return DataLoader(data, batch_size=2, **settings)
 
 
-def rows_of(batches: Any) -> list[int]:
+def rows_of(batches):
     return [int(row) for batch in batches for row in batch["row"]]
 
 
-def in_a_loop(rank: int, world: int, kind: str) -> list[int] | str:
+def in_a_loop(rank, world, kind):
     """The rows that this rank reads. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
@@ -130,7 +128,7 @@ USED = ["plain", "distributed sampler", "equal sampler", "noise", "stream", "one
 
 
 @pytest.mark.parametrize("kind", USED)
-def test_a_loop_reads_every_row_once(pool: Pool, kind: str) -> None:
+def test_a_loop_reads_every_row_once(pool, kind):
     read = pool.run(2, in_a_loop, kind)
     assert sorted(row for rows in read for row in rows) == list(range(ROWS)), read
 
@@ -147,12 +145,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_another_split_is_refused(pool: Pool, kind: str) -> None:
+def test_another_split_is_refused(pool, kind):
     said = pool.run(2, in_a_loop, kind)
     assert REFUSED[kind] in said[0] and all(isinstance(words, str) for words in said)
 
 
-def in_the_trainer(rank: int, world: int, kind: str, workers: int) -> list[int] | str:
+def in_the_trainer(rank, world, kind, workers):
     """The rows that this rank trains on. Runs in a worker."""
     with trainers.launched(rank, world), tempfile.TemporaryDirectory() as folder:
         from plait.hf import Trainer, TrainingArguments
@@ -160,10 +158,10 @@ def in_the_trainer(rank: int, world: int, kind: str, workers: int) -> list[int] 
         seen: list[int] = []
 
         class Reading(Trainer):
-            def get_train_dataloader(self) -> Any:
+            def get_train_dataloader(self):
                 return self.accelerator.prepare(loader_of(kind, rank, world, num_workers=workers))
 
-            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            def compute_loss(self, model, inputs, *args, **kwargs):
                 seen.extend(inputs["row"].tolist())
                 return model.weight.sum()
 
@@ -190,7 +188,7 @@ def in_the_trainer(rank: int, world: int, kind: str, workers: int) -> list[int] 
     ("kind", "workers"),
     [("distributed sampler", 0), ("equal sampler", 0), ("stream", 0), ("noise", 1)],
 )
-def test_the_trainer_reads_every_row_once(pool: Pool, kind: str, workers: int) -> None:
+def test_the_trainer_reads_every_row_once(pool, kind, workers):
     read = pool.run(2, in_the_trainer, kind, workers)
     assert sorted(row for rows in read for row in rows) == list(range(ROWS)), read
 
@@ -198,6 +196,6 @@ def test_the_trainer_reads_every_row_once(pool: Pool, kind: str, workers: int) -
 @pytest.mark.parametrize(
     ("kind", "workers"), [("own rows", 0), ("own rows", 1), ("own stream", 0), ("own stream", 1)]
 )
-def test_the_trainer_refuses_another_split(pool: Pool, kind: str, workers: int) -> None:
+def test_the_trainer_refuses_another_split(pool, kind, workers):
     said = pool.run(2, in_the_trainer, kind, workers)
     assert all("first rows differ between ranks" in words for words in said), said

@@ -8,10 +8,9 @@ import torch.distributed._functional_collectives as functional
 
 from plait._torch.groups import all_gather_single, reduce_scatter_single
 from plait.cluster.staged_group import BACKEND, register_backend
-from tests.pool import Pool
 
 
-def calls_of_torch(rank: int, world: int) -> list[str]:
+def calls_of_torch(rank, world):
     """Names of the functions of torch.distributed that gave something else. Runs in a worker."""
     register_backend()
     group = dist.new_group(backend=BACKEND)
@@ -20,7 +19,7 @@ def calls_of_torch(rank: int, world: int) -> list[str]:
     columns = everyone.view(world, world, 4)
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def compare(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    def compare(name, result, expected):
         found[name] = result.reshape(-1), expected.reshape(-1)
 
     gathered, reduced = torch.zeros(world, 4 * world), torch.zeros(4)
@@ -89,6 +88,6 @@ def calls_of_torch(rank: int, world: int) -> list[str]:
     return [name for name, (ours, theirs) in found.items() if not torch.equal(ours, theirs)]
 
 
-def test_calls_of_torch(pool: Pool) -> None:
+def test_calls_of_torch(pool):
     """torch reaches every collective of the group, from Python and from C++."""
     assert pool.run(2, calls_of_torch) == [[], []]

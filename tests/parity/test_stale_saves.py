@@ -5,24 +5,19 @@ other code takes; the training goes on before the first byte is written.
 `tools/mutants/defects/stale.yaml` (`make mutants`).
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.parity.saved_states import FEW, KINDS, saves
-from tests.pool import Pool
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_a_few_saves_are_of_the_call(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_few_saves_are_of_the_call(pool, tmp_path, kind):
     assert pool.run(KINDS[kind][0], saves, kind, str(tmp_path), 3) == [3] * KINDS[kind][0]
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_saves_are_of_the_call(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_thousand_saves_are_of_the_call(pool, tmp_path, kind):
     assert (
         pool.run(KINDS[kind][0], saves, kind, str(tmp_path), 90, timeout=900)
         == [90] * KINDS[kind][0]

@@ -1,9 +1,5 @@
 """What a step counts and forgets, and what it takes for a batch: against plain torch in one process, float64."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,20 +10,19 @@ from plait.losses.loss import WeightedLoss
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity.data_parallel import settings
 from tests.parity.mean_losses import close
-from tests.pool import Pool
 
 STEPS, ROWS = 4, 8
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "gradient_clipping": 0.3}
 
 
-def net() -> nn.Sequential:
+def net():
     torch.manual_seed(5)
     return nn.Sequential(
         nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)
     ).double()
 
 
-def pairs(step: int) -> list[torch.Tensor]:
+def pairs(step):
     """What default collation gives: `[x, y]`, all ranks' rows."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
@@ -37,12 +32,12 @@ def pairs(step: int) -> list[torch.Tensor]:
 squares = plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
 
 
-def some(model: nn.Module) -> list[nn.Parameter]:
+def some(model):
     """Without the first layer, which is trainable and in no optimizer."""
     return [p for name, p in model.named_parameters() if not name.startswith("0.")]
 
 
-def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
+def alone():
     """Norms and weights of one process. The last layer's bias is frozen before the third step, the second group added before the second."""
     model = net()
     parameters = some(model)
@@ -59,14 +54,14 @@ def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def change(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def change(model, optimizer, step):
     if step == 1:
         optimizer.add_param_group({"params": some(model)[:1], "lr": 0.01})
     if step == 2:
         model.get_parameter("4.bias").requires_grad_(False)
 
 
-def apart(rank: int, world: int, stage: int) -> dict[str, Any]:
+def apart(rank, world, stage):
     """Runs in a worker: the same over two ranks, two micro-batches each, from `[x, y]`."""
     model = net()
     config = settings(world, stage, 1, 2, **SGD)
@@ -90,10 +85,10 @@ def apart(rank: int, world: int, stage: int) -> dict[str, Any]:
     return {"norms": norms, "left": left, "weights": weights, "said": counted_twice(engine, rank)}
 
 
-def counted_twice(engine: Any, rank: int) -> str:
+def counted_twice(engine, rank):
     """A16: a loss whose two weights differ, on one rank alone."""
 
-    def total(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    def total(output, batch):
         return squares(output, batch)[0], 2 * len(batch[0]) if rank else len(batch[0])
 
     engine.loss_fn = WeightedLoss(total, lambda batch: len(batch[0]))
@@ -105,7 +100,7 @@ def counted_twice(engine: Any, rank: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_only_what_the_optimizer_holds_counts(pool: Pool, stage: int) -> None:
+def test_only_what_the_optimizer_holds_counts(pool, stage):
     """A8: parameters outside of the optimizer are in no norm and keep no gradient; groups may be added and parameters frozen later.
     A25: `[x, y]` in two micro-batches. A16: another weight is found on every rank."""
     norms, weights = alone()

@@ -1,16 +1,13 @@
 """A signal that reached one rank is known to all."""
 
-from __future__ import annotations
-
 import signal
 
 import torch
 
 from plait.train.loop import StopRequest
-from tests.pool import Pool
 
 
-def requests(rank: int, world_size: int) -> list[float]:
+def requests(rank, world_size):
     """Return the shared request before and after rank 1 received SIGTERM. Runs in a worker."""
     stop = StopRequest()
     before = stop.shared(device=torch.device("cpu"))
@@ -19,5 +16,5 @@ def requests(rank: int, world_size: int) -> list[float]:
     return [float(before), float(stop.shared(device=torch.device("cpu")))]
 
 
-def test_every_rank_learns_of_a_signal_to_one(pool: Pool) -> None:
+def test_every_rank_learns_of_a_signal_to_one(pool):
     assert pool.run(2, requests) == [[0.0, 15.0]] * 2

@@ -15,7 +15,6 @@ import plait.compat.deepspeed as deepspeed
 from plait.errors import CheckpointError, InputError
 from tests.parity import cases, trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 STEPS, SAVED = 7, (3, 5)
 """Three steps are an epoch of 21 samples; the first checkpoint is at its end, the second inside of the next one."""
@@ -28,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-def stream(kind: str) -> Any:
+def stream(kind):
     """Of the library, in shards, whose length nobody is told."""
     from datasets import Dataset
 
@@ -37,9 +36,7 @@ def stream(kind: str) -> Any:
     return found.shuffle(seed=3, buffer_size=6) if kind == "shuffled" else found
 
 
-def trainer_of(
-    trainer: Any, arguments: Any, folder: str, data: Any, *, accumulation: int, **settings: Any
-) -> Any:
+def trainer_of(trainer, arguments, folder, data, *, accumulation, **settings):
     fixed = {"max_steps": STEPS, "gradient_accumulation_steps": accumulation}
     args = trainers.arguments(arguments, folder, **fixed, **settings)
     return trainer(
@@ -54,22 +51,22 @@ def trainer_of(
 class Sized(torch.utils.data.IterableDataset[Any]):
     """The same stream with a length, by which Transformers ends a step with an epoch."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.data = stream(kind)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return trainers.SAMPLES
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         yield from self.data
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         """The order is the epoch's."""
         self.data.set_epoch(epoch)
 
 
 @cache
-def alone(kind: str) -> tuple[dict[str, list[float]], dict[str, float]]:
+def alone(kind):
     from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
@@ -78,16 +75,7 @@ def alone(kind: str) -> tuple[dict[str, list[float]], dict[str, float]]:
         return trainers.history(made), made.evaluate()
 
 
-def on_plait(
-    rank: int,
-    world: int,
-    config: dict[str, Any],
-    folder: str,
-    kind: str,
-    accumulation: int,
-    resume: str | None = None,
-    saved: int = 0,
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+def on_plait(rank, world, config, folder, kind, accumulation, resume=None, saved=0):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -106,10 +94,7 @@ def on_plait(
         return trainers.history(made), evaluated
 
 
-def assert_same(
-    found: tuple[dict[str, list[float]], dict[str, float]],
-    wanted: tuple[dict[str, list[float]], dict[str, float]],
-) -> None:
+def assert_same(found, wanted):
     for key in ("loss", "grad_norm", "learning_rate"):
         assert found[0][key] == pytest.approx(wanted[0][key], rel=1e-5), key
     assert len(found[0]["loss"]) == STEPS
@@ -130,9 +115,7 @@ def assert_same(
         ),
     ],
 )
-def test_the_trainer_has_the_numbers_of_one_process(
-    pool: Pool, tmp_path: Any, name: str, kind: str
-) -> None:
+def test_the_trainer_has_the_numbers_of_one_process(pool, tmp_path, name, kind):
     """Passes over a stream of 21 samples, each ending in a step that is not full."""
     world, dp, config = LAYOUTS[name]
     for found in pool.run(world, on_plait, config, str(tmp_path), kind, 4 // dp):
@@ -151,7 +134,7 @@ def test_the_trainer_has_the_numbers_of_one_process(
         pytest.param("tp2-dp2", "pp2", SAVED[1], marks=pytest.mark.proof),
     ],
 )
-def test_a_trainer_goes_on(pool: Pool, tmp_path: Any, before: str, then: str, at: int) -> None:
+def test_a_trainer_goes_on(pool, tmp_path, before, then, at):
     """Transformers takes such a run for one endless epoch, and begins the data anew."""
     world, dp, config = LAYOUTS[before]
     pool.run(world, on_plait, config, str(tmp_path), "shuffled", 4 // dp, None, at)
@@ -168,7 +151,7 @@ def test_a_trainer_goes_on(pool: Pool, tmp_path: Any, before: str, then: str, at
         assert_same(found, alone("shuffled"))
 
 
-def refused(rank: int, world: int, folder: str) -> list[str]:
+def refused(rank, world, folder):
     """Runs in a worker."""
     said = []
     with trainers.launched(rank, world):
@@ -186,7 +169,7 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
-def test_what_the_trainer_refuses(pool: Pool, tmp_path: Any) -> None:
+def test_what_the_trainer_refuses(pool, tmp_path):
     """An order that differs between ranks, and no number of steps."""
     for orders, steps in pool.run(2, refused, str(tmp_path)):
         assert "its first rows differ between ranks" in orders and "a seed" in orders
@@ -196,17 +179,17 @@ def test_what_the_trainer_refuses(pool: Pool, tmp_path: Any) -> None:
 class Numbers(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     """Sequences that differ, of which one says its number."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for number in range(self.count):
             ids = torch.arange(8) * (number + 3) % trainers.VOCABULARY
             ids[0] = number
             yield {"input_ids": ids, "labels": ids.clone()}
 
 
-def engine_of(count: int, world: int, **parallel: int) -> Any:
+def engine_of(count, world, **parallel):
     dp = world // parallel.get("tp", 1)
     config = {
         "train_micro_batch_size_per_gpu": 2 if dp > 1 else 4,
@@ -219,7 +202,7 @@ def engine_of(count: int, world: int, **parallel: int) -> Any:
     )
 
 
-def read(engine: Any, batches: Any) -> tuple[list[list[int]], list[float]]:
+def read(engine, batches):
     seen, losses = [], []
     for batch in batches:
         seen.append(batch["input_ids"][:, 0].tolist())
@@ -233,7 +216,7 @@ def read(engine: Any, batches: Any) -> tuple[list[list[int]], list[float]]:
 Read = tuple[list[list[int]], list[float]]
 
 
-def script(rank: int, world: int, folder: str) -> tuple[Read, Read, Read, Read]:
+def script(rank, world, folder):
     """Two passes; the same with a checkpoint inside of the first; what goes on; and tp 2 that goes on. Runs in a worker."""
     engine, _, loader, _ = engine_of(18, world)
     passes = [read(engine, loader) for _ in range(2)]
@@ -252,7 +235,7 @@ def script(rank: int, world: int, folder: str) -> tuple[Read, Read, Read, Read]:
     return (passes[0][0] + passes[1][0], passes[0][1] + passes[1][1]), part, found[0], found[1]
 
 
-def test_deepspeeds_calls(pool: Pool, tmp_path: Any) -> None:
+def test_deepspeeds_calls(pool, tmp_path):
     first, second = pool.run(2, script, str(tmp_path))
     for whole, part, rest, _ in (first, second):
         assert part[0] + rest[0] == whole[0]
@@ -274,7 +257,7 @@ def test_deepspeeds_calls(pool: Pool, tmp_path: Any) -> None:
     assert first[3][1] == pytest.approx(mean, rel=1e-6)
 
 
-def refused_scripts(rank: int, world: int) -> list[str]:
+def refused_scripts(rank, world):
     said = []
     engine, _, loader, _ = engine_of(18, world)
     for call in (
@@ -293,7 +276,7 @@ def refused_scripts(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_what_deepspeeds_calls_refuse(pool: Pool) -> None:
+def test_what_deepspeeds_calls_refuse(pool):
     for said in pool.run(2, refused_scripts):
         assert (
             "the data was left after 6 samples, and a micro-batch of all ranks has 4 here"

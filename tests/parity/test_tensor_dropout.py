@@ -3,7 +3,6 @@ recomputation repeats them; and with the masks that were drawn, one process comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,11 +14,10 @@ from torch import nn
 
 import plait
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, plain_trace
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 Masks = list[torch.Tensor]
 DROPPED = 0.4
@@ -28,7 +26,7 @@ DROPPED = 0.4
 class Dropping(nn.Module):
     """Blocks of a norm and an MLP of 25 columns, dropped inside of the MLP and behind it."""
 
-    def __init__(self, width: int = 12) -> None:
+    def __init__(self, width=12):
         super().__init__()
         self.embed = nn.Embedding(cases.VOCABULARY, width)
         self.blocks = nn.ModuleList(
@@ -43,7 +41,7 @@ class Dropping(nn.Module):
         )
         self.head = nn.Linear(width, cases.VOCABULARY, bias=False)
 
-    def forward(self, input_ids: torch.Tensor) -> cases.Output:
+    def forward(self, input_ids):
         hidden = F.dropout(self.embed(input_ids), DROPPED, self.training)
         for block in self.blocks:
             inner = F.dropout(F.gelu(block["up"](block["norm"](hidden))), DROPPED, self.training)  # type: ignore[index]
@@ -51,7 +49,7 @@ class Dropping(nn.Module):
         return cases.Output(self.head(hidden))
 
 
-def build(kind: str) -> nn.Module:
+def build(kind):
     """With weights, float64, in training."""
     torch.manual_seed(7)
     if kind == "own":
@@ -65,7 +63,7 @@ def build(kind: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
 
 
-def configured(kind: str, **more: Any) -> dict[str, Any]:
+def configured(kind, **more):
     plan = {
         "embed": "embedding_rowwise",
         "blocks.*.up": "colwise",
@@ -75,28 +73,26 @@ def configured(kind: str, **more: Any) -> dict[str, Any]:
     return settings(2, 2, 0, 1, 1, **({"plan": plan} if kind == "own" else {}), **more)
 
 
-def data(kind: str) -> list[list[dict[str, torch.Tensor]]]:
+def data(kind):
     return cases.ragged_steps(1, steps=2, keys=() if kind == "own" else ("attention_mask",))
 
 
 @contextmanager
-def dropping(draw: Callable[[torch.Tensor, float], torch.Tensor]) -> Iterator[None]:
+def dropping(draw):
     """Every dropout multiplies with what `draw` gives."""
 
-    def dropout(
-        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> torch.Tensor:
+    def dropout(x, p=0.5, training=True, inplace=False):
         return x * draw(x, p) if training and p > 0 else x
 
     with patch.object(F, "dropout", dropout):
         yield
 
 
-def run(kind: str, config: dict[str, Any]) -> tuple[Trace, Masks]:
+def run(kind, config):
     """Runs in a worker."""
     masks: Masks = []
 
-    def draw(x: torch.Tensor, p: float) -> torch.Tensor:
+    def draw(x, p):
         masks.append((torch.rand(x.shape) >= p).to(x.dtype) / (1 - p))
         return masks[-1]
 
@@ -106,7 +102,7 @@ def run(kind: str, config: dict[str, Any]) -> tuple[Trace, Masks]:
         return engine_trace(engine, data(kind)), masks
 
 
-def runs(rank: int, world: int, kind: str, sequence: bool) -> dict[str, tuple[Trace, Masks]]:
+def runs(rank, world, kind, sequence):
     """Plainly, and recomputed. Runs in a worker."""
     ways: dict[str, dict[str, Any]] = {"none": {}, "full": {"recompute": {"mode": "full"}}}
     if not sequence:
@@ -117,7 +113,7 @@ def runs(rank: int, world: int, kind: str, sequence: bool) -> dict[str, tuple[Tr
     }
 
 
-def joined(parts: Masks, whole: torch.Size) -> torch.Tensor:
+def joined(parts, whole):
     """One mask of the parts that the ranks drew. Those that are no parts are equal."""
     if parts[0].shape == whole:
         assert all(torch.equal(part, parts[0]) for part in parts), (
@@ -131,7 +127,7 @@ def joined(parts: Masks, whole: torch.Size) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "sequence"), [("own", False), ("gpt_neox", False), ("llama", True)]
 )
-def test_masks(pool: Pool, kind: str, sequence: bool) -> None:
+def test_masks(pool, kind, sequence):
     """A19: 13 and 12 columns; heads; tokens of sequences that tp does not divide."""
     found = pool.run(2, runs, kind, sequence)
     by_rank = [ranks["none"][1] for ranks in found]
@@ -139,7 +135,7 @@ def test_masks(pool: Pool, kind: str, sequence: bool) -> None:
     calls = iter(list(zip(*by_rank, strict=True)))
     alike = places = 0
 
-    def replay(x: torch.Tensor, p: float) -> torch.Tensor:
+    def replay(x, p):
         nonlocal alike, places
         one, other = next(calls)
         if one.shape != x.shape:  # parts: heads, columns or tokens
@@ -164,7 +160,7 @@ class Failing(Dropping):
 
     mode = ""
 
-    def forward(self, input_ids: torch.Tensor) -> cases.Output:
+    def forward(self, input_ids):
         hidden = self.embed(input_ids)
         block = self.blocks[0]
         inner = F.dropout(block["up"](hidden), 0.5)  # type: ignore[index]
@@ -175,7 +171,7 @@ class Failing(Dropping):
         return cases.Output(self.head(block["down"](inner)))  # type: ignore[index]
 
 
-def failing(rank: int, world: int) -> tuple[list[str], torch.Tensor]:
+def failing(rank, world):
     """What is said, and what all ranks draw next. Runs in a worker."""
     torch.manual_seed(7)
     model = Failing().train()
@@ -190,7 +186,7 @@ def failing(rank: int, world: int) -> tuple[list[str], torch.Tensor]:
     return said, torch.rand(4)
 
 
-def test_a_part_that_ends_by_an_exception(pool: Pool) -> None:
+def test_a_part_that_ends_by_an_exception(pool):
     """A19: all ranks draw alike behind it; and what would be dropped differently on each rank is refused."""
     (said, first), (_, second) = pool.run(2, failing)
     assert said[0] == "in a part"

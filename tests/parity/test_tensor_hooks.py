@@ -1,12 +1,7 @@
 """Hooks and outputs under tensor and sequence parallelism: what they see is whole, or it is refused by name (defects A5, A17)."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 import plait
@@ -16,20 +11,19 @@ from plait.model.blocks import find_blocks
 from plait.parallel.technique import TechniqueContext
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace, reference_trace
+from plait.verify.parity import engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, assert_same, plain_trace
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 
-def mix(_module: nn.Module, *given: Any) -> Any:
+def mix(_module, *given):
     """A hook that mixes features: of the input (a pre-hook) or of the output."""
     value = given[-1]
     return tuple(entry.flip(-1) for entry in value) if isinstance(value, tuple) else value.flip(-1)
 
 
-def check(model: nn.Module, **settings: Any) -> None:
+def check(model, **settings):
     TensorParallel(**settings).check(
         TechniqueContext(Layout(tp=2), model=model, blocks=find_blocks(model))
     )
@@ -56,7 +50,7 @@ LAYER = "model.layers.1"
         ("mlp.act_fn", "forward_hook", "part of the features"),
     ],
 )
-def test_hooks_that_see_a_part_are_refused(where: str, kind: str, said: str) -> None:
+def test_hooks_that_see_a_part_are_refused(where, kind, said):
     """A17: before any process group exists."""
     model = cases.build("llama", tied=False)
     getattr(model.get_submodule(f"{LAYER}.{where}"), f"register_{kind}")(mix)
@@ -66,7 +60,7 @@ def test_hooks_that_see_a_part_are_refused(where: str, kind: str, said: str) -> 
 
 
 @pytest.mark.parametrize("where", [LAYER, f"{LAYER}.input_layernorm", f"{LAYER}.mlp"])
-def test_hooks_on_sequence_shards_are_refused(where: str) -> None:
+def test_hooks_on_sequence_shards_are_refused(where):
     """A17: on blocks and what is in them, under sequence parallelism only."""
     model = cases.build("llama", tied=False)
     model.get_submodule(where).register_forward_hook(mix)
@@ -75,7 +69,7 @@ def test_hooks_on_sequence_shards_are_refused(where: str) -> None:
         check(model, sequence_parallel=True)
 
 
-def test_hooks_of_parameters_and_parametrizations_are_refused() -> None:
+def test_hooks_of_parameters_and_parametrizations_are_refused():
     """A17: a hook on a parameter that its shard replaces; weights that are computed."""
     model = cases.build("llama", tied=False)
     model.get_parameter(f"{LAYER}.mlp.up_proj.weight").register_hook(lambda grad: grad)
@@ -90,7 +84,7 @@ def test_hooks_of_parameters_and_parametrizations_are_refused() -> None:
             check(model)
 
 
-def hook_everywhere(model: nn.Module) -> None:
+def hook_everywhere(model):
     """Hooks that see full tensors."""
     model.get_submodule(f"{LAYER}.mlp.up_proj").register_forward_pre_hook(mix)
     model.get_submodule(f"{LAYER}.mlp.down_proj").register_forward_hook(mix)
@@ -99,7 +93,7 @@ def hook_everywhere(model: nn.Module) -> None:
     model.get_submodule("lm_head").register_forward_hook(mix)
 
 
-def hooked(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, list[str]]:
+def hooked(rank, world, config):
     """Runs in a worker."""
     model = built("llama")
     hook_everywhere(model)
@@ -123,7 +117,7 @@ def hooked(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, list[s
     return trace, said
 
 
-def built(kind: str) -> nn.Module:
+def built(kind):
     """With weights, float64."""
     from transformers import AutoModelForCausalLM
 
@@ -137,7 +131,7 @@ def built(kind: str) -> nn.Module:
     )
 
 
-def test_hooks_that_see_full_tensors_are_right(pool: Pool) -> None:
+def test_hooks_that_see_full_tensors_are_right(pool):
     """A17."""
     model = built("llama")
     hook_everywhere(model)
@@ -151,7 +145,7 @@ def test_hooks_that_see_full_tensors_are_right(pool: Pool) -> None:
         assert "no longer a parameter of the layer" in said[-1]
 
 
-def total(output: Any, batch: Any) -> torch.Tensor:
+def total(output, batch):
     """A loss of everything that a model returns."""
     hidden = sum(
         ((index + 1) * state.sin()).sum() for index, state in enumerate(output.hidden_states)
@@ -163,12 +157,12 @@ def total(output: Any, batch: Any) -> torch.Tensor:
     return output.logits.logsumexp(-1).sum() + hidden + attention / 100
 
 
-def steps(kind: str) -> list[list[dict[str, Any]]]:
+def steps(kind):
     more = {"output_hidden_states": True, "output_attentions": True}
     return [[{**piece, **more} for piece in step] for step in cases.steps_for(kind, 1, steps=2)]
 
 
-def returned(rank: int, world: int, kind: str) -> list[Trace]:
+def returned(rank, world, kind):
     """Runs in a worker."""
     traces = []
     for sequence in (False, True):
@@ -182,7 +176,7 @@ def returned(rank: int, world: int, kind: str) -> list[Trace]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "openai-gpt"])
-def test_a_loss_of_hidden_states_and_attention_weights(pool: Pool, kind: str) -> None:
+def test_a_loss_of_hidden_states_and_attention_weights(pool, kind):
     """A5: hidden states are sequence shards inside, attention weights the heads of a rank; OpenAI's GPT returns both in lists."""
     model = built(kind)
     with keeping_float64(model):

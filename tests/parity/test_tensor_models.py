@@ -1,24 +1,18 @@
 """Models and calls that tensor parallelism stumbled over: layers that differ (defect B7), a user's own loss and full state dicts (B14)."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 import plait
 from plait.losses.loss import CausalLMLoss
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu, reference_trace
+from plait.verify.parity import engine_trace, full_tensor_on_cpu, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, assert_same, plain_trace
 from tests.parity.tensor_parallel import settings
-from tests.pool import Pool
 
 
-def gemma4() -> nn.Module:
+def gemma4():
     """Heads of two widths, and two layers that read the keys of earlier ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,7 +45,7 @@ def gemma4() -> nn.Module:
     return AutoModelForCausalLM.from_config(config).double().train()
 
 
-def layers_that_differ(rank: int, world: int) -> Trace:
+def layers_that_differ(rank, world):
     """Runs in a worker."""
     model = gemma4()
     with keeping_float64(model):
@@ -60,7 +54,7 @@ def layers_that_differ(rank: int, world: int) -> Trace:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_gemma4(pool: Pool, tp: int) -> None:
+def test_gemma4(pool, tp):
     """B7: its configuration answers with an error where layers differ. With tp 4 two ranks share a key head, across layers too."""
     model = gemma4()
     with keeping_float64(model):
@@ -72,12 +66,12 @@ def test_gemma4(pool: Pool, tp: int) -> None:
 class Smoothed(CausalLMLoss):
     """Reads logits itself."""
 
-    def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, output, batch):
         total, weight = super().__call__(output, batch)
         return total - 0.1 * output.logits.log_softmax(-1).mean(-1).sum(), weight
 
 
-def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace, list[str]]:
+def own_loss_and_full_tensors(rank, world, stage):
     """Runs in a worker."""
     model = cases.build("llama", tied=True, device="cpu")
     for name, parameter in model.named_parameters():
@@ -113,7 +107,7 @@ def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace,
 
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 3)])
-def test_a_loss_of_one_s_own_and_full_tensors(pool: Pool, world: int, stage: int) -> None:
+def test_a_loss_of_one_s_own_and_full_tensors(pool, world, stage):
     """B14: a subclass that reads logits is given full ones; `load_state_dict` of full tensors, of the model and of a part of it. And
     attributes of parameters stay."""
     model = cases.build("llama", tied=True, device="cpu")

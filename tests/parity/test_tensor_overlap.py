@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,6 @@ from plait.verify.keep_float64 import keeping_float64
 from tests.covers import cover
 from tests.parity import cases
 from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
-from tests.pool import Pool
 
 PIECES = 3
 
@@ -37,7 +35,7 @@ PIECES = 3
         ),
     ],
 )
-def test_families(pool: Pool, kind: str) -> None:
+def test_families(pool, kind):
     """tp 2, accumulation; ragged lengths, so that pieces are uneven."""
     check(
         pool,
@@ -51,7 +49,7 @@ def test_families(pool: Pool, kind: str) -> None:
 @pytest.mark.parametrize(
     "stage", [0, *(pytest.param(stage, marks=pytest.mark.proof) for stage in (1, 2)), 3]
 )
-def test_with_zero(pool: Pool, stage: int) -> None:
+def test_with_zero(pool, stage):
     """tp 2 x dp 2, accumulation."""
     check(pool, 4, "qwen3", True, settings(4, 2, stage, 1, 2, tensor_overlap=PIECES))
 
@@ -59,12 +57,12 @@ def test_with_zero(pool: Pool, stage: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "pieces"), cover([("llama", 1), ("gpt2", 64), ("llama", 64), ("gpt2", 1)], strength=1)
 )
-def test_four_ways(pool: Pool, kind: str, pieces: int) -> None:
+def test_four_ways(pool, kind, pieces):
     """One key-value head for two ranks, widths that do not divide; one piece, and more pieces than rows."""
     check(pool, 4, kind, False, settings(4, 4, 0, 1, 1, tensor_overlap=pieces))
 
 
-def pipelined() -> dict[str, Any]:
+def pipelined():
     config = settings(4, 2, 0, 1, 4, tensor_overlap=PIECES, pp=2)
     config["parallel"] |= {"dp_replicate": 1, "pipeline": {"schedule": "1f1b"}}
     return config
@@ -92,9 +90,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def trained(
-    rank: int, world: int, config: dict[str, Any], frozen: str
-) -> list[tuple[float, float]]:
+def trained(rank, world, config, frozen):
     """(loss, norm) of three steps. Runs in a worker."""
     model = cases.build("llama", tied=False)
     for name, parameter in model.named_parameters():
@@ -110,12 +106,12 @@ def trained(
     return [(float(result.loss), float(result.grad_norm)) for result in results]
 
 
-def without(config: dict[str, Any]) -> dict[str, Any]:
+def without(config):
     return config | {"parallel": {**config["parallel"], "tensor_overlap": 0}}
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_beside_other_techniques(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_beside_other_techniques(pool, tmp_path, name):
     """The same as without, which is proven against one process elsewhere."""
     world, config = MORE[name]
     if "activation_offload" in config["parallel"]:
@@ -129,7 +125,7 @@ def test_beside_other_techniques(pool: Pool, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["q_proj", "down_proj", "embed_tokens", "layers.0."])
-def test_weights_that_are_not_trained(pool: Pool, frozen: str) -> None:
+def test_weights_that_are_not_trained(pool, frozen):
     config = settings(2, 2, 0, 1, 1, tensor_overlap=PIECES)
     found, wanted = (
         pool.run(2, trained, config, frozen),
@@ -138,7 +134,7 @@ def test_weights_that_are_not_trained(pool: Pool, frozen: str) -> None:
     assert found[0] == [pytest.approx(step, rel=1e-11) for step in wanted[0]]
 
 
-def order(rank: int, world: int, pieces: int) -> tuple[list[str], list[str]]:
+def order(rank, world, pieces):
     """What happens in the forward and the backward of a step, in order. Runs in a worker."""
     happened: list[str] = []
     config = settings(2, 2, 0, 1, 1, tensor_overlap=pieces)
@@ -146,8 +142,8 @@ def order(rank: int, world: int, pieces: int) -> tuple[list[str], list[str]]:
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     batch = cases.steps_for("llama", 1)[0][0]
 
-    def noting(name: str, honest: Any) -> Any:
-        def noted(*args: Any, **options: Any) -> Any:
+    def noting(name, honest):
+        def noted(*args, **options):
             happened.append(name)
             return honest(*args, **options)
 
@@ -169,7 +165,7 @@ def order(rank: int, world: int, pieces: int) -> tuple[list[str], list[str]]:
     return forward, happened
 
 
-def test_sums_are_beside_products(pool: Pool) -> None:
+def test_sums_are_beside_products(pool):
     forward, backward = pool.run(2, order, PIECES)[0]
     blocks = 2
     row_products = ["piece", "sum"] * PIECES
@@ -185,7 +181,7 @@ def test_sums_are_beside_products(pool: Pool) -> None:
         backward = backward[waited + 1 :]
 
 
-def tensors_alive(rank: int, world: int) -> list[int]:
+def tensors_alive(rank, world):
     """Tensors after each of some steps, when nothing looks for circles: the fewest at some moments, because a thread of gloo
     frees those of the last collective somewhat later. Runs in a worker."""
     engine = cases.engine(
@@ -208,7 +204,7 @@ def tensors_alive(rank: int, world: int) -> list[int]:
     return found
 
 
-def test_a_step_leaves_no_activations_behind(pool: Pool) -> None:
+def test_a_step_leaves_no_activations_behind(pool):
     found = pool.run(2, tensors_alive)[0]
     assert found[1] == found[2] == found[3]
 
@@ -226,7 +222,7 @@ def test_a_step_leaves_no_activations_behind(pool: Pool) -> None:
         ),
     ],
 )
-def test_what_is_not_proven_is_refused(more: dict[str, Any], message: str) -> None:
+def test_what_is_not_proven_is_refused(more, message):
     config = settings(4, 2, 0, 1, 4, tensor_overlap=PIECES)
     config["parallel"] |= more
     with pytest.raises(ConfigError, match=message):

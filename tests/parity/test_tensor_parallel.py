@@ -1,10 +1,7 @@
 """Tensor and sequence parallelism against one process in float64, for model families with and without a plan of their own, with every
 ZeRO stage."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +12,9 @@ from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import materialised as one_process_model
 from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
-from tests.pool import Pool
 
 
-def alternately(kinds: list[str]) -> list[Any]:
+def alternately(kinds):
     """(family, tied embeddings): every family in `make test`, every other one tied; the other half is proof."""
     pairs = [
         (kind, (number + half) % 2 == 1) for half in (0, 1) for number, kind in enumerate(kinds)
@@ -35,7 +31,7 @@ def alternately(kinds: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "tied"), alternately([*FAMILIES, "plain", "frozen"]))
-def test_families(pool: Pool, kind: str, tied: bool) -> None:
+def test_families(pool, kind, tied):
     """tp 2, accumulation, loss parallel; a split layer that is frozen has no gradient and does not decay."""
     check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, **plan(kind)))
 
@@ -43,7 +39,7 @@ def test_families(pool: Pool, kind: str, tied: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "tied"), alternately(["llama", "qwen3", "gemma", "gemma2", "mistral", "gpt_neox"])
 )
-def test_sequence_parallel(pool: Pool, kind: str, tied: bool) -> None:
+def test_sequence_parallel(pool, kind, tied):
     """Ragged lengths that tp does not divide included."""
     check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, True))
 
@@ -52,13 +48,13 @@ def test_sequence_parallel(pool: Pool, kind: str, tied: bool) -> None:
     ("kind", "stage", "accumulation", "sequence"),
     cover(product(("llama", "qwen3"), (0, 1, 2, 3), (1, 3), (False, True))),
 )
-def test_with_zero(pool: Pool, kind: str, stage: int, accumulation: int, sequence: bool) -> None:
+def test_with_zero(pool, kind, stage, accumulation, sequence):
     """tp 2 x dp 2."""
     check(pool, 4, kind, kind == "qwen3", settings(4, 2, stage, 1, accumulation, sequence))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_four_ways(pool: Pool, kind: str) -> None:
+def test_four_ways(pool, kind):
     """tp 4: one key-value head for two ranks (llama has 2), and widths that do not divide."""
     for sequence in (False, True) if kind == "llama" else (False,):
         check(pool, 4, kind, False, settings(4, 4, 0, 1, 1, sequence))
@@ -66,12 +62,12 @@ def test_four_ways(pool: Pool, kind: str) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("stage", [1, 3])
-def test_hybrid(pool: Pool, stage: int) -> None:
+def test_hybrid(pool, stage):
     """2 x 2 x 2: replicas, shards, tp."""
     check(pool, 8, "llama", True, settings(8, 2, stage, 2, 1))
 
 
-def shapes(rank: int, world: int) -> dict[str, Any]:
+def shapes(rank, world):
     """Runs in a worker."""
     from torch import nn
 
@@ -85,7 +81,7 @@ def shapes(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def test_linear_4096_on_4_devices(pool: Pool) -> None:
+def test_linear_4096_on_4_devices(pool):
     """MISSION T1, literally: each device keeps 4096 x 1024 of a Linear(4096, 4096), by columns (torch stores [out, in]) or by rows."""
     for found in pool.run(4, shapes):
         assert found["columns.weight"] == ((4096, 4096), (1024, 4096))
@@ -93,7 +89,7 @@ def test_linear_4096_on_4_devices(pool: Pool) -> None:
         assert found["rows.weight"] == ((4096, 4096), (4096, 1024))
 
 
-def logits(rank: int, world: int, config: dict[str, Any] | None) -> torch.Tensor:
+def logits(rank, world, config):
     """What a caller of the model gets outside training. Runs in a worker."""
     model = (
         one_process_model("llama", tied=False)
@@ -108,14 +104,14 @@ def logits(rank: int, world: int, config: dict[str, Any] | None) -> torch.Tensor
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
-def test_a_direct_call_gives_whole_logits(pool: Pool, sequence: bool) -> None:
+def test_a_direct_call_gives_whole_logits(pool, sequence):
     """Loss parallel is for the loss alone."""
     wanted = pool.run(1, logits, None)[0]
     for found in pool.run(2, logits, settings(2, 2, 0, 1, 1, sequence)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def shortest(rank: int, world: int) -> tuple[str, int, list[float]]:
+def shortest(rank, world):
     """Runs in a worker."""
     engine = cases.engine(
         cases.build("llama", tied=True, dtype=torch.float32),
@@ -133,14 +129,14 @@ def shortest(rank: int, world: int) -> tuple[str, int, list[float]]:
     )
 
 
-def test_the_shortest_file(pool: Pool) -> None:
+def test_the_shortest_file(pool):
     """MISSION Z7: two keys (and an optimizer) are enough; the rest of the processes are data parallel, and the loss falls."""
     for layout, stage, losses in pool.run(4, shortest):
         assert (layout, stage) == ("dp_shard=2 x tp=2", 2)
         assert losses[-1] < losses[0]
 
 
-def with_dropout(rank: int, world: int, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def with_dropout(rank, world, stage):
     """GPT-2 with all its dropouts. Runs in a worker."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -163,7 +159,7 @@ def with_dropout(rank: int, world: int, stage: int) -> tuple[list[float], dict[s
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_dropout_is_shared_over_tp_and_differs_over_dp(pool: Pool, stage: int) -> None:
+def test_dropout_is_shared_over_tp_and_differs_over_dp(pool, stage):
     """Activations that are replicated over tp must be dropped alike on its ranks, or they drift apart unseen."""
     found = pool.run(4, with_dropout, stage)
     assert len({tuple(losses) for losses, _ in found}) == 1
@@ -173,7 +169,7 @@ def test_dropout_is_shared_over_tp_and_differs_over_dp(pool: Pool, stage: int) -
     assert not torch.equal(by_dp[0], by_dp[1])
 
 
-def refused(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
+def refused(rank, world, kind, config):
     """What is said. Runs in a worker."""
     try:
         plait.initialize(cases.build(kind, tied=False), config)
@@ -191,13 +187,13 @@ def refused(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
         ("plain", {"plan": {"blocks.*.up": "columnwise"}}, "columnwise"),
     ],
 )
-def test_wrong_plans_are_refused(pool: Pool, kind: str, more: dict[str, Any], said: str) -> None:
+def test_wrong_plans_are_refused(pool, kind, more, said):
     """By name."""
     for found in pool.run(2, refused, kind, settings(2, 2, 0, 1, 1, **more)):
         assert said in found, found
 
 
-def test_heads_are_refused(pool: Pool) -> None:
+def test_heads_are_refused(pool):
     """With the degrees that work."""
     for found in pool.run(3, refused, "llama", settings(3, 3, 0, 1, 1)):
         assert found == "parallel.tp = 3: num_attention_heads is 4 and 4 % 3 != 0; use 1, 2 or 4"

@@ -1,9 +1,5 @@
 """DeepSpeed's three calls and a loop of one's own, against one process."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,13 +8,12 @@ import plait
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised, settings
-from tests.parity.mean_losses import Weights, close, mean_loss
-from tests.pool import Pool
+from tests.parity.mean_losses import close, mean_loss
 
 STEPS, ACCUMULATION = 3, 2
 
 
-def reference(world: int, *, weighted: bool, clipping: float) -> Weights:
+def reference(world, *, weighted, clipping):
     """One process: the mean of means, or the weighted mean, over all micro-batches of a step."""
     model = materialised("plain", tied=True)
     optimizer = cases.adamw(list(model.parameters()))
@@ -34,12 +29,12 @@ def reference(world: int, *, weighted: bool, clipping: float) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def share(rank: int, step: list[Any]) -> list[Any]:
+def share(rank, step):
     """This rank's micro-batches."""
     return step[rank * ACCUMULATION : (rank + 1) * ACCUMULATION]
 
 
-def three_calls(rank: int, world: int, config: dict[str, Any], weighted: bool) -> Weights:
+def three_calls(rank, world, config, weighted):
     """Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=True), config)
     for step in cases.ragged_steps(engine.dp_size * ACCUMULATION, steps=STEPS, keys=()):
@@ -53,7 +48,7 @@ def three_calls(rank: int, world: int, config: dict[str, Any], weighted: bool) -
     return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
-def own_loop(rank: int, world: int, stage: int) -> Weights:
+def own_loop(rank, world, stage):
     """Runs in a worker: `parallelize`, an optimizer of one's own, `accumulate`, `clip_grad_norm`."""
     model = cases.build("plain", tied=True)
     sharded = plait.parallelize(model, settings(world, stage, 1, ACCUMULATION))
@@ -72,14 +67,14 @@ def own_loop(rank: int, world: int, stage: int) -> Weights:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean of means", "weighted"])
-def test_three_calls(pool: Pool, stage: int, weighted: bool) -> None:
+def test_three_calls(pool, stage, weighted):
     """Both normalisations."""
     wanted = reference(2, weighted=weighted, clipping=CLIPPING)
     for found in pool.run(2, three_calls, settings(2, stage, 1, ACCUMULATION), weighted):
         close(found, wanted)
 
 
-def test_three_calls_of_ranks_that_share_a_batch(pool: Pool) -> None:
+def test_three_calls_of_ranks_that_share_a_batch(pool):
     """A mean over the ranks that have batches of their own: here one. Clipping would hide a factor."""
     config = tensor_parallel.settings(2, 2, 0, 1, ACCUMULATION, **tensor_parallel.plan("plain")) | {
         "gradient_clipping": 0
@@ -89,14 +84,14 @@ def test_three_calls_of_ranks_that_share_a_batch(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_own_loop(pool: Pool, stage: int) -> None:
+def test_own_loop(pool, stage):
     """Gradients are means over ranks, as DistributedDataParallel's."""
     wanted = reference(2, weighted=False, clipping=CLIPPING)
     for found in pool.run(2, own_loop, stage):
         close(found, wanted)
 
 
-def retained(rank: int, world: int, stage: int) -> Weights:
+def retained(rank, world, stage):
     """Two losses of one forward. Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=True), settings(world, stage, 1, 1))
     for step in cases.ragged_steps(world, steps=STEPS, keys=()):
@@ -108,7 +103,7 @@ def retained(rank: int, world: int, stage: int) -> Weights:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_backwards_of_one_forward(pool: Pool, stage: int) -> None:
+def test_two_backwards_of_one_forward(pool, stage):
     model = materialised("plain", tied=True)
     optimizer = cases.adamw(list(model.parameters()))
     for step in cases.ragged_steps(2, steps=STEPS, keys=()):
@@ -122,7 +117,7 @@ def test_two_backwards_of_one_forward(pool: Pool, stage: int) -> None:
         close(found, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def refusals(rank: int, world: int) -> list[str]:
+def refusals(rank, world):
     """Runs in a worker: what must be refused, and what must be adopted."""
     said = []
     config = settings(world, 1, 1, 1)
@@ -142,7 +137,7 @@ def refusals(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_wrapped_models_are_refused_and_groups_adopted(pool: Pool) -> None:
+def test_wrapped_models_are_refused_and_groups_adopted(pool):
     """MISSION P1 and P2."""
     first, second = pool.run(2, refusals)[0]
     assert "already wrapped in DistributedDataParallel" in first and "model.module" in first

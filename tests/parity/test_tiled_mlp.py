@@ -1,7 +1,5 @@
 """An MLP in tiles computes what one process does on all tokens: losses, gradients, the norm and weights in float64, in every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from tests.covers import proof_after
 from tests.measured.traffic import count_traffic
 from tests.parity import adapted
 from tests.parity.experts import (
-    Case,
     assert_equal,
     build,
     case_of,
@@ -20,7 +17,6 @@ from tests.parity.experts import (
     steps,
     train,
 )
-from tests.pool import Pool
 
 CASES = cases_of("""
     mistral cp2 packed window ring tile3
@@ -36,12 +32,12 @@ CASES = cases_of("""
 
 
 @pytest.mark.parametrize("case", proof_after(1, CASES, name=lambda case: case.name))
-def test_equals_one_process(pool: Pool, case: Case) -> None:
+def test_equals_one_process(pool, case):
     """To 1e-10, two steps of two micro-batches, clipped."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
-def sent(rank: int, world: int, tokens: int) -> dict[str, int]:
+def sent(rank, world, tokens):
     """Bytes of a step. Runs in a worker."""
     case = case_of(f"llama zero3 tp2 dp2 tile{tokens} sequence causal")
     model = build(case)
@@ -56,12 +52,12 @@ def sent(rank: int, world: int, tokens: int) -> dict[str, int]:
     }
 
 
-def test_tiles_send_nothing_again(pool: Pool) -> None:
+def test_tiles_send_nothing_again(pool):
     """At stage 3 a block is gathered as often as without tiles, and a tile that is computed again waits for nobody."""
     assert pool.run(4, sent, 4) == pool.run(4, sent, 0)
 
 
-def adapters(rank: int, world: int) -> list[float]:
+def adapters(rank, world):
     """Largest differences of gradients with tiles and without, in an own training loop. Runs in a worker."""
     found = []
     for tokens in (0, 3):
@@ -86,13 +82,13 @@ def adapters(rank: int, world: int) -> list[float]:
     return [float((found[1][name] - value).abs().max()) for name, value in found[0].items()]
 
 
-def test_adapters(pool: Pool) -> None:
+def test_adapters(pool):
     """LoRA on the layers of an MLP, whose own weights are frozen."""
     assert all(max(found) < 1e-13 for found in pool.run(2, adapters))
 
 
 @pytest.mark.parametrize("context", proof_after(1, ["ulysses", "ring", "all-gather-kv"]))
-def test_with_inputs_of_blocks_in_files(pool: Pool, context: str) -> None:
+def test_with_inputs_of_blocks_in_files(pool, context):
     """Parts of sequences, in tiles, with what blocks keep elsewhere than on the device."""
     case = case_of(f"mistral cp2 packed window {context} files full tile5")
     assert_equal(case, pool.run(case.world, train, case))

@@ -14,7 +14,6 @@ from plait.errors import InputError
 from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import close, zero
-from tests.pool import Pool
 
 TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"ep": 2}
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -36,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", proof_after(4, LAYOUTS))
-def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_a_layout_is_one_process(pool, tmp_path, name):
     """21 samples, of which the last step has too few for all ranks."""
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +63,7 @@ def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["zero3", "tp2", "pp2"])
-def test_in_float64(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_in_float64(pool, tmp_path, name):
     """What the Trainer logs of a loss is float32 in both."""
     world, dp, config = LAYOUTS[name]
     settings = {"dtype": torch.float64}
@@ -87,9 +86,7 @@ def test_in_float64(pool: Pool, tmp_path: Path, name: str) -> None:
         name=lambda dp, config: f"{dp}-{config}",
     ),
 )
-def test_experts_on_different_processes(
-    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
-) -> None:
+def test_experts_on_different_processes(pool, tmp_path, dp, config):
     """With Transformers' balance loss; a rank that has no batch exchanges another's tokens."""
     made = trainers.experts_alone if "pp" in config["parallel"] else trainers.experts
     wanted = trainers.native(dp, made=made)
@@ -97,9 +94,7 @@ def test_experts_on_different_processes(
     close(pool.run(world, trainers.on_plait, config, str(tmp_path), {"made": made})[0], wanted)
 
 
-def under_fsdp(
-    rank: int, world: int, folder: str, settings: dict[str, Any]
-) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def under_fsdp(rank, world, folder, settings):
     """The run, and what became of the arguments. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -107,7 +102,7 @@ def under_fsdp(
         resolved: list[Any] = []
 
         class Kept(Trainer):
-            def begin(self) -> Any:
+            def begin(self):
                 resolved.append(self._resolved)
                 return super().begin()
 
@@ -126,18 +121,14 @@ def under_fsdp(
         ({"fsdp": "shard_grad_op"}, (2, "none", "none")),
     ],
 )
-def test_fsdp_of_the_arguments(
-    pool: Pool, tmp_path: Path, settings: dict[str, Any], wanted: tuple[Any, ...]
-) -> None:
+def test_fsdp_of_the_arguments(pool, tmp_path, settings, wanted):
     """In the words of Transformers, with and without a section."""
     for found, made in pool.run(2, under_fsdp, str(tmp_path), settings):
         close(found, trainers.native(2))
         assert made == wanted
 
 
-def resumed(
-    rank: int, world: int, folder: str
-) -> tuple[dict[str, Any], list[dict[str, Any]], float, list[float]]:
+def resumed(rank, world, folder):
     """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on, and the same
     layout. Runs in a worker. Returns (the history of the first, of those that go on, the loss of the model that is loaded at the end,
     losses of all evaluations)."""
@@ -145,7 +136,7 @@ def resumed(
 
     with trainers.launched(rank, world):
 
-        def made(config: Any, steps: int, **settings: Any) -> Any:
+        def made(config, steps, **settings):
             AcceleratorState._reset_state(reset_partial_state=True)
             both = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **settings}
             data = {"eval_dataset": trainers.samples(7)}
@@ -180,7 +171,7 @@ def resumed(
         return trainers.history(first), others, again, best
 
 
-def test_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
+def test_resume_on_another_layout(pool, tmp_path):
     """In the middle of an epoch; the best model of a run is loaded at its end."""
     wanted = trainers.native(2, num_train_epochs=2)
     for first, others, again, best in pool.run(2, resumed, str(tmp_path)):
@@ -202,19 +193,17 @@ def test_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
 class Masking:
     """A collator that leaves out words at random, and remembers which."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[list[int]] = []
 
-    def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows):
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         left = torch.rand(batch["input_ids"].shape) < 0.3
         self.seen.append(left.flatten().int().tolist())
         return {**batch, "input_ids": batch["input_ids"].masked_fill(left, 1)}
 
 
-def masked(
-    rank: int, world: int, config: dict[str, Any], folder: str
-) -> tuple[list[list[int]], list[int]]:
+def masked(rank, world, config, folder):
     """What was left out, and the lengths in the order of `group_by_length`. Runs in a worker."""
     with trainers.launched(rank, world):
         collator = Masking()
@@ -239,7 +228,7 @@ def masked(
 
 
 @pytest.mark.parametrize("name", proof_after(1, ["pp2", "tp2"]))
-def test_ranks_that_share_a_batch_draw_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_ranks_that_share_a_batch_draw_the_same(pool, tmp_path, name):
     """Stages draw other numbers for dropout, and read the same batches in the same order."""
     (seen, order), other = pool.run(2, masked, LAYOUTS[name][2], str(tmp_path))
     assert (
@@ -252,7 +241,7 @@ def test_ranks_that_share_a_batch_draw_the_same(pool: Pool, tmp_path: Path, name
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text(encoding="utf-8")
 
 
-def page(rank: int, world: int, folder: str) -> list[float]:
+def page(rank, world, folder):
     """The code of docs/how-to/trainer.md. Runs in a worker."""
     before = os.getcwd()
     os.chdir(folder)
@@ -266,7 +255,7 @@ def page(rank: int, world: int, folder: str) -> list[float]:
         os.chdir(before)
 
 
-def test_the_page(pool: Pool, tmp_path: Path) -> None:
+def test_the_page(pool, tmp_path):
     from transformers import AutoModelForCausalLM
 
     assert pool.run(2, page, str(tmp_path))[0][-1] == 1.0

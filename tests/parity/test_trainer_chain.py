@@ -3,7 +3,6 @@ order, losses, norms, rates, metrics and weights are those of one process that w
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 Hop = tuple[int, int, dict[str, Any], int]
 """Processes, data-parallel ranks, file, and the step after which it is stopped."""
@@ -28,7 +26,7 @@ CHAINS: dict[str, tuple[int, int, tuple[Hop, ...]]] = {
 """Samples, of which 8 are a step and 5 the last one of an epoch; steps of one of the two epochs; hops."""
 
 
-def model() -> Any:
+def model():
     """A Qwen 2, whose projections of attention have biases: parameters in two groups of the optimizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,26 +39,26 @@ def model() -> Any:
 class Noting:
     """A collator that remembers which samples every micro-batch has."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         rows = trainers.samples(max(count, trainers.SAMPLES))  # the evaluation has these
         self.numbers = {tuple(row["input_ids"].tolist()): at for at, row in enumerate(rows)}
         self.seen: list[list[int]] = []
         assert len(self.numbers) == len(rows)
 
-    def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows):
         self.seen.append([self.numbers[tuple(row["input_ids"].tolist())] for row in rows])
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def run(
-    kinds: tuple[Any, Any], folder: str, count: int, steps: int, last: int, resume: str | None, **settings: Any
-) -> dict[str, Any]:  # fmt: skip
+    kinds, folder, count, steps, last, resume, **settings
+):  # fmt: skip
     """Train until step `last`, with `steps` micro-batches of 2 in a step. Adds the samples of every micro-batch ("seen") and how many
     parameters are in each group."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(self, args, state, control, **_):
             control.should_save = control.should_training_stop = state.global_step == last
 
     trainer, arguments = kinds
@@ -83,7 +81,7 @@ def run(
     return {**trainers.result(made, evaluated, f"{folder}/model"), "seen": seen, "groups": groups}
 
 
-def hop(rank: int, world: int, config: dict[str, Any], *given: Any) -> dict[str, Any]:
+def hop(rank, world, config, *given):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -91,9 +89,7 @@ def hop(rank: int, world: int, config: dict[str, Any], *given: Any) -> dict[str,
         return run((Trainer, TrainingArguments), *given, deepspeed=config)
 
 
-def order_of(
-    alone: list[list[int]], epoch_steps: int, dp: int, index: int, steps: range
-) -> list[list[int]]:
+def order_of(alone, epoch_steps, dp, index, steps):
     """The micro-batches that a data-parallel rank has to read in these steps, by what one process read in all."""
     found = []
     each = len(alone) // 2
@@ -104,7 +100,7 @@ def order_of(
 
 
 @pytest.mark.parametrize("name", proof_after(1, CHAINS))
-def test_a_run_goes_on_on_other_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_a_run_goes_on_on_other_layouts(pool, tmp_path, name):
     from transformers import Trainer, TrainingArguments
 
     count, epoch_steps, hops = CHAINS[name]

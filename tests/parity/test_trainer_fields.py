@@ -13,7 +13,6 @@ import pytest
 from plait.hf.fields import FIELDS
 from tests.parity import trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
@@ -73,7 +72,7 @@ WITHOUT_A_CHANGE = {"eval_accumulation_steps"}
 """It says when numbers are moved to the host, and nothing of them."""
 
 
-def metrics(prediction: Any) -> dict[str, float]:
+def metrics(prediction):
     """What the function of the user's is given."""
     labels = prediction.label_ids
     given = {name: getattr(prediction, name, None) for name in ("inputs", "losses")}
@@ -87,7 +86,7 @@ def metrics(prediction: Any) -> dict[str, float]:
     }
 
 
-def outcome(trainer_kind: Any, arguments_kind: Any, folder: str, **settings: Any) -> dict[str, Any]:
+def outcome(trainer_kind, arguments_kind, folder, **settings):
     """All that a run of three steps leaves behind, but for its times."""
     trainer = trainer_kind(
         model=trainers.model(),
@@ -131,7 +130,7 @@ def outcome(trainer_kind: Any, arguments_kind: Any, folder: str, **settings: Any
 
 
 @cache
-def _alone(items: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+def _alone(items):
     from transformers import Trainer, TrainingArguments
 
     settings = {name: eval(text) for name, text in items}  # of this file's own
@@ -142,14 +141,12 @@ def _alone(items: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         )
 
 
-def alone(settings: dict[str, Any]) -> dict[str, Any]:
+def alone(settings):
     """One process with Transformers' Trainer."""
     return _alone(tuple(sorted((name, repr(value)) for name, value in settings.items())))
 
 
-def on_plait(
-    rank: int, world: int, config: dict[str, Any], folder: str, settings: dict[str, Any]
-) -> dict[str, Any]:
+def on_plait(rank, world, config, folder, settings):
     """Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -157,12 +154,12 @@ def on_plait(
         return outcome(Trainer, TrainingArguments, folder, deepspeed=config, **settings)
 
 
-def differs(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differs(one, other):
     """What is not the same in both, numbers to 1e-5."""
     return [key for key in one if not _same(one[key], other[key])]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one, other):
     try:
         return bool(one == pytest.approx(other, rel=1e-5))
     except TypeError:
@@ -176,9 +173,7 @@ def _same(one: Any, other: Any) -> bool:
         for name in CASES
     ],
 )
-def test_a_field_changes_what_it_changes_in_transformers(
-    pool: Pool, tmp_path: Path, field: str
-) -> None:
+def test_a_field_changes_what_it_changes_in_transformers(pool, tmp_path, field):
     both, change = CASES[field]
     assert FIELDS[field].effect != "noted"
     wanted, without = alone({**both, **change}), alone(both)
@@ -195,16 +190,14 @@ def test_a_field_changes_what_it_changes_in_transformers(
     ids=["dp2", "zero3", "tp2", "pp2"],
 )
 @pytest.mark.parametrize("field", ["label_smoothing_factor"])
-def test_on_every_layout(
-    pool: Pool, tmp_path: Path, field: str, dp: int, config: dict[str, Any]
-) -> None:
+def test_on_every_layout(pool, tmp_path, field, dp, config):
     """Transformers tells by the class of a model, which sharding changes, that a label is the next token."""
     change = CASES[field][1]
     wanted = alone(change) if dp == 2 else alone({**change, "gradient_accumulation_steps": 1})
     assert differs(pool.run(2, on_plait, config, str(tmp_path), change)[0], wanted) == []
 
 
-def test_a_batch_that_does_not_fill_a_round_is_dropped(pool: Pool, tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fill_a_round_is_dropped(pool, tmp_path):
     """`dataloader_drop_last` with batches of 2 on two ranks: 21 samples are 5 rounds of 4."""
     change = {"dataloader_drop_last": True, "gradient_accumulation_steps": 1}
     found = pool.run(2, on_plait, zero(1), str(tmp_path), change)[0]

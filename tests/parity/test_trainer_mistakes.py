@@ -1,12 +1,9 @@
 """What a user of the Trainer does wrong is told with its remedy; labels that do not count are no mistake of the layout."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +15,9 @@ from plait.hf.fields import examined
 from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 
-def without_targets(
-    rank: int, world: int, config: dict[str, Any], folder: str, first: int, steps: int
-) -> dict[str, list[float]]:
+def without_targets(rank, world, config, folder, first, steps):
     """A run whose first `first` samples have no target. Runs in a worker."""
     with trainers.launched(rank, world):
         data = trainers.samples(12)
@@ -41,7 +35,7 @@ def without_targets(
 
 
 @pytest.mark.parametrize("first", proof_after(1, [12, 2, 8]))
-def test_labels_that_do_not_count(pool: Pool, tmp_path: Path, first: int) -> None:
+def test_labels_that_do_not_count(pool, tmp_path, first):
     """Everything, the first micro-batch, the first step: a pipeline is data parallelism."""
     wanted = pool.run(2, without_targets, zero(1), str(tmp_path), first, 2)[0]
     found = pool.run(2, without_targets, {"parallel": {"pp": 2}}, str(tmp_path), first, 4)[0]
@@ -50,7 +44,7 @@ def test_labels_that_do_not_count(pool: Pool, tmp_path: Path, first: int) -> Non
         assert found[key] == pytest.approx(wanted[key], rel=1e-5)
 
 
-def mistakes(rank: int, world: int, folder: str) -> None:
+def mistakes(rank, world, folder):
     """Runs in a worker."""
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     with trainers.launched(rank, world):
@@ -82,11 +76,11 @@ def mistakes(rank: int, world: int, folder: str) -> None:
                 trainer.train(resume_from_checkpoint=str(state.parent))
 
 
-def test_mistakes(pool: Pool, tmp_path: Path) -> None:
+def test_mistakes(pool, tmp_path):
     pool.run(2, mistakes, str(tmp_path))
 
 
-def refused_remedy(folder: Path, optim: str) -> str:
+def refused_remedy(folder, optim):
     """What is to be done about `TrainingArguments.optim`."""
     from plait.hf import TrainingArguments
 
@@ -95,7 +89,7 @@ def refused_remedy(folder: Path, optim: str) -> str:
     return problem.remedy
 
 
-def losses(rank: int, world: int, config: dict[str, Any], folder: str) -> list[float]:
+def losses(rank, world, config, folder):
     """Train as a remedy says. Runs in a worker."""
     with trainers.launched(rank, world):
         wide = {"model": trainers.model(hidden_size=256)}
@@ -108,7 +102,7 @@ def losses(rank: int, world: int, config: dict[str, Any], folder: str) -> list[f
 @pytest.mark.parametrize(
     "optim", proof_after(2, ["adafactor", "paged_adamw_32bit", "adamw_bnb_8bit"])
 )
-def test_a_refused_optimizer_names_one_that_trains(pool: Pool, tmp_path: Path, optim: str) -> None:
+def test_a_refused_optimizer_names_one_that_trains(pool, tmp_path, optim):
     remedy = refused_remedy(tmp_path, optim)
     assert 'use "adamw_torch"' in remedy
     found = re.search(r'write ("\w+": \{.*\}) in the file', remedy)
@@ -124,7 +118,7 @@ def test_a_refused_optimizer_names_one_that_trains(pool: Pool, tmp_path: Path, o
 
 
 @pytest.mark.parametrize("optim", ["lion_8bit", "paged_lion_32bit", "galore_adamw", "stable_adamw"])
-def test_other_refused_optimizers(tmp_path: Path, optim: str) -> None:
+def test_other_refused_optimizers(tmp_path, optim):
     remedy = refused_remedy(tmp_path, optim)
     assert ('"type": "Lion"' if "lion" in optim else 'use "adamw_torch"') in remedy
     assert "optimizers=" not in remedy

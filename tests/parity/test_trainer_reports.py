@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,15 +13,12 @@ from safetensors.torch import load_file
 from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
-from tests.pool import Pool
 
 LOGGED = ("loss", "grad_norm", "learning_rate")
 PP2, TP2 = {"parallel": {"pp": 2}}, {"parallel": {"tp": 2}}
 
 
-def reported(
-    rank: int, world: int, config: dict[str, Any], folder: str
-) -> list[tuple[int, dict[str, float]]]:
+def reported(rank, world, config, folder):
     """(step, what was logged) that a tracker was given. Runs in a worker."""
     with trainers.launched(rank, world):
         from transformers import TrainerCallback
@@ -31,7 +27,7 @@ def reported(
         rows: list[tuple[int, dict[str, float]]] = []
 
         class Tracker(TrainerCallback):  # type: ignore[misc]
-            def on_log(self, args: Any, state: Any, *_: Any, logs: Any, **others: Any) -> None:
+            def on_log(self, args, state, *_, logs, **others):
                 if state.is_world_process_zero and "loss" in logs:
                     rows.append((state.global_step, {key: float(logs[key]) for key in LOGGED}))
 
@@ -43,9 +39,7 @@ def reported(
 @pytest.mark.parametrize(
     ("dp", "config"), proof_after(1, [(2, zero(3)), (1, PP2)], name=lambda dp, _: f"dp{dp}")
 )
-def test_the_first_process_reports_what_one_process_does(
-    pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any]
-) -> None:
+def test_the_first_process_reports_what_one_process_does(pool, tmp_path, dp, config):
     """In a pipeline too, whose last stage has the loss."""
     wanted = trainers.native(dp)
     first, second = pool.run(2, reported, config, str(tmp_path))
@@ -57,11 +51,11 @@ def test_the_first_process_reports_what_one_process_does(
 Pushed = list[tuple[str, dict[str, torch.Tensor], list[str]]]
 
 
-def pushed(rank: int, world: int, config: dict[str, Any], folder: str) -> Pushed:
+def pushed(rank, world, config, folder):
     """What the hub is sent: (message, weights, names of files), in the order of time. Runs in a worker."""
     sent: Pushed = []
 
-    def upload(self: Any, *, folder_path: str, commit_message: str, **others: Any) -> Any:
+    def upload(self, *, folder_path, commit_message, **others):
         assert others["repo_id"] == "me/tiny" and others["revision"] == "draft"
         path = Path(folder_path)
         # Copies, because the file is written again.
@@ -90,9 +84,7 @@ def pushed(rank: int, world: int, config: dict[str, Any], folder: str) -> Pushed
 @pytest.mark.parametrize(
     "config", proof_after(1, [zero(3), PP2, TP2], name=lambda config: str([*config.values()]))
 )
-def test_the_first_process_pushes_the_whole_model(
-    pool: Pool, tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_the_first_process_pushes_the_whole_model(pool, tmp_path, config):
     from transformers import AutoModelForCausalLM
 
     sent, other = pool.run(2, pushed, config, str(tmp_path))

@@ -1,13 +1,10 @@
 """TRL's own installed scripts, `trl/scripts/sft.py` and `dpo.py`, started by `plait launch` with two lines added, against themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +28,7 @@ COMMON = {
 }
 
 
-def run(command: list[str], script: Path, folder: Path, **settings: Any) -> None:
+def run(command, script, folder, **settings):
     """The script on a model and data of the folder."""
     given = {
         "model_name_or_path": folder / "model",
@@ -63,7 +60,7 @@ def run(command: list[str], script: Path, folder: Path, **settings: Any) -> None
         pytest.param("dpo", "DPOTrainer", {"zero_optimization": {"stage": 3}}, id="dpo"),
     ],
 )
-def test_the_script(tmp_path: Path, name: str, trainer: str, config: dict[str, Any]) -> None:
+def test_the_script(tmp_path, name, trainer, config):
     import trl.scripts
 
     trainers.model().save_pretrained(tmp_path / "model")

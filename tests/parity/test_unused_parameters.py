@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import plait
-from plait.verify.parity import Trace, engine_trace, full_tensor_on_cpu
+from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, materialised, plain_trace, settings
 from tests.parity.mean_losses import close
-from tests.pool import Pool
 
 
-def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
+def steps(micro_batches):
     """Step 0: nobody uses the side branch; step 1: only the last micro-batch does; step 2: all do; step 3: nobody again."""
     plan: list[list[dict[str, Any]]] = []
     for step, pieces in enumerate(cases.ragged_steps(micro_batches, steps=4, keys=())):
@@ -30,7 +29,7 @@ def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
     return plan
 
 
-def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+def train(rank, world, config):
     """Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=True), config, loss_fn=plait.causal_lm_loss)
     dropped = {
@@ -45,7 +44,7 @@ def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_unused_parameters_are_skipped(pool: Pool, stage: int, accumulation: int) -> None:
+def test_unused_parameters_are_skipped(pool, stage, accumulation):
     """Gradients are None exactly where one process leaves them None."""
     found = pool.run(2, train, settings(2, stage, 1, accumulation))[0]
     wanted = plain_trace(materialised("plain", tied=True), steps(2 * accumulation))
@@ -57,13 +56,13 @@ def test_unused_parameters_are_skipped(pool: Pool, stage: int, accumulation: int
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
 
 
-def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+def sgd(parameters):
     """The optimizer of `SGD`, in plain torch."""
     return torch.optim.SGD(parameters, **SGD, foreach=False, fused=False)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_momentum_of_a_branch_used_later(pool: Pool, stage: int) -> None:
+def test_momentum_of_a_branch_used_later(pool, stage):
     """The branch's first gradient comes in the second step."""
     config = settings(2, stage, 1, 1) | {"optimizer": {"type": "SGD", "params": SGD}}
     found = pool.run(2, train, config)[0]
@@ -74,13 +73,13 @@ def test_momentum_of_a_branch_used_later(pool: Pool, stage: int) -> None:
 Gradients = list[dict[str, torch.Tensor | None]]
 
 
-def mean_of(model: Any, piece: dict[str, Any]) -> torch.Tensor:
+def mean_of(model, piece):
     """Mean over the targets of a micro-batch."""
     total, weight = plait.causal_lm_loss(model(piece["input_ids"], side=piece["side"]), piece)
     return total / max(int(weight), 1)
 
 
-def own_loop(rank: int, world: int, config: dict[str, Any]) -> Gradients:
+def own_loop(rank, world, config):
     """Gradients and, last, weights. Runs in a worker."""
     count = config["gradient_accumulation_steps"]
     model = cases.build("plain", tied=True)
@@ -107,7 +106,7 @@ def own_loop(rank: int, world: int, config: dict[str, Any]) -> Gradients:
     return [*gradients, {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}]
 
 
-def alone(count: int) -> Gradients:
+def alone(count):
     """The same in one process."""
     model = materialised("plain", tied=True)
     optimizer = cases.adamw(list(model.parameters()))
@@ -132,7 +131,7 @@ def alone(count: int) -> Gradients:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_own_loop_skips_unused_parameters(pool: Pool, stage: int, accumulation: int) -> None:
+def test_own_loop_skips_unused_parameters(pool, stage, accumulation):
     """Gradients are those of one process, None and zeros included."""
     wanted = alone(accumulation)
     side, norm = "blocks.0.side.weight", "blocks.2.norm.weight"

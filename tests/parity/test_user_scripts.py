@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parity.user_scripts import ALL, DEEPSPEED_PYTHON, Script, of_deepspeed, on_peer, on_plait
+from tests.parity.user_scripts import ALL, DEEPSPEED_PYTHON, of_deepspeed, on_peer, on_plait
 
 QUICK = frozenset({"fsdp2_gpt"})
 """Run in every `make test`."""
 
 
-def agree(found: Any, wanted: Any, rtol: float, where: str) -> None:
+def agree(found, wanted, rtol, where):
     """Nested lists and mappings of numbers and texts."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
@@ -39,7 +38,7 @@ def agree(found: Any, wanted: Any, rtol: float, where: str) -> None:
         for script in ALL
     ],
 )
-def test_a_script(tmp_path: Path, script: Script) -> None:
+def test_a_script(tmp_path, script):
     if script.peer == "deepspeed" and not DEEPSPEED_PYTHON:
         pytest.skip("PLAIT_DEEPSPEED_PYTHON is not set")
     found, wanted = on_plait(script, tmp_path), on_peer(script, tmp_path)
@@ -67,7 +66,7 @@ RATES = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "warm
         ("cifar", 1, {"scheduler": {"type": "WarmupLR", "params": RATES}}),
     ],
 )
-def test_curves_of_deepspeed(tmp_path: Path, name: str, stage: int, more: dict[str, Any]) -> None:
+def test_curves_of_deepspeed(tmp_path, name, stage, more):
     """Scripts that are given the file of DeepSpeed's launcher have the losses and norms that they have under DeepSpeed itself."""
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**COMMON, "zero_optimization": {"stage": stage}, **more}))

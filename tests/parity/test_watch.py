@@ -1,9 +1,6 @@
 """What a rank publishes of its waits, through torch's record of collectives and by itself in shared memory, and what is made of it."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -16,10 +13,9 @@ from plait.comm import hang, watch
 from plait.comm.hang import FORWARD, read_board
 from plait.comm.transport import connect
 from plait.comm.watch import Watch
-from tests.pool import Pool
 
 
-def until(look: Callable[[], str], words: str) -> str:
+def until(look, words):
     """What it says, once that has the words: torch notes the end of a collective a moment later."""
     ends = time.monotonic() + 10
     while (
@@ -29,7 +25,7 @@ def until(look: Callable[[], str], words: str) -> str:
     return text
 
 
-def late(rank: int, world: int) -> dict[str, str]:
+def late(rank, world):
     """Runs in a worker. Rank 1 does not take part until rank 0 has looked, first at gloo's all-reduce, then at one in shared memory."""
     mesh = build_mesh(Layout(dp_shard=world))
     group = mesh.group("dp_shard")
@@ -45,7 +41,7 @@ def late(rank: int, world: int) -> dict[str, str]:
         own.progress(4, FORWARD)
         dist.barrier(group=beside)
 
-        def look() -> str:
+        def look():
             assert own.board is not None
             own._looked = 0.0
             own.look(own.board)
@@ -80,7 +76,7 @@ def late(rank: int, world: int) -> dict[str, str]:
         answers = iter([[1], [1], [1], []])
         with patch("plait.comm.shared_memory.host.WATCH", own):
 
-            def missing() -> list[int]:
+            def missing():
                 answer = next(answers, [])  # a slow machine asks more often
                 if answer and own.board is not None and own.board.waiting_since:
                     found["memory"] = look()
@@ -95,7 +91,7 @@ def late(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-def test_a_rank_that_is_late_is_named_with_the_collective(pool: Pool) -> None:
+def test_a_rank_that_is_late_is_named_with_the_collective(pool):
     first, _ = pool.run(2, late)
     stuck = "rank 1 is stuck in step 4, forward: rank 0 has waited "
     assert (

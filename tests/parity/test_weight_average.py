@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import plait
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import materialised, settings
-from tests.parity.mean_losses import Weights, close, mean_loss
-from tests.pool import Pool
+from tests.parity.mean_losses import close, mean_loss
 
 STEPS, MIX = 3, 0.3
 
 
-def without_decay_of_vectors(
-    parameters: Iterable[nn.Parameter], *, decay: float = 0.1
-) -> torch.optim.Optimizer:
+def without_decay_of_vectors(parameters, *, decay=0.1):
     """As scripts write it: matrices decay, biases and norms do not. The rate is large, so that the rule is seen."""
     parameters = list(parameters)
     groups: list[dict[str, Any]] = [
@@ -31,14 +26,14 @@ def without_decay_of_vectors(
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def averaged(average: Weights, model: nn.Module) -> None:
+def averaged(average, model):
     """One step of the average, in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             average[name].lerp_(parameter, MIX)
 
 
-def on_plait(rank: int, world: int, config: dict[str, Any]) -> tuple[Weights, Weights]:
+def on_plait(rank, world, config):
     """(weights, their average). Runs in a worker."""
     given = {key: value for key, value in config.items() if key != "optimizer"} | {
         "gradient_clipping": 0
@@ -59,7 +54,7 @@ def on_plait(rank: int, world: int, config: dict[str, Any]) -> tuple[Weights, We
     return weights, {name: full_tensor_on_cpu(tensor) for name, tensor in average.items()}
 
 
-def alone(batches: int, *, decay: float = 0.1) -> tuple[Weights, Weights]:
+def alone(batches, *, decay=0.1):
     """One process in plain torch, with as many batches in a step."""
     model = materialised("plain", tied=True)
     optimizer = without_decay_of_vectors(model.parameters(), decay=decay)
@@ -82,7 +77,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("config", "batches"), CONFIGS)
-def test_an_average_and_decay_by_a_rule(pool: Pool, config: dict[str, Any], batches: int) -> None:
+def test_an_average_and_decay_by_a_rule(pool, config, batches):
     weights, average = alone(batches)
     assert any(not torch.allclose(average[name], weights[name], atol=1e-6) for name in weights)
     assert any(

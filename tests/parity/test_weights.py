@@ -1,11 +1,6 @@
 """Weights are bitwise the same on every layout: after initialisation on `meta`, after loading a folder, and from real models that
 differ."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,25 +9,22 @@ from plait.verify.parity import full_tensor_on_cpu
 from tests.covers import proof_after
 from tests.parity import cases
 from tests.parity.data_parallel import LAYOUTS, materialised, settings
-from tests.pool import Pool
 
 Weights = dict[str, torch.Tensor]
 
 
-def tensors(model: torch.nn.Module) -> Weights:
+def tensors(model):
     """All parameters and buffers, whole."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: full_tensor_on_cpu(tensor) for name, tensor in named}
 
 
-def initialised(
-    rank: int, world: int, kind: str, tied: bool, config: dict[str, Any], weights: str | None
-) -> Weights:
+def initialised(rank, world, kind, tied, config, weights):
     """Runs in a worker."""
     return tensors(plait.initialize(cases.build(kind, tied=tied), config, weights=weights).model)
 
 
-def broadcasted(rank: int, world: int, config: dict[str, Any]) -> Weights:
+def broadcasted(rank, world, config):
     """A real model that every rank drew differently. Runs in a worker."""
     model = cases.build("plain", tied=False, device="cpu")
     with torch.no_grad():
@@ -41,7 +33,7 @@ def broadcasted(rank: int, world: int, config: dict[str, Any]) -> Weights:
     return tensors(plait.initialize(model, config).model)
 
 
-def same(found: Weights, wanted: Weights) -> None:
+def same(found, wanted):
     """Bitwise."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -60,9 +52,7 @@ ALL = proof_after(
     ("kind", "tied"),
     proof_after(0, [("llama", False), ("llama", True), ("gpt2", True), ("plain", False)]),
 )
-def test_initialisation_does_not_depend_on_the_layout(
-    pool: Pool, kind: str, tied: bool, layouts: Any
-) -> None:
+def test_initialisation_does_not_depend_on_the_layout(pool, kind, tied, layouts):
     """Every stage on 1, 2, 3 and 4 ranks holds what one process draws."""
     wanted = tensors(materialised(kind, tied=tied))
     assert all(torch.isfinite(tensor).all() for tensor in wanted.values())
@@ -75,9 +65,7 @@ def test_initialisation_does_not_depend_on_the_layout(
 
 @pytest.mark.parametrize("layouts", ALL)
 @pytest.mark.parametrize(("kind", "tied"), proof_after(1, [("llama", True), ("gpt2", False)]))
-def test_a_folder_loads_the_same_on_every_layout(
-    pool: Pool, tmp_path: Path, kind: str, tied: bool, layouts: Any
-) -> None:
+def test_a_folder_loads_the_same_on_every_layout(pool, tmp_path, kind, tied, layouts):
     """A model saved by Transformers, rotary buffers included."""
     source = materialised(kind, tied=tied)
     with torch.no_grad():
@@ -93,7 +81,7 @@ def test_a_folder_loads_the_same_on_every_layout(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_real_model_takes_the_first_ranks_weights(pool: Pool, stage: int) -> None:
+def test_a_real_model_takes_the_first_ranks_weights(pool, stage):
     """`fully_shard` alone would give a patchwork."""
     wanted = tensors(cases.build("plain", tied=False, device="cpu"))
     for found in pool.run(3, broadcasted, settings(3, stage, 1, 1)):

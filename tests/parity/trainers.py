@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def samples(count: int = SAMPLES) -> list[dict[str, Any]]:
+def samples(count=SAMPLES):
     """Of different lengths, with padding and labels that are not counted."""
     draw = torch.Generator().manual_seed(5)
     found = []
@@ -50,7 +49,7 @@ def samples(count: int = SAMPLES) -> list[dict[str, Any]]:
     return found
 
 
-def model(dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+def model(dtype=torch.float32, **fields):
     """A Llama, the same one every time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,7 +59,7 @@ def model(dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
     )
 
 
-def experts(dtype: torch.dtype = torch.float32) -> Any:
+def experts(dtype=torch.float32):
     """A Qwen 3 with experts and Transformers' balance loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,14 +78,14 @@ def experts(dtype: torch.dtype = torch.float32) -> Any:
     return made
 
 
-def experts_alone(dtype: torch.dtype = torch.float32) -> Any:
+def experts_alone(dtype=torch.float32):
     """Without the balance loss, which needs the routers of all stages."""
     made = experts(dtype)
     made.config.output_router_logits = False
     return made
 
 
-def metrics(prediction: Any) -> dict[str, float]:
+def metrics(prediction):
     """How many samples there are, and numbers that follow from each of them and from their order."""
     labels, logits = prediction.label_ids, prediction.predictions
     kept = labels != -100
@@ -100,7 +99,7 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 
 @contextmanager
-def launched(rank: int, world: int) -> Iterator[None]:
+def launched(rank, world):
     """The variables of a launcher, which Accelerate looks for."""
     before = dict(os.environ)
     os.environ |= {
@@ -126,7 +125,7 @@ def launched(rank: int, world: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def arguments(kind: Any, folder: str, **settings: Any) -> Any:
+def arguments(kind, folder, **settings):
     """Of a short run that logs everything."""
     fixed: dict[str, Any] = {
         "output_dir": folder,
@@ -152,7 +151,7 @@ def arguments(kind: Any, folder: str, **settings: Any) -> Any:
     return kind(**{**fixed, **settings})
 
 
-def history(trainer: Any) -> dict[str, list[float]]:
+def history(trainer):
     """What was logged in every step."""
     rows = [row for row in trainer.state.log_history if "loss" in row]
     return {
@@ -161,7 +160,7 @@ def history(trainer: Any) -> dict[str, list[float]]:
     }
 
 
-def result(trainer: Any, evaluated: dict[str, float], folder: str) -> dict[str, Any]:
+def result(trainer, evaluated, folder):
     """Plain numbers of a run, and the saved weights."""
     from safetensors.torch import load_file
 
@@ -185,15 +184,7 @@ def result(trainer: Any, evaluated: dict[str, float], folder: str) -> dict[str, 
     }
 
 
-def run(
-    trainer_kind: Any,
-    arguments_kind: Any,
-    folder: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    made: Any = model,
-    **settings: Any,
-) -> dict[str, Any]:
+def run(trainer_kind, arguments_kind, folder, *, dtype=torch.float32, made=model, **settings):
     """Train, evaluate, save. `made(dtype)`: the model."""
     trainer = trainer_kind(
         model=made(dtype),
@@ -209,7 +200,7 @@ def run(
 
 
 @cache
-def native(dp: int = 1, dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, Any]:
+def native(dp=1, dtype=torch.float32, **settings):
     """One process with Transformers' Trainer, which has as many micro-batches in a step as `dp` ranks have."""
     from transformers import Trainer, TrainingArguments
 
@@ -230,7 +221,7 @@ def native(dp: int = 1, dtype: torch.dtype = torch.float32, **settings: Any) -> 
 
 
 @contextmanager
-def launched_alone() -> Iterator[None]:
+def launched_alone():
     """As one process without a launcher."""
     from accelerate.state import AcceleratorState, PartialState
 
@@ -242,9 +233,7 @@ def launched_alone() -> Iterator[None]:
     PartialState._reset_state()
 
 
-def on_plait(
-    rank: int, world: int, config: dict[str, Any], folder: str, settings: dict[str, Any]
-) -> dict[str, Any]:
+def on_plait(rank, world, config, folder, settings):
     """The same on a layout. Runs in a worker."""
     with launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -252,14 +241,7 @@ def on_plait(
         return run(Trainer, TrainingArguments, folder, deepspeed=config, **settings)
 
 
-def trainer_of(
-    folder: str,
-    config: Any,
-    given: dict[str, Any] | None = None,
-    *,
-    kind: Any = None,
-    **settings: Any,
-) -> Any:
+def trainer_of(folder, config, given=None, *, kind=None, **settings):
     """Plait's Trainer, or its subclass `kind`, of a short run. `given`: of its arguments, in place of the tiny model and the samples."""
     from plait.hf import Trainer, TrainingArguments
 
@@ -268,12 +250,12 @@ def trainer_of(
     return (kind or Trainer)(**both)
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage):
     """A file with a ZeRO stage."""
     return {"zero_optimization": {"stage": stage}}
 
 
-def close(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-5) -> None:
+def close(found, wanted, *, rtol=1e-5):
     """Losses, norms, rates, metrics and saved weights."""
     for key in ("loss", "grad_norm", "learning_rate"):
         assert found[key] == pytest.approx(wanted[key], rel=rtol), key

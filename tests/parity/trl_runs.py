@@ -1,14 +1,9 @@
 """Runs of TRL's trainers, native in one process and on Plait's layouts in workers. A test says how its trainer is made."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
-from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from tests.parity import trainers
 
@@ -16,13 +11,11 @@ from tests.parity import trainers
 class Made(Protocol):
     """Of a test."""
 
-    def __call__(
-        self, wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: Any
-    ) -> Any:
+    def __call__(self, wrap, folder, *, lora, **settings):
         """A trainer, whose class went through `wrap`."""
 
 
-def run(trainer: Any, folder: str, logged: tuple[str, ...]) -> dict[str, Any]:
+def run(trainer, folder, logged):
     """Train, evaluate, save. `logged`: metrics of every step that are returned too."""
     trainer.train()
     evaluated = trainer.evaluate()
@@ -44,13 +37,13 @@ def run(trainer: Any, folder: str, logged: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _part_of(parameter: torch.Tensor) -> torch.Tensor:
+def _part_of(parameter):
     """What this rank has of it."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 @cache
-def native(made: Made, logged: tuple[str, ...], dp: int, *, lora: bool) -> dict[str, Any]:
+def native(made, logged, dp, *, lora):
     """In one process, with as many micro-batches in a step as `dp` ranks have."""
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
         return run(
@@ -60,15 +53,7 @@ def native(made: Made, logged: tuple[str, ...], dp: int, *, lora: bool) -> dict[
         )
 
 
-def on_plait(
-    rank: int,
-    world: int,
-    made: Made,
-    logged: tuple[str, ...],
-    config: dict[str, Any],
-    folder: str,
-    lora: bool,
-) -> dict[str, Any]:
+def on_plait(rank, world, made, logged, config, folder, lora):
     """On a layout. Runs in a worker."""
     with trainers.launched(rank, world), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,11 @@ class Script:
     arguments: tuple[str, ...] = ()
 
     @property
-    def path(self) -> Path:
+    def path(self):
         """The script as its author wrote it."""
         return SCRIPTS / f"{self.name}.py"
 
-    def changed(self, folder: Path) -> Path:
+    def changed(self, folder):
         """The script on Plait."""
         text = self.path.read_text(encoding="utf-8")
         assert text.count(self.theirs) == 1, (
@@ -47,13 +46,11 @@ class Script:
         return found
 
 
-def _ddp(
-    name: str, line: str = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-) -> Script:
+def _ddp(name, line="from torch.nn.parallel import DistributedDataParallel as DDP\n"):
     return Script(name, line, line.replace("torch.nn.parallel", "plait.compat.torch"))
 
 
-def of_deepspeed(name: str, *arguments: str) -> Script:
+def of_deepspeed(name, *arguments):
     """A script whose import of DeepSpeed is changed."""
     return Script(
         f"deepspeed_{name}",
@@ -65,7 +62,7 @@ def of_deepspeed(name: str, *arguments: str) -> Script:
     )
 
 
-def _trainer(name: str, trainer: str = "Trainer") -> Script:
+def _trainer(name, trainer="Trainer"):
     return Script(
         f"trainer_{name}",
         f"from transformers import {trainer}\n",
@@ -73,7 +70,7 @@ def _trainer(name: str, trainer: str = "Trainer") -> Script:
     )
 
 
-def _trl(name: str, method: str) -> Script:
+def _trl(name, method):
     line = f"from trl import {method}Config, {method}Trainer\n"
     return Script(
         f"trl_{name}",
@@ -127,16 +124,7 @@ ALL = (
 )
 
 
-def launched(
-    command: Sequence[str],
-    script: Path,
-    folder: Path,
-    *,
-    arguments: Sequence[str] = (),
-    seconds: int = 300,
-    may_abort: bool = False,
-    **more: str,
-) -> dict[int, list[Any]]:
+def launched(command, script, folder, *, arguments=(), seconds=300, may_abort=False, **more):
     """What every rank of a script printed after RESULT, by rank. It is run in `folder`; `more`: of the environment. `may_abort`: a process
     whose interpreter ends before gloo's threads do aborts, or waits for ever, after its work was done (`cluster.ending`)."""
     folder.mkdir(exist_ok=True)
@@ -164,7 +152,7 @@ def launched(
     return {rank: rest for rank, *rest in found}
 
 
-def on_plait(script: Script, folder: Path) -> dict[int, list[Any]]:
+def on_plait(script, folder):
     """The changed script on two processes."""
     return launched(
         [sys.executable, "-m", "plait", "launch", "--nproc-per-node", "2"],
@@ -174,7 +162,7 @@ def on_plait(script: Script, folder: Path) -> dict[int, list[Any]]:
     )
 
 
-def on_peer(script: Script, folder: Path) -> dict[int, list[Any]]:
+def on_peer(script, folder):
     """The script as it is on two processes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if script.peer != "deepspeed":

@@ -1,15 +1,11 @@
 """A tokenizer and texts of its words, for trainers that are given texts."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from tests.parity import trainers
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """Of as many words as the model has rows."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -22,14 +18,14 @@ def tokenizer() -> Any:
     )
 
 
-def _words(count: int, draw: torch.Generator) -> str:
+def _words(count, draw):
     return " ".join(
         f"w{index}"
         for index in torch.randint(3, trainers.VOCABULARY, (count,), generator=draw).tolist()
     )
 
 
-def texts() -> Any:
+def texts():
     """Of different lengths."""
     import datasets
 
@@ -39,7 +35,7 @@ def texts() -> Any:
     )
 
 
-def preferences(rows: int = trainers.SAMPLES) -> Any:
+def preferences(rows=trainers.SAMPLES):
     """Prompts with a better and a worse answer, of different lengths."""
     import datasets
 

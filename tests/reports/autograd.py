@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.reports.models import WIDTH, Layer, Net, build, inputs
-from tests.reports.runs import Run, plain, sgd, train
+from tests.reports.runs import plain, sgd, train
 
 STEPS = 3
 
 
-def gradient_penalty(run: Run) -> None:
+def gradient_penalty(run):
     """The loss contains the norm of the gradient of the inputs."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -29,7 +28,7 @@ def gradient_penalty(run: Run) -> None:
         run.step()
 
 
-def two_losses_on_one_graph(run: Run) -> None:
+def two_losses_on_one_graph(run):
     """Two backwards through one retained graph, whose gradients add up."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -40,7 +39,7 @@ def two_losses_on_one_graph(run: Run) -> None:
         run.step()
 
 
-def forwards_then_backwards(run: Run) -> None:
+def forwards_then_backwards(run):
     """Two forwards before the first of two backwards."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -55,17 +54,17 @@ def forwards_then_backwards(run: Run) -> None:
 class CheckpointedLayer(Layer):
     """A layer that is recomputed in the backward."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return checkpoint(super().forward, hidden, use_reentrant=False)
 
 
 class ReentrantLayer(Layer):
     """A layer with reentrant recomputation, of two arguments."""
 
-    def _two(self, hidden: torch.Tensor, scale: torch.Tensor) -> Any:
+    def _two(self, hidden, scale):
         return hidden + torch.tanh(self.linear(self.norm(hidden)) * scale), scale
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         scale = torch.full((), 0.5, dtype=hidden.dtype)
         return checkpoint(self._two, hidden, scale, use_reentrant=True)[0]
 
@@ -73,12 +72,12 @@ class ReentrantLayer(Layer):
 class PartlyCheckpointedLayer(Layer):
     """A layer of which only the linear part is recomputed."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         inner = checkpoint(self.linear, self.norm(hidden), use_reentrant=False)
         return hidden + torch.tanh(inner)
 
 
-def two_forwards_of_checkpointed_layers(run: Run) -> None:
+def two_forwards_of_checkpointed_layers(run):
     """A product of two outputs of one recomputed model."""
     call = run.start(build(Net, CheckpointedLayer))
     for step in range(STEPS):
@@ -88,7 +87,7 @@ def two_forwards_of_checkpointed_layers(run: Run) -> None:
         run.step()
 
 
-def two_resolutions_through_checkpoints(run: Run) -> None:
+def two_resolutions_through_checkpoints(run):
     """Two views of other shapes through partly recomputed layers, and one loss of both."""
     call = run.start(build(Net, PartlyCheckpointedLayer), sgd)
     for step in range(STEPS):
@@ -99,7 +98,7 @@ def two_resolutions_through_checkpoints(run: Run) -> None:
         run.step()
 
 
-def reentrant_checkpoints(run: Run) -> None:
+def reentrant_checkpoints(run):
     """Reentrant recomputation with two arguments."""
     train(run, build(Net, ReentrantLayer))
 
@@ -107,12 +106,12 @@ def reentrant_checkpoints(run: Run) -> None:
 class SequentialNet(Net):
     """A model whose blocks are run by `checkpoint_sequential`."""
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         blocks = list(self.blocks)
         return self.head(checkpoint_sequential(blocks, 2, self.stem(sample), use_reentrant=False))
 
 
-def checkpoint_sequential_with_a_penalty(run: Run) -> None:
+def checkpoint_sequential_with_a_penalty(run):
     """`checkpoint_sequential` and the gradient of the inputs in one loss."""
     call = run.start(build(SequentialNet))
     for step in range(STEPS):
@@ -138,7 +137,7 @@ class Outputs:
 class TupleNet(Net):
     """A model with three outputs."""
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         hidden = self.body(sample)
         return Three(self.head(hidden), hidden.mean(), (hidden, [hidden.abs()]))
 
@@ -146,12 +145,12 @@ class TupleNet(Net):
 class DataclassNet(Net):
     """A model with nested outputs."""
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         hidden = self.body(sample)
         return Outputs(self.head(hidden), {"hidden": [hidden, hidden.tanh()]})
 
 
-def three_outputs(run: Run) -> None:
+def three_outputs(run):
     """The loss uses all of a nested tuple."""
     call = run.start(build(TupleNet))
     for step in range(STEPS):
@@ -161,7 +160,7 @@ def three_outputs(run: Run) -> None:
         run.step()
 
 
-def nested_outputs(run: Run) -> None:
+def nested_outputs(run):
     """Outputs in a dataclass, other ones in every step, never all of them."""
     call = run.start(build(DataclassNet))
     for step in range(STEPS):
@@ -175,12 +174,12 @@ def nested_outputs(run: Run) -> None:
 class CachingLayer(Layer):
     """A layer that keeps its output."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         self.kept = super().forward(hidden)
         return self.kept
 
 
-def loss_of_a_cached_intermediate(run: Run) -> None:
+def loss_of_a_cached_intermediate(run):
     """The loss is of what a block kept, not of the output."""
     call = run.start(build(Net, CachingLayer), sgd)
     for step in range(STEPS):
@@ -193,19 +192,19 @@ def loss_of_a_cached_intermediate(run: Run) -> None:
 class SecondHeadNet(Net):
     """Multi-token prediction: norm and head run again at the end of the forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.predictor = Layer()
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         hidden = self.body(sample)
         logits = self.head(self.norm(hidden))
         self.auxiliary = self.head(self.norm(self.predictor(hidden)))
         return logits
 
 
-def head_used_again(run: Run) -> None:
+def head_used_again(run):
     """Shared head and norm, and an auxiliary output kept as an attribute."""
     call = run.start(build(SecondHeadNet))
     for step in range(STEPS):
@@ -218,18 +217,18 @@ def head_used_again(run: Run) -> None:
 class TwoEncoders(nn.Module):
     """Two encoders of which a step runs one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoders = nn.ModuleList(Net() for _ in range(2))
         self.scale = nn.Parameter(torch.ones(3))
 
-    def forward(self, sample: torch.Tensor, which: int | None) -> Any:
+    def forward(self, sample, which):
         if which is None:
             return sample[:, :3] * self.scale
         return self.encoders[which](sample) * self.scale
 
 
-def encoders_take_turns(run: Run) -> None:
+def encoders_take_turns(run):
     """Each step runs another encoder, and one step none."""
     call = run.start(build(TwoEncoders))
     for step, which in enumerate([0, 1, None, 0]):
@@ -238,7 +237,7 @@ def encoders_take_turns(run: Run) -> None:
         run.step()
 
 
-def evaluation_before_the_backward(run: Run) -> None:
+def evaluation_before_the_backward(run):
     """A forward in eval mode without gradients stands between forward and backward."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -253,7 +252,7 @@ def evaluation_before_the_backward(run: Run) -> None:
         run.step()
 
 
-def inference_mode_between(run: Run) -> None:
+def inference_mode_between(run):
     """Forwards in inference mode, before the first step too."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -269,16 +268,16 @@ def inference_mode_between(run: Run) -> None:
 class BranchNet(Net):
     """A model with a branch that a micro-batch may leave out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.branch = Layer()
 
-    def forward(self, sample: torch.Tensor, use_branch: bool = False) -> Any:
+    def forward(self, sample, use_branch=False):
         hidden = self.body(sample)
         return self.head(self.branch(hidden) if use_branch else hidden)
 
 
-def branch_unused_in_the_last_micro_batch(run: Run) -> None:
+def branch_unused_in_the_last_micro_batch(run):
     """Only the first of two micro-batches uses the branch."""
     call = run.start(build(BranchNet), accumulation=2)
     for step in range(STEPS):
@@ -293,16 +292,16 @@ def branch_unused_in_the_last_micro_batch(run: Run) -> None:
 class HalfUsedNet(Net):
     """A model that computes an output which no loss uses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.other = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         hidden = self.body(sample)
         return self.head(hidden), self.other(hidden)
 
 
-def output_that_no_loss_uses(run: Run) -> None:
+def output_that_no_loss_uses(run):
     """One of two outputs is used in every step."""
     call = run.start(build(HalfUsedNet))
     for step in range(STEPS):
@@ -311,7 +310,7 @@ def output_that_no_loss_uses(run: Run) -> None:
         run.step()
 
 
-def backward_of_some_parameters(run: Run) -> None:
+def backward_of_some_parameters(run):
     """`backward(inputs=...)` computes the gradients of the head alone."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -321,7 +320,7 @@ def backward_of_some_parameters(run: Run) -> None:
         run.step()
 
 
-def gradients_of_outputs_cached(run: Run) -> None:
+def gradients_of_outputs_cached(run):
     """Gradients of representations first, the model's backward in micro-batches afterwards."""
     call = run.start(build(Net), sgd, accumulation=1)
     for step in range(STEPS):
@@ -342,11 +341,11 @@ def gradients_of_outputs_cached(run: Run) -> None:
         run.step()
 
 
-def per_sample_gradients_in_the_loss(run: Run) -> None:
+def per_sample_gradients_in_the_loss(run):
     """The loss maps a function over samples with `vmap`."""
     call = run.start(build(Net))
 
-    def one(logits: torch.Tensor) -> torch.Tensor:
+    def one(logits):
         return torch.logsumexp(logits, -1) - logits[0]
 
     for step in range(STEPS):
@@ -355,7 +354,7 @@ def per_sample_gradients_in_the_loss(run: Run) -> None:
         run.step()
 
 
-def loss_reads_weights(run: Run) -> None:
+def loss_reads_weights(run):
     """The loss sums squares of all weights."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -366,7 +365,7 @@ def loss_reads_weights(run: Run) -> None:
         run.step()
 
 
-def inner_step_by_functional_call(run: Run) -> None:
+def inner_step_by_functional_call(run):
     """MAML: a differentiated inner step, and the outer loss of the changed parameters."""
     call = run.start(build(Net))
     for step in range(2):
@@ -384,14 +383,14 @@ def inner_step_by_functional_call(run: Run) -> None:
 class ViewLayer(Layer):
     """A layer whose output is a view."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return super().forward(hidden).unsqueeze(0).squeeze(0)
 
 
 class InPlaceNet(Net):
     """A model that adds to the outputs of its blocks in place."""
 
-    def body(self, sample: torch.Tensor) -> torch.Tensor:
+    def body(self, sample):
         hidden = self.stem(sample)
         for block in self.blocks:
             shortcut = hidden
@@ -400,7 +399,7 @@ class InPlaceNet(Net):
         return hidden
 
 
-def views_changed_in_place(run: Run) -> None:
+def views_changed_in_place(run):
     """An in-place addition to a view that a block returned."""
     train(run, build(InPlaceNet, ViewLayer))
 
@@ -408,13 +407,13 @@ def views_changed_in_place(run: Run) -> None:
 class InPlaceLayer(Layer):
     """A layer that adds to its input in place."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         hidden = hidden.view(hidden.shape)
         hidden += self.linear.bias
         return super().forward(hidden)
 
 
-def inputs_changed_in_place(run: Run) -> None:
+def inputs_changed_in_place(run):
     """A block adds to a view of its input in place."""
     train(run, build(Net, InPlaceLayer))
 
@@ -422,21 +421,21 @@ def inputs_changed_in_place(run: Run) -> None:
 class HookedLayer(Layer):
     """A layer with a hook on the gradient of its output."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         output = super().forward(hidden)
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient * 0.5)
         return output
 
 
-def hooks_on_activations(run: Run) -> None:
+def hooks_on_activations(run):
     """Hooks on outputs of blocks, and full backward hooks on the blocks."""
     model = build(Net, HookedLayer)
     model.blocks[1].register_full_backward_hook(lambda m, given, came: (given[0] * 2,))
     train(run, model)
 
 
-def gradients_of_parameters_asked_for(run: Run) -> None:
+def gradients_of_parameters_asked_for(run):
     """`torch.autograd.grad` of the parameters, as for a Hessian-vector product."""
     call = run.start(build(Net))
     parameters = list(run.module.parameters())
@@ -448,7 +447,7 @@ def gradients_of_parameters_asked_for(run: Run) -> None:
         run.step()
 
 
-def weights_perturbed_between_two_backwards(run: Run) -> None:
+def weights_perturbed_between_two_backwards(run):
     """Sharpness-aware minimisation in the user's loop."""
     call = run.start(build(Net))
     for step in range(STEPS):

@@ -1,7 +1,5 @@
 """Public reports whose situation a parity test already runs."""
 
-from __future__ import annotations
-
 COVERED = {
     "DeepSpeed-399": "test_frozen_for_a_while.py::test_generator_first",
     "DeepSpeed-931": "test_pipeline.py::test_every_stage_skips_what_overflowed_on_one",

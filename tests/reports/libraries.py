@@ -17,7 +17,7 @@ DTYPE = torch.float64
 SAMPLES = 24
 
 
-def optimizer_of(model: Any) -> torch.optim.Optimizer:
+def optimizer_of(model):
     """SGD over what is trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, lr=0.2, momentum=0.9)
@@ -26,15 +26,15 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 class Rows(Dataset[Any]):
     """Samples that are looked up one by one or as a batch."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.rows = trainers.samples(count)
         for index, row in enumerate(self.rows):
             row["index"] = torch.tensor(index)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, at: Any) -> Any:
+    def __getitem__(self, at):
         if isinstance(at, list):
             return torch.utils.data.default_collate([self.rows[index] for index in at])
         return self.rows[at]
@@ -43,24 +43,24 @@ class Rows(Dataset[Any]):
 class Batches(IterableDataset[Any]):
     """A stream of batches of two samples."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         rows = Rows(SAMPLES)
         for start in range(0, SAMPLES, 2):
             yield rows[[start, start + 1]]
 
 
-def single_samples(count: int = SAMPLES) -> DataLoader[Any]:
+def single_samples(count=SAMPLES):
     return DataLoader(Rows(count), batch_size=2)
 
 
-def batch_sampler_as_sampler() -> DataLoader[Any]:
+def batch_sampler_as_sampler():
     rows = Rows(SAMPLES)
     return DataLoader(
         rows, sampler=BatchSampler(SequentialSampler(rows), 2, False), batch_size=None
     )
 
 
-def stream_of_batches() -> DataLoader[Any]:
+def stream_of_batches():
     return DataLoader(Batches(), batch_size=None)
 
 
@@ -72,7 +72,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config: Any) -> Any:
+def accelerator_of(dp, accumulation, arguments, config):
     """Plait's Accelerator, or Accelerate's own in one process with as many micro-batches."""
     plugin = arguments.pop("plugin", None)
     count = accumulation if config is not None else accumulation * dp
@@ -101,14 +101,7 @@ def accelerator_of(dp: int, accumulation: int, arguments: dict[str, Any], config
 class Training:
     """A training with an accelerator, and what was seen of it."""
 
-    def __init__(
-        self,
-        dp: int,
-        accumulation: int,
-        arguments: dict[str, Any],
-        config: Any,
-        *loaders: DataLoader[Any],
-    ) -> None:
+    def __init__(self, dp, accumulation, arguments, config, *loaders):
         self.accelerator = accelerator_of(dp, accumulation, dict(arguments), config)
         model = trainers.model(DTYPE)
         prepared = self.accelerator.prepare(*loaders, model, optimizer_of(model))
@@ -116,7 +109,7 @@ class Training:
         self.updates = 0
         self.seen: list[int] = []
 
-    def train_on(self, batch: dict[str, torch.Tensor]) -> None:
+    def train_on(self, batch):
         """Train on one micro-batch."""
         with self.accelerator.accumulate(self.model):
             self.accelerator.backward(self.model(**batch).loss)
@@ -124,20 +117,18 @@ class Training:
             self.optimizer.zero_grad()
             self.updates += int(self.accelerator.sync_gradients)
 
-    def see(self, indices: torch.Tensor) -> None:
+    def see(self, indices):
         """Note the samples of a batch of all ranks."""
         self.seen += self.accelerator.gather_for_metrics(indices).tolist()
 
-    def result(self) -> dict[str, Any]:
+    def result(self):
         """End the training. Returns the updates, the samples that were seen, and the weights."""
         weights = self.accelerator.get_state_dict(self.accelerator.unwrap_model(self.model))
         self.accelerator.free_memory()
         return {"updates": self.updates, "seen": sorted(self.seen), "weights": weights}
 
 
-def accelerate_loop(
-    dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any
-) -> dict[str, Any]:
+def accelerate_loop(dp, loader, accumulation, epochs, arguments, config):
     """Train."""
     training = Training(dp, accumulation, arguments, config, LOADERS[loader]())
     for _ in range(epochs):
@@ -148,9 +139,7 @@ def accelerate_loop(
     return training.result()
 
 
-def loop_with_evaluation(
-    dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any
-) -> dict[str, Any]:
+def loop_with_evaluation(dp, loader, accumulation, epochs, arguments, config):
     """Train, and evaluate in the middle of an accumulated step."""
     training = Training(dp, accumulation, arguments, config, LOADERS[loader](), single_samples(8))
     batches, evaluation = training.loaders
@@ -167,9 +156,7 @@ def loop_with_evaluation(
     return training.result()
 
 
-def loop_over_parts(
-    dp: int, loader: str, accumulation: int, epochs: int, arguments: dict[str, Any], config: Any
-) -> dict[str, Any]:
+def loop_over_parts(dp, loader, accumulation, epochs, arguments, config):
     """Train on parts of each batch, each accumulated."""
     training = Training(dp, accumulation, arguments, config, LOADERS[loader]())
     for _ in range(epochs):
@@ -187,13 +174,13 @@ LOOPS = {
 }
 
 
-def on_accelerate(dp: int, loop: str, *case: Any) -> dict[str, Any]:
+def on_accelerate(dp, loop, *case):
     """The loop with Accelerate in one process."""
     with trainers.launched_alone():
         return LOOPS[loop](dp, *case, None)
 
 
-def on_plaits_accelerator(rank: int, world: int, loop: str, *case: Any) -> dict[str, Any] | str:
+def on_plaits_accelerator(rank, world, loop, *case):
     """The loop with Plait's Accelerator. Runs in a worker."""
     with trainers.launched(rank, world):
         try:
@@ -202,7 +189,7 @@ def on_plaits_accelerator(rank: int, world: int, loop: str, *case: Any) -> dict[
             return f"{type(error).__name__}: {error}"
 
 
-def optimizer_prepared_alone(rank: int, world: int) -> str:
+def optimizer_prepared_alone(rank, world):
     """The model is left out of `prepare`. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
@@ -216,7 +203,7 @@ def optimizer_prepared_alone(rank: int, world: int) -> str:
         return ""
 
 
-def scale_after_loading(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
+def scale_after_loading(rank, world, folder):
     """Loss scales of a run in float16, and of its continuation. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
@@ -226,13 +213,13 @@ def scale_after_loading(rank: int, world: int, folder: str) -> tuple[list[float]
             "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2},
         }
 
-        def prepared() -> tuple[Any, Any, Any, Any]:
+        def prepared():
             accelerator = Accelerator(cpu=True, plait_config=config, mixed_precision="fp16")
             model = trainers.model(torch.float32)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             return (accelerator, *accelerator.prepare(model, optimizer, single_samples()))
 
-        def steps(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> list[float]:
+        def steps(accelerator, model, optimizer, batches):
             scales = []
             for batch in batches:
                 del batch["index"]
@@ -264,13 +251,13 @@ def scale_after_loading(rank: int, world: int, folder: str) -> tuple[list[float]
 class WithoutItems:
     """Makes a model whose forward does not take `num_items_in_batch`."""
 
-    def __call__(self, dtype: torch.dtype = torch.float32) -> Any:
+    def __call__(self, dtype=torch.float32):
         model = trainers.model(dtype)
         model.accepts_loss_kwargs = False
         return model
 
 
-def qwen(dtype: torch.dtype = torch.float32) -> Any:
+def qwen(dtype=torch.float32):
     """A Qwen 2, whose projections have biases."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -279,7 +266,7 @@ def qwen(dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def with_trained_biases(dtype: torch.dtype = torch.float32) -> Any:
+def with_trained_biases(dtype=torch.float32):
     """Adapters that train the biases of their layers too."""
     from peft import LoraConfig, get_peft_model
 
@@ -298,7 +285,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 }
 
 
-def trainer_run(kinds: Any, folder: str, made: str, settings: dict[str, Any]) -> dict[str, Any]:
+def trainer_run(kinds, folder, made, settings):
     """Train, evaluate and save, with checkpoints where the settings ask for them."""
     trainer_kind, arguments_kind = kinds
     options = {"made": MODELS[made], "dtype": DTYPE, **settings}
@@ -307,7 +294,7 @@ def trainer_run(kinds: Any, folder: str, made: str, settings: dict[str, Any]) ->
     return result
 
 
-def on_transformers(made: str, settings: dict[str, Any]) -> dict[str, Any]:
+def on_transformers(made, settings):
     """The run with Transformers in one process."""
     from transformers import Trainer, TrainingArguments
 
@@ -315,9 +302,7 @@ def on_transformers(made: str, settings: dict[str, Any]) -> dict[str, Any]:
         return trainer_run((Trainer, TrainingArguments), folder, made, settings)
 
 
-def on_plaits_trainer(
-    rank: int, world: int, folder: str, made: str, settings: dict[str, Any]
-) -> dict[str, Any]:
+def on_plaits_trainer(rank, world, folder, made, settings):
     """The run with Plait's Trainer. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments

@@ -1,16 +1,12 @@
 """Reports about parameters and modules: shapes, dtypes, sharing, parametrizations, buffers."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from tests.reports.models import CLASSES, FEATURES, WIDTH, Layer, Net, build, inputs, tokens
-from tests.reports.runs import Run, plain, sgd, train
+from tests.reports.runs import plain, sgd, train
 
 STEPS = 3
 
@@ -18,21 +14,21 @@ STEPS = 3
 class TiedNet(nn.Module):
     """A language model with tied embeddings and a vocabulary that no number of ranks divides."""
 
-    def __init__(self, vocabulary: int = 11) -> None:
+    def __init__(self, vocabulary=11):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor) -> Any:
+    def forward(self, ids):
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)
 
 
-def tied_weights_of_uneven_shards(run: Run) -> None:
+def tied_weights_of_uneven_shards(run):
     """Every row of a tied weight moves, also those of the last rank."""
     call = run.start(build(TiedNet))
     before = plain(run.module.head.weight).detach().clone()
@@ -50,17 +46,17 @@ def tied_weights_of_uneven_shards(run: Run) -> None:
 class SharedEndsNet(nn.Module):
     """A chain of layers whose first and last share weight and bias."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(4)])
         self.layers[3].weight = self.layers[0].weight
         self.layers[3].bias = self.layers[0].bias
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         return self.layers(sample)
 
 
-def first_and_last_layer_shared(run: Run) -> None:
+def first_and_last_layer_shared(run):
     """The first and the last layer share their parameters."""
     train(run, build(SharedEndsNet))
 
@@ -68,14 +64,14 @@ def first_and_last_layer_shared(run: Run) -> None:
 class RepeatedNet(Net):
     """A model that runs each block twice, and whose list has one module twice."""
 
-    def body(self, sample: torch.Tensor) -> torch.Tensor:
+    def body(self, sample):
         hidden = self.stem(sample)
         for block in [*self.blocks, *self.blocks]:
             hidden = block(hidden)
         return hidden
 
 
-def blocks_used_twice(run: Run) -> None:
+def blocks_used_twice(run):
     """Each block runs twice per forward."""
     train(run, build(RepeatedNet))
 
@@ -83,31 +79,31 @@ def blocks_used_twice(run: Run) -> None:
 class ScaledNet(Net):
     """A model with a scalar parameter, as CLIP has, and one of a single element in each block."""
 
-    def __init__(self, kind: Any = Layer) -> None:
+    def __init__(self, kind=Layer):
         super().__init__(kind)
         self.temperature = nn.Parameter(torch.tensor(0.3))
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         return super().forward(sample) * self.temperature.exp()
 
 
 class GatedLayer(Layer):
     """A layer with a gate of one element."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate = nn.Parameter(torch.full((1,), 0.5))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return super().forward(hidden) * self.gate
 
 
-def scalar_parameter(run: Run) -> None:
+def scalar_parameter(run):
     """A 0-dimensional parameter trains."""
     train(run, build(ScaledNet))
 
 
-def parameter_of_one_element(run: Run) -> None:
+def parameter_of_one_element(run):
     """Parameters of shape [1] train on both ranks."""
     train(run, build(Net, GatedLayer))
 
@@ -115,15 +111,15 @@ def parameter_of_one_element(run: Run) -> None:
 class EmptyLayer(Layer):
     """A layer with a parameter without elements and one of fewer rows than ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.prompt = nn.Parameter(torch.zeros(0, WIDTH))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return super().forward(hidden) + self.prompt.sum()
 
 
-def parameter_without_elements(run: Run) -> None:
+def parameter_without_elements(run):
     """A prompt of length 0 in every block."""
     train(run, build(Net, EmptyLayer))
 
@@ -131,18 +127,18 @@ def parameter_without_elements(run: Run) -> None:
 class QuantisedLayer(Layer):
     """A layer with a frozen weight of 8-bit integers and its scale."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         codes = torch.randint(0, 255, (WIDTH, WIDTH), dtype=torch.uint8)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(torch.full((WIDTH, 1), 0.01))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         weight = (self.codes.to(hidden.dtype) - 128) * self.scale
         return super().forward(hidden) + F.linear(hidden, weight)
 
 
-def integer_parameters(run: Run) -> None:
+def integer_parameters(run):
     """Frozen parameters of uint8 beside trained ones."""
     train(run, build(Net, QuantisedLayer))
 
@@ -150,12 +146,12 @@ def integer_parameters(run: Run) -> None:
 class MixedLayer(Layer):
     """A layer whose norm stays in float32."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         normed = self.norm(hidden.float()).to(hidden.dtype)
         return hidden + torch.tanh(self.linear(normed))
 
 
-def two_dtypes_in_a_block(run: Run) -> None:
+def two_dtypes_in_a_block(run):
     """Trained parameters of float32 and float64 in one block."""
     model = build(Net, MixedLayer)
     for block in model.blocks:
@@ -166,20 +162,20 @@ def two_dtypes_in_a_block(run: Run) -> None:
 class RenormedNet(nn.Module):
     """A model whose embedding rescales rows in its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH, max_norm=1.0)
         self.blocks = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, ids: torch.Tensor) -> Any:
+    def forward(self, ids):
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)
 
 
-def embedding_with_max_norm(run: Run) -> None:
+def embedding_with_max_norm(run):
     """`nn.Embedding(max_norm=...)` writes to its weight in the forward."""
     call = run.start(build(RenormedNet))
     for step in range(STEPS):
@@ -191,15 +187,15 @@ def embedding_with_max_norm(run: Run) -> None:
 class SparseNet(RenormedNet):
     """A model whose embedding has sparse gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH, sparse=True)
 
 
-def embedding_with_sparse_gradients(run: Run) -> None:
+def embedding_with_sparse_gradients(run):
     """`nn.Embedding(sparse=True)` beside dense layers."""
 
-    def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def plain_sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.05)
 
     call = run.start(build(SparseNet), plain_sgd)
@@ -212,18 +208,18 @@ def embedding_with_sparse_gradients(run: Run) -> None:
 class RecurrentLayer(nn.Module):
     """A layer around a GRU and an LSTM of two directions, which keep lists of their weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.GRU(WIDTH, WIDTH, batch_first=True)
         half = WIDTH // 2
         self.second = nn.LSTM(WIDTH, half, num_layers=2, bidirectional=True, batch_first=True)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         inner = self.second(self.first(hidden.unsqueeze(0))[0])[0]
         return hidden + inner.squeeze(0)
 
 
-def recurrent_blocks(run: Run) -> None:
+def recurrent_blocks(run):
     """Recurrent blocks train on all ranks."""
     train(run, build(Net, RecurrentLayer))
 
@@ -231,17 +227,17 @@ def recurrent_blocks(run: Run) -> None:
 class NormedLayer(nn.Module):
     """A layer with a parametrized weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
         self.second = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
         self.third = parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return hidden + torch.tanh(self.third(self.second(self.linear(hidden))))
 
 
-def parametrized_weights(run: Run) -> None:
+def parametrized_weights(run):
     """`weight_norm`, `spectral_norm` and `orthogonal` in a block."""
     model = build(Net, NormedLayer)
     model.eval()  # without the power iteration, which each rank would do on its own
@@ -251,32 +247,32 @@ def parametrized_weights(run: Run) -> None:
 class ConvLayer(nn.Module):
     """A convolution with group normalisation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(4, 4, 3, padding=1)
         self.norm = nn.GroupNorm(2, 4)
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
+    def forward(self, image):
         return image + F.relu(self.norm(self.conv(image)), inplace=True)
 
 
 class ConvNet(nn.Module):
     """A small network for images."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(1, 4, 3, padding=1)
         self.blocks = nn.ModuleList(ConvLayer() for _ in range(2))
         self.head = nn.Conv2d(4, 2, 1)
 
-    def forward(self, image: torch.Tensor) -> Any:
+    def forward(self, image):
         image = self.stem(image)
         for block in self.blocks:
             image = block(image)
         return self.head(image)
 
 
-def convolutions_in_channels_last(run: Run) -> None:
+def convolutions_in_channels_last(run):
     """Weights with strides of channels_last, which are not contiguous."""
     call = run.start(build(ConvNet).to(memory_format=torch.channels_last))
     for step in range(STEPS):
@@ -289,15 +285,15 @@ def convolutions_in_channels_last(run: Run) -> None:
 class TransposedLayer(Layer):
     """A layer whose weight is stored transposed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mixing = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return super().forward(hidden) @ self.mixing
 
 
-def transposed_parameters(run: Run) -> None:
+def transposed_parameters(run):
     """A parameter that is a transposed view."""
     train(run, build(Net, TransposedLayer))
 
@@ -305,17 +301,17 @@ def transposed_parameters(run: Run) -> None:
 class AliasedNet(Net):
     """A model that registers modules of its blocks a second time, under other names."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first_linear = self.blocks[0].linear
         self.blocks[2].neighbour_norm = self.blocks[2].norm
         self.last_block = self.blocks[2]
 
-    def forward(self, sample: torch.Tensor) -> Any:
+    def forward(self, sample):
         return super().forward(sample) + self.head(self.last_block(self.stem(sample)))
 
 
-def modules_with_two_names(run: Run) -> None:
+def modules_with_two_names(run):
     """Modules of a block are attributes of the model too."""
     train(run, build(AliasedNet))
     run.note(len(run.module.state_dict()), everywhere=True)
@@ -324,12 +320,12 @@ def modules_with_two_names(run: Run) -> None:
 class Experts(nn.Module):
     """Top-1 experts, of which a batch leaves some without tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, 4)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         gates = self.router(hidden).softmax(-1)
         choice = gates.argmax(-1)
         output = torch.zeros_like(hidden)
@@ -341,7 +337,7 @@ class Experts(nn.Module):
         return hidden + output
 
 
-def experts_without_tokens(run: Run) -> None:
+def experts_without_tokens(run):
     """Each rank runs other experts, and some experts run on no rank."""
     train(run, build(Net, Experts), rows=2)
 
@@ -349,18 +345,18 @@ def experts_without_tokens(run: Run) -> None:
 class BufferedLayer(Layer):
     """A layer with buffers of other dtypes, one of which counts forwards."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("angles", torch.polar(torch.ones(WIDTH), torch.arange(WIDTH * 1.0)))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         self.count += 1
         turned = (hidden * self.angles.to(torch.complex128)).real
         return super().forward(turned) * (1 + 0.1 * self.count.to(hidden.dtype))
 
 
-def buffers_of_other_dtypes(run: Run) -> None:
+def buffers_of_other_dtypes(run):
     """Complex and integer buffers, one of which the forward changes."""
     torch.manual_seed(7)
     model = Net(BufferedLayer)
@@ -381,14 +377,14 @@ def buffers_of_other_dtypes(run: Run) -> None:
 class MethodNet(Net):
     """A model with methods that are no `forward`."""
 
-    def features(self, sample: torch.Tensor) -> torch.Tensor:
+    def features(self, sample):
         return self.body(sample)
 
-    def loss_of(self, sample: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, sample):
         return self.head(self.features(sample)).square().mean()
 
 
-def methods_other_than_forward(run: Run) -> None:
+def methods_other_than_forward(run):
     """The loop calls the model's own methods, not `forward`."""
     call = run.start(build(MethodNet))
     for step in range(STEPS):
@@ -407,18 +403,18 @@ def methods_other_than_forward(run: Run) -> None:
 class AttentionLayer(nn.TransformerEncoderLayer):
     """Torch's encoder layer, whose attention reads weights of its submodules."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(WIDTH, 2, 8, dropout=0.0, batch_first=True)
 
 
 class EncoderNet(Net):
     """A model of torch's encoder layers."""
 
-    def body(self, sample: torch.Tensor) -> torch.Tensor:
+    def body(self, sample):
         return super().body(sample.unsqueeze(0)).squeeze(0)
 
 
-def encoder_layers_of_torch(run: Run) -> None:
+def encoder_layers_of_torch(run):
     """`nn.TransformerEncoderLayer` in training, and its fused path in evaluation."""
     call = run.start(build(EncoderNet, AttentionLayer), sgd)
     for step in range(STEPS):
@@ -435,17 +431,17 @@ def encoder_layers_of_torch(run: Run) -> None:
 class PrunedNet(Net):
     """A model whose linear weights are masked before every forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for block in self.blocks:
             block.register_buffer("mask", torch.eye(WIDTH))
             block.linear.register_forward_pre_hook(block_mask(block))
 
 
-def block_mask(block: nn.Module) -> Any:
+def block_mask(block):
     """A forward pre-hook that masks the weight in place."""
 
-    def hook(module: nn.Module, args: Any) -> None:
+    def hook(module, args):
         with torch.no_grad():
             module.weight.data.mul_(block.mask)
 
@@ -455,28 +451,28 @@ def block_mask(block: nn.Module) -> Any:
 class Mask(nn.Module):
     """A parametrization that masks a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("mask", torch.eye(WIDTH))
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight):
         return weight * self.mask
 
 
 class ParametrizedNet(Net):
     """`PrunedNet` as the error advises to write it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for block in self.blocks:
             nn.utils.parametrize.register_parametrization(block.linear, "weight", Mask())
 
 
-def weights_masked_by_parametrize(run: Run) -> None:
+def weights_masked_by_parametrize(run):
     """The weights are masked by `torch.nn.utils.parametrize`."""
     train(run, build(ParametrizedNet))
 
 
-def weights_masked_before_the_forward(run: Run) -> None:
+def weights_masked_before_the_forward(run):
     """A forward pre-hook writes to a block's weight."""
     train(run, build(PrunedNet))

@@ -7,10 +7,10 @@ each process has its own. Gradients are means over ranks and micro-batches in bo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -24,22 +24,22 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Mode = Literal["engine", "own"]
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters):
     """AdamW with decay, so that a zero gradient and a missing one give different weights."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters):
     """SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def plain(value: Any) -> torch.Tensor:
+def plain(value):
     """The full tensor of a value that may be sharded."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def recorded(value: Any) -> torch.Tensor:
+def recorded(value):
     """A number, list or tensor as a full tensor on the CPU."""
     if not isinstance(value, torch.Tensor):
         value = torch.tensor(value, dtype=torch.float64)
@@ -64,7 +64,7 @@ class Result:
 class Run:
     """A situation's run in this process alone."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world):
         self.world = world
         self.ranks = list(range(world))
         self.rank = 0
@@ -72,15 +72,7 @@ class Run:
         self.clipping = 0.0
         self.result = Result()
 
-    def start(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerFactory = adamw,
-        *,
-        accumulation: int = 1,
-        clipping: float = 0.0,
-        **sections: Any,
-    ) -> Any:
+    def start(self, model, optimizer=adamw, *, accumulation=1, clipping=0.0, **sections):
         """Prepare the model, on a layout with more sections of a configuration.
 
         Returns:
@@ -92,69 +84,67 @@ class Run:
         self.clipping = clipping
         return self._prepare(optimizer)
 
-    def _prepare(self, optimizer: OptimizerFactory) -> Any:
+    def _prepare(self, optimizer):
         self.optimizer = optimizer(list(self.module.parameters()))
         return self.module
 
-    def each_rank(self) -> Iterator[int]:
+    def each_rank(self):
         """Data-parallel ranks whose samples this process computes."""
         for rank in self.ranks:
             self.rank = rank
             yield rank
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self):
         """Surround a micro-batch that is not its step's last."""
         yield
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def backward(self, loss, **options):
         """Backward of the mean loss of a micro-batch."""
         self.result.losses[self.rank].append(float(loss.detach()))
         self._backward(loss, **options)
 
-    def _backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def _backward(self, loss, **options):
         (loss / (self.world * self.accumulation)).backward(**options)
 
-    def share(self, gradient: torch.Tensor) -> torch.Tensor:
+    def share(self, gradient):
         """A gradient of a rank's outputs, as part of the mean over ranks."""
         return gradient / self.world
 
-    def step(self) -> None:
+    def step(self):
         """Update, drop the gradients, and record the weights."""
         self._step()
         self.record()
 
-    def _step(self) -> None:
+    def _step(self):
         if self.clipping:
             norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clipping)
             self.note(norm, everywhere=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def drop(self) -> None:
+    def drop(self):
         """Drop the gradients of the step so far."""
         self.optimizer.zero_grad()
 
-    def record(self) -> None:
+    def record(self):
         """Record the weights."""
         weights = {name: full_tensor_on_cpu(p) for name, p in self.module.named_parameters()}
         self.result.weights.append(weights)
 
-    def note(self, value: Any, *, everywhere: bool = False) -> None:
+    def note(self, value, *, everywhere=False):
         """Record a number of this rank, or one that all ranks must have."""
         for rank in self.ranks if everywhere else [self.rank]:
             self.result.notes[rank].append(recorded(value))
 
-    def close(self) -> None:
+    def close(self):
         """End the run."""
 
 
 class RankRun(Run):
     """The run of one data-parallel rank."""
 
-    def __init__(
-        self, rank: int, world: int, stage: int, parallel: dict[str, Any], zero: dict[str, Any]
-    ) -> None:
+    def __init__(self, rank, world, stage, parallel, zero):
         super().__init__(world)
         self.ranks = [rank]
         self.rank = rank
@@ -162,7 +152,7 @@ class RankRun(Run):
         self._parallel = parallel
         self._zero = zero
 
-    def config(self) -> dict[str, Any]:
+    def config(self):
         """A configuration as a user would write it."""
         return {
             "train_micro_batch_size_per_gpu": 4,
@@ -173,68 +163,66 @@ class RankRun(Run):
             **self.sections,
         }
 
-    def share(self, gradient: torch.Tensor) -> torch.Tensor:
+    def share(self, gradient):
         return gradient
 
 
 class OwnLoopRun(RankRun):
     """`plait.parallelize` where a loop has DistributedDataParallel or `fully_shard`."""
 
-    def _prepare(self, optimizer: OptimizerFactory) -> Any:
+    def _prepare(self, optimizer):
         self.sharded = plait.parallelize(self.module, self.config())
         self.optimizer = optimizer(list(self.module.parameters()))
         return self.module
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self):
         with self.sharded.accumulate():
             yield
 
-    def _backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def _backward(self, loss, **options):
         (loss / self.accumulation).backward(**options)
 
-    def _step(self) -> None:
+    def _step(self):
         if self.clipping:
             self.note(self.sharded.step(self.optimizer).grad_norm)
             return
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def close(self) -> None:
+    def close(self):
         self.sharded.close()
 
 
 class EngineRun(RankRun):
     """`plait.initialize` with `backward` and `step`."""
 
-    def _prepare(self, optimizer: OptimizerFactory) -> Any:
+    def _prepare(self, optimizer):
         self.engine = plait.initialize(self.module, self.config(), optimizer=optimizer)
         self.optimizer = self.engine.optimizer
         return self.engine
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self):
         yield
         self.engine.step()
 
-    def _backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def _backward(self, loss, **options):
         self.engine.backward(loss, **options)
 
-    def drop(self) -> None:
+    def drop(self):
         self.engine.zero_grad()
 
-    def _step(self) -> None:
+    def _step(self):
         self.engine.step()
         if self.clipping:
             self.note(self.engine.get_global_grad_norm())
 
-    def close(self) -> None:
+    def close(self):
         self.engine.close()
 
 
-def train(
-    run: Run, model: nn.Module, *, optimizer: OptimizerFactory = adamw, rows: int = 4
-) -> None:
+def train(run, model, *, optimizer=adamw, rows=4):
     """Three steps of a model that maps features to logits."""
     call = run.start(model, optimizer)
     for step in range(3):
@@ -246,7 +234,7 @@ def train(
 Situation = Callable[[Run], None]
 
 
-def in_one_process(situation: Situation, world: int) -> Result:
+def in_one_process(situation, world):
     """Run the situation plainly, with the data of `world` ranks."""
     torch.manual_seed(0)
     run = Run(world)
@@ -254,15 +242,7 @@ def in_one_process(situation: Situation, world: int) -> Result:
     return run.result
 
 
-def on_a_rank(
-    rank: int,
-    world: int,
-    situation: Situation,
-    mode: Mode,
-    stage: int,
-    parallel: dict[str, Any],
-    zero: dict[str, Any] | None = None,
-) -> Result | str:
+def on_a_rank(rank, world, situation, mode, stage, parallel, zero=None):
     """Run the situation on a layout. Runs in a worker.
 
     Returns:
@@ -278,7 +258,7 @@ def on_a_rank(
     return run.result
 
 
-def differences(wanted: Result, result: Result, rank: int, tolerance: float) -> list[str]:
+def differences(wanted, result, rank, tolerance):
     """What differs in a rank's result from the plain run."""
     lines = []
     if len(wanted.weights) != len(result.weights):
@@ -302,7 +282,7 @@ def differences(wanted: Result, result: Result, rank: int, tolerance: float) -> 
     return lines
 
 
-def _error(wanted: torch.Tensor, found: torch.Tensor) -> float:
+def _error(wanted, found):
     """The largest difference, relative to the largest value or 1e-2."""
     if wanted.shape != found.shape:
         return float("inf")

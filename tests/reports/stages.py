@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 import plait
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace, reference_trace
+from plait.verify.parity import engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING
 
@@ -21,11 +20,11 @@ WIDTH, LAYERS, STEPS = 12, 8, 2
 class Chunks(cases.Block):
     """A block that splits one tensor into two of equal shapes and uses them differently."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.pair = nn.Linear(width, 2 * width)
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         gate, value = self.pair(hidden).chunk(2, -1)
         return hidden + self.side(torch.sigmoid(gate) * value)
 
@@ -34,12 +33,12 @@ class TwoOutputs(torch.autograd.Function):
     """A function with two outputs, whose gradients differ."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+    def forward(ctx, hidden, weight):
         ctx.save_for_backward(hidden, weight)
         return hidden * weight, hidden - weight
 
     @staticmethod
-    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
+    def backward(ctx, first, second):
         hidden, weight = ctx.saved_tensors
         slope = (first * hidden - second).flatten(0, -2).sum(0)
         return first * weight + second, slope
@@ -48,11 +47,11 @@ class TwoOutputs(torch.autograd.Function):
 class CustomFunction(cases.Block):
     """A block with a function of two outputs that reads a parameter."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.scale = nn.Parameter(torch.rand(width))
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         product, difference = TwoOutputs.apply(self.norm(hidden), self.scale)
         return hidden + self.side(torch.tanh(product) + difference.square())
 
@@ -60,7 +59,7 @@ class CustomFunction(cases.Block):
 class HookedInput(cases.Block):
     """A block with a hook on the gradient of its input and of its output."""
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: gradient * 0.5)
         output: torch.Tensor = super().forward(hidden, use_side)
@@ -72,7 +71,7 @@ class HookedInput(cases.Block):
 class IgnoresInput(cases.Block):
     """A block that some batches ask to return a function of its parameters alone."""
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         if use_side:
             return self.norm.weight.expand_as(hidden) + self.up.bias[: hidden.shape[-1]]
         return super().forward(hidden, False)
@@ -81,30 +80,30 @@ class IgnoresInput(cases.Block):
 class Parametrized(cases.Block):
     """A block whose weights follow from other parameters."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.up = parametrizations.weight_norm(self.up)
         self.side = parametrizations.orthogonal(self.side)
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         return super().forward(hidden, True)
 
 
 class Recurrent(cases.Block):
     """A block around an LSTM."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.cell = nn.LSTM(width, width, batch_first=True)
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         return super().forward(hidden + self.cell(hidden)[0], use_side)
 
 
 class InPlace(cases.Block):
     """A block that adds to its input in place."""
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         hidden = hidden.view(hidden.shape)
         hidden += self.side.bias
         return super().forward(hidden, use_side)
@@ -113,12 +112,12 @@ class InPlace(cases.Block):
 class Gated(cases.Block):
     """A block with a gate of one element and one without dimensions."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.gate = nn.Parameter(torch.full((1,), 0.5))
         self.temperature = nn.Parameter(torch.tensor(0.1))
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         inner = super().forward(hidden, use_side)
         return hidden + inner * self.gate * self.temperature.exp()
 
@@ -126,12 +125,12 @@ class Gated(cases.Block):
 class Routed(cases.Block):
     """A block of top-1 experts, of which a micro-batch leaves some without tokens."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.router = nn.Linear(width, 8)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         flat = hidden.flatten(0, 1)
         gates = (self.router(flat) * 3).softmax(-1)
         choice = gates.argmax(-1)
@@ -147,11 +146,11 @@ class Routed(cases.Block):
 class Attention(cases.Block):
     """A block with torch's attention module, which returns its weights too."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
 
-    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+    def forward(self, hidden, use_side):
         inner = self.norm(hidden)
         mixed, weights = self.attention(inner, inner, inner, need_weights=True)
         return super().forward(hidden + mixed * (1 + weights.square().mean()), use_side)
@@ -160,7 +159,7 @@ class Attention(cases.Block):
 class Model(cases.PlainModel):
     """A language model of one kind of blocks."""
 
-    def __init__(self, kind: type[cases.Block] = cases.Block, *, tied: bool = False) -> None:
+    def __init__(self, kind=cases.Block, *, tied=False):
         super().__init__(tied=tied, layers=LAYERS)
         self.blocks = nn.ModuleList(kind(WIDTH) for _ in range(LAYERS))
 
@@ -168,10 +167,10 @@ class Model(cases.PlainModel):
 class ThreeTensors(Model):
     """A model whose blocks hand on hidden states, a boolean mask and complex rotations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Rotated)
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
         keep = input_ids % 3 != 0
         angles = torch.arange(input_ids.shape[1], dtype=hidden.dtype)[:, None] * 0.1
@@ -185,7 +184,7 @@ class ThreeTensors(Model):
 class Rotated(cases.Block):
     """A block of three tensors."""
 
-    def forward(self, state: Any, use_side: bool) -> Any:
+    def forward(self, state, use_side):
         hidden, keep, turns = state
         pairs = torch.view_as_complex(hidden.unflatten(-1, (-1, 2)).contiguous())
         turned = torch.view_as_real(pairs * turns).flatten(-2)
@@ -196,21 +195,21 @@ class Rotated(cases.Block):
 class PerLayerEmbedding(cases.Block):
     """A block that looks its tokens up in an embedding of its own."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.lookup = nn.Embedding(cases.VOCABULARY, width)
 
-    def forward(self, hidden: torch.Tensor, ids: Any) -> torch.Tensor:
+    def forward(self, hidden, ids):
         return super().forward(hidden + self.lookup(ids), False)
 
 
 class IdsForAll(Model):
     """A model that gives the token ids to every block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(PerLayerEmbedding)
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden, input_ids)
@@ -220,22 +219,22 @@ class IdsForAll(Model):
 class SharedAcrossStages(Model):
     """A model whose first and last block share a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[-1].side = self.blocks[0].side
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         return super().forward(input_ids, True)
 
 
 class SecondLoss(Model):
     """A model that returns a second head's logits too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.second = nn.Linear(WIDTH, cases.VOCABULARY)
 
-    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+    def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden, side)
@@ -245,7 +244,7 @@ class SecondLoss(Model):
 class RowwiseBias(cases.Block):
     """A block whose second layer has a bias, which all ranks hold."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
@@ -272,13 +271,13 @@ MODELS: dict[str, Any] = {
 }
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(kind):
     """The model with the same float64 weights on every call."""
     torch.manual_seed(7)
     return MODELS[kind]().double()
 
 
-def steps_of(kind: str, micro_batches: int) -> list[list[dict[str, Any]]]:
+def steps_of(kind, micro_batches):
     """Micro-batches of all ranks, by step."""
     plan = cases.steps_for("plain", micro_batches, steps=STEPS)
     if kind != "ignored inputs":
@@ -289,16 +288,14 @@ def steps_of(kind: str, micro_batches: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-def micro_batches(config: dict[str, Any]) -> int:
+def micro_batches(config):
     """Micro-batches of a step, of all data-parallel ranks."""
     parallel = config["parallel"]
     dp = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
     return int(dp * config["gradient_accumulation_steps"])
 
 
-def train(
-    rank: int, world: int, kind: str, config: dict[str, Any], evaluate: bool
-) -> Trace | str | None:
+def train(rank, world, kind, config, evaluate):
     """Train on a layout. Runs in a worker.
 
     Returns:
@@ -318,7 +315,7 @@ def train(
     return trace if rank == 0 else None
 
 
-def plainly(kind: str, count: int) -> Trace:
+def plainly(kind, count):
     """Train in this process alone."""
     return reference_trace(
         model_of(kind),
@@ -329,7 +326,7 @@ def plainly(kind: str, count: int) -> Trace:
     )
 
 
-def frozen_llama(frozen: Sequence[str], *, tied: bool = False) -> nn.Module:
+def frozen_llama(frozen, *, tied=False):
     """A Llama with some parts frozen, in float64."""
     model = cases.build("qwen3", tied=tied, device="cpu")
     for name, parameter in model.named_parameters():
@@ -337,9 +334,7 @@ def frozen_llama(frozen: Sequence[str], *, tied: bool = False) -> nn.Module:
     return model
 
 
-def train_family(
-    rank: int, world: int, frozen: Sequence[str], tied: bool, config: dict[str, Any]
-) -> Trace | str | None:
+def train_family(rank, world, frozen, tied, config):
     """Train a model of Transformers on a layout. Runs in a worker."""
     model = frozen_llama(frozen, tied=tied)
     with keeping_float64(model):
@@ -353,12 +348,12 @@ def train_family(
     return trace if rank == 0 else None
 
 
-def family_steps(count: int) -> list[list[dict[str, Any]]]:
+def family_steps(count):
     """Micro-batches of a language model."""
     return cases.ragged_steps(count, steps=STEPS, keys=("attention_mask",))
 
 
-def family_plainly(frozen: Sequence[str], tied: bool, count: int) -> Trace:
+def family_plainly(frozen, tied, count):
     """Train it in this process alone."""
     model = frozen_llama(frozen, tied=tied)
     with keeping_float64(model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,17 +10,17 @@ from torch import nn
 import plait
 from plait.verify.parity import full_tensor_on_cpu
 from tests.reports.models import Net, build, inputs
-from tests.reports.runs import Run, adamw, plain, sgd
+from tests.reports.runs import adamw, plain, sgd
 
 STEPS = 3
 
 
-def loss_of(call: Any, step: int, rank: int, micro: int = 0) -> torch.Tensor:
+def loss_of(call, step, rank, micro=0):
     """The loss of a micro-batch."""
     return call(inputs(step, rank, micro)).square().mean()
 
 
-def accumulate(run: Run, call: Any, step: int, count: int) -> None:
+def accumulate(run, call, step, count):
     """The backwards of a step of `count` micro-batches."""
     for micro in range(count - 1):
         for rank in run.each_rank():
@@ -31,7 +30,7 @@ def accumulate(run: Run, call: Any, step: int, count: int) -> None:
         run.backward(loss_of(call, step, rank, count - 1))
 
 
-def clipped_accumulation(run: Run) -> None:
+def clipped_accumulation(run):
     """Gradient norms of accumulated steps, clipped."""
     call = run.start(build(Net), accumulation=3, clipping=0.05)
     for step in range(STEPS):
@@ -39,7 +38,7 @@ def clipped_accumulation(run: Run) -> None:
         run.step()
 
 
-def logits_after_accumulated_steps(run: Run) -> None:
+def logits_after_accumulated_steps(run):
     """Logits after each step with accumulation."""
     call = run.start(build(Net), accumulation=2)
     for step in range(STEPS):
@@ -50,10 +49,10 @@ def logits_after_accumulated_steps(run: Run) -> None:
                 run.note(call(inputs(9, rank)))
 
 
-def many_groups_of_adam(run: Run) -> None:
+def many_groups_of_adam(run):
     """A group per parameter, whose step counts must agree."""
 
-    def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def grouped(parameters):
         groups = [
             {"params": [p], "lr": 1e-3 * (1 + index % 3)} for index, p in enumerate(parameters)
         ]
@@ -66,7 +65,7 @@ def many_groups_of_adam(run: Run) -> None:
         run.step()
 
 
-def groups_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def groups_of(parameters):
     """Vectors without decay, matrices with another rate."""
     thin = [p for p in parameters if p.ndim == 1]
     wide = [p for p in parameters if p.ndim != 1]
@@ -74,7 +73,7 @@ def groups_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.2)
 
 
-def resumed_with_groups(rank: int, world: int, stage: int, folder: str) -> dict[str, torch.Tensor]:
+def resumed_with_groups(rank, world, stage, folder):
     """Four steps, of which the last two are another engine's. Runs in a worker."""
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
     for part in range(2):
@@ -92,7 +91,7 @@ def resumed_with_groups(rank: int, world: int, stage: int, folder: str) -> dict[
     return weights
 
 
-def uninterrupted_with_groups(world: int) -> dict[str, torch.Tensor]:
+def uninterrupted_with_groups(world):
     """The same steps in one process."""
     model = build(Net)
     optimizer = groups_of(list(model.parameters()))
@@ -104,7 +103,7 @@ def uninterrupted_with_groups(world: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def static_graph(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+def static_graph(rank, world):
     """Torch's wrapper with a static graph, by its import from Plait. Runs in a worker."""
     from plait.compat.torch import DistributedDataParallel
 
@@ -122,7 +121,7 @@ def static_graph(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
     return weights
 
 
-def accumulated_twice(run: Run) -> None:
+def accumulated_twice(run):
     """Two micro-batches per step, of which the first is not reduced."""
     call = run.start(build(Net), accumulation=2)
     for step in range(STEPS):
@@ -130,10 +129,10 @@ def accumulated_twice(run: Run) -> None:
         run.step()
 
 
-def groups_with_a_schedule(run: Run) -> None:
+def groups_with_a_schedule(run):
     """Three groups with other rates and decays, an empty one, a schedule, clipping."""
 
-    def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def grouped(parameters):
         thin = [p for p in parameters if p.ndim == 1]
         wide = [p for p in parameters if p.ndim != 1]
         return torch.optim.AdamW(
@@ -157,7 +156,7 @@ def groups_with_a_schedule(run: Run) -> None:
         run.note([group["lr"] for group in run.optimizer.param_groups], everywhere=True)
 
 
-def weights_read_through_the_groups(run: Run) -> None:
+def weights_read_through_the_groups(run):
     """The norm of the weights that the optimizer's groups hold."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -172,11 +171,11 @@ def weights_read_through_the_groups(run: Run) -> None:
 class LayerWise(torch.optim.Optimizer):
     """LAMB without moments: each tensor moves by a share of its own norm."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -184,7 +183,7 @@ class LayerWise(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad * trust * group["lr"])
 
 
-def layer_wise_optimizer(run: Run) -> None:
+def layer_wise_optimizer(run):
     """An optimizer that reads norms of whole tensors."""
     call = run.start(build(Net), lambda parameters: LayerWise(parameters, 0.05))
     for step in range(STEPS):
@@ -193,7 +192,7 @@ def layer_wise_optimizer(run: Run) -> None:
         run.step()
 
 
-def own_clipping(run: Run) -> None:
+def own_clipping(run):
     """The loop calls torch's `clip_grad_norm_` itself."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -204,7 +203,7 @@ def own_clipping(run: Run) -> None:
         run.step()
 
 
-def clipping_by_value(run: Run) -> None:
+def clipping_by_value(run):
     """The loop calls torch's `clip_grad_value_` itself."""
     call = run.start(build(Net), sgd)
     for step in range(STEPS):
@@ -214,7 +213,7 @@ def clipping_by_value(run: Run) -> None:
         run.step()
 
 
-def adaptive_clipping(run: Run) -> None:
+def adaptive_clipping(run):
     """Adaptive gradient clipping: each gradient against the norm of its parameter."""
     call = run.start(build(Net), sgd)
     for step in range(STEPS):
@@ -228,7 +227,7 @@ def adaptive_clipping(run: Run) -> None:
         run.step()
 
 
-def gradients_masked(run: Run) -> None:
+def gradients_masked(run):
     """Gradients of pruned weights are set to zero between backward and step."""
     model = build(Net)
     with torch.no_grad():
@@ -247,7 +246,7 @@ def gradients_masked(run: Run) -> None:
         run.note((plain(block.linear.weight.detach()) == 0).sum(), everywhere=True)
 
 
-def gradients_combined_by_the_loop(run: Run) -> None:
+def gradients_combined_by_the_loop(run):
     """Gradients of two losses are projected onto one another, as PCGrad does."""
     call = run.start(build(Net), sgd)
     for step in range(STEPS):
@@ -265,7 +264,7 @@ def gradients_combined_by_the_loop(run: Run) -> None:
         run.step()
 
 
-def parameters_frozen_and_thawed(run: Run) -> None:
+def parameters_frozen_and_thawed(run):
     """Alternating blocks train, and one parameter is frozen for a step."""
     call = run.start(build(Net))
     for step in range(4):
@@ -277,7 +276,7 @@ def parameters_frozen_and_thawed(run: Run) -> None:
         run.step()
 
 
-def two_optimizers_in_turn(run: Run) -> None:
+def two_optimizers_in_turn(run):
     """Two optimizers, each with its own loss, while the other's parameters are frozen."""
     call = run.start(build(Net))
     parts = [[*run.module.stem.parameters(), *run.module.blocks.parameters()]]
@@ -294,13 +293,13 @@ def two_optimizers_in_turn(run: Run) -> None:
         run.step()
 
 
-def hooks_after_accumulation(run: Run) -> None:
+def hooks_after_accumulation(run):
     """Hooks that run after each parameter's gradient has been accumulated."""
     call = run.start(build(Net), sgd)
     norms: dict[str, list[float]] = {}
     for name, parameter in run.module.named_parameters():
 
-        def keep(parameter: Any, name: str = name) -> None:
+        def keep(parameter, name=name):
             norms.setdefault(name, []).append(1.0)
 
         parameter.register_post_accumulate_grad_hook(keep)
@@ -311,7 +310,7 @@ def hooks_after_accumulation(run: Run) -> None:
     assert sorted(norms) == sorted(name for name, _ in run.module.named_parameters())
 
 
-def scaler_of_the_loop(run: Run) -> None:
+def scaler_of_the_loop(run):
     """The loop's own GradScaler; one rank overflows in the second step."""
     call = run.start(build(Net))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -329,7 +328,7 @@ def scaler_of_the_loop(run: Run) -> None:
         run.note(scaler.get_scale(), everywhere=True)
 
 
-def weights_clamped_after_the_step(run: Run) -> None:
+def weights_clamped_after_the_step(run):
     """A Wasserstein critic: weights are clamped after every step."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -341,7 +340,7 @@ def weights_clamped_after_the_step(run: Run) -> None:
                 parameter.clamp_(-0.2, 0.2)
 
 
-def weights_loaded_between_steps(run: Run) -> None:
+def weights_loaded_between_steps(run):
     """Weights are averaged with a copy of earlier ones, as Lookahead does."""
     call = run.start(build(Net))
     slow = [p.detach().clone() for p in run.module.parameters()]
@@ -356,7 +355,7 @@ def weights_loaded_between_steps(run: Run) -> None:
                     parameter.copy_(kept)
 
 
-def weights_reloaded(run: Run) -> None:
+def weights_reloaded(run):
     """The loop loads full weights into the model between steps."""
     call = run.start(build(Net))
     saved = {name: value.clone() for name, value in build(Net).state_dict().items()}
@@ -368,7 +367,7 @@ def weights_reloaded(run: Run) -> None:
             run.module.load_state_dict(saved)
 
 
-def optimizer_built_before_sharding(run: Run) -> None:
+def optimizer_built_before_sharding(run):
     """The optimizer is built over the parameters of the model that is sharded afterwards."""
     model = build(Net)
     optimizer = adamw(list(model.parameters()))
@@ -379,7 +378,7 @@ def optimizer_built_before_sharding(run: Run) -> None:
         run.step()
 
 
-def three_backwards_per_step(run: Run) -> None:
+def three_backwards_per_step(run):
     """Three backwards per step, each of which may be reduced."""
     call = run.start(build(Net))
     for step in range(STEPS):
@@ -389,7 +388,7 @@ def three_backwards_per_step(run: Run) -> None:
         run.step()
 
 
-def weights_reloaded_in_bfloat16(run: Run) -> None:
+def weights_reloaded_in_bfloat16(run):
     """Weights that are loaded between steps are those that the optimizer goes on from."""
     call = run.start(build(Net).float(), sgd, bf16={"enabled": True})
     saved = {name: value.float() for name, value in build(Net).state_dict().items()}
@@ -405,7 +404,7 @@ class Interrupted(Exception):
     """What a loop catches before it takes the next batch."""
 
 
-def raise_interrupted(_gradient: torch.Tensor) -> None:
+def raise_interrupted(_gradient):
     """A hook on the gradient of an activation."""
     raise Interrupted
 
@@ -419,20 +418,18 @@ class FailingNet(Net):
 
     failing = ""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[1].register_forward_hook(self._fail)
 
-    def _fail(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    def _fail(self, _module, _inputs, output):
         if self.failing == "forward":
             raise Interrupted
         if self.failing == "backward":
             output.register_hook(raise_interrupted)
 
 
-def skip_step_of_failed_backward(
-    run: Run, failing: tuple[int, int], *, evaluate: bool = False
-) -> None:
+def skip_step_of_failed_backward(run, failing, *, evaluate=False):
     """The loop catches an error of all ranks, drops the gradients and takes the next batch.
 
     Args:
@@ -462,27 +459,27 @@ def skip_step_of_failed_backward(
         run.step()
 
 
-def reduced_backward_fails(run: Run) -> None:
+def reduced_backward_fails(run):
     """The backward of a step's last micro-batch fails."""
     skip_step_of_failed_backward(run, (1, 1))
 
 
-def accumulating_backward_fails(run: Run) -> None:
+def accumulating_backward_fails(run):
     """The backward of a micro-batch that is not its step's last fails."""
     skip_step_of_failed_backward(run, (1, 0))
 
 
-def first_backward_fails(run: Run) -> None:
+def first_backward_fails(run):
     """The backward fails before any step."""
     skip_step_of_failed_backward(run, (0, 0))
 
 
-def evaluation_after_failed_backward(run: Run) -> None:
+def evaluation_after_failed_backward(run):
     """After a failed backward the loop evaluates, and then takes the next batch."""
     skip_step_of_failed_backward(run, (1, 1), evaluate=True)
 
 
-def step_after_failed_backward(run: Run) -> None:
+def step_after_failed_backward(run):
     """The loop ignores the error and steps."""
     model = build(FailingNet)
     call = run.start(model)
@@ -493,7 +490,7 @@ def step_after_failed_backward(run: Run) -> None:
     run.step()
 
 
-def repeat_failed_forward(run: Run) -> None:
+def repeat_failed_forward(run):
     """The loop catches an error in a forward and repeats the micro-batch."""
     model = build(FailingNet)
     call = run.start(model, accumulation=2)

@@ -1,7 +1,5 @@
 """Tests that `covered.py` names exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.reports.covered import COVERED
@@ -9,7 +7,7 @@ from tests.reports.covered import COVERED
 PARITY = Path(__file__).parents[1] / "parity"
 
 
-def test_tests_that_are_named_exist() -> None:
+def test_tests_that_are_named_exist():
     missing = []
     for report, name in COVERED.items():
         file, _, test = name.partition("::")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.covers import cover
-from tests.pool import Pool
 from tests.reports import autograd, parameters, steps
 from tests.reports.runs import Result, Situation, differences, in_one_process, on_a_rank
 
@@ -62,7 +60,7 @@ class Case:
     world: int = 2
 
 
-def on(layouts: list[str], text: str) -> dict[str, str]:
+def on(layouts, text):
     """The same text for some layouts."""
     return dict.fromkeys(layouts, text)
 
@@ -229,7 +227,7 @@ CASES = [
 ]
 
 
-def runs() -> list[Any]:
+def runs():
     """Every case on every one of its layouts. Most are marked proof."""
     rows = [(case, layout) for case in CASES for layout in case.layouts]
     covered = cover(rows, features=features, cost=cost, name=named)
@@ -243,28 +241,28 @@ def runs() -> list[Any]:
     return found
 
 
-def features(case: Case, layout: str) -> tuple[str, ...]:
+def features(case, layout):
     """What has to meet in the tests that always run."""
     mode, stage, *transport = layout.split("-")
     return mode, stage, str(transport), case.situation.__module__
 
 
-def cost(case: Case, layout: str) -> float:
+def cost(case, layout):
     """The processes. A worker that fails is started anew."""
     return case.world * (20.0 if layout in case.defects else 1.0)
 
 
-def named(case: Case, layout: str) -> str:
+def named(case, layout):
     return f"{case.report}-{layout}"
 
 
 @cache
-def plainly(situation: Situation, world: int) -> Result:
+def plainly(situation, world):
     return in_one_process(situation, world)
 
 
 @pytest.mark.parametrize(("case", "layout"), runs())
-def test_report(pool: Pool, case: Case, layout: str) -> None:
+def test_report(pool, case, layout):
     """Weights after every step, losses and notes are those of one process."""
     mode, stage, *transport = layout.split("-")
     parallel = {**case.parallel, **({"transport": "torch"} if transport else {})}
@@ -285,7 +283,7 @@ def test_report(pool: Pool, case: Case, layout: str) -> None:
 @pytest.mark.parametrize(
     "stage", [3, *(pytest.param(stage, marks=pytest.mark.proof) for stage in (0, 2))]
 )
-def test_report_fairscale_601(pool: Pool, tmp_path: Path, stage: int) -> None:
+def test_report_fairscale_601(pool, tmp_path, stage):
     """A run of several parameter groups goes on from its checkpoint."""
     wanted = steps.uninterrupted_with_groups(2)
     for found in pool.run(2, steps.resumed_with_groups, stage, str(tmp_path), timeout=60):
@@ -293,7 +291,7 @@ def test_report_fairscale_601(pool: Pool, tmp_path: Path, stage: int) -> None:
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
 
 
-def test_report_pytorch_187732(pool: Pool) -> None:
+def test_report_pytorch_187732(pool):
     """`DistributedDataParallel(static_graph=True)` with `no_sync` reduces every step."""
     wanted = plainly(steps.accumulated_twice, 2)
     for found in pool.run(2, steps.static_graph, timeout=60):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from tests.covers import cover
 from tests.parity.trainers import zero
-from tests.pool import Pool
 from tests.reports import libraries
 
 pytest.importorskip("accelerate")
@@ -117,7 +115,7 @@ CONFIGS: dict[str, tuple[int, Any]] = {
 """Data-parallel ranks, and the configuration of two processes."""
 
 
-def loop_runs() -> list[Any]:
+def loop_runs():
     """Every case at each of its ZeRO stages. Most are marked proof."""
     rows = [(case, stage) for case in LOOP_CASES for stage in case.stages]
     return cover(
@@ -127,7 +125,7 @@ def loop_runs() -> list[Any]:
     )
 
 
-def trainer_runs() -> list[Any]:
+def trainer_runs():
     """Every case on each of its layouts. Most are marked proof."""
     rows = [(case, layout) for case in TRAINER_CASES for layout in case.layouts]
     return cover(
@@ -139,7 +137,7 @@ def trainer_runs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "stage"), loop_runs())
-def test_report_of_accelerate(pool: Pool, case: LoopCase, stage: int) -> None:
+def test_report_of_accelerate(pool, case, stage):
     """Updates, samples and weights are those of Accelerate in one process."""
     arguments = (case.loop, case.loader, case.accumulation, case.epochs, case.arguments)
     found = pool.run(2, libraries.on_plaits_accelerator, *arguments, zero(stage), timeout=90)
@@ -155,7 +153,7 @@ def test_report_of_accelerate(pool: Pool, case: LoopCase, stage: int) -> None:
 
 
 @pytest.mark.proof
-def test_report_accelerate_2316(pool: Pool) -> None:
+def test_report_accelerate_2316(pool):
     """Samples that do not fill a round are seen once."""
     arguments = ("plain", "odd", 2, 1, {}, zero(3))
     for found in pool.run(2, libraries.on_plaits_accelerator, *arguments, timeout=90):
@@ -163,13 +161,13 @@ def test_report_accelerate_2316(pool: Pool) -> None:
 
 
 @pytest.mark.proof
-def test_report_accelerate_3256(pool: Pool) -> None:
+def test_report_accelerate_3256(pool):
     """An optimizer whose model is not prepared is refused."""
     for message in pool.run(2, libraries.optimizer_prepared_alone, timeout=90):
         assert "prepare both in one call" in message
 
 
-def test_report_accelerate_4289(pool: Pool, tmp_path: Path) -> None:
+def test_report_accelerate_4289(pool, tmp_path):
     """Loading leaves the loss scale and its counter as they were saved."""
     for wanted, found in pool.run(2, libraries.scale_after_loading, str(tmp_path), timeout=90):
         assert found == wanted
@@ -177,7 +175,7 @@ def test_report_accelerate_4289(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "layout"), trainer_runs())
-def test_report_of_the_trainer(pool: Pool, tmp_path: Path, case: TrainerCase, layout: str) -> None:
+def test_report_of_the_trainer(pool, tmp_path, case, layout):
     """Losses, norms, rates, epochs, checkpoints and saved weights are those of Transformers."""
     if case.made in ("adapters", "trained biases"):
         pytest.importorskip("peft")

@@ -12,7 +12,6 @@ import torch
 from plait.verify.parity import Trace, compare, worst
 from tests.covers import cover
 from tests.parity import pipelines, tensor_parallel
-from tests.pool import Pool
 from tests.reports import stages
 
 SCHEDULES = ["1f1b", "zbv", "interleaved-zero-bubble"]
@@ -20,7 +19,7 @@ SPLIT = SCHEDULES[1:]
 TOLERANCE = 1e-10
 
 
-def staged(schedule: str, stage: int = 0, **more: Any) -> dict[str, Any]:
+def staged(schedule, stage=0, **more):
     """A pipeline of two stages per replica, and two stages per rank where the schedule has them."""
     return pipelines.settings(stage, 4, schedule, pp=2, **more)
 
@@ -94,7 +93,7 @@ TENSOR_CASES = [
 ]
 
 
-def stage_runs() -> list[Any]:
+def stage_runs():
     """Every case on each of its schedules. Most are marked proof."""
     rows = [(case, schedule) for case in STAGE_CASES for schedule in case.schedules]
     return cover(
@@ -105,7 +104,7 @@ def stage_runs() -> list[Any]:
     )
 
 
-def tensor_runs() -> list[Any]:
+def tensor_runs():
     """Most are marked proof."""
     return cover(
         TENSOR_CASES,
@@ -117,11 +116,11 @@ def tensor_runs() -> list[Any]:
 
 
 @cache
-def wanted_of(kind: str, count: int) -> Trace:
+def wanted_of(kind, count):
     return stages.plainly(kind, count)
 
 
-def with_zeros(trace: Trace) -> Trace:
+def with_zeros(trace):
     """A stage without a gradient of its inputs sends zeros where one process has None."""
     filled = [
         {n: torch.zeros_like(trace.parameters[n]) if t is None else t for n, t in step.items()}
@@ -131,7 +130,7 @@ def with_zeros(trace: Trace) -> Trace:
 
 
 @pytest.mark.parametrize(("case", "schedule"), stage_runs())
-def test_report_of_pipelines(pool: Pool, case: StageCase, schedule: str) -> None:
+def test_report_of_pipelines(pool, case, schedule):
     """Losses, norms, gradients and weights are those of one process."""
     config = staged(schedule, case.stage, **case.more)
     arguments = (case.kind, config, case.evaluate)
@@ -146,7 +145,7 @@ def test_report_of_pipelines(pool: Pool, case: StageCase, schedule: str) -> None
 
 
 @pytest.mark.parametrize("case", tensor_runs())
-def test_report_of_tensors(pool: Pool, case: TensorCase) -> None:
+def test_report_of_tensors(pool, case):
     """A Qwen 3 with norms per head, clipped."""
     config = tensor_parallel.settings(1, 1, case.stage, 1, 2)
     config["parallel"] = case.parallel
@@ -163,7 +162,7 @@ def test_report_of_tensors(pool: Pool, case: TensorCase) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_report_torchtitan_4332(pool: Pool, accumulation: int) -> None:
+def test_report_torchtitan_4332(pool, accumulation):
     """The bias behind a row-wise layer gets its full gradient on every rank."""
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     config = tensor_parallel.settings(2, 2, 0, 1, accumulation, False, plan=plan)

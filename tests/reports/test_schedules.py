@@ -1,9 +1,5 @@
 """Reports about DeepSpeed's schedules, compared with what their documentation says."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +9,7 @@ from plait.optim.lr_schedules import build_scheduler
 CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4}
 
 
-def run(params: dict[str, Any], steps: int = 12) -> list[list[dict[str, Any]]]:
+def run(params, steps=12):
     """Groups of an AdamW with two of them, after every step of a OneCycle."""
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups = [{"params": [weights[0]], "betas": (0.9, 0.95)}, {"params": [weights[1]]}]
@@ -32,20 +28,20 @@ def run(params: dict[str, Any], steps: int = 12) -> list[list[dict[str, Any]]]:
     strict=True,
     reason="OneCycle replaces the second of betas by 0.99, as DeepSpeed does before its #8495",
 )
-def test_report_deepspeed_8495() -> None:
+def test_report_deepspeed_8495():
     """Cycling the first of `betas` leaves the second as it is."""
     for groups in run(CYCLE):
         assert [group["betas"][1] for group in groups] == [0.95, 0.98]
 
 
-def test_report_deepspeed_1497() -> None:
+def test_report_deepspeed_1497():
     """A decay without a step size does not divide by zero; the rate stays at its lowest."""
     rates = [groups[0]["lr"] for groups in run(CYCLE)]
     assert max(rates) == pytest.approx(0.1)
     assert rates[-1] == pytest.approx(0.01)
 
 
-def test_report_deepspeed_8201() -> None:
+def test_report_deepspeed_8201():
     """Bounds may be lists, with a value per parameter group."""
     found = run({**CYCLE, "cycle_max_lr": [0.1, 0.2], "cycle_min_mom": [0.8, 0.7]})
     assert [max(g[at]["lr"] for g in found) for at in range(2)] == pytest.approx([0.1, 0.2])
@@ -56,7 +52,7 @@ def test_report_deepspeed_8201() -> None:
     strict=True,
     reason="a positive decay_mom_rate raises the momentum, as DeepSpeed does before its #8589",
 )
-def test_report_deepspeed_8589() -> None:
+def test_report_deepspeed_8589():
     """The momentum decays after the cycle."""
     found = run({**CYCLE, "decay_mom_rate": 0.01, "decay_step_size": 1})
     assert found[-1][0]["betas"][0] < 0.9

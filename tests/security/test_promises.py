@@ -1,7 +1,5 @@
 """The promises of docs/explanation/security.md, one test each."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -28,26 +26,26 @@ from plait.errors import CheckpointError, InputError, PlaitError
 class WritesAFile(torch.nn.Module):
     """TorchScript of this class writes a file when it is loaded."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         super().__init__()
         self.path = path
 
     @torch.jit.export
-    def __getstate__(self) -> tuple[str, bool]:
+    def __getstate__(self):
         return self.path, self.training
 
     @torch.jit.export
-    def __setstate__(self, state: tuple[str, bool]) -> None:
+    def __setstate__(self, state):
         self.path = state[0]
         self.training = state[1]
         torch.save(torch.ones(1), state[0])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_code_in_a_torchscript_archive_does_not_run(tmp_path: Path) -> None:
+def test_code_in_a_torchscript_archive_does_not_run(tmp_path):
     """`torch.load` would hand the archive to `torch.jit.load`."""
     canary, archive = tmp_path / "written", tmp_path / "model.pt"
     torch.jit.script(WritesAFile(str(canary))).save(str(tmp_path / "compressed.pt"))
@@ -67,7 +65,7 @@ def test_code_in_a_torchscript_archive_does_not_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_torchscript_archive_that_is_renamed_inside_is_refused(tmp_path: Path) -> None:
+def test_a_torchscript_archive_that_is_renamed_inside_is_refused(tmp_path):
     """Every record is compared with a list, not only the one that marks TorchScript."""
     torch.save({"x": torch.ones(2)}, tmp_path / "good.pt")
     assert torch.equal(read_torch(tmp_path / "good.pt")["x"], torch.ones(2))
@@ -80,7 +78,7 @@ def test_a_torchscript_archive_that_is_renamed_inside_is_refused(tmp_path: Path)
             read_torch(path)
 
 
-def test_stack_files_are_in_a_folder_of_this_user_alone() -> None:
+def test_stack_files_are_in_a_folder_of_this_user_alone():
     """Nobody else can guess its name or write into it."""
     folders = [stacks.new_folder() for _ in range(2)]
     try:
@@ -93,7 +91,7 @@ def test_stack_files_are_in_a_folder_of_this_user_alone() -> None:
             folder.rmdir()
 
 
-def test_the_store_of_one_machine_listens_on_loopback() -> None:
+def test_the_store_of_one_machine_listens_on_loopback():
     """It has no key, so no other machine may reach it. Processes of this machine can."""
     store = loopback_store(timedelta(seconds=20))
     addresses = listening_addresses(store.port)
@@ -103,7 +101,7 @@ def test_the_store_of_one_machine_listens_on_loopback() -> None:
     assert store.get("key") == b"value"
 
 
-def listening_addresses(port: int) -> set[str]:
+def listening_addresses(port):
     """Addresses on which this machine listens at a port, by the kernel's table."""
     found = set()
     for table in ("tcp", "tcp6"):
@@ -123,9 +121,7 @@ def listening_addresses(port: int) -> set[str]:
 @pytest.mark.parametrize(
     "call", ["plait.from_pretrained", "plait generate --prompt x", "plait verify"]
 )
-def test_code_in_a_model_folder_does_not_run(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_in_a_model_folder_does_not_run(tmp_path, call, monkeypatch, capsys):
     """Nobody is asked either: a `y` in a pipe would be an answer."""
     folder, canary = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
@@ -150,7 +146,7 @@ def test_code_in_a_model_folder_does_not_run(
     assert not canary.exists()
 
 
-def test_messages_are_bounded_and_show_no_control_characters() -> None:
+def test_messages_are_bounded_and_show_no_control_characters():
     """A name in a file could otherwise rewrite a terminal, or fill a log."""
     text = str(PlaitError("a\x1b[2Jb\0c\nline two\tend é " + "x" * 4_000_000))
     assert "\x1b" not in text and "\0" not in text and "a\\x1b[2Jb\\x00c\nline two\tend é" in text

@@ -1,21 +1,17 @@
 """Attention on the simulated device by CUDA's fused operators, which references stand for, in the dtype that tests compare in."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from plait._torch import attention
 from plait._torch.operators import TorchDispatchMode
 from tests import fused_attention
-from tests.parity.context_parallel import Case, train
+from tests.parity.context_parallel import train
 
 
 @contextmanager
-def _fused_in(dtype: torch.dtype, name: str) -> Iterator[None]:
+def _fused_in(dtype, name):
     """Let a kernel compute `dtype` too: the references do, and only float64 shows a wrong term of a gradient."""
     before = getattr(attention, name)
     setattr(attention, name, (*before, dtype))
@@ -26,7 +22,7 @@ def _fused_in(dtype: torch.dtype, name: str) -> Iterator[None]:
         setattr(attention, name, before)
 
 
-def train_fused(rank: int, world: int, case: Case, dtypes: str) -> tuple[Any, int]:
+def train_fused(rank, world, case, dtypes):
     """A trace, and how often a fused kernel was called. `dtypes` names those of the kernel. Runs in a worker."""
     calls = 0
     forward = {
@@ -35,9 +31,7 @@ def train_fused(rank: int, world: int, case: Case, dtypes: str) -> tuple[Any, in
     }[dtypes]
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal calls
             calls += func._opname == forward
             return func(*args, **(kwargs or {}))

@@ -1,7 +1,5 @@
 """Build the simulated device with the system's compiler, once for these sources and this torch."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -32,7 +30,7 @@ class CannotBuild(Exception):
     """The reason."""
 
 
-def cache_folder() -> Path:
+def cache_folder():
     """Outside of the repository; of this user."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(
@@ -41,7 +39,7 @@ def cache_folder() -> Path:
     )
 
 
-def built() -> Path:
+def built():
     """The folder with the libraries, which are built first where they are not there. Raises CannotBuild. Several processes may ask at once:
     one builds, the others wait."""
     reason, compiler, torch_version = why_not(), _compiler(), version("torch")
@@ -65,19 +63,19 @@ def built() -> Path:
     return folder
 
 
-def why_not() -> str:
+def why_not():
     """What is missing on this machine; empty where nothing is."""
     if _compiler() is None:
         return "there is no C++ compiler (g++, clang++, or what CXX names)"
     return ""
 
 
-def _compiler() -> str | None:
+def _compiler():
     named = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     return named if named is not None and shutil.which(named) else None
 
 
-def environment_of_this_process() -> dict[str, str]:
+def environment_of_this_process():
     """With the tests on the path."""
     paths = dict.fromkeys(
         [str(ROOT), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
@@ -85,7 +83,7 @@ def environment_of_this_process() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def environment(*, devices: int, mib: int | None = None) -> dict[str, str]:
+def environment(*, devices, mib=None):
     """Variables of a process whose torch has `devices` simulated devices of `mib` MiB."""
     here = environment_of_this_process()
     return {
@@ -97,13 +95,13 @@ def environment(*, devices: int, mib: int | None = None) -> dict[str, str]:
     }
 
 
-def _torch_folder() -> Path:
+def _torch_folder():
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
-def _key(compiler: str, torch_version: str) -> str:
+def _key(compiler, torch_version):
     seen = hashlib.blake2b(f"{compiler} {torch_version} {sys.version}".encode(), digest_size=10)
     for source in sorted(SOURCES.iterdir()):
         seen.update(source.name.encode() + source.read_bytes())
@@ -111,7 +109,7 @@ def _key(compiler: str, torch_version: str) -> str:
     return seen.hexdigest()
 
 
-def _build(compiler: str, folder: Path) -> None:
+def _build(compiler, folder):
     torch = _torch_folder()
     include = [
         f"-I{torch}/include",
@@ -170,7 +168,7 @@ def _build(compiler: str, folder: Path) -> None:
         (folder / f"{unit}.o").unlink()
 
 
-def _run(*command: str | Path) -> None:
+def _run(*command):
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, check=False
     )

@@ -1,10 +1,7 @@
 """The simulated device is built when a test needs it. Without a compiler these tests are skipped; where CI is set they fail instead."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +12,7 @@ Row = Callable[[str, str, float], None]
 
 
 @pytest.fixture(scope="session")
-def device() -> Path:
+def device():
     """The folder of the built libraries."""
     try:
         return built()
@@ -26,7 +23,7 @@ def device() -> Path:
 
 
 @pytest.fixture(scope="session")
-def simulated(device: Path) -> Iterator[SimulatedPool]:
+def simulated(device):
     """Workers with simulated GPUs."""
     pool = SimulatedPool(SIMULATED_DEVICE_TIMEOUT=os.environ.get("SIMULATED_DEVICE_TIMEOUT", "60"))
     yield pool
@@ -34,14 +31,14 @@ def simulated(device: Path) -> Iterator[SimulatedPool]:
 
 
 @pytest.fixture
-def row(record_property: Callable[[str, object], None]) -> Iterator[Row]:
+def row(record_property):
     """Record this test for docs/development/simulated_device.md.
 
     The fixture is a function of the configuration, what it was compared with and the largest difference.
     """
     RECORDS.clear()
 
-    def put(configuration: str, compared_with: str, difference: float) -> None:
+    def put(configuration, compared_with, difference):
         for name, value in (
             ("configuration", configuration),
             ("compared with", compared_with),

@@ -9,7 +9,7 @@ then is a deadlock, or a call without a partner; both are told by name.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ class _Entry:
     begun: bool = False
     done: bool = False
 
-    def __str__(self) -> str:
+    def __str__(self):
         calls = [
             f"{part.kind} {'to' if part.kind == 'SEND' else 'from'} rank {part.peer} (number {part.nth + 1})"
             if part.peer >= 0
@@ -58,12 +58,12 @@ class _Entry:
         return f"rank {self.rank}: {text} on communicator {self.communicator}"
 
 
-def members(communicator: str) -> list[int]:
+def members(communicator):
     """Ranks of the world; its name ends with them."""
     return [int(rank) for rank in communicator.split("[")[1].split("]")[0].split()]
 
 
-def stuck(journals: Sequence[Journal]) -> str:
+def stuck(journals):
     """What would not end, empty where all would. `journals` by rank."""
     entries = [list(_entries(journal)) for journal in journals]
     known = {key: entry for own in entries for entry in own for key in _keys(entry)}
@@ -76,7 +76,7 @@ def stuck(journals: Sequence[Journal]) -> str:
             by_stream[entry.stream].append(entry)
     at = [dict.fromkeys(by_stream, 0) for by_stream in streams]
 
-    def head(rank: int, stream: int) -> _Entry | None:
+    def head(rank, stream):
         queue = streams[rank].get(stream, [])
         return (
             queue[at[rank][stream]]
@@ -84,7 +84,7 @@ def stuck(journals: Sequence[Journal]) -> str:
             else None
         )
 
-    def waits_for(entry: _Entry) -> _Entry | None:
+    def waits_for(entry):
         """Work of its own rank."""
         for stream, position in entry.after.items():
             first = head(entry.rank, stream)
@@ -118,7 +118,7 @@ def stuck(journals: Sequence[Journal]) -> str:
     return "\n".join(_told(left, known, waits_for))
 
 
-def _entries(journal: Journal) -> Iterator[_Entry]:
+def _entries(journal):
     counted: Counter[tuple[str, str, int]] = Counter()
     for line in journal:
         after = {int(stream): position for stream, position in line["after"].items()}
@@ -130,18 +130,18 @@ def _entries(journal: Journal) -> Iterator[_Entry]:
         yield entry
 
 
-def _keys(entry: _Entry) -> list[tuple[Any, ...]]:
+def _keys(entry):
     """By which others find it."""
     return [
         _key(entry.communicator, part.kind, entry.rank, part.peer, part.nth) for part in entry.parts
     ]
 
 
-def _key(communicator: str, kind: str, rank: int, peer: int, nth: int) -> tuple[Any, ...]:
+def _key(communicator, kind, rank, peer, nth):
     return (communicator, kind if peer >= 0 else "", rank, peer, nth)
 
 
-def _partners(entry: _Entry) -> Iterator[tuple[Any, ...]]:
+def _partners(entry):
     for part in entry.parts:
         if part.peer >= 0:
             yield _key(entry.communicator, PARTNER[part.kind], part.peer, entry.rank, part.nth)
@@ -150,7 +150,7 @@ def _partners(entry: _Entry) -> Iterator[tuple[Any, ...]]:
                 yield _key(entry.communicator, part.kind, rank, -1, part.nth)
 
 
-def _unlike(known: dict[tuple[Any, ...], _Entry]) -> Iterator[str]:
+def _unlike(known):
     """Partners that are something else, or of another size."""
     for key, entry in known.items():
         part = next(
@@ -173,14 +173,12 @@ def _unlike(known: dict[tuple[Any, ...], _Entry]) -> Iterator[str]:
                 yield f"{entry} of {part.bytes} bytes meets {other} of {theirs.bytes} bytes"
 
 
-def _partners_of(entry: _Entry, part: _Part) -> Iterator[tuple[Any, ...]]:
+def _partners_of(entry, part):
     alone = _Entry(entry.communicator, entry.rank, entry.stream, entry.position, {}, [part])
     return _partners(alone)
 
 
-def _told(
-    left: list[_Entry], known: dict[tuple[Any, ...], _Entry], waits_for: Any
-) -> Iterator[str]:
+def _told(left, known, waits_for):
     for entry in left[:MOST_TOLD]:
         before = waits_for(entry) if not entry.begun else None
         if before is not None:

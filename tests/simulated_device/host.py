@@ -11,7 +11,7 @@ from tests.pool import Pool, WorkerFailed
 from tests.simulated_device.observed import observed
 
 
-def serve(connection: Connection) -> None:
+def serve(connection):
     """Until the other side closes."""
     pool, size = Pool(), 0
     while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import sys
 import traceback
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +28,7 @@ class Seen:
     """Names of what was planted and came by."""
 
 
-def observed(
-    rank: int,
-    world: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    sources: Mapping[str, str],
-) -> Seen:
+def observed(rank, world, function, args, sources):
     """Runs in a worker. `sources`: modules that are changed meanwhile."""
     device: Any = sys.modules["simulated_device.on_torch"]
     device.clear()

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
 
 import plait
 
@@ -25,7 +23,7 @@ reached: set[str] = set()
 
 
 @contextmanager
-def changed(sources: Mapping[str, str]) -> Iterator[None]:
+def changed(sources):
     """Modules of the package, by their file's path in it, have these sources inside."""
     with ExitStack() as put_back:
         for file, source in sources.items():
@@ -34,7 +32,7 @@ def changed(sources: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _changed(file: str, source: str) -> Iterator[None]:
+def _changed(file, source):
     path = PACKAGE / file
     module = importlib.import_module(".".join(["plait", *Path(file).with_suffix("").parts]))
     setattr(module, REACHED, reached.add)
@@ -65,11 +63,11 @@ def _changed(file: str, source: str) -> Iterator[None]:
         delattr(module, REACHED)
 
 
-def _functions(module: CodeType) -> dict[tuple[str, int], CodeType]:
+def _functions(module):
     """Of a module and its classes, by name and number among equal names; those within functions belong to these."""
     found: dict[tuple[str, int], CodeType] = {}
 
-    def look(code: CodeType) -> None:
+    def look(code):
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 if constant.co_flags & 0x0002:  # CO_NEWLOCALS: a function, not the body of a class
@@ -82,7 +80,7 @@ def _functions(module: CodeType) -> dict[tuple[str, int], CodeType]:
     return found
 
 
-def _alike(one: CodeType, other: CodeType) -> bool:
+def _alike(one, other):
     """Whether they do the same; lines may differ."""
     if (
         one.co_code != other.co_code
@@ -98,11 +96,11 @@ def _alike(one: CodeType, other: CodeType) -> bool:
     )
 
 
-def _of(module: Any) -> Iterator[FunctionType]:
+def _of(module):
     """Functions written in it."""
     seen: set[int] = set()
 
-    def look(value: Any) -> Iterator[FunctionType]:
+    def look(value):
         if id(value) in seen:
             return
         seen.add(id(value))

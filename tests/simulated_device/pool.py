@@ -6,16 +6,13 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
 
 from tests.pool import WorkerFailed
 from tests.simulated_device.build import ROOT, environment
 from tests.simulated_device.deadlocks import stuck
-from tests.simulated_device.observed import Seen
 
 SECONDS = 240
 """That a task may take."""
@@ -51,23 +48,23 @@ RECORDS: list[Record] = []
 class SimulatedPool:
     """Started when first needed, and anew after a failure."""
 
-    def __init__(self, **variables: str) -> None:
+    def __init__(self, **variables):
         """`variables` of the workers' environment."""
         self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, world_size, function, *args):
         """`function(rank, world_size, *args)` in every worker: results by rank. Raises WorkerFailed, Races and Deadlock."""
         return [seen.value for seen in self.watch(world_size, function, *args)]
 
-    def watch(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Seen]:
+    def watch(self, world_size, function, *args):
         """The same, with everything that was seen."""
         found = self.ask(world_size, function, *args)
         judge(found)
         return found
 
-    def ask(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Seen]:
+    def ask(self, world_size, function, *args):
         """The same, not judged."""
         if self._connection is None:
             self._start()
@@ -89,7 +86,7 @@ class SimulatedPool:
         RECORDS.append(Record(world_size, sum(len(seen.races) for seen in found), reached))
         return found
 
-    def _start(self) -> None:
+    def _start(self):
         self._connection, theirs = Pipe()
         command, variables = (
             [sys.executable, "-m", "tests.simulated_device.host"],
@@ -101,7 +98,7 @@ class SimulatedPool:
                 [*command, str(number)], env=variables, cwd=ROOT, pass_fds=[number]
             )
 
-    def close(self) -> None:
+    def close(self):
         """End all processes."""
         if self._connection is not None and self._process is not None:
             self._connection.close()
@@ -112,7 +109,7 @@ class SimulatedPool:
         self._connection = self._process = None
 
 
-def judge(found: Sequence[Seen]) -> None:
+def judge(found):
     """Raise what is wrong; a deadlock first, which explains what failed."""
     waiting = stuck([seen.journal for seen in found])
     failed = [f"rank {rank}:\n{seen.failed}" for rank, seen in enumerate(found) if seen.failed]

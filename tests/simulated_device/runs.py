@@ -12,7 +12,7 @@ import torch.distributed as dist
 import plait
 from plait.parallel.data.compression import Residuals
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.parity import cases, pipelines, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, SEED
 
@@ -39,7 +39,7 @@ STATES: dict[str, dict[str, Any]] = {
 """Settings of `zero_optimization`."""
 
 
-def on_axes(tp: int, dp: int, stage: int, technique: str, states: str) -> dict[str, Any]:
+def on_axes(tp, dp, stage, technique, states):
     """A configuration file without a pipeline; two micro-batches. With tp also along the sequence, by turns, and in chunks."""
     sequence = tp > 1 and stage >= 2 and technique != "chunks of the loss"
     more = TECHNIQUES[technique] | (
@@ -50,7 +50,7 @@ def on_axes(tp: int, dp: int, stage: int, technique: str, states: str) -> dict[s
     return config
 
 
-def fits(tp: int, dp: int, stage: int, technique: str, states: str) -> bool:
+def fits(tp, dp, stage, technique, states):
     """Whether Plait takes it, and it is not another row."""
     if "parameters" in states and stage < 3:
         return False
@@ -61,22 +61,13 @@ def fits(tp: int, dp: int, stage: int, technique: str, states: str) -> bool:
     )
 
 
-def in_stages(
-    schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str
-) -> dict[str, Any]:
+def in_stages(schedule, pp, tp, dp, stage, technique):
     """A configuration file with a pipeline."""
     shard = {"dp_replicate": dp} if stage == 0 else {"dp_shard": dp}
     return pipelines.settings(stage, 8, schedule, pp=pp, tp=tp, **shard, **TECHNIQUES[technique])
 
 
-def config_of(
-    world: int,
-    stage: int,
-    *,
-    parallel: dict[str, Any],
-    zero: dict[str, Any] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
+def config_of(world, stage, *, parallel, zero=None, **more):
     """A configuration file with data parallelism."""
     degrees = {"dp_shard": world} if stage else {"dp_replicate": world}
     return {
@@ -95,14 +86,7 @@ def config_of(
     }
 
 
-def resumed(
-    rank: int,
-    world: int,
-    config: dict[str, Any],
-    folder: str,
-    dtype: torch.dtype,
-    beside: bool = False,
-) -> tuple[Trace, Trace, list[dict[str, str]]]:
+def resumed(rank, world, config, folder, dtype, beside=False):
     """Four steps; the last two from a checkpoint of the first two; the devices of both engines' residuals by name. `beside`: it is written
     while the training goes on. Runs in a worker."""
     device: Any = sys.modules.get("simulated_device.on_torch")
@@ -134,9 +118,7 @@ def resumed(
     return on, engine_trace(again, steps[2:]), kinds
 
 
-def steps_taken(
-    rank: int, world: int, config: dict[str, Any], count: int, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
+def steps_taken(rank, world, config, count, dtype=torch.float32):
     """`train_batch` alone, as a program calls it: how the last step copied, and pinned memory before, with and after the engine. Runs in a
     worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
@@ -165,9 +147,7 @@ def steps_taken(
     }
 
 
-def moved(
-    rank: int, world: int, saving: dict[str, Any], loading: dict[str, Any], folder: str
-) -> tuple[list[float], list[float]]:
+def moved(rank, world, saving, loading, folder):
     """Losses of two steps, and of the same steps from a checkpoint on another layout. Runs in a worker."""
     losses = []
     for config in (saving, loading):

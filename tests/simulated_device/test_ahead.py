@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +31,6 @@ from plait.verify.parity import compare, worst
 from tests.checkpoints import put
 from tests.parity import cases
 from tests.parity.digests import digest
-from tests.pool import Pool
-from tests.simulated_device.conftest import Row
-from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import config_of, resumed, steps_taken
 
 CUDA = torch.device("cuda", 0)
@@ -43,14 +39,14 @@ CUDA = torch.device("cuda", 0)
 class Averaging(nn.Module):
     """A buffer that changes at every step, and one that begins to on rank 1 in the third."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 1)
         self.register_buffer("average", torch.zeros(3))
         self.register_buffer("late", torch.zeros(3))
         self.calls = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls += 1
         self.average.mul_(0.5).add_(x.detach().mean(0))
         if self.calls > 2 and dist.get_rank() == 0:
@@ -58,7 +54,7 @@ class Averaging(nn.Module):
         return self.linear(x + self.average + self.late)
 
 
-def averaged(rank: int, world: int) -> list[list[float]]:
+def averaged(rank, world):
     """Buffers after every step, which the host reads at the end. Runs in a worker."""
     torch.manual_seed(2)
     loss = plait.per_sample(lambda output, batch: (output - batch[1]).pow(2).sum())
@@ -79,7 +75,7 @@ def averaged(rank: int, world: int) -> list[list[float]]:
     return [[float(buffer) for buffer in step] for step in found]
 
 
-def test_buffers(simulated: SimulatedPool, pool: Pool) -> None:
+def test_buffers(simulated, pool):
     """The first rank's, also where they begin to change late."""
     found = simulated.run(2, averaged)
     np.testing.assert_allclose(found, pool.run(2, averaged), rtol=1e-6)
@@ -90,18 +86,18 @@ def test_buffers(simulated: SimulatedPool, pool: Pool) -> None:
 class Counted:
     """A user's loss."""
 
-    def __init__(self, wrong: float) -> None:
+    def __init__(self, wrong):
         self.wrong = wrong
 
-    def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, output, batch):
         total, weight = plait.causal_lm_loss(output, batch)
         return total, weight + self.wrong
 
-    def weight(self, batch: Any) -> Any:
+    def weight(self, batch):
         return plait.causal_lm_loss.weight(batch)
 
 
-def weighed(rank: int, world: int, wrong: float) -> str:
+def weighed(rank, world, wrong):
     """Runs in a worker."""
     engine = plait.initialize(
         cases.build("plain", tied=True), config_of(1, 0, parallel={}), loss_fn=Counted(wrong)
@@ -119,7 +115,7 @@ def weighed(rank: int, world: int, wrong: float) -> str:
     return ""
 
 
-def test_weights_of_a_loss(simulated: SimulatedPool) -> None:
+def test_weights_of_a_loss(simulated):
     """Compared a step later, without waiting in between."""
     assert simulated.run(1, weighed, 0.0) == [""]
     assert "the loss returned weights" in simulated.run(1, weighed, 1.0)[0]
@@ -130,36 +126,34 @@ class Paced:
 
     device, rank = CUDA, 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def _take(self, seconds: float) -> None:
+    def _take(self, seconds):
         self.now += seconds
         _device().set_clock(self.now)
 
-    def train_batch(self, batch: Any) -> Any:
+    def train_batch(self, batch):
         self._take(1)
         numbers = {name: torch.ones((), device=CUDA) for name in ("loss", "weight", "grad_norm")}
         return SimpleNamespace(
             **numbers, skipped=False, learning_rate=0.1, loss_scale=1.0, decided=""
         )
 
-    def eval_batch(self, batch: Any) -> tuple[float, float]:
+    def eval_batch(self, batch):
         self._take(10)
         return 6.0, 3.0
 
-    def save_checkpoint(
-        self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True
-    ) -> Path:
+    def save_checkpoint(self, folder, *, tag=None, client_state=None, wait=True):
         self._take(100)
         self.written = put(Path(folder), str(tag), client_state)
         return self.written
 
-    def checkpoint_written(self, *, wait: bool = False) -> Path:
+    def checkpoint_written(self, *, wait=False):
         return self.written
 
 
-def paced(rank: int, world: int, folder: str) -> list[float]:
+def paced(rank, world, folder):
     """Seconds of every step, as in metrics.jsonl. Runs in a worker."""
     events: list[Event] = []
     sequences = Sequences(
@@ -183,12 +177,12 @@ def paced(rank: int, world: int, folder: str) -> list[float]:
     return [event.seconds for event in events if isinstance(event, StepDone)]
 
 
-def test_seconds_of_a_step(simulated: SimulatedPool, tmp_path: Path) -> None:
+def test_seconds_of_a_step(simulated, tmp_path):
     """Also of the first, and of those before a validation, a checkpoint and the end, whose numbers are read together."""
     assert simulated.run(1, paced, str(tmp_path)) == [pytest.approx([1.0] * 7)]
 
 
-def clocked(rank: int, world: int) -> float:
+def clocked(rank, world):
     """Seconds of a step whose end is behind a copy. Runs in a worker."""
     _device().set_clock(1.0)
     clock = StepClock(CUDA)
@@ -201,24 +195,22 @@ def clocked(rank: int, world: int) -> float:
     return seconds
 
 
-def test_the_end_of_a_step_is_waited_for(simulated: SimulatedPool) -> None:
+def test_the_end_of_a_step_is_waited_for(simulated):
     assert simulated.run(1, clocked) == [2.0]
 
 
-def staged(rank: int, world: int) -> list[float]:
+def staged(rank, world):
     """What the thread that writes is given. Runs in a worker."""
     tensors = {"x": torch.arange(4.0, device=CUDA)}
     found = Writer(SimpleNamespace(device=CUDA))._stage(SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
     return found["x"].tolist()
 
 
-def test_what_is_staged_has_arrived(simulated: SimulatedPool) -> None:
+def test_what_is_staged_has_arrived(simulated):
     assert simulated.run(1, staged) == [[0.0, 1.0, 2.0, 3.0]]
 
 
-def test_a_checkpoint_beside_the_training(
-    simulated: SimulatedPool, row: Row, tmp_path: Path
-) -> None:
+def test_a_checkpoint_beside_the_training(simulated, row, tmp_path):
     """It has the numbers of its step, though the next has begun; the copies to the host do not wait for each other."""
     straight, again, _ = simulated.run(
         2, resumed, config_of(2, 1, parallel={}), str(tmp_path), torch.float32, True
@@ -231,25 +223,25 @@ def test_a_checkpoint_beside_the_training(
     )
 
 
-def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None:
+def test_batches_are_copied_from_pinned_memory(simulated):
     """They overlap with the step before."""
     found = simulated.run(1, steps_taken, config_of(1, 0, parallel={}), 2)[0]["copies"]
     assert found["pageable"] == 0
     assert found["deferred"] >= 2 * 3, "two micro-batches of three tensors"
 
 
-def expanded(rank: int, world: int) -> bool:
+def expanded(rank, world):
     """Whether an expanded batch arrives. Runs in a worker."""
     positions = torch.arange(5).expand(3, 5)
     return bool((to_device(positions, CUDA).cpu() == positions).all())
 
 
-def test_an_expanded_batch_arrives(simulated: SimulatedPool) -> None:
+def test_an_expanded_batch_arrives(simulated):
     """Position ids are often expanded; such a tensor cannot be pinned as it is."""
     assert simulated.run(1, expanded) == [True]
 
 
-def waiting(rank: int, world: int, config: dict[str, Any]) -> tuple[list[int], int]:
+def waiting(rank, world, config):
     """How often the host waited in four steps of a loss whose weight is a number, beside the writing of a checkpoint, and in asking
     whether to stop. Runs in a worker."""
     loss = plait.per_sample(lambda output, batch: output.logits.float().mean((1, 2)).sum())
@@ -269,15 +261,13 @@ def waiting(rank: int, world: int, config: dict[str, Any]) -> tuple[list[int], i
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_waits_for_nothing(simulated: SimulatedPool, stage: int) -> None:
+def test_a_step_waits_for_nothing(simulated, stage):
     """The program runs ahead of the device; a number that is copied from memory that is not pinned would stop it."""
     for steps, asked in simulated.run(2, waiting, config_of(2, stage, parallel={})):
         assert steps[1:] == [0, 0, 0] and asked == 0, (steps, asked)
 
 
-def ahead(
-    rank: int, world: int, config: dict[str, Any], folder: str
-) -> tuple[list[int], list[int], list[float]]:
+def ahead(rank, world, config, folder):
     """Run `plait train`'s loop with a metrics file over a model of Transformers. Runs in a worker.
 
     Returns:
@@ -292,7 +282,7 @@ def ahead(
     metrics = MetricsFile(Path(folder) / f"metrics-{rank}.jsonl")
     blocked: list[dict[str, int]] = []
 
-    def emit(event: Event) -> None:
+    def emit(event):
         metrics(event)
         if isinstance(event, StepDone):
             blocked.append(_device().blocked())
@@ -323,9 +313,7 @@ def ahead(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_run_with_metrics_never_lets_the_device_idle(
-    simulated: SimulatedPool, stage: int, tmp_path: Path
-) -> None:
+def test_a_run_with_metrics_never_lets_the_device_idle(simulated, stage, tmp_path):
     """The numbers of a step are read while the next one is queued, and nothing else is waited for."""
     config = config_of(2, stage, parallel={}) | {"gradient_accumulation_steps": 1}
     for waits, idle, losses in simulated.run(2, ahead, config, str(tmp_path)):
@@ -335,7 +323,7 @@ def test_a_run_with_metrics_never_lets_the_device_idle(
         assert len(losses) == 8 and losses[-1] < losses[0]
 
 
-def meshes(rank: int, world: int) -> list[float]:
+def meshes(rank, world):
     """Sums over the axes of a mesh that is made where two of four ranks are in one group more. Runs in a worker."""
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
@@ -349,12 +337,12 @@ def meshes(rank: int, world: int) -> list[float]:
     return found
 
 
-def test_ranks_of_unequally_many_groups_make_a_mesh(simulated: SimulatedPool) -> None:
+def test_ranks_of_unequally_many_groups_make_a_mesh(simulated):
     """gloo's half of a group that is split from the default one is found by its name."""
     assert simulated.run(4, meshes) == [[2, 1, 2, 1], [4, 1, 4, 1], [2, 5, 2, 5], [4, 5, 4, 5]]
 
 
-def failed(rank: int, world: int) -> list[str]:
+def failed(rank, world):
     """What is raised in three calls on a rank, after rank 1's write has failed. Runs in a worker."""
     writer, told = Writer(build_mesh(Layout(dp_replicate=world))), []
     writer._unsettled = written = Future()
@@ -371,10 +359,10 @@ def failed(rank: int, world: int) -> list[str]:
     return told
 
 
-def test_a_failed_write_is_told_on_all_ranks_a_step_later(simulated: SimulatedPool) -> None:
+def test_a_failed_write_is_told_on_all_ranks_a_step_later(simulated):
     """Where the answer would be waited for otherwise."""
     assert simulated.run(2, failed) == [["", "rank 1 has no space", ""], ["", "no space", ""]]
 
 
-def _device() -> Any:
+def _device():
     return sys.modules["simulated_device.on_torch"]

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def plait(place: Path, *arguments: str, devices: int = 2) -> str:
+def plait(place, *arguments, devices=2):
     """What it prints; the processes that it starts have the devices too."""
     ran = subprocess.run(
         [sys.executable, "-m", "plait", *arguments],
@@ -52,7 +52,7 @@ def plait(place: Path, *arguments: str, devices: int = 2) -> str:
     return ran.stdout
 
 
-def test_doctor(device: Path, tmp_path: Path) -> None:
+def test_doctor(device, tmp_path):
     """Names what it finds."""
     found = json.loads(plait(tmp_path, "doctor", "--json"))
     assert found["gpus"]["count"] == 2, found
@@ -60,7 +60,7 @@ def test_doctor(device: Path, tmp_path: Path) -> None:
     assert "2.28.9" in json.dumps(found)
 
 
-def test_train(device: Path, tmp_path: Path) -> None:
+def test_train(device, tmp_path):
     """Two GPUs, a validation and a checkpoint; every step has its seconds."""
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     plait(tmp_path, "train", "small.json")
@@ -75,7 +75,7 @@ def test_train(device: Path, tmp_path: Path) -> None:
     assert any(line.get("memory_bytes") for line in steps)
 
 
-def test_a_dry_run_on_the_device(device: Path, tmp_path: Path) -> None:
+def test_a_dry_run_on_the_device(device, tmp_path):
     """One rank of two, alone on one GPU, with true peaks."""
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     told = plait(
@@ -92,9 +92,7 @@ def test_a_dry_run_on_the_device(device: Path, tmp_path: Path) -> None:
     assert "simulated device" in told, told
 
 
-def test_calibration_of_a_device_that_the_planner_does_not_know(
-    device: Path, tmp_path: Path
-) -> None:
+def test_calibration_of_a_device_that_the_planner_does_not_know(device, tmp_path):
     """Is refused, with those that it knows. What is measured of a known one has a GPU's sizes, too large for the host; its parts are run by
     `test_waits`."""
     with pytest.raises(
@@ -105,7 +103,7 @@ def test_calibration_of_a_device_that_the_planner_does_not_know(
 
 
 @pytest.mark.wide
-def test_what_is_marked_gpu(device: Path) -> None:
+def test_what_is_marked_gpu(device):
     """The tests that need a GPU, on a simulated one."""
     places = ["tests/parity/test_offload_gpu.py", "tests/fake/test_dry_run.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *places]

@@ -1,9 +1,6 @@
 """The choice of compression by step time on simulated devices: the host waits for the device only until it has decided."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,14 +12,13 @@ from plait.parallel.data import compression
 from plait.parallel.data.compression import CompressionAutotuner
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import config_of
 
 SECONDS = {"int8": 0.5, "int4": 0.49}
 """Of a step by its candidate; int4 saves less than a twentieth of int8's."""
 
 
-def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0) -> dict[str, Any]:
+def decided(rank, world, stage, uncompressed_seconds=1.0):
     """Steps until the decision, and two more. Runs in a worker."""
     config = config_of(world, stage, parallel={"compress_gradients": "auto"})
     engine = plait.initialize(
@@ -35,12 +31,12 @@ def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0
     ]
     clock, waits, losses, decided_at = 0.0, 0, [], []
 
-    def now() -> float:
+    def now():
         nonlocal clock
         clock += uncompressed_seconds if tuner._active is None else SECONDS[tuner._active.name]
         return clock
 
-    def synchronize(device: torch.device) -> None:
+    def synchronize(device):
         nonlocal waits
         waits += 1
         accelerator.synchronize(device)
@@ -71,7 +67,7 @@ def decided(rank: int, world: int, stage: int, uncompressed_seconds: float = 1.0
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_all_ranks_choose_by_step_time(simulated: SimulatedPool, stage: int) -> None:
+def test_all_ranks_choose_by_step_time(simulated, stage):
     first, second = simulated.run(2, decided, stage)
     assert first == second
     assert first["code"] == 8
@@ -79,7 +75,7 @@ def test_all_ranks_choose_by_step_time(simulated: SimulatedPool, stage: int) -> 
     assert first["waits"] == step + 1 < 24, "one per step, and none after the decision"
 
 
-def test_uncompressed_gradients_are_restored(simulated: SimulatedPool) -> None:
+def test_uncompressed_gradients_are_restored(simulated):
     """Candidates that save nothing are taken out of the sharded units again."""
     first, second = simulated.run(2, decided, 2, 0.1)
     assert first == second

@@ -6,15 +6,12 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 import plait
 from plait.parallel.context.attention_function import PackedDocuments
 from plait.verify.parity import compare, worst
 from tests.parity import flash
 from tests.parity.context_parallel import Case, build, configured, reference, steps, train
-from tests.simulated_device.conftest import Row
-from tests.simulated_device.pool import SimulatedPool
 
 CASES = [
     Case("all-gather-kv", "packed", "mistral", window=True, stage=2),
@@ -24,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_parts_of_sequences(simulated: SimulatedPool, row: Row, case: Case) -> None:
+def test_parts_of_sequences(simulated, row, case):
     """Losses, gradients, norms and weights are those of one process on the CPU, on both ranks."""
     found = [
         worst(compare(reference(case), trace)) for trace in simulated.run(case.world, train, case)
@@ -37,14 +34,14 @@ def test_parts_of_sequences(simulated: SimulatedPool, row: Row, case: Case) -> N
     )
 
 
-def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[list[int]]]:
+def prepared(rank, world, case):
     """Where documents were looked for in a step of two micro-batches, how often preparing a micro-batch waited for the device, and the
     documents' bounds. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     places, bounds = [], []
     find = PackedDocuments.from_starts
 
-    def noted(starts: torch.Tensor, on: torch.device) -> PackedDocuments:
+    def noted(starts, on):
         places.append(starts.device.type)
         found = find(starts, on)
         assert found.bounds.device.type == "cuda"
@@ -67,7 +64,7 @@ def prepared(rank: int, world: int, case: Case) -> tuple[list[str], int, list[li
     return seen, waited, [each.tolist() for each in bounds]
 
 
-def test_documents_are_found_on_the_host(simulated: SimulatedPool) -> None:
+def test_documents_are_found_on_the_host(simulated):
     """Once per micro-batch, before it is copied to the device; no layer asks the device, in the forward or in a recomputation."""
     case = Case("ulysses", "packed", stage=0, more=(("recompute", {"mode": "full"}),))
     for places, waited, bounds in simulated.run(2, prepared, case):

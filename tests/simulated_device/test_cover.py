@@ -1,22 +1,15 @@
 """Techniques x layouts on 2, 4 and 8 simulated GPUs: the numbers of one CPU process to 1e-10, no race, no deadlock of NCCL."""
 
-from __future__ import annotations
-
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from plait.verify.parity import Trace, compare, worst
+from plait.verify.parity import compare, worst
 from tests.covers import cover
 from tests.parity import pipelines, tensor_parallel
 from tests.parity.digests import digest
 from tests.parity.pipelines import SCHEDULES
-from tests.pool import Pool
-from tests.simulated_device.conftest import Row
-from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import (
     STATES,
     TECHNIQUES,
@@ -34,7 +27,7 @@ AXES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8)]
 """(tp, dp)."""
 
 
-def _on_axes() -> list[Any]:
+def _on_axes():
     rows = product(AXES, (0, 1, 2, 3), TECHNIQUES, STATES)
     found = [
         (tp, dp, stage, technique, states)
@@ -60,9 +53,7 @@ def _on_axes() -> list[Any]:
         ),
     ),
 )
-def test_axes(
-    simulated: SimulatedPool, row: Row, tp: int, dp: int, stage: int, technique: str, states: str
-) -> None:
+def test_axes(simulated, row, tp, dp, stage, technique, states):
     """Tensor and data parallelism, ZeRO, recomputation, offload, the composed all-reduces."""
     config = on_axes(tp, dp, stage, technique, states)
     found = tensor_parallel.check(
@@ -76,7 +67,7 @@ STAGES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2)]
 IN_STAGES = ("plain", "recompute", "activations on the host", "half of them")
 
 
-def _in_stages(layouts: list[tuple[int, int, int]], strength: int) -> list[Any]:
+def _in_stages(layouts, strength):
     return cover(
         [
             (schedule, pp, tp, dp, stage, technique)
@@ -102,30 +93,12 @@ BY_STAGES = ("schedule", "pp", "tp", "dp", "stage", "technique")
 @pytest.mark.parametrize(
     BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] == (1, 1)], 1)
 )
-def test_stages(
-    simulated: SimulatedPool,
-    row: Row,
-    schedule: str,
-    pp: int,
-    tp: int,
-    dp: int,
-    stage: int,
-    technique: str,
-) -> None:
+def test_stages(simulated, row, schedule, pp, tp, dp, stage, technique):
     """Every schedule of a pipeline, with the order in which NCCL carries out messages."""
     _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
 
 
-def _in_a_pipeline(
-    simulated: SimulatedPool,
-    row: Row,
-    schedule: str,
-    pp: int,
-    tp: int,
-    dp: int,
-    stage: int,
-    technique: str,
-) -> None:
+def _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique):
     config = in_stages(schedule, pp, tp, dp, stage, technique)
     found = pipelines.check(simulated, pp * tp * dp, "llama", True, config)  # type: ignore[arg-type]
     row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, found)
@@ -135,22 +108,13 @@ def _in_a_pipeline(
 @pytest.mark.parametrize(
     BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] != (1, 1)], 1)
 )
-def test_stages_of_several_ranks(
-    simulated: SimulatedPool,
-    row: Row,
-    schedule: str,
-    pp: int,
-    tp: int,
-    dp: int,
-    stage: int,
-    technique: str,
-) -> None:
+def test_stages_of_several_ranks(simulated, row, schedule, pp, tp, dp, stage, technique):
     """With tensor and data parallelism, and ZeRO."""
     _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
 
 
 @pytest.mark.wide
-def test_eight_devices(simulated: SimulatedPool, row: Row) -> None:
+def test_eight_devices(simulated, row):
     """All axes at once."""
     _in_a_pipeline(simulated, row, "1f1b", 2, 2, 2, 3, "plain")
 
@@ -163,16 +127,14 @@ COMPRESSED = {
 }
 
 
-def _close(one: Trace, other: Trace, bar: float) -> float:
+def _close(one, other, bar):
     difference = worst(compare(one, other))
     assert difference.ok(bar), f"{difference.name}: {difference.error}"
     return difference.error
 
 
 @pytest.mark.parametrize("way", COMPRESSED)
-def test_compression_over_a_resume(
-    simulated: SimulatedPool, pool: Pool, row: Row, way: str, tmp_path: Path
-) -> None:
+def test_compression_over_a_resume(simulated, pool, row, way, tmp_path):
     """The same steps to the bit from a checkpoint, residuals on the device; and those of the CPU, whose sums are in another order."""
     stage, parallel = COMPRESSED[way]
     config = config_of(2, stage, parallel=parallel)
@@ -197,9 +159,7 @@ def test_compression_over_a_resume(
         pytest.param(3, True, marks=pytest.mark.wide),
     ],
 )
-def test_checkpoints(
-    simulated: SimulatedPool, row: Row, states: str, stage: int, beside: bool, tmp_path: Path
-) -> None:
+def test_checkpoints(simulated, row, states, stage, beside, tmp_path):
     """The same steps to the bit, with states on the device and on the host, also where it is written beside the training."""
     if "parameters" in states and stage < 3:
         pytest.skip("parameters are offloaded where they are sharded")
@@ -214,7 +174,7 @@ def test_checkpoints(
     )
 
 
-def test_a_checkpoint_on_another_layout(simulated: SimulatedPool, row: Row, tmp_path: Path) -> None:
+def test_a_checkpoint_on_another_layout(simulated, row, tmp_path):
     """From ZeRO 3 to a pipeline."""
     saving = config_of(2, 3, parallel={})
     loading = {**in_stages("1f1b", 2, 1, 1, 0, "plain"), "gradient_accumulation_steps": 4}
@@ -226,7 +186,7 @@ def test_a_checkpoint_on_another_layout(simulated: SimulatedPool, row: Row, tmp_
 
 
 @pytest.mark.parametrize("technique", ["plain", "activations on the host"])
-def test_copies_overlap(simulated: SimulatedPool, technique: str) -> None:
+def test_copies_overlap(simulated, technique):
     """A step asks for no copy that blocks the host but where it has to know a number, batches come from pinned memory, and what was pinned
     for the engine is free when it is closed."""
     found = simulated.run(1, steps_taken, config_of(1, 0, parallel=TECHNIQUES[technique]), 3)[0]

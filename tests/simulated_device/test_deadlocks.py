@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from tests.simulated_device.deadlocks import stuck
 from tests.simulated_device.pool import Deadlock, SimulatedPool
 
 
-def journal(rank: int, *calls: tuple[Any, ...]) -> list[dict[str, Any]]:
+def journal(rank, *calls):
     """Of calls (communicator, list of (kind, peer), {communicator: position} that were waited for)."""
     streams: dict[str, int] = {}
     counts: dict[str, int] = {}
@@ -38,18 +36,18 @@ def journal(rank: int, *calls: tuple[Any, ...]) -> list[dict[str, Any]]:
     return lines
 
 
-def send(peer: int) -> tuple[str, int]:
+def send(peer):
     return ("SEND", peer)
 
 
-def recv(peer: int) -> tuple[str, int]:
+def recv(peer):
     return ("RECV", peer)
 
 
 ALL = ("ALLREDUCE", -1)
 
 
-def test_crossing_sends_on_one_communicator() -> None:
+def test_crossing_sends_on_one_communicator():
     """Both send first; in one group, or in the order of a handshake, they do not wait for each other."""
     both = [journal(rank, ("a", [send(1 - rank)]), ("a", [recv(1 - rank)])) for rank in (0, 1)]
     told = stuck(both)
@@ -72,7 +70,7 @@ def test_crossing_sends_on_one_communicator() -> None:
     )
 
 
-def test_what_streams_wait_for() -> None:
+def test_what_streams_wait_for():
     """Two communicators; the second call of each rank waits for its first."""
     crossed = [
         journal(0, ("a", [ALL]), ("b", [ALL], {"a": 1})),
@@ -87,7 +85,7 @@ def test_what_streams_wait_for() -> None:
     )
 
 
-def test_partners() -> None:
+def test_partners():
     """Missing, of another kind, of another size."""
     assert "waits for rank 1, which never calls RECV there" in stuck(
         [journal(0, ("a", [send(1)])), []]
@@ -102,7 +100,7 @@ def test_partners() -> None:
     )
 
 
-def test_names_are_told_once() -> None:
+def test_names_are_told_once():
     """Many calls behind one that is stuck are not listed."""
     ring = [
         journal(rank, ("a", [send(1 - rank)]), *[("a", [recv(1 - rank)])] * 30) for rank in (0, 1)
@@ -110,7 +108,7 @@ def test_names_are_told_once() -> None:
     assert len(stuck(ring).splitlines()) <= 8
 
 
-def ring(rank: int, world: int, way: str) -> list[float]:
+def ring(rank, world, way):
     """Every rank sends to the next. Runs in a worker."""
     mine, found = torch.full((4,), float(rank), device="cuda"), torch.empty(4, device="cuda")
     to, source = (rank + 1) % world, (rank - 1) % world
@@ -125,7 +123,7 @@ def ring(rank: int, world: int, way: str) -> list[float]:
     return found.tolist()
 
 
-def handshake(rank: int, world: int) -> list[float]:
+def handshake(rank, world):
     """Even ranks send first, odd ranks receive first. Runs in a worker."""
     mine, found = torch.full((4,), float(rank), device="cuda"), torch.empty(4, device="cuda")
     to, source = (rank + 1) % world, (rank - 1) % world
@@ -139,7 +137,7 @@ def handshake(rank: int, world: int) -> list[float]:
     return found.tolist()
 
 
-def never_answered(rank: int, world: int) -> None:
+def never_answered(rank, world):
     """Runs in a worker."""
     x = torch.ones(4, device="cuda")
     if rank == 0:
@@ -148,7 +146,7 @@ def never_answered(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_ring(simulated: SimulatedPool, world: int) -> None:
+def test_a_ring(simulated, world):
     """gloo buffers what was sent, NCCL does not."""
     expected = [[float((rank - 1) % world)] * 4 for rank in range(world)]
     with pytest.raises(
@@ -160,7 +158,7 @@ def test_a_ring(simulated: SimulatedPool, world: int) -> None:
     assert simulated.run(world, handshake) == expected
 
 
-def test_a_call_without_a_partner(device: object) -> None:
+def test_a_call_without_a_partner(device):
     """It ends with what waited, not at the timeout of the group."""
     pool = SimulatedPool(SIMULATED_DEVICE_TIMEOUT="1")
     with pytest.raises(

@@ -16,7 +16,7 @@ from tests.simulated_device import build
 from tests.simulated_device.pool import Races, SimulatedPool
 
 
-def said() -> list[str]:
+def said():
     """Races so far, which are forgotten. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     found: list[str] = device.races()
@@ -24,7 +24,7 @@ def said() -> list[str]:
     return found
 
 
-def _trained(device: str) -> list[torch.Tensor]:
+def _trained(device):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(
         device
@@ -39,7 +39,7 @@ def _trained(device: str) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def kernels(rank: int, world: int) -> None:
+def kernels(rank, world):
     """Runs in a worker."""
     x = torch.arange(6.0, device="cuda").view(2, 3)
     assert x.is_cuda and torch.equal((x @ x.T).cpu(), x.cpu() @ x.cpu().T)
@@ -57,7 +57,7 @@ def kernels(rank: int, world: int) -> None:
     assert storage.nbytes() == 0
 
 
-def _fused(device: str) -> list[torch.Tensor]:
+def _fused(device):
     x = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device).view(1, 2, 4, 8)
     x.requires_grad_()
     normalised = nn.functional.rms_norm(x, (8,))
@@ -68,7 +68,7 @@ def _fused(device: str) -> list[torch.Tensor]:
     return [attended.detach().cpu(), x.grad.cpu()]
 
 
-def fused_kernels(rank: int, world: int) -> None:
+def fused_kernels(rank, world):
     """Compare operators that have kernels of their own in builds of torch with CUDA to the CPU's.
 
     Runs in a worker.
@@ -77,7 +77,7 @@ def fused_kernels(rank: int, world: int) -> None:
         assert torch.allclose(one, other, atol=1e-12)
 
 
-def generators(rank: int, world: int) -> None:
+def generators(rank, world):
     """The device's random numbers are its own. Runs in a worker."""
     torch.cuda.manual_seed(5)
     before = torch.get_rng_state()
@@ -93,14 +93,14 @@ def generators(rank: int, world: int) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def saved(rank: int, world: int, folder: str) -> None:
+def saved(rank, world, folder):
     """Runs in a worker."""
     torch.save(torch.arange(3.0, device="cuda"), f"{folder}/x.pt")
     assert torch.load(f"{folder}/x.pt").is_cuda
     assert torch.load(f"{folder}/x.pt", map_location="cpu").device.type == "cpu"
 
 
-def copies_to_the_host(rank: int, world: int) -> None:
+def copies_to_the_host(rank, world):
     """They are late, and a host that does not wait is told. Runs in a worker."""
     x, host = torch.ones(4, device="cuda"), torch.empty(4, pin_memory=True)
     host.copy_(x, non_blocking=True)
@@ -116,7 +116,7 @@ def copies_to_the_host(rank: int, world: int) -> None:
     assert "aten::zero_ writes on the host what copy_ from the host reads" in said()[0]
 
 
-def other_streams(rank: int, world: int) -> None:
+def other_streams(rank, world):
     """Runs in a worker."""
     side, host = torch.cuda.Stream(), torch.full((4,), 3.0).pin_memory()
     with torch.cuda.stream(side):
@@ -142,7 +142,7 @@ def other_streams(rank: int, world: int) -> None:
     assert "aten::add writes on stream 0 what aten::mul reads" in said()[0]
 
 
-def overlapping_views(rank: int, world: int) -> None:
+def overlapping_views(rank, world):
     """Bytes decide, not the first address; rows, columns and halves of one tensor. Runs in a worker."""
     side, x = torch.cuda.Stream(), torch.zeros(4, 6, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
@@ -162,7 +162,7 @@ def overlapping_views(rank: int, world: int) -> None:
     assert said()
 
 
-def freed_too_early(rank: int, world: int) -> None:
+def freed_too_early(rank, world):
     """Without record_stream: while a copy is pending, and after a kernel that is not waited for. Runs in a worker."""
     side, host = torch.cuda.Stream(), torch.empty(4, pin_memory=True)
     for record in (False, True):
@@ -188,7 +188,7 @@ def freed_too_early(rank: int, world: int) -> None:
     assert "was freed while aten::mul on stream" in said()[0]
 
 
-def events(rank: int, world: int) -> None:
+def events(rank, world):
     """Times of what was done; none before it is, and none that was not asked for. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     side, x, host = (
@@ -221,7 +221,7 @@ def events(rank: int, world: int) -> None:
     assert [asked.query(), asked.query()] == [False, True]
 
 
-def refusals(rank: int, world: int) -> None:
+def refusals(rank, world):
     """Runs in a worker."""
     with pytest.raises(RuntimeError, match="no CUDA graphs"):
         torch.cuda.CUDAGraph()
@@ -231,7 +231,7 @@ def refusals(rank: int, world: int) -> None:
         torch.ones(1, device="cuda:9")
 
 
-def test_on_one_device(simulated: SimulatedPool, tmp_path: Path) -> None:
+def test_on_one_device(simulated, tmp_path):
     """Each in a task of its own, so that what one leaves behind does not reach the next."""
     simulated.run(1, kernels)
     simulated.run(1, fused_kernels)
@@ -248,19 +248,19 @@ def test_on_one_device(simulated: SimulatedPool, tmp_path: Path) -> None:
         simulated.run(1, check)
 
 
-def unwaited(rank: int, world: int) -> None:
+def unwaited(rank, world):
     """Runs in a worker."""
     x = torch.ones(4, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         x.add_(1)
 
 
-def fails(rank: int, world: int) -> None:
+def fails(rank, world):
     """Runs in a worker."""
     raise ValueError("of a task")
 
 
-def test_what_the_pool_tells(simulated: SimulatedPool) -> None:
+def test_what_the_pool_tells(simulated):
     """A race fails a task whose numbers are right."""
     with pytest.raises(Races, match="rank 0: aten::add reads on stream"):
         simulated.run(1, unwaited)
@@ -287,7 +287,7 @@ assert torch.cuda.memory_reserved() == 0
 """
 
 
-def test_memory_is_limited(device: Path) -> None:
+def test_memory_is_limited(device):
     """Each device has its own."""
     environment = build.environment(devices=2, mib=64)
     found = subprocess.run(
@@ -301,13 +301,13 @@ def test_memory_is_limited(device: Path) -> None:
     assert "CUDA out of memory" in found.stdout and "GPU 0" in found.stdout
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler"):
         build.built()
 
 
-def test_two_processes_build_once(tmp_path: Path) -> None:
+def test_two_processes_build_once(tmp_path):
     """The second waits for the first; a compiler that fails leaves nothing that looks built."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
@@ -341,6 +341,6 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["lock"]
 
 
-def test_a_pool_that_cannot_start_says_so(tmp_path: Path) -> None:
+def test_a_pool_that_cannot_start_says_so(tmp_path):
     with pytest.raises(WorkerFailed, match="has ended"):
         SimulatedPool(SIMULATED_DEVICE=str(tmp_path)).run(1, int)

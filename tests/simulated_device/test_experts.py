@@ -12,8 +12,6 @@ from plait.cluster.accelerator import HostCopy
 from plait.parallel.experts import dispatch
 from plait.verify.parity import compare, worst
 from tests.parity.experts import Case, build, configured, reference, steps, train
-from tests.simulated_device.conftest import Row
-from tests.simulated_device.pool import SimulatedPool
 
 EP2 = (("ep", 2),)
 FULL: tuple[str, Any] = ("recompute", {"mode": "full"})
@@ -53,7 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_experts(simulated: SimulatedPool, row: Row, case: Case) -> None:
+def test_experts(simulated, row, case):
     """Losses, gradients, norms and weights are those of one process on the CPU, on all ranks."""
     expected, _ = reference(case)
     found = [worst(compare(expected, trace)) for trace, _ in simulated.run(case.world, train, case)]
@@ -61,14 +59,14 @@ def test_experts(simulated: SimulatedPool, row: Row, case: Case) -> None:
     row(case.name, "one process on the CPU", max(difference.error for difference in found))
 
 
-def waits(rank: int, world: int, case: Case) -> tuple[int, int, int]:
+def waits(rank, world, case):
     """(sizes of messages that were waited for, other waits, layers with experts times micro-batches) of a training step. Runs in a
     worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     read: list[bool] = []
 
     class Counted(HostCopy):
-        def values(self) -> Any:
+        def values(self):
             if self._event is not None:  # a recomputation reads the sizes again, without a wait
                 read.append(True)
             return super().values()
@@ -88,7 +86,7 @@ def waits(rank: int, world: int, case: Case) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_waits(simulated: SimulatedPool, mode: str, stage: int) -> None:
+def test_waits(simulated, mode, stage):
     """A layer waits for the sizes of its messages once per micro-batch, recomputed or not, and for nothing else."""
     case = Case(
         "qwen3_moe",

@@ -1,14 +1,10 @@
 """Parts of sequences on simulated GPUs through the fused kernels of CUDA, beside one process on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.verify.parity import compare, worst
 from tests.parity.context_parallel import Case, reference
 from tests.simulated_device.attention import train_fused
-from tests.simulated_device.conftest import Row
-from tests.simulated_device.pool import SimulatedPool
 
 CASES = [
     (
@@ -28,9 +24,7 @@ CASES = [
     CASES,
     ids=lambda value: value.name if isinstance(value, Case) else value[:5],
 )
-def test_fused_kernels_compute_parts(
-    simulated: SimulatedPool, row: Row, case: Case, dtypes: str
-) -> None:
+def test_fused_kernels_compute_parts(simulated, row, case, dtypes):
     """Losses, gradients, norms and weights are those of one process, and a fused kernel made them."""
     for trace, calls in simulated.run(case.world, train_fused, case, dtypes):
         difference = worst(compare(reference(case), trace))

@@ -19,15 +19,13 @@ from plait.inference.streamed_model import (
     plan_streaming,
     tensors_of,
 )
-from tests.simulated_device.conftest import Row
-from tests.simulated_device.pool import SimulatedPool
 
 PROMPTS = [[5, 6, 7], [11, 3, 9, 4, 8]]
 NEW = 4
 OTHER = 1 << 20
 
 
-def save(folder: Path) -> list[list[int]]:
+def save(folder):
     """A Llama of random weights, float64 and in two files, and what Transformers makes of the prompts on the CPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,15 +44,13 @@ def save(folder: Path) -> list[list[int]]:
     return [found[0, len(ids) :].tolist() for found, ids in zip(made, PROMPTS, strict=True)]
 
 
-def generated(
-    rank: int, world: int, folder: str, budget: int, host: int, times: int
-) -> tuple[list[list[list[int]]], dict[str, Any]]:
+def generated(rank, world, folder, budget, host, times):
     """Tokens of several calls, and how the model was kept. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     before = device.pinned_bytes()
     read = weight_files.read_into
 
-    def seen_by_the_device(file: int, view: memoryview, *args: Any, **options: Any) -> None:
+    def seen_by_the_device(file, view, *args, **options):
         """A read writes to memory behind torch's back; the device looks for races in what torch does."""
         own = memoryview(bytearray(len(view)))
         read(file, own, *args, **options)
@@ -63,7 +59,7 @@ def generated(
     class Busy(weight_stream.WeightStream):
         """Made while the device computes: the memory of its places may be in use until then."""
 
-        def __init__(self, *args: Any, **options: Any) -> None:
+        def __init__(self, *args, **options):
             torch.zeros(8, device="cuda").add_(1)
             super().__init__(*args, **options)
 
@@ -96,7 +92,7 @@ def generated(
 
 
 @pytest.mark.parametrize("source", ["host memory", "files", "both"])
-def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path, row: Row) -> None:
+def test_streamed_weights(source, simulated, tmp_path, row):
     expected = save(tmp_path)
     found = open_source(tmp_path)
     stored = tensors_of(found, found.model())
@@ -133,7 +129,7 @@ def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path,
 LAYERS, LENGTHS, ADDED = 12, (48, 24, 16, 48, 24, 16, 48, 24), 12
 
 
-def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
+def cached(rank, world, config):
     """Tokens and the peak of the device's memory, with keys and values on the device and on the host. Runs in a worker."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -179,9 +175,7 @@ def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
         pytest.param(2, {"zero_optimization": {"stage": 3}}, id="zero3"),
     ],
 )
-def test_keys_and_values_on_the_host(
-    world: int, config: dict[str, Any], simulated: SimulatedPool, row: Row
-) -> None:
+def test_keys_and_values_on_the_host(world, config, simulated, row):
     """The same tokens, also of requests that go on when others have ended, and the device has a few layers' keys and values."""
     for found in simulated.run(world, cached, config):
         lengths = [len(tokens) for tokens in found["tokens True"]]

@@ -4,8 +4,6 @@ Rows pass, planted defects fail them, and rows about times run to their end and 
 A planted defect is a changed line in a copy of the package, so the command needs no switch for tests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,9 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +22,7 @@ SECONDS = 1500
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
-def variables(place: Path, *, devices: int, mib: int | None, source: Path | None) -> dict[str, str]:
+def variables(place, *, devices, mib, source):
     """Return the environment of the command. With `source`, a copy of the package comes first."""
     environ = {
         **environment(devices=devices, mib=mib),
@@ -38,14 +33,7 @@ def variables(place: Path, *, devices: int, mib: int | None, source: Path | None
     return {**environ, "PYTHONPATH": os.pathsep.join([package, environ["PYTHONPATH"]])}
 
 
-def validate(
-    place: Path,
-    *only: str,
-    devices: int = 2,
-    mib: int | None = None,
-    source: Path | None = None,
-    code: int = 0,
-) -> dict[str, dict[str, Any]]:
+def validate(place, *only, devices=2, mib=None, source=None, code=0):
     """Run the command and return its rows by name."""
     options = [word for name in only for word in ("--only", name)]
     command = [sys.executable, "-m", "plait", "doctor", "--validate", "--out", "found.json"]
@@ -65,7 +53,7 @@ def validate(
     return {row["name"]: row for row in document["rows"]}
 
 
-def planted(place: Path, file: str, line: str, instead: str) -> Path:
+def planted(place, file, line, instead):
     """Return the folder of a copy of the package with one line replaced."""
     shutil.copytree(
         ROOT / "src" / "plait",
@@ -79,11 +67,11 @@ def planted(place: Path, file: str, line: str, instead: str) -> Path:
     return place / "src"
 
 
-def outcomes(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
+def outcomes(rows):
     return {name: row["outcome"] for name, row in rows.items()}
 
 
-def test_a_layout(device: Path, tmp_path: Path) -> None:
+def test_a_layout(device, tmp_path):
     """Two ranks over NCCL."""
     rows = validate(tmp_path, "nccl/parity-zero-3")
     assert outcomes(rows) == {"nccl/parity-zero-3": "passed"}, rows
@@ -105,7 +93,7 @@ NOT_SIMULATED = {
 
 
 @pytest.mark.proof
-def test_the_whole_validation(device: Path, tmp_path: Path) -> None:
+def test_the_whole_validation(device, tmp_path):
     """The default rows of one GPU: none fails, and each that does not pass names why."""
     rows = validate(tmp_path, devices=1)
     assert "failed" not in outcomes(rows).values(), rows
@@ -136,7 +124,7 @@ def test_the_whole_validation(device: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_rows_of_several_devices(device: Path, tmp_path: Path) -> None:
+def test_rows_of_several_devices(device, tmp_path):
     """Parity over NCCL passes; step times beside torch's peers run to their end."""
     rows = validate(tmp_path, "nccl", devices=2)
     parity = {name for name in rows if "parity" in name}
@@ -145,7 +133,7 @@ def test_rows_of_several_devices(device: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_a_planted_defect_of_a_layout(device: Path, tmp_path: Path) -> None:
+def test_a_planted_defect_of_a_layout(device, tmp_path):
     """With a norm of each rank's own shards, the row fails; rows of one rank pass."""
     source = planted(tmp_path, *NO_SUM)
     rows = validate(tmp_path, "parity/layout-zero-3", "parity/bf16", source=source, code=1)
@@ -155,7 +143,7 @@ def test_a_planted_defect_of_a_layout(device: Path, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("defect", [None, SCALED])
-def test_memory(device: Path, tmp_path: Path, defect: Sequence[str] | None) -> None:
+def test_memory(device, tmp_path, defect):
     """Peaks are predicted to 2 %. With a prediction that is scaled by 1.05 the rows fail."""
     source = None if defect is None else planted(tmp_path, *defect)
     code = 0 if defect is None else 1
@@ -170,7 +158,7 @@ def test_memory(device: Path, tmp_path: Path, defect: Sequence[str] | None) -> N
 
 @pytest.mark.proof
 @pytest.mark.parametrize("devices", [1, 3])
-def test_fewer_devices_than_ranks(device: Path, tmp_path: Path, devices: int) -> None:
+def test_fewer_devices_than_ranks(device, tmp_path, devices):
     """Several ranks share a device, and a number of devices divides nothing."""
     layouts = ["layout-zero-3", "layout-pp-1f1b", "layout-tp-zero-3"]
     only = [*(f"parity/{name}" for name in layouts), "compression/int8", "checkpoint"]
@@ -181,7 +169,7 @@ def test_fewer_devices_than_ranks(device: Path, tmp_path: Path, devices: int) ->
 
 
 @pytest.mark.proof
-def test_a_device_without_memory(device: Path, tmp_path: Path) -> None:
+def test_a_device_without_memory(device, tmp_path):
     """Rows that run out of memory fail and say so, and the rows after them run."""
     rows = validate(tmp_path, "largest", "parity/bf16", devices=1, mib=48, code=0)
     assert outcomes(rows)["largest/trains"] == "not run"
@@ -192,7 +180,7 @@ def test_a_device_without_memory(device: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_streaming(device: Path, tmp_path: Path) -> None:
+def test_streaming(device, tmp_path):
     """The tokens of streamed weights are compared; their rate is not."""
     rows = validate(tmp_path, "streaming", devices=1)
     assert outcomes(rows) == {
@@ -203,14 +191,14 @@ def test_streaming(device: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_a_rank_of_a_plan(device: Path, tmp_path: Path) -> None:
+def test_a_rank_of_a_plan(device, tmp_path):
     """What measures its time runs to its end."""
     rows = validate(tmp_path, "planned", devices=1, code=1)
     assert {row["reason"] for row in rows.values()} == {NO_TIMES}, rows
 
 
 @pytest.mark.proof
-def test_interrupted(device: Path, tmp_path: Path) -> None:
+def test_interrupted(device, tmp_path):
     """After Ctrl-C the document has every row."""
     command = [
         sys.executable,

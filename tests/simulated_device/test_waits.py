@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +20,12 @@ from plait.comm.messages import Messenger
 from plait.engine import calibration, single_rank
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from tests.parity import pipelines, tensor_parallel
-from tests.pool import Pool
-from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import config_of, in_stages, on_axes, resumed
 
 CUDA = torch.device("cuda", 0)
 
 
-def host_store(rank: int, world: int) -> None:
+def host_store(rank, world):
     """Buffers are used again while the device is behind; a tensor may be asked for twice. Runs in a worker."""
     store = HostStore(CUDA)
     for length in (1000, 900, 1000):
@@ -86,7 +83,7 @@ def host_store(rank: int, world: int) -> None:
     assert _device().pinned_bytes() < held
 
 
-def _returned_in_turn(store: HostStore) -> None:
+def _returned_in_turn(store):
     """Memory of the side stream is used by the computation and freed, while the next block is prefetched; the host waits for nothing."""
     store.begin()
     groups = [store.open(block) for block in range(3)]
@@ -102,7 +99,7 @@ def _returned_in_turn(store: HostStore) -> None:
     assert [int(total) for total in sums] == [1400, 700, 0]
 
 
-def disk_store(rank: int, world: int, folder: str) -> None:
+def disk_store(rank, world, folder):
     """Runs in a worker."""
     store, before = DiskStore(Path(folder), CUDA), _device().copies()
     group = store.open(0)
@@ -119,14 +116,14 @@ def disk_store(rank: int, world: int, folder: str) -> None:
     store.close()
 
 
-def test_stores(simulated: SimulatedPool, tmp_path: Path) -> None:
+def test_stores(simulated, tmp_path):
     """Bit for bit."""
     simulated.run(1, host_store)
     simulated.run(1, disk_store, str(tmp_path))
 
 
 @pytest.mark.parametrize(("kind", "unused_parameters"), [("plain", True), ("llama", False)])
-def test_reductions(simulated: SimulatedPool, kind: str, unused_parameters: bool) -> None:
+def test_reductions(simulated, kind, unused_parameters):
     """Buckets of gradients, the norm, sums of weights. Where ranks ask each other who used what, that answer comes behind all buckets and
     orders them too."""
     config = on_axes(1, 2, 0, "plain", "on the device")
@@ -138,7 +135,7 @@ def test_reductions(simulated: SimulatedPool, kind: str, unused_parameters: bool
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "reduce-scatter+all-gather"])
-def test_composed_all_reduces(simulated: SimulatedPool, algorithm: str) -> None:
+def test_composed_all_reduces(simulated, algorithm):
     """Their steps follow each other."""
     config = config_of(
         4 if algorithm == "recursive-doubling" else 2, 0, parallel={"all_reduce": algorithm}
@@ -150,7 +147,7 @@ def test_composed_all_reduces(simulated: SimulatedPool, algorithm: str) -> None:
     )  # type: ignore[arg-type]
 
 
-def composed(rank: int, world: int) -> tuple[list[float], float, list[float]]:
+def composed(rank, world):
     """One all-reduce to its end, an exchange of the measurement, and what a timed operation leaves for the host. Runs in a worker."""
     device, group = torch.device("cuda", rank), dist.group.WORLD
     x = torch.full((8,), float(rank + 1), device=device)
@@ -164,7 +161,7 @@ def composed(rank: int, world: int) -> tuple[list[float], float, list[float]]:
     return summed, came, host.tolist()
 
 
-def test_composed_and_measured(simulated: SimulatedPool) -> None:
+def test_composed_and_measured(simulated):
     """A time is taken when the device is done."""
     assert simulated.run(2, composed) == [
         ([3.0] * 8, float(1 - rank), [3.0] * 8) for rank in range(2)
@@ -174,17 +171,17 @@ def test_composed_and_measured(simulated: SimulatedPool) -> None:
 class Watch:
     """In place of `time`: whether the device was behind whenever somebody looked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+    def __init__(self, monkeypatch, *modules):
         self.behind: list[bool] = []
         for module in modules:
             monkeypatch.setattr(module, "time", self)
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         self.behind.append(bool(_device().behind()))
         return float(len(self.behind))
 
 
-def timed(rank: int, world: int) -> tuple[list[bool], list[bool]]:
+def timed(rank, world):
     """The clock is looked at twice around every product, and around a step that is profiled. Runs in a worker."""
     torch.cuda.synchronize()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -197,7 +194,7 @@ def timed(rank: int, world: int) -> tuple[list[bool], list[bool]]:
         return products, watch.behind
 
 
-def test_times_are_taken_when_the_device_is_done(simulated: SimulatedPool) -> None:
+def test_times_are_taken_when_the_device_is_done(simulated):
     """And a step that is profiled begins when it is."""
     products, step = simulated.run(1, timed)[0]
     assert len(products) == 14 and not any(products[1::2])
@@ -205,7 +202,7 @@ def test_times_are_taken_when_the_device_is_done(simulated: SimulatedPool) -> No
 
 
 @pytest.mark.parametrize("way", ["int8", "powersgd", "sharded"])
-def test_compressed(simulated: SimulatedPool, pool: Pool, way: str, tmp_path: Path) -> None:
+def test_compressed(simulated, pool, way, tmp_path):
     """As on the CPU."""
     config = config_of(
         2,
@@ -219,7 +216,7 @@ def test_compressed(simulated: SimulatedPool, pool: Pool, way: str, tmp_path: Pa
     assert device.losses == pytest.approx(cpu.losses, rel=1e-3)
 
 
-def in_buckets(rank: int, world: int, device: str) -> list[list[float]]:
+def in_buckets(rank, world, device):
     """Sums of four buckets, more than are on their first hop at once, in both compressions. Runs in a worker."""
     assert dist.group.WORLD is not None
     flats = [Flat(torch.float32, ((16, 16), (24, 16))) for _ in range(4)]
@@ -238,7 +235,7 @@ def in_buckets(rank: int, world: int, device: str) -> list[list[float]]:
     return found
 
 
-def test_compressed_buckets(simulated: SimulatedPool, pool: Pool) -> None:
+def test_compressed_buckets(simulated, pool):
     """As on the CPU; PowerSGD in its first step, which is not compressed, and behind it."""
     np.testing.assert_allclose(
         simulated.run(2, in_buckets, "cuda")[0],
@@ -248,7 +245,7 @@ def test_compressed_buckets(simulated: SimulatedPool, pool: Pool) -> None:
     )
 
 
-def messages(rank: int, world: int) -> list[int]:
+def messages(rank, world):
     """Runs in a worker."""
     groups = [dist.new_group(range(world)) for _ in range(2)]
     messenger = Messenger([(groups[0], groups[1])], device=torch.device("cuda", rank))
@@ -267,25 +264,25 @@ def messages(rank: int, world: int) -> list[int]:
     return found
 
 
-def test_messages(simulated: SimulatedPool) -> None:
+def test_messages(simulated):
     """Between two stages: objects, tensors, and the end."""
     assert simulated.run(2, messages)[1] == [0, 0, 1, 1]
     pipelines.check(simulated, 2, "plain", True, in_stages("1f1b", 2, 1, 1, 0, "plain"))  # type: ignore[arg-type]
 
 
-def test_overlapped_products(simulated: SimulatedPool) -> None:
+def test_overlapped_products(simulated):
     """Row-parallel products in pieces, gradients of inputs beside those of weights."""
     tensor_parallel.check(
         simulated, 2, "llama", True, on_axes(2, 1, 0, "plain", "on the device") | _overlap()
     )  # type: ignore[arg-type]
 
 
-def _overlap() -> dict[str, Any]:
+def _overlap():
     config = on_axes(2, 1, 0, "plain", "on the device")
     return {"parallel": {**config["parallel"], "tensor_overlap": 2}}
 
 
-def pending(rank: int, world: int) -> float:
+def pending(rank, world):
     """Runs in a worker."""
     value = AsyncAllReduce(
         torch.full((1,), float(rank + 1), device=f"cuda:{rank}"), dist.group.WORLD
@@ -293,9 +290,9 @@ def pending(rank: int, world: int) -> float:
     return float(value.value())
 
 
-def test_pending(simulated: SimulatedPool) -> None:
+def test_pending(simulated):
     assert simulated.run(2, pending) == [3.0, 3.0]
 
 
-def _device() -> Any:
+def _device():
     return sys.modules["simulated_device.on_torch"]

@@ -1,7 +1,5 @@
 """A warning points at the user's line (E10)."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch
@@ -9,7 +7,7 @@ import torch
 import plait
 
 
-def test_warnings_of_initialize_point_at_the_line_that_called_it() -> None:
+def test_warnings_of_initialize_point_at_the_line_that_called_it():
     model = torch.nn.Linear(2, 2)
     config = {
         "train_micro_batch_size_per_gpu": 1,

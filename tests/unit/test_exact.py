@@ -1,7 +1,5 @@
 """Values that come back from JSON as the types that they were."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -23,14 +21,14 @@ VALUES = [
 ]  # fmt: skip
 
 
-def check_survives(value: object) -> None:
+def check_survives(value):
     found = exact.decode(json.loads(json.dumps(exact.encode(value))))
     assert found == value and type(found) is type(value)
     if isinstance(value, dict | list | tuple):
         assert repr(found) == repr(value)
 
 
-def test_values_survive_exactly() -> None:
+def test_values_survive_exactly():
     """A9: through JSON and back, value and type."""
     check_rows({repr(value): value for value in VALUES}, check_survives)
 
@@ -38,7 +36,7 @@ def test_values_survive_exactly() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 )
-def test_tensors_survive_exactly(dtype: torch.dtype) -> None:
+def test_tensors_survive_exactly(dtype):
     for tensor in (
         torch.tensor(3.7).to(dtype),
         torch.randn(2, 3).to(dtype),
@@ -49,11 +47,11 @@ def test_tensors_survive_exactly(dtype: torch.dtype) -> None:
         assert found.dtype == dtype and found.shape == tensor.shape and torch.equal(found, tensor)
 
 
-def test_not_a_number_survives() -> None:
+def test_not_a_number_survives():
     assert math.isnan(exact.decode(exact.encode(math.nan)))
 
 
-def test_functions_are_the_readers_own() -> None:
+def test_functions_are_the_readers_own():
     """Code is not state: the reader's function at the same place is taken, wherever it stands."""
     mine, theirs = (lambda step: 1.0), (lambda step: 2.0)
     saved = {"fns": [theirs, None], "part": functools.partial(theirs, 1), "kind": (dict,)}
@@ -75,7 +73,7 @@ class Colour(Enum):
     [object(), torch.nn.Linear(1, 1), Colour.RED, torch.empty(2000, 2000)],
     ids=lambda v: type(v).__name__,
 )
-def test_what_cannot_be_kept_is_named(value: object) -> None:
+def test_what_cannot_be_kept_is_named(value):
     with pytest.raises(CheckpointError, match=r"state.inner\[0\] is a"):
         exact.encode({"inner": [value]}, "state")
 
@@ -88,6 +86,6 @@ def test_what_cannot_be_kept_is_named(value: object) -> None:
         {"$": "dict", "items": 3},
     ],
 )
-def test_foreign_forms_are_refused(value: object) -> None:
+def test_foreign_forms_are_refused(value):
     with pytest.raises(CheckpointError, match="of no form that Plait writes"):
         exact.decode(value)

@@ -1,7 +1,5 @@
 """Anonymous files, also with the Pythons of uv and conda, which lack the call."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import platform
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("python", ["with memfd_create", "without"])
-def test_an_anonymous_file(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_anonymous_file(python, monkeypatch):
     if python == "without":
         monkeypatch.delattr(os, "memfd_create", raising=False)
     descriptor = anonymous_file("plait")
@@ -33,7 +31,7 @@ def test_an_anonymous_file(python: str, monkeypatch: pytest.MonkeyPatch) -> None
         os.close(descriptor)
 
 
-def test_what_the_kernel_refuses_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_refuses_is_an_os_error(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     with pytest.raises(OSError, match="Invalid argument"):
         anonymous_file("a" * 300)

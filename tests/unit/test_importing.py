@@ -1,7 +1,5 @@
 """Optional packages that are not installed: what is said, and that it works when it is followed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -19,7 +17,7 @@ from plait.importing import MissingExtraError, install_line, require_extra
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named():
     require_extra("here", "hf", json="JSON")
     with pytest.raises(MissingExtraError) as raised:
         require_extra("here", "hf", json="JSON", no_such_package="None Such", no_other="Other")
@@ -30,7 +28,7 @@ def test_what_is_missing_is_named() -> None:
     )
 
 
-def test_the_folder_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_installation(tmp_path, monkeypatch):
     """It is named where it still exists, and else has to be found by the user."""
     info, source = tmp_path / "plait-0.dist-info", tmp_path / "a clone"
     info.mkdir()
@@ -43,7 +41,7 @@ def test_the_folder_of_the_installation(tmp_path: Path, monkeypatch: pytest.Monk
     assert install_line("trl") == f"pip install '{source}[trl]'"
 
 
-def test_the_line_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_works(tmp_path, monkeypatch):
     """pip takes it, and knows the extra; what is missing is not downloaded here."""
     pytest.importorskip("pip")
     pytest.importorskip("hatchling")
@@ -62,7 +60,7 @@ def test_the_line_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "does not provide the extra" not in done.stdout + done.stderr
 
 
-def test_the_trainer_without_its_extra() -> None:
+def test_the_trainer_without_its_extra():
     """`import plait.hf` is an ImportError that says how to install it."""
     script = (
         "import sys\n"

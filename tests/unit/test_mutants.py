@@ -1,10 +1,7 @@
 """The list of planted defects stays a list of defects: each still applies to the sources, and a probe finds its place."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +12,17 @@ from tools.planted.project import ROOT
 
 
 @pytest.fixture(scope="module")
-def mutants() -> list[Mutant]:
+def mutants():
     """All planted defects. Reading the lists takes a second."""
     return load()
 
 
-def test_every_mutant_applies(mutants: list[Mutant]) -> None:
+def test_every_mutant_applies(mutants):
     assert len(mutants) >= 60
     check(mutants)
 
 
-def test_probes_stand_before_what_mutants_change(mutants: list[Mutant]) -> None:
+def test_probes_stand_before_what_mutants_change(mutants):
     by_file = defaultdict(list)
     for mutant in mutants:
         by_file[mutant.file].append(mutant)
@@ -35,13 +32,13 @@ def test_probes_stand_before_what_mutants_change(mutants: list[Mutant]) -> None:
         assert [text.count(f"_probe({mutant.id!r})") for mutant in members] == [1] * len(members)
 
 
-def test_a_list_that_has_rotted_is_refused() -> None:
+def test_a_list_that_has_rotted_is_refused():
     mutant = Mutant("x", "nothing", "src/plait/sizes.py", "no such text", "other", "known")
     with pytest.raises(ValueError, match="occurs 0 times"):
         check([mutant])
 
 
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_results_are_read_as_they_were_written(tmp_path):
     file = tmp_path / "mutants.json"
     assert report.load(file) == ({}, "")
     test = "tests/unit/test_a.py::test_one[case]"
@@ -54,7 +51,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert report.load(file) == (outcomes, "2026-11-27")
 
 
-def test_page_has_the_last_results(mutants: list[Mutant]) -> None:
+def test_page_has_the_last_results(mutants):
     # The page of the project follows its results only until the list of defects changes.
     results, date = report.load()
     written = report.page(mutants, results, date)

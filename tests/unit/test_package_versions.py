@@ -1,9 +1,6 @@
 """The record of runs with other versions of packages, and its page."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from tools.package_versions import PAGE, RESULTS, counts, page
 
@@ -13,12 +10,12 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_page() -> None:
+def test_page():
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page(rows), "run python -m tools.package_versions"
 
 
-def test_counts(tmp_path: Path) -> None:
+def test_counts(tmp_path):
     for name in ("one.xml", "two.xml"):
         (tmp_path / name).write_text(JUNIT)
     found = counts(sorted(tmp_path.iterdir()))
@@ -26,7 +23,7 @@ def test_counts(tmp_path: Path) -> None:
     assert found["failures"] == ["a::fails", "a::breaks"] * 2
 
 
-def test_what_failed_is_on_the_page() -> None:
+def test_what_failed_is_on_the_page():
     packages = {"torch": "2.13.0", "transformers": "5.24.0"}
     outcomes = {"passed": 7, "failed": 1, "skipped": 0, "failures": ["a::b"]}
     row = {

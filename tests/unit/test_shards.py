@@ -1,7 +1,5 @@
 """The one rule by which lengths are split."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given
@@ -11,7 +9,7 @@ from plait.cluster.layout import shard_length, shard_lengths, shard_size
 
 
 @given(st.integers(0, 300), st.integers(1, 20))
-def test_shards_are_torch_chunks(length: int, ranks: int) -> None:
+def test_shards_are_torch_chunks(length, ranks):
     """The rule of DTensor and fully_shard, which store every shard as large as the first."""
     chunks = [part.numel() for part in torch.arange(length).chunk(ranks)] if length else []
     chunks += [0] * (ranks - len(chunks))
@@ -20,6 +18,6 @@ def test_shards_are_torch_chunks(length: int, ranks: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20), st.integers(0, 19)), min_size=1))
-def test_arrays_are_split_as_integers_are(cases: list[tuple[int, int, int]]) -> None:
+def test_arrays_are_split_as_integers_are(cases):
     lengths, ranks, at = (np.array(column) for column in zip(*cases, strict=True))
     assert shard_length(lengths, ranks, at).tolist() == [shard_length(*case) for case in cases]

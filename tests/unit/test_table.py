@@ -1,17 +1,15 @@
 """A table of values fails with all its wrong rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.table import check_rows
 
 
-def check_small(value: int) -> None:
+def check_small(value):
     assert value < 3, f"{value} is large"
 
 
-def test_every_wrong_row_is_named() -> None:
+def test_every_wrong_row_is_named():
     with pytest.raises(AssertionError) as error:
         check_rows({"one": 1, "three": 3, "four": 4}, check_small)
     text = str(error.value)
@@ -19,6 +17,6 @@ def test_every_wrong_row_is_named() -> None:
     assert "three: AssertionError: 3 is large" in text and "four: " in text and "one" not in text
 
 
-def test_an_empty_table_fails() -> None:
+def test_an_empty_table_fails():
     with pytest.raises(AssertionError, match="no rows"):
         check_rows({}, check_small)

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,14 +44,14 @@ from tests.measured.storage_tracker import StorageTracker
 
 
 @pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
+def two_ranks():
     """Rank 1 of a fake world of 2."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
 
 
-def test_after_backward() -> None:
+def test_after_backward():
     """Called once, after the last gradient."""
     x = torch.ones(2, requires_grad=True)
     order = []
@@ -62,7 +61,7 @@ def test_after_backward() -> None:
     assert order == ["gradient", "after"]
 
 
-def test_keeps_graph() -> None:
+def test_keeps_graph():
     x = torch.ones(1, requires_grad=True)
     y, found = x * x, list[bool]()
     y.register_hook(lambda grad: found.append(passes.keeps_graph()))
@@ -71,11 +70,11 @@ def test_keeps_graph() -> None:
     assert found == [True, False]
 
 
-def test_graph_task() -> None:
+def test_graph_task():
     """One number in a backward, another one in a backward inside of it, none outside."""
     x, found = torch.ones(2, requires_grad=True), []
 
-    def inner(grad: torch.Tensor) -> None:
+    def inner(grad):
         found.append(passes.graph_task())
         with torch.enable_grad():
             y = torch.ones(2, requires_grad=True)
@@ -90,7 +89,7 @@ def test_graph_task() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_reset_failed_step(keep: bool) -> None:
+def test_reset_failed_step(keep):
     """After an exception in a forward all units are sharded, and earlier gradients stay if asked to.
 
     The earlier micro-batches leave gradients of shards, and gradients that are not reduced.
@@ -119,13 +118,13 @@ def test_reset_failed_step(keep: bool) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-def test_backward_was_interrupted() -> None:
+def test_backward_was_interrupted():
     """A backward that raised is known until the reset, and nested forwards do not report it."""
     model = sharded()
     assert isinstance(model, FSDPModule)
     during = []
 
-    def fail(_: torch.Tensor) -> None:
+    def fail(_):
         during.append(passes.backward_was_interrupted(model))
         raise RuntimeError("in the backward")
 
@@ -142,7 +141,7 @@ def test_backward_was_interrupted() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_reset_partial_reductions(keep: bool) -> None:
+def test_reset_partial_reductions(keep):
     """Sums over the shards that wait for the sum over the replicas stay if asked to."""
     model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
     assert isinstance(model, FSDPModule)
@@ -166,7 +165,7 @@ def test_reset_partial_reductions(keep: bool) -> None:
     assert not units.has_unreduced(model)
 
 
-def test_has_gradient_hooks() -> None:
+def test_has_gradient_hooks():
     """Either kind."""
     one, other, plain = (nn.Parameter(torch.ones(2)) for _ in range(3))
     one.register_hook(lambda gradient: gradient)
@@ -174,7 +173,7 @@ def test_has_gradient_hooks() -> None:
     assert [modules.has_gradient_hooks(p) for p in (one, other, plain)] == [True, True, False]
 
 
-def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
+def sharded(mesh=None):
     """A block and a root, 3 rows over 2 ranks, or over the last dimension of `mesh`."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
     mesh = mesh or init_device_mesh("cpu", (2,))
@@ -182,7 +181,7 @@ def sharded(mesh: DeviceMesh | None = None) -> nn.Module:
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def test_sharded_state() -> None:
+def test_sharded_state():
     """Units, gathered copies and unsharded gradients are found and measured."""
     model = sharded()
     assert len(units.sharded_modules(model)) == 2
@@ -209,26 +208,26 @@ class Hidden:
 class ReturnsDataclass(nn.Module):
     """Returns tensors in a dataclass, some of them in a list, as pytrees do not open it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> Hidden:
+    def forward(self, x):
         return Hidden(self.first(x).cos(), [self.second(x).cos()])
 
 
 class ReadsDataclass(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.head = ReturnsDataclass(), nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor, *, nested: bool) -> Hidden:
+    def forward(self, x, *, nested):
         hidden = self.inner(x * self.head.weight.sum())
         return Hidden(hidden.others[0] if nested else hidden.states, [])
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_outputs_in_dataclasses(nested: bool) -> None:
+def test_outputs_in_dataclasses(nested):
     """The backward of a unit that returned a dataclass gathers the unit before it computes."""
     model, mesh = ReadsDataclass(), init_device_mesh("cpu", (2,))
     fully_shard(model.inner, mesh=mesh, reshard_after_forward=True)
@@ -246,7 +245,7 @@ def test_outputs_in_dataclasses(nested: bool) -> None:
     assert all(layer.weight.grad is not None for layer in used)
 
 
-def recorded(unit: nn.Module) -> list[torch.Tensor]:
+def recorded(unit):
     """Return the list that inputs of the unit's reduce-scatters are added to."""
     inputs: list[torch.Tensor] = []
 
@@ -260,15 +259,15 @@ def recorded(unit: nn.Module) -> list[torch.Tensor]:
 
 
 class HalfUsed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.used(x)
 
 
-def test_zeros_are_reduced_for_unused_parameters() -> None:
+def test_zeros_are_reduced_for_unused_parameters():
     """B2: a unit reduces zeros for what a backward did not reach."""
     unit = HalfUsed()
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
@@ -282,7 +281,7 @@ def test_zeros_are_reduced_for_unused_parameters() -> None:
     ]
 
 
-def test_windows_and_locals() -> None:
+def test_windows_and_locals():
     """The last rank of an uneven split."""
     tensor = distribute_tensor(
         torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
@@ -293,7 +292,7 @@ def test_windows_and_locals() -> None:
     assert dtensor.local_tensor(plain) is plain
 
 
-def test_grouped_by_device_and_dtype() -> None:
+def test_grouped_by_device_and_dtype():
     """The order of the groups does not depend on that of the tensors."""
     wide, narrow, far = (
         torch.ones(2, dtype=torch.float64),
@@ -308,7 +307,7 @@ def test_grouped_by_device_and_dtype() -> None:
     assert operators.grouped_by_device_and_dtype([far, wide, narrow]) == [[2], [1], [0]]
 
 
-def test_kernels_for_many_tensors() -> None:
+def test_kernels_for_many_tensors():
     """Norms, products in place, and a product with more digits than its tensors have (also on GPUs, where a 0-dimensional factor would be
     rounded to them)."""
     tensors = [torch.ones(2), torch.ones(3)]
@@ -321,11 +320,9 @@ def test_kernels_for_many_tensors() -> None:
     assert halves[0].tolist() == [48 * 2.0**-26] * 2, "2^-26 is 0 in float16"
 
 
-def test_function_modes_that_are_on() -> None:
+def test_function_modes_that_are_on():
     class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(operators.function_modes())
             return func(*args, **(kwargs or {}))
 
@@ -337,7 +334,7 @@ def test_function_modes_that_are_on() -> None:
     assert seen[-1] == []  # off where it runs itself
 
 
-def test_failed_operators_of_fake_tensors_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_operators_of_fake_tensors_are_not_logged(caplog):
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addHandler(caplog.handler)  # torch's loggers have handlers of their own
     try:
@@ -350,7 +347,7 @@ def test_failed_operators_of_fake_tensors_are_not_logged(caplog: pytest.LogCaptu
         log.removeHandler(caplog.handler)
 
 
-def test_custom_reduce_scatter() -> None:
+def test_custom_reduce_scatter():
     """`fully_shard` calls it in place of the collective."""
     assert issubclass(AllToAllReduceScatter, units.ReduceScatter)
     model = sharded()
@@ -360,7 +357,7 @@ def test_custom_reduce_scatter() -> None:
     assert sizes == [16, 20], "both units, rows padded to both ranks"
 
 
-def test_unused_parameters_of_accumulated_steps() -> None:
+def test_unused_parameters_of_accumulated_steps():
     """Gradients are reduced in float32 where micro-batches of bfloat16 use different parameters."""
     unit = HalfUsed()
     unit.late = nn.Linear(3, 3)
@@ -381,7 +378,7 @@ def test_unused_parameters_of_accumulated_steps() -> None:
 
 
 @pytest.mark.parametrize("own_dtype", [False, True])
-def test_order_of_reduced_gradients(own_dtype: bool) -> None:
+def test_order_of_reduced_gradients(own_dtype):
     """Gradients are sent in the order of `reduced_shapes`, shards in that of `gathered_shapes`."""
     unit = nn.Module()
     sizes = {"first": (2, 3), "second": (4,), "third": (2, 5), "fourth": (6, 1)}
@@ -405,7 +402,7 @@ def test_order_of_reduced_gradients(own_dtype: bool) -> None:
     assert gathered == [(2, 3), (1, 2), (2, 5), (2, 3)]
 
 
-def test_schedule_actions() -> None:
+def test_schedule_actions():
     """Torch's generators run on a stand-in; overlapped pairs are taken apart, idle slots left out."""
     zbv = pipelining.schedule_actions(
         "ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1
@@ -425,7 +422,7 @@ def test_schedule_actions() -> None:
         )
 
 
-def test_a_forward_that_is_left_and_a_late_reduction() -> None:
+def test_a_forward_that_is_left_and_a_late_reduction():
     """The root's hooks are set on what came instead of its output, and gradients that were kept are reduced when told."""
     model = sharded()
     model.set_requires_gradient_sync(False)
@@ -434,7 +431,7 @@ def test_a_forward_that_is_left_and_a_late_reduction() -> None:
     class Left(Exception):
         pass
 
-    def leave(*_: object) -> None:
+    def leave(*_):
         raise Left
 
     handle = model[-1].register_forward_hook(leave)
@@ -449,7 +446,7 @@ def test_a_forward_that_is_left_and_a_late_reduction() -> None:
     assert units.unsharded_gradient_bytes(model) == 0
 
 
-def test_a_backward_starts_behind_an_unknown_object() -> None:
+def test_a_backward_starts_behind_an_unknown_object():
     """The root's parameters, freed after another backward, are gathered again."""
     model = sharded()
     model.register_forward_hook(lambda module, args, output: SimpleNamespace(inner=output))
@@ -464,7 +461,7 @@ def test_a_backward_starts_behind_an_unknown_object() -> None:
     assert passes.expect_backward(nn.Linear(1, 1), plain) is plain
 
 
-def test_fake_tensors_and_their_storages() -> None:
+def test_fake_tensors_and_their_storages():
     """Sizes without memory; views share a key."""
     with operators.FakeTensorMode():
         tensor = torch.empty(1 << 40)
@@ -474,7 +471,7 @@ def test_fake_tensors_and_their_storages() -> None:
     assert operators.tree_map(lambda leaf: leaf + 1, {"a": (1, [2])}) == {"a": (2, [3])}
 
 
-def test_operators_by_name() -> None:
+def test_operators_by_name():
     """All overloads at once."""
     assert operators.operator_named("aten.mm") is torch.ops.aten.mm
     assert operators.operator_named("aten.no_such") is None
@@ -482,7 +479,7 @@ def test_operators_by_name() -> None:
     assert operators.operator_named("mm") is None
 
 
-def test_gathered_buffers() -> None:
+def test_gathered_buffers():
     """Those of every unit, once it is gathered."""
     model = sharded()
     assert all(not t.untyped_storage().nbytes() for t in units.unsharded_parameters(model))
@@ -494,7 +491,7 @@ def test_gathered_buffers() -> None:
     assert sum(held.values()) == units.unsharded_parameter_bytes(model) > 0
 
 
-def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
+def test_fake_tensors_and_a_collective_that_is_not_carried_out():
     """A dispatch mode outside the fake one answers for the collective, and nobody waits."""
 
     class NoCollectives(operators.TorchDispatchMode):
@@ -511,7 +508,7 @@ def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
 
 
 @pytest.mark.parametrize("assigns", [False, True])
-def test_writes_to_gathered_parameters(assigns: bool) -> None:
+def test_writes_to_gathered_parameters(assigns):
     """Also if `load_state_dict(assign=True)` replaces the parameters after the units are known."""
     model = sharded()
     writes = ignored_changes.GatheredWrites(model)  # type: ignore[arg-type]
@@ -531,13 +528,13 @@ def test_writes_to_gathered_parameters(assigns: bool) -> None:
     assert writes.take() is None
 
 
-def test_default_allocation() -> None:
+def test_default_allocation():
     size = (2, 3)
     buffer = units.DefaultAllocMixin().allocate(size, dtype=torch.int16, device=torch.device("cpu"))
     assert (tuple(buffer.shape), buffer.dtype) == (size, torch.int16)
 
 
-def test_custom_all_gather() -> None:
+def test_custom_all_gather():
     """`fully_shard` asks it for the output and calls it in place of the collective."""
     calls = []
 
@@ -558,7 +555,7 @@ def test_custom_all_gather() -> None:
     )
 
 
-def test_timeout_of_a_group() -> None:
+def test_timeout_of_a_group():
     """gloo's, in seconds."""
     dist.destroy_process_group()
     dist.init_process_group(
@@ -573,7 +570,7 @@ def test_timeout_of_a_group() -> None:
     assert groups.timeout_of(other) == 77.0
 
 
-def test_shard_buffers() -> None:
+def test_shard_buffers():
     """Replaced in place: parameters stay, padding too, and the next forward gathers from the new ones."""
     model = sharded()
     unit = units.sharded_modules(model)[1]
@@ -595,7 +592,7 @@ def test_shard_buffers() -> None:
         assert torch.equal(parameter.to_local(), was)
 
 
-def test_bytes_of_storages() -> None:
+def test_bytes_of_storages():
     """Each once, of a DTensor this rank's part."""
     plain = torch.ones(6)
     mesh = init_device_mesh("cpu", (2,))
@@ -606,7 +603,7 @@ def test_bytes_of_storages() -> None:
     )
 
 
-def test_on_resize() -> None:
+def test_on_resize():
     """What `fully_shard` does to free and to take memory is told, and only inside."""
     tensor, seen = torch.ones(4), []
     with storage.on_resize(lambda storage: seen.append(storage.nbytes())):
@@ -616,14 +613,14 @@ def test_on_resize() -> None:
     assert seen == [0, 16]
 
 
-def test_around_shape_inference() -> None:
+def test_around_shape_inference():
     """Entered when a DTensor's operator is tried on its whole shape, and not after."""
     from contextlib import contextmanager
 
     entered = []
 
     @contextmanager
-    def enter() -> Iterator[None]:
+    def enter():
         entered.append(True)
         yield
 
@@ -637,7 +634,7 @@ def test_around_shape_inference() -> None:
     assert len(entered) == before
 
 
-def test_process_group_of() -> None:
+def test_process_group_of():
     """The group of a collective's arguments, boxed or by name."""
     group = dist.group.WORLD
     assert group is not None
@@ -645,7 +642,7 @@ def test_process_group_of() -> None:
     assert groups.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name
 
 
-def test_splits_named_alike() -> None:
+def test_splits_named_alike():
     """By their ranks, a number and their order; torch's own names follow from the groups that a process is in."""
     naming = distributed_c10d._hash_ranks_to_str
     torchs = naming([0, 1])
@@ -663,7 +660,7 @@ def test_splits_named_alike() -> None:
     )
 
 
-def test_storage_tracker_counts_resizes() -> None:
+def test_storage_tracker_counts_resizes():
     """What existed, what appears, and what is resized in place."""
     existing = torch.zeros(100)
     tracker = StorageTracker()
@@ -684,7 +681,7 @@ def test_storage_tracker_counts_resizes() -> None:
     assert tracker.peak_bytes("cpu") == 4 * 410
 
 
-def test_delivered_at_once() -> None:
+def test_delivered_at_once():
     """A message to a rank that does not exist is complete inside. Since torch 2.15 it always is."""
     work = dist.isend(torch.zeros(2), 0)
     assert work is not None
@@ -694,7 +691,7 @@ def test_delivered_at_once() -> None:
     assert work.is_completed() == before
 
 
-def test_begin_sharded() -> None:
+def test_begin_sharded():
     """All units share the root's state before any forward."""
     model = sharded()
     passes.begin_sharded(model)
@@ -704,7 +701,7 @@ def test_begin_sharded() -> None:
     passes.begin_sharded(nn.Linear(2, 2))
 
 
-def test_reads_of_shards_are_told() -> None:
+def test_reads_of_shards_are_told():
     """Once a gather, with its moment; not for a unit that is whole already. The shards of the block are what the gather reads."""
     told: list[object] = []
     model = sharded()
@@ -731,7 +728,7 @@ def test_reads_of_shards_are_told() -> None:
     assert told == [(0, "backward", False), 0, (1, "backward", False), 1]
 
 
-def test_gather_in_place() -> None:
+def test_gather_in_place():
     """A unit computes with what it is told, in training and in evaluation; torch copies and frees nothing."""
     model = sharded()
     told: list[tuple[int, str]] = []
@@ -785,14 +782,14 @@ def test_gather_in_place() -> None:
 class Ends(nn.Module):
     """An embedding and a head, and the gathered bytes at four points of a pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
         self.scale = nn.Parameter(torch.ones(4))
         self.reads = False
         self.held: list[int] = []
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         self.held.append(units.unsharded_parameter_bytes(self))
         hidden = self.embed(ids) * self.scale
         self.held.append(units.unsharded_parameter_bytes(self))
@@ -803,7 +800,7 @@ class Ends(nn.Module):
 
 
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
-def test_follow_root() -> None:
+def test_follow_root():
     """An embedding is gathered with the root and freed after its forward, a head after its backward. An embedding that other code reads
     stays gathered, also where another forward has freed it, and both are reduced."""
     model = Ends()
@@ -815,7 +812,7 @@ def test_follow_root() -> None:
     gathering.follow_root(root, embeddings=[embed], heads=[head])
     table, layer, scale = 4 * 8 * 4, 4 * (8 * 4 + 8), 4 * 4
 
-    def step() -> list[int]:
+    def step():
         model.held.clear()
         loss = model(torch.arange(3)).sum()
         model.held.insert(2, units.unsharded_parameter_bytes(model))
@@ -837,14 +834,14 @@ def test_follow_root() -> None:
 class Skips(nn.Sequential):
     """Leaves out the blocks that it is told."""
 
-    def forward(self, hidden: torch.Tensor, skipped: tuple[int, ...] = ()) -> torch.Tensor:
+    def forward(self, hidden, skipped=()):
         for index, block in enumerate(self):
             hidden = hidden if index in skipped else block(hidden)
         return hidden
 
 
 @pytest.mark.parametrize("skipped", [(), (1,), (0, 2), (0, 1, 2)])
-def test_unit_order(skipped: tuple[int, ...]) -> None:
+def test_unit_order(skipped):
     """Whatever is skipped, units are gathered from the first to the last and reduced from the last to the first. Stage 3 records what is
     used."""
     for is_fixed in (True, False):
@@ -871,7 +868,7 @@ def test_unit_order(skipped: tuple[int, ...]) -> None:
         assert (digests[0] == digests[1]) == (is_fixed or not skipped)
 
 
-def test_watch_shards() -> None:
+def test_watch_shards():
     """What shards cannot see is refused in the forward of its unit, and gathering in inference mode serves training."""
     model = sharded()
     for unit in units.sharded_modules(model):
@@ -893,7 +890,7 @@ def test_watch_shards() -> None:
         model(torch.ones(1, 4))
 
 
-def test_sum_before_reading() -> None:
+def test_sum_before_reading():
     """A number that is read of a partial sum is the sum: a fake group's is this rank's part, and the collective is what is seen."""
     dtensor.sum_before_reading()
     mesh = init_device_mesh("cpu", (2,))
@@ -907,7 +904,7 @@ def test_sum_before_reading() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_gradients_of_uneven_splits(dim: int) -> None:
+def test_gradients_of_uneven_splits(dim):
     """A gradient is split and laid out as its parameter is, without communication."""
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -929,7 +926,7 @@ def test_gradients_of_uneven_splits(dim: int) -> None:
     assert torch.equal(gradient.to_local(), 2 * torch.arange(9.0).view(3, 3).t())
 
 
-def test_forget_meshes() -> None:
+def test_forget_meshes():
     """An operator's result is of the mesh of the first call with such a mesh, until that is forgotten."""
     meshes = [init_device_mesh("cpu", (2,)) for _ in range(3)]
     whole = torch.arange(8.0)
@@ -941,7 +938,7 @@ def test_forget_meshes() -> None:
     assert three.detach().device_mesh is meshes[2]
 
 
-def test_what_a_module_owns() -> None:
+def test_what_a_module_owns():
     """Dictionaries in place; a copy of the rest has its own; a Linear's hooks, by kind, as they come and go."""
     norm = nn.BatchNorm1d(2)
     norm.register_buffer("seen", torch.ones(1), persistent=False)
@@ -975,7 +972,7 @@ def test_what_a_module_owns() -> None:
     assert not registries[-1]
 
 
-def test_modules_of_torch() -> None:
+def test_modules_of_torch():
     """Those that drop out, hide their initialisation, or were compiled."""
     assert all(
         issubclass(kind, modules.DROPOUTS) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
@@ -991,7 +988,7 @@ def test_modules_of_torch() -> None:
     assert modules.is_compiled(layer)
 
 
-def test_writes_and_views() -> None:
+def test_writes_and_views():
     """Counted, and known."""
     tensor = torch.ones(4)
     before = storage.version_of(tensor)
@@ -1005,7 +1002,7 @@ def test_writes_and_views() -> None:
     )
 
 
-def test_names_and_schemas_of_operators() -> None:
+def test_names_and_schemas_of_operators():
     """Of an overload: its name alone, and what it writes to."""
     assert operators.operator_name(torch.ops.c10d.allreduce_.default) == "allreduce_"
     written = [
@@ -1016,14 +1013,14 @@ def test_names_and_schemas_of_operators() -> None:
     assert written == [True] and operators.schema_of(torch.ops.aten.add_.Tensor).is_mutable
 
 
-def test_flattened() -> None:
+def test_flattened():
     """One axis for all ranks of a mesh."""
     assert groups.flatten_mesh(
         init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     ).shape == (2,)
 
 
-def test_scale_rates() -> None:
+def test_scale_rates():
     """Those of the schedules inside of another one too."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
     inner = [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0) for _ in range(2)]
@@ -1032,14 +1029,14 @@ def test_scale_rates() -> None:
     assert [one.base_lrs for one in inner] == [[3.0], [3.0]] and schedule.get_last_lr() == [3.0]
 
 
-def test_started_by() -> None:
+def test_started_by():
     """The agent's handler takes the process that it is given, and starts one where it is given none."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
     given = subprocess.Popen([sys.executable, "-c", ""])
     asked = []
 
-    def give(arguments: Any, environment: Any, files: Any) -> Any:
+    def give(arguments, environment, files):
         asked.append((list(arguments), environment["NAME"], files))
         return given if len(asked) == 1 else None
 
@@ -1059,7 +1056,7 @@ def test_started_by() -> None:
     [attention.Band(), attention.Band(None, 0), attention.Band(5, None), attention.Band(4, 2)],
     ids=str,
 )
-def test_flash_attention_has_the_shapes_of_its_reference(band: attention.Band) -> None:
+def test_flash_attention_has_the_shapes_of_its_reference(band):
     """The operator for CUDA, on meta: outputs, log-sum-exp and gradients have the shapes and dtypes that the tests' reference has."""
     shapes = {"query": (2, 4, 10, 20), "key": (2, 2, 13, 20), "value": (2, 2, 13, 12)}
     found = []
@@ -1081,7 +1078,7 @@ def test_flash_attention_has_the_shapes_of_its_reference(band: attention.Band) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype) -> None:
+def test_efficient_attention_has_the_shapes_of_its_reference(dtype):
     """The same; the log-sum-exp that the operator returns is padded to 32 queries."""
     found, raw = [], []
     with fused_attention.registered("CPU"):
@@ -1107,7 +1104,7 @@ def test_efficient_attention_has_the_shapes_of_its_reference(dtype: torch.dtype)
     assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
 
 
-def test_kernels_that_a_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_a_device_lacks_are_named(monkeypatch):
     """Each reason says what is missing, whatever device this machine has."""
     monkeypatch.setattr(attention, "_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
@@ -1137,7 +1134,7 @@ def test_kernels_that_a_device_lacks_are_named(monkeypatch: pytest.MonkeyPatch) 
         assert "no FlashAttention" in attention.why_not_flash(device, torch.bfloat16, 128)
 
 
-def test_attention_of_cpus_computes_parts() -> None:
+def test_attention_of_cpus_computes_parts():
     """The backward takes the output and the log-sum-exp of a softmax over more keys: gradients of both halves are those of the whole."""
     torch.manual_seed(0)
     query, key, value = (
@@ -1158,7 +1155,7 @@ def test_attention_of_cpus_computes_parts() -> None:
             torch.testing.assert_close(torch.cat(mine, 2), right)
 
 
-def test_views_know_what_they_are_views_of() -> None:
+def test_views_know_what_they_are_views_of():
     """Through several views, with and without gradients."""
     tensor = torch.zeros(2, 1, 6)
     with torch.no_grad():
@@ -1166,14 +1163,14 @@ def test_views_know_what_they_are_views_of() -> None:
     assert operators.view_base(tensor[:, 0, 2:]) is tensor and operators.view_base(tensor) is tensor
 
 
-def test_leaves_of_graph() -> None:
+def test_leaves_of_graph():
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
     output = (first * second).sum() + first.exp().sum() + torch.ones(2).sum()
     assert {id(leaf) for leaf in passes.leaves_of_graph(output)} == {id(first), id(second)}
     assert not list(passes.leaves_of_graph(torch.ones(2).sum()))
 
 
-def test_hooks_of_a_tensor_are_seen() -> None:
+def test_hooks_of_a_tensor_are_seen():
     tensor = torch.ones(2, requires_grad=True)
     assert not modules.has_tensor_hooks(tensor)
     handle = tensor.register_hook(lambda gradient: gradient)

@@ -18,13 +18,12 @@ from plait.model.facts import model_facts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all, check_all
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.parity import engine_trace
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.added_technique import context_parallel
 from tests.parity.added_technique.context_parallel import ContextParallel
 from tests.parity.data_parallel import CLIPPING, SEED, assert_same, materialised, plain_trace
-from tests.pool import Pool
 
 LENGTH, STEPS = 8, 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
@@ -35,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
 """Processes, degrees, ZeRO stage."""
 
 
-def steps(micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
+def steps(micro_batches):
     """Other numbers of targets in every micro-batch and part; the border between two parts predicts a token of the next one."""
     generator, found = torch.Generator().manual_seed(11), []
     for step in range(STEPS):
@@ -48,7 +47,7 @@ def steps(micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
     return found
 
 
-def configured(name: str) -> dict[str, Any]:
+def configured(name):
     _, degrees, stage = LAYOUTS[name]
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -61,9 +60,7 @@ def configured(name: str) -> dict[str, Any]:
     }
 
 
-def train(
-    rank: int, world: int, name: str
-) -> tuple[Trace, tuple[float, float], dict[str, int], dict[str, int]]:
+def train(rank, world, name):
     """(trace, evaluation, bytes sent, bytes accounted for). Runs in a worker."""
     model = cases.build("llama", tied=False)
     facts = model_facts(model, find_blocks(model))
@@ -96,14 +93,14 @@ def train(
 
 
 @cache
-def reference(micro_batches: int) -> Trace:
+def reference(micro_batches):
     """One plain process on full sequences."""
     model = materialised("llama", tied=False)
     return plain_trace(model, steps(micro_batches))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_one_process_and_sends_its_account(pool: Pool, name: str) -> None:
+def test_equals_one_process_and_sends_its_account(pool, name):
     """Losses, gradients, the norm and weights to 1e-10; bytes exactly."""
     world, degrees, _ = LAYOUTS[name]
     ranks = world // degrees["cp"]
@@ -123,10 +120,10 @@ def test_equals_one_process_and_sends_its_account(pool: Pool, name: str) -> None
         )
 
 
-def test_refusals() -> None:
+def test_refusals():
     """Before any process group; and without the technique Plait's own checks."""
 
-    def check(kind: str, degrees: dict[str, int], *techniques: ContextParallel) -> None:
+    def check(kind, degrees, *techniques):
         model = cases.build(kind, tied=False)
         config = {"train_micro_batch_size_per_gpu": 1, "parallel": degrees}
         resolved = resolve(load(config), world_size=degrees["cp"]).model_copy(
@@ -147,7 +144,7 @@ def test_refusals() -> None:
         check("bloom", {"cp": 2})
 
 
-def test_the_page_shows_this_code() -> None:
+def test_the_page_shows_this_code():
     """Every block of the page is a piece of the technique, or of this file."""
     folder = Path(__file__).parent
     page = (folder.parents[2] / "docs/how-to/add-a-technique.md").read_text(encoding="utf-8")

@@ -3,25 +3,21 @@
 torch looks for the hooks of CUDA while it is imported, so the device is loaded just before.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
-from types import ModuleType
-from typing import Any
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, torchs: Any) -> None:
+    def __init__(self, torchs):
         self._torchs = torchs
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec):
         return self._torchs.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         # While it is imported, torch 2.14 replaces some CUDA kernels by Triton's, which no
         # simulated device can run.
         os.environ["TORCH_DISABLE_NATIVE_JIT"] = "1"
@@ -30,16 +26,14 @@ class _Loader(importlib.abc.Loader):
         self._torchs.exec_module(module)
         _on_device("on_torch").put()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._torchs, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Stands aside after torch was found."""
 
-    def find_spec(
-        self, name: str, path: Any, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name, path, target=None):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -49,7 +43,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _on_device(name: str) -> Any:
+def _on_device(name):
     """A module of the folder beside, whatever the working folder is."""
     known = f"simulated_device.{name}"
     if known not in sys.modules:

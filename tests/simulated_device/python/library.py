@@ -11,7 +11,7 @@ from typing import Any
 _loaded: Any = None
 
 
-def load() -> Any:
+def load():
     """The library of the folder in SIMULATED_DEVICE."""
     global _loaded
     if _loaded is None:
@@ -37,7 +37,7 @@ def load() -> Any:
     return _loaded
 
 
-def _load_torchs() -> None:
+def _load_torchs():
     """Load the libraries of the torch that is imported here: the one built takes these, whichever clone it was built in."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None

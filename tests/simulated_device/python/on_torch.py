@@ -19,23 +19,23 @@ COUNT = library.simulated_devices()
 _NOW, _PEAK, _RESERVED, _RESERVED_PEAK, _CAPACITY, _PINNED = range(6)
 
 
-def races() -> list[str]:
+def races():
     """What touched the same memory without an order, since `clear`."""
     return [library.simulated_race(index).decode() for index in range(library.simulated_races())]
 
 
-def journal() -> list[dict[str, Any]]:
+def journal():
     """Calls of all communicators of this process in order, since `clear`. See `deadlocks`."""
     return [json.loads(line) for line in sys.modules["simulated_nccl"].journal()]
 
 
-def clear() -> None:
+def clear():
     """Forget races and calls."""
     library.simulated_clear_races()
     sys.modules["simulated_nccl"].clear_journal()
 
 
-def copies() -> dict[str, int]:
+def copies():
     """Between the host and the device, so far: `deferred` overlap; `pageable` were asked not to block, and do."""
     return {
         name: library.simulated_copies(index)
@@ -43,7 +43,7 @@ def copies() -> dict[str, int]:
     }
 
 
-def blocked() -> dict[str, int]:
+def blocked():
     """Return how often the program has waited for a stream so far.
 
     Queries that do not block are not counted. `drained` counts the waits with nothing queued behind
@@ -52,22 +52,22 @@ def blocked() -> dict[str, int]:
     return {"all": library.simulated_blocked(0), "drained": library.simulated_blocked(1)}
 
 
-def behind() -> int:
+def behind():
     """Streams of the current device with work that the host has not waited for."""
     return int(library.simulated_behind(_index()))
 
 
-def set_clock(seconds: float) -> None:
+def set_clock(seconds):
     """What events take the time from; below 0 the host's clock again."""
     library.simulated_set_clock(seconds)
 
 
-def pinned_bytes() -> int:
+def pinned_bytes():
     """Of pinned host memory, held now."""
     return int(library.simulated_memory(0, _PINNED))
 
 
-def _index(device: Any = None) -> int:
+def _index(device=None):
     if device is None:
         return int(library.simulated_current_device())
     if isinstance(device, int):
@@ -78,13 +78,13 @@ def _index(device: Any = None) -> int:
     return _index() if found.index is None else found.index
 
 
-def _set_device(index: int) -> None:
+def _set_device(index):
     if index >= COUNT:
         raise RuntimeError("CUDA error: invalid device ordinal")
     library.simulated_set_device(index)
 
 
-def _exchange(index: int) -> int:
+def _exchange(index):
     before = _index()
     if index >= 0:
         _set_device(index)
@@ -102,11 +102,11 @@ class _Properties:
     uuid, gcnArchName = "simulated", ""
 
     @property
-    def total_memory(self) -> int:
+    def total_memory(self):
         return int(library.simulated_memory(0, _CAPACITY))
 
 
-def _devices() -> None:
+def _devices():
     cuda.is_available = cuda._is_compiled = torch.backends.cuda.is_built = lambda: True
     cuda.device_count = core._cuda_getDeviceCount = lambda: COUNT
     cuda._lazy_init = cuda.init = core._cuda_init = lambda: None
@@ -136,57 +136,51 @@ def _devices() -> None:
 class Stream(torch.Stream):
     """torch.cuda.Stream, whose base here knows what streams are."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **of: Any) -> Stream:
+    def __new__(cls, device=None, priority=0, **of):
         if "stream_id" in of:
             return super().__new__(
                 cls, stream_id=of["stream_id"], device_index=of["device_index"], device_type=1
             )
         return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event=None):
         event = Event() if event is None else event
         event.record(self)
         return event
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event):
         event.wait(self)
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream):
         self.wait_event(stream.record_event())
 
     @property
-    def cuda_stream(self) -> int:
+    def cuda_stream(self):
         return self.stream_id
 
     @property
-    def priority(self) -> int:
+    def priority(self):
         return 0
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, torch.Stream) and (self.stream_id, self.device) == (
             other.stream_id,
             other.device,
         )
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash((self.stream_id, self.device))
 
 
 class Event(torch.Event):
     """torch.cuda.Event. Times are those of the host, when the work before was done."""
 
-    def __new__(
-        cls,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        external: bool = False,
-    ) -> Event:
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
         if interprocess:
             raise RuntimeError("the simulated device has no events between processes")
         return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
 
-    def elapsed_time(self, end: Any) -> float:
+    def elapsed_time(self, end):
         milliseconds = library.simulated_elapsed(self.event_id, end.event_id)
         if milliseconds != milliseconds:
             raise RuntimeError(
@@ -194,25 +188,25 @@ class Event(torch.Event):
             )
         return float(milliseconds)
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream=None):
         super().record(cuda.current_stream() if stream is None else stream)
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream=None):
         super().wait(cuda.current_stream() if stream is None else stream)
 
 
-def _stream(device: int, stream_id: int) -> Stream:
+def _stream(device, stream_id):
     return Stream(stream_id=stream_id, device_index=device)
 
 
 class _NoGraph:
     """Refused: a graph would have to be replayed on streams whose work is done at once here."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args, **options):
         raise RuntimeError("the simulated device has no CUDA graphs")
 
 
-def _streams() -> None:
+def _streams():
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
     cuda.current_stream = lambda device=None: _stream(
@@ -237,7 +231,7 @@ def _streams() -> None:
     ) = _NoGraph
 
 
-def _statistics(device: int) -> dict[str, Any]:
+def _statistics(device):
     now, peak, reserved, most = (
         library.simulated_memory(device, which)
         for which in (_NOW, _PEAK, _RESERVED, _RESERVED_PEAK)
@@ -248,8 +242,8 @@ def _statistics(device: int) -> dict[str, Any]:
     }
 
 
-def _memory() -> None:
-    def asks(which: int) -> Any:
+def _memory():
+    def asks(which):
         return lambda device=None: library.simulated_memory(_index(device), which)
 
     for module in (cuda, cuda.memory):
@@ -271,22 +265,22 @@ def _memory() -> None:
     core._cuda_ipc_collect = lambda: None
 
 
-def _storages() -> None:
+def _storages():
     """What torch refuses storages of CUDA in a build without it."""
     resize, to_host = torch.UntypedStorage.resize_, torch.UntypedStorage.cpu
 
-    def moved(storage: Any, device: torch.device | str) -> Any:
+    def moved(storage, device):
         bytes_of_it = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return bytes_of_it.to(device, copy=True).untyped_storage()
 
-    def resize_(self: Any, size: int) -> Any:
+    def resize_(self, size):
         if self.device.type != "cuda":
             return resize(self, size)
         with cuda.device(self.device):
             library.simulated_resize_storage(self._cdata, int(size))
         return self
 
-    def to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
+    def to(self, *, device, non_blocking=False):
         return self if torch.device(device) == self.device else moved(self, device)
 
     storage: Any = torch.UntypedStorage
@@ -299,11 +293,11 @@ def _storages() -> None:
     storage.cpu = lambda self: moved(self, "cpu") if self.device.type == "cuda" else to_host(self)
 
 
-def _nccl() -> None:
+def _nccl():
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def gloo(store, rank, size, timeout):
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     file = os.path.join(os.environ["SIMULATED_DEVICE"], "simulated_nccl.so")
@@ -320,7 +314,7 @@ def _nccl() -> None:
     cuda.nccl.version = lambda: (2, 28, 9)
 
 
-def put() -> None:
+def put():
     """Make torch see the device."""
     _devices()
     _streams()

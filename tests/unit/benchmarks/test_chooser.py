@@ -1,9 +1,6 @@
 """A point compares the way that the measured links say with the best of those that the scene has."""
 
-from __future__ import annotations
-
 import argparse
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,9 +27,7 @@ TIMED = {"all-reduce": 1e-3, "ring": 1.5e-3, "shared-memory": 0.1e-3}
         (True, None, "shared-memory", "shared-memory", "shared-memory", 1),
     ],
 )
-def test_a_point(
-    shared: bool, compared: Any, by_links: str, chosen: str, best: str, ratio: float
-) -> None:
+def test_a_point(shared, compared, by_links, chosen, best, ratio):
     """What the links say, what was refined beside it, and what is best; only the ways that the scene has."""
     worker_group, scene = Mock(), Scene("x", 2, shared=shared)
     worker_group.ask.return_value = [compared] * 2
@@ -48,7 +43,7 @@ def test_a_point(
     assert ("shared-memory" in found["seconds"]) == shared
 
 
-def test_the_judgement_is_at_other_sizes_than_the_measurement() -> None:
+def test_the_judgement_is_at_other_sizes_than_the_measurement():
     assert not set(SIZES) & set(MEASURED)
     points = [(scene.title, size) for scene in SCENES for size in SIZES if size <= scene.largest]
     assert len(points) == len(set(points)) >= 20

@@ -1,7 +1,5 @@
 """Both sides get the same work, ranks that share a slice see the same data, and the report says what is above the target."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,7 +8,7 @@ from torch import nn
 
 from benchmarks.pipeline_step import report
 from benchmarks.pipeline_step.__main__ import main
-from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS, Layout
+from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS
 from benchmarks.pipeline_step.plait_entry import configuration
 from benchmarks.pipeline_step.torch_peers import LlamaStage, next_token_loss
 from benchmarks.pipeline_step.workload import Workload, batch
@@ -62,7 +60,7 @@ def test_the_hand_written_stages_are_the_model():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_plait_is_configured_for_the_same_work(layout: Layout):
+def test_plait_is_configured_for_the_same_work(layout):
     work = Workload(
         ranks=layout.ranks,
         slices=layout.slices,

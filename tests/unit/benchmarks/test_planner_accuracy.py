@@ -9,14 +9,14 @@ import pytest
 
 from benchmarks.planner_accuracy import learn
 from benchmarks.planner_accuracy.frameworks import framework, knowledge, read_runs, without_name
-from benchmarks.planner_accuracy.predict import Prediction, evaluate
+from benchmarks.planner_accuracy.predict import evaluate
 from plait.planner import constants
 from plait.planner.job import SCHEDULES, Framework
 from tests.unit.planner.rows import ROW
 
 
-def test_old_names_mean_what_they_meant_then() -> None:
-    def stack(**changes: str) -> str:
+def test_old_names_mean_what_they_meant_then():
+    def stack(**changes):
         return str(
             read_runs([{**ROW, "framework": "Megatron-LM", **changes}]).variants[0].framework.name
         )
@@ -34,8 +34,8 @@ def test_old_names_mean_what_they_meant_then() -> None:
     )
 
 
-def test_names_tell_compilation_and_authors() -> None:
-    def stack(name: str) -> Framework:
+def test_names_tell_compilation_and_authors():
+    def stack(name):
         found: Framework = framework(name, newer=True)
         return found
 
@@ -66,7 +66,7 @@ def test_names_tell_compilation_and_authors() -> None:
     assert without_name("torchtitan, not compiled") == "unknown"
 
 
-def test_torchao_keeps_the_inputs_of_products_in_16_bits() -> None:
+def test_torchao_keeps_the_inputs_of_products_in_16_bits():
     layout = {"tp": "1", "pp": "1", "dp": "16", "recompute": "none"}
     for name, narrower in (("torchtitan, torch.compile", False), ("Megatron-Core", True)):
         wide, narrow = (
@@ -76,11 +76,11 @@ def test_torchao_keeps_the_inputs_of_products_in_16_bits() -> None:
         assert (narrow < 0.8 * wide) == narrower
 
 
-def one(**changes: str) -> Prediction:
+def one(**changes):
     return evaluate([{**ROW, **changes}]).predictions[0]
 
 
-def test_norms_of_queries_and_keys_are_work_and_memory() -> None:
+def test_norms_of_queries_and_keys_are_work_and_memory():
     without, with_norms = (
         one(model_name=name, framework="torchtitan eager", recompute="none")
         for name in ("a Llama", "Qwen3-like")
@@ -89,7 +89,7 @@ def test_norms_of_queries_and_keys_are_work_and_memory() -> None:
     assert with_norms.memory_terms["activations"] > without.memory_terms["activations"]
 
 
-def test_fsdp_shards_weights_at_stage_2_unlike_deepspeed() -> None:
+def test_fsdp_shards_weights_at_stage_2_unlike_deepspeed():
     layout = {
         "tp": "1",
         "pp": "1",
@@ -110,7 +110,7 @@ def test_fsdp_shards_weights_at_stage_2_unlike_deepspeed() -> None:
         assert two.memory_terms["gathered"] > three.memory_terms["gathered"] or shards == 1
 
 
-def test_operations_that_python_dispatches_wait_for_their_host() -> None:
+def test_operations_that_python_dispatches_wait_for_their_host():
     layout = {
         "framework": "torchtitan eager",
         "pp": "1",
@@ -125,7 +125,7 @@ def test_operations_that_python_dispatches_wait_for_their_host() -> None:
     assert split.terms["host"] > 5 * whole.terms["host"]
 
 
-def test_an_optimizer_in_16_bits_moves_half_of_the_bytes() -> None:
+def test_an_optimizer_in_16_bits_moves_half_of_the_bytes():
     mixed, pure = (
         one(framework="torchtitan", precision=name).terms["optimizer"]
         for name in ("bf16 (amp)", "bf16 (pure)")
@@ -133,7 +133,7 @@ def test_an_optimizer_in_16_bits_moves_half_of_the_bytes() -> None:
     assert pure == pytest.approx(mixed * 14 / 28, rel=0.01)
 
 
-def test_rows_of_no_framework_and_of_plait_are_priced_too() -> None:
+def test_rows_of_no_framework_and_of_plait_are_priced_too():
     found = read_runs(
         [{**ROW, "framework": name} for name in ("", "Plait 0.1", "Megatron-LM zero bubble ZB-1p")]
     )
@@ -147,7 +147,7 @@ def test_rows_of_no_framework_and_of_plait_are_priced_too() -> None:
     assert {f"stack.{name}" for name in found.job.framework.name} <= knowledge().constants.keys()
 
 
-def test_predictions_do_not_depend_on_what_was_measured() -> None:
+def test_predictions_do_not_depend_on_what_was_measured():
     one, other = (
         evaluate([{**ROW, "step_time_s": value, "peak_mem_gb": value}]).predictions[0]
         for value in ("2", "77")
@@ -156,9 +156,7 @@ def test_predictions_do_not_depend_on_what_was_measured() -> None:
     assert one.measured_seconds != other.measured_seconds
 
 
-def test_planner_and_evaluation_read_the_fitted_constants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planner_and_evaluation_read_the_fitted_constants(tmp_path, monkeypatch):
     shipped, stacks = Path(constants.__file__).parent / "data" / "constants.json", learn.STACKS
     monkeypatch.setattr(learn, "STACKS", tmp_path / "stacks.json")
     learn.write(knowledge(), tmp_path / "constants.json")

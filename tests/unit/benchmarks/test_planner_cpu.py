@@ -1,7 +1,5 @@
 """`benchmarks/planner_cpu`: its layouts, and that its comparison finds a machine that the model can describe."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from benchmarks.planner_cpu import report
@@ -11,7 +9,7 @@ from plait.planner.constants import Rates
 from plait.planner.search import price, simulate_pipelines
 
 
-def machine(**factors: float) -> Calibration:
+def machine(**factors):
     """A machine whose constants are other than the shipped ones."""
     base = uncalibrated()
     values = dict(base.time.rates.values)
@@ -22,7 +20,7 @@ def machine(**factors: float) -> Calibration:
     return Calibration(Fit(base.time.names, Rates(values), base.time.covariance, 0.02), base.memory)
 
 
-def test_every_layout_is_of_all_processes_and_the_whole_batch() -> None:
+def test_every_layout_is_of_all_processes_and_the_whole_batch():
     for case in CASES:
         at = case.layout
         dp = at["dp_replicate"] * at["dp_shard"]
@@ -33,7 +31,7 @@ def test_every_layout_is_of_all_processes_and_the_whole_batch() -> None:
     assert 8 <= sum(case.seen for case in CASES) < len(CASES) / 2
 
 
-def test_unseen_layouts_of_a_machine_that_differs_are_predicted() -> None:
+def test_unseen_layouts_of_a_machine_that_differs_are_predicted():
     truth = machine(
         gemm_cpu=1.5, memory_cpu=0.8, link_cpu=1.5, latency_cpu=2.5, host=0.8, packing_cpu=1.2
     )

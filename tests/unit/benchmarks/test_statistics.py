@@ -1,7 +1,5 @@
 """Paired ratios, quartiles, and the order of turns."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 
@@ -40,7 +38,7 @@ def test_the_interval_is_repeatable_and_holds_the_median(pairs):
 
 
 def test_a_wider_scatter_gives_a_wider_interval():
-    def width(scatter: float) -> float:
+    def width(scatter):
         ratio = paired_ratio([1 + scatter * (i % 3 - 1) for i in range(15)], [1.0] * 15)
         assert ratio is not None
         return ratio.high - ratio.low

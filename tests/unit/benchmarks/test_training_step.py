@@ -1,7 +1,5 @@
 """The workload is the same for everybody, disagreement is found, and the report says what was left out."""
 
-from __future__ import annotations
-
 import json
 import math
 

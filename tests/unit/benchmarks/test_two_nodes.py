@@ -1,7 +1,5 @@
 """The laboratory: refused with a sentence where it cannot be, gone after use, and counted by the kernel."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -15,11 +13,11 @@ from benchmarks.two_nodes.network import ADDRESSES, PREFIX, NoLab, enter, lab
 NAMESPACES = Path("/run/netns")
 
 
-def namespaces() -> set[str]:
+def namespaces():
     return {path.name for path in NAMESPACES.glob(f"{PREFIX}*")} if NAMESPACES.is_dir() else set()
 
 
-def possible() -> bool:
+def possible():
     try:
         with lab():
             return True
@@ -27,13 +25,13 @@ def possible() -> bool:
         return False
 
 
-def test_needs_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_needs_root(monkeypatch, capsys):
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     assert command.main(["--baselines", "ddp"]) == 2
     assert "network namespaces need root" in capsys.readouterr().err
 
 
-def test_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_iproute2(monkeypatch):
     monkeypatch.setattr(network.os, "geteuid", lambda: 0)
     monkeypatch.setattr(network.shutil, "which", lambda tool: None if tool == "tc" else tool)
     with pytest.raises(NoLab, match="install iproute2"), lab():
@@ -41,7 +39,7 @@ def test_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not possible(), reason="network namespaces cannot be made here")
-def test_bytes_cross_the_link_at_its_rate_and_nothing_stays() -> None:
+def test_bytes_cross_the_link_at_its_rate_and_nothing_stays():
     """64 KB from one node to the other, through processes that entered them."""
     before = namespaces()
     with lab() as found:
@@ -80,7 +78,7 @@ def test_bytes_cross_the_link_at_its_rate_and_nothing_stays() -> None:
 
 
 @pytest.mark.skipif(not possible(), reason="network namespaces cannot be made here")
-def test_what_a_killed_run_left_is_removed() -> None:
+def test_what_a_killed_run_left_is_removed():
     gone = subprocess.Popen(["true"])
     gone.wait()
     subprocess.run(["ip", "netns", "add", f"{PREFIX}{gone.pid}a"], check=True)
@@ -89,6 +87,6 @@ def test_what_a_killed_run_left_is_removed() -> None:
     assert f"{PREFIX}{os.getpid()}a" not in namespaces()
 
 
-def test_entering_what_is_not_there() -> None:
+def test_entering_what_is_not_there():
     with pytest.raises(OSError):
         enter(f"{PREFIX}-none")

@@ -14,9 +14,7 @@ from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.widths import Residuals, Scales, residuals, scaled, scales_of
 
 
-def _rows(
-    size: np.ndarray, *, constants: float = 0.1, kernels: float = 0.0, noise: float = 0.0
-) -> Residuals:
+def _rows(size, *, constants=0.1, kernels=0.0, noise=0.0):
     return Residuals(
         np.abs(size), *(np.full(len(size), value) for value in (constants, kernels, noise))
     )

@@ -1,7 +1,5 @@
 """Worker groups answer by rank, and every way to fail is told."""
 
-from __future__ import annotations
-
 import operator
 import os
 import time

@@ -1,7 +1,5 @@
 """What one rank fails at, whatever it raises, becomes an error that all ranks can be told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from plait.comm.failures import run_on_all_ranks
 from plait.errors import CheckpointError
 
 
-def test_every_error_is_told() -> None:
+def test_every_error_is_told():
     for error, said in (
         (RuntimeError("no memory"), "RuntimeError: no memory"),
         (MemoryError(), "MemoryError"),
@@ -18,7 +16,7 @@ def test_every_error_is_told() -> None:
         (OSError(28, "No space left on device", "a/b"), "a/b: No space left on device"),
     ):
 
-        def work(error: Exception = error) -> None:
+        def work(error=error):
             raise error
 
         with pytest.raises(CheckpointError) as caught:

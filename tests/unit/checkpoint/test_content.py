@@ -33,7 +33,7 @@ DTYPES = (
 )
 
 
-def noise(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def noise(shape, dtype):
     """All bits at random."""
     raw = torch.randint(
         0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8
@@ -41,7 +41,7 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype).reshape(shape)
 
 
-def hashed(name: str, tensor: torch.Tensor, cuts: list[int]) -> str:
+def hashed(name, tensor, cuts):
     """As ranks would that hold the parts between the cuts, of every dimension at the same places."""
     found, record = ContentHash(), record_of(tensor)
     full = window_of(tensor)
@@ -59,7 +59,7 @@ def hashed(name: str, tensor: torch.Tensor, cuts: list[int]) -> str:
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 6), (3, 4, 5), (4, 1), (1, 9)])
-def test_equal_however_it_is_cut(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+def test_equal_however_it_is_cut(monkeypatch, shape):
     """In parts of ranks, and in pieces of a file, of every dtype; other code finds the same."""
     for dtype in DTYPES:
         tensor = noise(shape, dtype)
@@ -72,7 +72,7 @@ def test_equal_however_it_is_cut(monkeypatch: pytest.MonkeyPatch, shape: tuple[i
             assert hashed("x", tensor, [3]) == wanted, dtype
 
 
-def test_what_is_in_it() -> None:
+def test_what_is_in_it():
     """Every bit, its place, the name, the shape and the dtype; a tensor of zeros counts, and one without elements."""
     chance = random.Random(3)
     tensor = noise((6, 5), torch.float32)
@@ -99,7 +99,7 @@ def test_what_is_in_it() -> None:
     assert len({*others, *seen}) == len(others) + 1
 
 
-def test_sums_of_ranks_add_up() -> None:
+def test_sums_of_ranks_add_up():
     tensor = noise((4, 4), torch.float32)
     record, halves = TensorRecord(dtype="float32", shape=(4, 4), cuts=(("tp", 1),)), ContentHash()
     for rank in range(2):

@@ -1,26 +1,22 @@
 """A file system that is full, read-only, slow, or fails at any call of a save or a load: never a false success, nothing lost or mixed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from plait.checkpoint.folder import CheckpointFolder, candidates, remove_old
+from plait.checkpoint.folder import candidates, remove_old
 from plait.checkpoint.inspect import prune
 from plait.checkpoint.load import Reader
 from plait.checkpoint.save import Snapshot, Writer, write
 from plait.checkpoint.windows import record_of
 from plait.cluster.layout import Layout
-from plait.cluster.mesh import Mesh, build_mesh
+from plait.cluster.mesh import build_mesh
 from plait.errors import CheckpointError
 from tests.faulty_files import Planted, failing, planted, slow
 
@@ -28,32 +24,32 @@ CODES = (errno.ENOSPC, errno.EIO, errno.EROFS)
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
+def mesh():
     yield build_mesh(Layout())
     dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch):
     """Thousands of files are written, and no power is lost here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def of(mesh: Mesh, folder: Path, value: float, tag: str) -> Snapshot:
+def of(mesh, folder, value, tag):
     """A checkpoint whose tensors have one value."""
     tensors = {f"model.{name}": torch.full((3, 5), value) for name in ("a", "b")}
     records = {name: record_of(tensor) for name, tensor in tensors.items()}
     return Snapshot(folder, tag, mesh, tensors, records, records, {}, {})
 
 
-def verified(found: CheckpointFolder) -> list[torch.Tensor]:
+def verified(found):
     """The tensors of a checkpoint whose every byte is verified."""
     reader = Reader(found)
     reader.verify("full")
     return list(map(reader.read, reader.tensors))
 
 
-def loaded(folder: Path) -> float:
+def loaded(folder):
     """The value of the one to go on from, whose every byte is verified; falls back as `load_checkpoint` does."""
     for one in candidates(folder):
         try:
@@ -66,7 +62,7 @@ def loaded(folder: Path) -> float:
     raise AssertionError("lost")
 
 
-def cases(calls: int) -> Iterator[tuple[int, int, bool]]:
+def cases(calls):
     """(call, errno, whether only that call fails). The errors take turns."""
     return (
         (call, CODES[(call + once) % len(CODES)], once)
@@ -76,7 +72,7 @@ def cases(calls: int) -> Iterator[tuple[int, int, bool]]:
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
-def test_a_save_never_succeeds_falsely(mesh: Mesh, tmp_path: Path, tag: str) -> None:
+def test_a_save_never_succeeds_falsely(mesh, tmp_path, tag):
     """Whichever call fails, under a tag that is there and under a new one: an error that names what could not be written, and the state
     before stays; or the new one is there."""
     counted = Planted()
@@ -113,7 +109,7 @@ def test_a_save_never_succeeds_falsely(mesh: Mesh, tmp_path: Path, tag: str) -> 
     assert failed > 0.8 * number
 
 
-def test_every_call_of_a_load(mesh: Mesh, tmp_path: Path) -> None:
+def test_every_call_of_a_load(mesh, tmp_path):
     """A read that fails is an error that names the file, or the checkpoint before it is taken."""
     for value, tag in ((1.0, "one"), (2.0, "two")):
         write(of(mesh, tmp_path, value, tag))
@@ -136,7 +132,7 @@ def test_every_call_of_a_load(mesh: Mesh, tmp_path: Path) -> None:
         )
 
 
-def test_old_ones_that_cannot_be_deleted(mesh: Mesh, tmp_path: Path) -> None:
+def test_old_ones_that_cannot_be_deleted(mesh, tmp_path):
     """Deleting stops where it fails, is told, and leaves whole checkpoints."""
     for number in range(4):
         write(of(mesh, tmp_path, float(number), f"step-{number}"))
@@ -159,7 +155,7 @@ def test_old_ones_that_cannot_be_deleted(mesh: Mesh, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["00000.safetensors", "00000.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_pruning_keeps_an_undamaged_one(mesh: Mesh, tmp_path: Path, file: str, damage: str) -> None:
+def test_pruning_keeps_an_undamaged_one(mesh, tmp_path, file, damage):
     """A checkpoint with a good manifest and a damaged file does not count as one that is kept."""
     for number in range(3):
         write(of(mesh, tmp_path, float(number), f"step-{number}"))
@@ -172,7 +168,7 @@ def test_pruning_keeps_an_undamaged_one(mesh: Mesh, tmp_path: Path, file: str, d
     assert loaded(tmp_path) == 1.0
 
 
-def test_a_slow_disk_does_not_keep_the_training(mesh: Mesh, tmp_path: Path) -> None:
+def test_a_slow_disk_does_not_keep_the_training(mesh, tmp_path):
     """A save beside the training returns before it is on the disk, and nothing is named before it is whole."""
     write(of(mesh, tmp_path, 1.0, "one"))
     writer, layer = Writer(mesh), Planted(slow(0.01))

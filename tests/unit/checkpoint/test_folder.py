@@ -1,7 +1,5 @@
 """Which checkpoint to go on from: the one that LATEST names, else the newest that is good, never none in silence."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path
@@ -15,31 +13,31 @@ from plait.train.run_folder import RunFolder
 from tests.checkpoints import put
 
 
-def tags(folder: Path, tag: str | None = None) -> list[str]:
+def tags(folder, tag=None):
     return [one.manifest.tag for one in candidates(folder, tag)]
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Path:
+def three(tmp_path):
     for sequence, tag in enumerate(("a", "b", "c"), 1):
         put(tmp_path, tag, {}, sequence=sequence)
     return tmp_path
 
 
-def test_nothing(tmp_path: Path) -> None:
+def test_nothing(tmp_path):
     assert find_checkpoint(tmp_path) is None and find_checkpoint(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="holds none"):
         find_checkpoint(tmp_path, "a")
 
 
-def test_the_newest_and_then_older_ones(three: Path) -> None:
+def test_the_newest_and_then_older_ones(three):
     assert tags(three) == ["c", "b", "a"]
     assert tags(three, "a") == ["a"]
     with pytest.raises(CheckpointError, match="holds c, b, a"):
         candidates(three, "d")
 
 
-def test_latest_that_was_put_back_by_hand(three: Path) -> None:
+def test_latest_that_was_put_back_by_hand(three):
     """A user goes back to an older one; what came after is not loaded."""
     put(three, "d", {}, sequence=4)
     older = (three / "LATEST").read_text()
@@ -53,7 +51,7 @@ def test_latest_that_was_put_back_by_hand(three: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "no JSON", "another tag", "another hash"])
-def test_a_bad_latest(three: Path, damage: str) -> None:
+def test_a_bad_latest(three, damage):
     latest = three / "LATEST"
     text = latest.read_text()
     latest.unlink()
@@ -70,7 +68,7 @@ def test_a_bad_latest(three: Path, damage: str) -> None:
     assert found[0].notes and "loaded" in found[0].notes[0]
 
 
-def test_a_bad_newest(three: Path) -> None:
+def test_a_bad_newest(three):
     manifest = three / "c" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sequence":3', '"sequence":9'))
     assert tags(three) == ["b", "a"] and "damaged" in candidates(three)[0].notes[0]
@@ -80,7 +78,7 @@ def test_a_bad_newest(three: Path) -> None:
     assert tags(three) == ["b", "a"] and "incomplete" in candidates(three)[0].notes[0]
 
 
-def test_where_nothing_is_left(tmp_path: Path) -> None:
+def test_where_nothing_is_left(tmp_path):
     put(tmp_path, "a", {})
     (tmp_path / "a" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no other checkpoint is there"):
@@ -90,7 +88,7 @@ def test_where_nothing_is_left(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
-def test_one_that_was_being_replaced(three: Path) -> None:
+def test_one_that_was_being_replaced(three):
     """The process died between the two renames: the old one counts, until the new one is in place."""
     (three / "c").rename(three / ".c.replaced")
     put(three, ".c.tmp", {}, sequence=4, named=False)
@@ -99,7 +97,7 @@ def test_one_that_was_being_replaced(three: Path) -> None:
     assert tags(three) == ["c", "b", "a"] and candidates(three)[0].manifest.sequence == 4
 
 
-def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three: Path) -> None:
+def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three):
     put(three, "d", {}, sequence=4, named=False)
     put(three, "e", {}, sequence=5, named=False)
     (three / ".a.deleted").mkdir()
@@ -108,7 +106,7 @@ def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three: Path) -> None
     assert not list(three.glob(".*"))
 
 
-def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path: Path) -> None:
+def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path):
     path = put(tmp_path, "a", {}, named=False)
     (path / "manifest.json").unlink()
     (path / "manifest.sha256").unlink()
@@ -122,7 +120,7 @@ def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path: Path) -> 
         (path / name).unlink()
 
 
-def test_files_and_links_that_a_kill_left_are_deleted_too(three: Path) -> None:
+def test_files_and_links_that_a_kill_left_are_deleted_too(three):
     (three / ".LATEST.7.tmp").write_text("")
     (three / ".x.tmp").symlink_to(three / "c", target_is_directory=True)
     (three / "elsewhere").mkdir()
@@ -136,7 +134,7 @@ def test_files_and_links_that_a_kill_left_are_deleted_too(three: Path) -> None:
     )
 
 
-def test_pruning_keeps_one_whose_successor_is_incomplete(three: Path) -> None:
+def test_pruning_keeps_one_whose_successor_is_incomplete(three):
     (three / "c").rename(three / ".c.replaced")
     (three / "c").mkdir()
     (three / "c" / "00000.safetensors").write_text("")
@@ -145,7 +143,7 @@ def test_pruning_keeps_one_whose_successor_is_incomplete(three: Path) -> None:
     assert tags(three) == ["c", "b"]
 
 
-def test_the_users_copies_and_notes_are_kept(three: Path) -> None:
+def test_the_users_copies_and_notes_are_kept(three):
     """A copy under another name, a copy of the newest, and a checkpoint with a file of the user's."""
     shutil.copytree(three / "a", three / "best-model-do-not-delete")
     shutil.copytree(three / "c", three / "c-copy")
@@ -161,14 +159,12 @@ def test_the_users_copies_and_notes_are_kept(three: Path) -> None:
     assert tags(three)[0] == "d"
 
 
-def test_a_folder_that_may_not_be_opened_is_passed_over(
-    three: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_opened_is_passed_over(three, monkeypatch):
     """`lost+found` at the root of a disk belongs to another user."""
     (three / "lost+found").mkdir()
     exists = Path.exists
 
-    def refuse(path: Path, **settings: bool) -> bool:
+    def refuse(path, **settings):
         if path.parent.name == "lost+found":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return exists(path, **settings)
@@ -181,7 +177,7 @@ def test_a_folder_that_may_not_be_opened_is_passed_over(
     assert tags(three) == ["c", "b"]
 
 
-def test_pruning_waits_for_the_end_of_a_run(three: Path) -> None:
+def test_pruning_waits_for_the_end_of_a_run(three):
     """A run holds its lock in the folder above its checkpoints."""
     folder = three.parent / "run" / "checkpoints"
     folder.parent.mkdir()

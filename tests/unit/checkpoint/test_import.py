@@ -1,7 +1,5 @@
 """Checkpoints of DeepSpeed (made by tools/deepspeed_fixtures.py) and of torch: what they hold, on Plait's side; and nothing is executed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -9,11 +7,9 @@ import pickle
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +34,7 @@ MADE = Path(__file__).parent / "deepspeed"
 
 
 @pytest.fixture(autouse=True)
-def no_group_is_left() -> Iterator[None]:
+def no_group_is_left():
     """Other tests of this process make their own."""
     yield
     if dist.is_initialized():
@@ -48,17 +44,17 @@ def no_group_is_left() -> Iterator[None]:
 class Canary:
     """Pickled, it makes a folder where it is unpickled."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         self.place = place
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (str(self.place),)
 
 
 class Model(nn.Module):
     """That of tools/deepspeed_fixtures.py: two groups, a frozen weight, a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(5, 7)
         self.frozen = nn.Linear(7, 7, bias=False)
@@ -66,11 +62,11 @@ class Model(nn.Module):
         self.frozen.weight.requires_grad_(False)
         self.register_buffer("mean", torch.arange(3.0))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return (self.last(self.frozen(self.first(x).relu())) - self.mean).square().mean()
 
 
-def trained() -> tuple[Model, torch.optim.AdamW]:
+def trained():
     """The same three steps in plain torch."""
     torch.manual_seed(0)
     model = Model()
@@ -87,19 +83,19 @@ def trained() -> tuple[Model, torch.optim.AdamW]:
     return model, optimizer
 
 
-def run_in_this_process(command: list[str], **_: Any) -> SimpleNamespace:
+def run_in_this_process(command, **_):
     """Stands for `subprocess.run`, without the seconds that a process takes to start. One test takes the process."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         convert.main(*command[3:])
     return SimpleNamespace(stdout=said.getvalue(), stderr="", returncode=0)
 
 
-def in_this_process(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> convert.Imported:
+def in_this_process(source, out, monkeypatch):
     monkeypatch.setattr(convert.subprocess, "run", run_in_this_process)
     return convert.convert(source, str(out))
 
 
-def compare(out: Path, *, rtol: float) -> Reader:
+def compare(out, *, rtol):
     """With what plain torch has computed."""
     model, optimizer = trained()
     found = open_checkpoint(place_of(out))
@@ -127,7 +123,7 @@ def compare(out: Path, *, rtol: float) -> Reader:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+def test_deepspeed(tmp_path, monkeypatch, stage):
     done = in_this_process(MADE / f"zero{stage}", tmp_path / "out", monkeypatch)
     assert f"ZeRO {stage}, 2 ranks" in done.kind
     assert (done.steps, done.tensors, done.states) == (3, 5, 9)
@@ -137,7 +133,7 @@ def test_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) 
     assert any("generators" in what for what in done.left_out)
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(tmp_path):
     """With the process that reads."""
     arguments = [str(MADE / "zero3"), "--out", str(tmp_path / "out"), "--tag", "theirs"]
     run = CliRunner().invoke(app, arguments)
@@ -147,7 +143,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert compare(tmp_path / "out", rtol=1e-5).path == tmp_path / "out" / "theirs"
 
 
-def test_a_bad_file_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_file_on_the_command_line(tmp_path, monkeypatch):
     """A file that names what is not read ends with a message and the exit code of a bad checkpoint."""
     shutil.copytree(MADE / "zero1", tmp_path / "bad")
     file = next((tmp_path / "bad").rglob("*rank_0*optim*"))
@@ -159,7 +155,7 @@ def test_a_bad_file_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "executed").exists() and not (tmp_path / "other").exists()
 
 
-def test_torch_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_distributed_checkpoint(tmp_path, monkeypatch):
     model, optimizer = trained()
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -167,7 +163,7 @@ def test_torch_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     compare(tmp_path / "out", rtol=0)
 
 
-def as_python_3_11_0(member: Any, _protocol: int) -> Any:
+def as_python_3_11_0(member, _protocol):
     """How Python 3.11.0 to 3.11.3 pickle a member of an enum."""
     return getattr, (type(member), member.name)
 
@@ -181,14 +177,14 @@ class ZeroStageEnum(IntEnum):
 class Attribute:
     """Pickled, it is a call of `getattr` with these arguments."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         self.arguments = arguments
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return getattr, self.arguments
 
 
-def test_enums_of_python_3_11_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enums_of_python_3_11_0(tmp_path, monkeypatch):
     """Enums arrive as `getattr(EnumClass, "MEMBER")` in what Debian 12's Python 3.11.2 wrote."""
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_python_3_11_0)
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", as_python_3_11_0)
@@ -208,7 +204,7 @@ def test_enums_of_python_3_11_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     compare(tmp_path / "out", rtol=0)
 
 
-def test_any_other_getattr_is_refused(tmp_path: Path) -> None:
+def test_any_other_getattr_is_refused(tmp_path):
     """No attribute of anything but the listed members of the listed enums, in either protocol."""
     hostile = [
         Attribute(_MEM_FORMAT_ENCODING, "__class__"),
@@ -247,9 +243,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_made_to_do_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_what_was_made_to_do_harm(tmp_path, monkeypatch, kind):
     """Nothing is executed; a message."""
     source, canary = tmp_path / "source", tmp_path / "executed"
     if kind in ("metadata", "item", "path above"):
@@ -288,7 +282,7 @@ def test_what_was_made_to_do_harm(
     assert not canary.exists() and not (tmp_path / "out" / "LATEST").exists()
 
 
-def test_elements_across_parts() -> None:
+def test_elements_across_parts():
     parts = [torch.arange(3.0), torch.arange(3.0, 4.0), torch.arange(4.0, 9.0)]
     for a in range(9):
         for b in range(10 - a):

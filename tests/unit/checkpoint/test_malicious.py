@@ -32,15 +32,15 @@ Json = dict[str, Any]
 class Canary:
     """Pickled, it makes a folder where it is unpickled."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         self.place = place
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (str(self.place),)
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def honest(tmp_path_factory):
     folder = tmp_path_factory.mktemp("honest") / "run"
     facts = {
         "global_steps": 1,
@@ -62,7 +62,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rehash(folder: Path) -> None:
+def rehash(folder):
     """All hashes of `two` say what is there now."""
     at = folder / "two"
     manifest = json.loads((at / "manifest.json").read_text())
@@ -75,10 +75,10 @@ def rehash(folder: Path) -> None:
     (folder / "LATEST").write_text(json.dumps({"tag": "two", "manifest_sha256": digest}))
 
 
-def edited(file: str, edit: Callable[[Json], object]) -> Callable[[Path], None]:
+def edited(file, edit):
     """A change of a JSON file."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         path = folder / "two" / file
         found = json.loads(path.read_text())
         edit(found)
@@ -88,10 +88,10 @@ def edited(file: str, edit: Callable[[Json], object]) -> Callable[[Path], None]:
     return change
 
 
-def text(file: str, content: str) -> Callable[[Path], None]:
+def text(file, content):
     """Another text in a file."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         (folder / "two" / file).write_text(content)
         if file == "00000.json":
             rehash(folder)
@@ -101,10 +101,10 @@ def text(file: str, content: str) -> Callable[[Path], None]:
     return change
 
 
-def raw(file: str, content: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+def raw(file, content):
     """Other bytes in a file; the list says their hashes."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         path, listed = folder / "two" / file, folder / "two" / "00000.json"
         path.write_bytes(content(path.read_bytes()))
         found, data = json.loads(listed.read_text()), path.read_bytes()
@@ -120,10 +120,10 @@ def raw(file: str, content: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return change
 
 
-def header(edit: Callable[[Json], object]) -> Callable[[Path], None]:
+def header(edit):
     """Another header of the safetensors file, of the same length where it fits."""
 
-    def content(data: bytes) -> bytes:
+    def content(data):
         length = int.from_bytes(data[:8], "little")
         found = json.loads(data[8 : 8 + length])
         edit(found)
@@ -134,16 +134,16 @@ def header(edit: Callable[[Json], object]) -> Callable[[Path], None]:
     return raw("00000.safetensors", content)
 
 
-def entry(name: str, **values: Any) -> Callable[[Path], None]:
+def entry(name, **values):
     return edited("00000.json", lambda found: found["shards"]["entries"][name].update(values))
 
 
-def tensor(name: str, **values: Any) -> Callable[[Path], None]:
+def tensor(name, **values):
     return edited("00000.json", lambda found: found["tensors"][name].update(values))
 
 
-def link(name: str, target: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def link(name, target):
+    def change(folder):
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -154,19 +154,19 @@ def link(name: str, target: str) -> Callable[[Path], None]:
     return change
 
 
-def pipe(folder: Path) -> None:
+def pipe(folder):
     (folder / "two" / "manifest.json").unlink()
     os.mkfifo(folder / "two" / "manifest.json")
 
 
-def pickled(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def pickled(name):
+    def change(folder):
         (folder / name).write_bytes(pickle.dumps(Canary(folder.parent / "executed")))
 
     return change
 
 
-def sparse(name: str) -> Callable[[Path], None]:
+def sparse(name):
     return lambda folder: os.truncate(folder / name, 1 << 40)
 
 
@@ -239,9 +239,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_but_a_message(
-    honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_nothing_but_a_message(honest, tmp_path, capsys, case):
     folder = tmp_path / "in" / "run"
     shutil.copytree(honest, folder, symlinks=True)
     (tmp_path / "other").write_text("mine")

@@ -1,9 +1,6 @@
 """Lists that were edited, hashes included: an error that names the file, whatever is in them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from plait.hashing import sha256_of
 from tests.checkpoints import put
 
 
-def test_degrees_of_no_layout(tmp_path: Path) -> None:
+def test_degrees_of_no_layout(tmp_path):
     path = put(tmp_path, "a", {})
     for degrees in ({"tp": 0}, {"xx": 2}, {"pp": -1}, {"pp": "many"}, []):
         edited = json.dumps(json.loads((path / "manifest.json").read_text()) | {"degrees": degrees})
@@ -25,7 +22,7 @@ def test_degrees_of_no_layout(tmp_path: Path) -> None:
             read_manifest(path)
 
 
-def test_records_of_no_tensor(tmp_path: Path) -> None:
+def test_records_of_no_tensor(tmp_path):
     shards = {"file": "../x", "size": 0, "header_sha256": "", "entries": {}}
     for record in (
         {"shape": [-1]}, {"cuts": [["xx", 0]]}, {"cuts": [["tp", 2]]}, {"cuts": [["tp", -1]]}, {"stages": []}, {"stages": [-1]},

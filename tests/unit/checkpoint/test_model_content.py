@@ -1,7 +1,5 @@
 """Which entries of a model's state are tensors, and which are what a module keeps besides."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 
@@ -17,20 +15,20 @@ from plait.errors import InputError
 class Keeps(nn.Module):
     """With a name that ends as torch's entry does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.my_extra_state = nn.Parameter(torch.ones(2))
         self.seen = torch.zeros(())
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self):
         """A tensor, which is still no parameter."""
         return self.seen
 
-    def set_extra_state(self, state: torch.Tensor) -> None:
+    def set_extra_state(self, state):
         self.seen = state
 
 
-def test_a_parameter_is_no_extra_state_whatever_its_name() -> None:
+def test_a_parameter_is_no_extra_state_whatever_its_name():
     model = nn.ModuleDict({"ä/b": Keeps()})
     tensors, values = model_content(model)
     assert list(tensors) == ["model.ä/b.my_extra_state"] and list(values) == ["ä/b._extra_state"]
@@ -40,7 +38,7 @@ def test_a_parameter_is_no_extra_state_whatever_its_name() -> None:
     assert other["ä/b"].seen == 3
 
 
-def test_a_model_without_memory_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_memory_is_not_filled(monkeypatch):
     monkeypatch.setattr(load, "candidates", lambda folder, tag: [mock.Mock()])
     monkeypatch.setattr(load, "Reader", mock.Mock())
     with torch.device("meta"):

@@ -1,8 +1,5 @@
 """The record of an optimizer, without processes."""
 
-from __future__ import annotations
-
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +11,7 @@ from plait.checkpoint.states import merge_stages, optimizer_content
 from plait.errors import CheckpointError
 
 
-def record(names: list[str]) -> dict[str, Any]:
+def record(names):
     """Of a pipeline's stage with these layers: weights decay, biases do not."""
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
     groups = [
@@ -28,9 +25,7 @@ def record(names: list[str]) -> dict[str, Any]:
     return optimizer_content(model, optimizer, configured=optimizer.param_groups).record
 
 
-def test_a_pipelines_record_names_the_parameters_of_every_stage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pipelines_record_names_the_parameters_of_every_stage(monkeypatch):
     """Each in its group, one that is tied between stages once."""
     stages = [record(["first", "tied"]), record(["tied", "last"])]
 
@@ -45,7 +40,7 @@ def test_a_pipelines_record_names_the_parameters_of_every_stage(
 
 
 @pytest.mark.parametrize("key", ["a.b", 0])
-def test_a_state_that_no_name_would_find_again(key: object) -> None:
+def test_a_state_that_no_name_would_find_again(key):
     """`a.b` of `w` would be read as `b` of `w.a`."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

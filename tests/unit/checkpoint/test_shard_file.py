@@ -1,16 +1,13 @@
 """A file of shards: read by the safetensors library, and every damage found and named."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from plait.checkpoint.format import FileManifest, ShardReader, verify_shards, write_shards
+from plait.checkpoint.format import ShardReader, verify_shards, write_shards
 from plait.errors import CheckpointError
 
 TENSORS = {
@@ -24,12 +21,12 @@ TENSORS = {
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> tuple[Path, FileManifest]:
+def written(tmp_path):
     path = tmp_path / "00000.safetensors"
     return path, write_shards(path, TENSORS)
 
 
-def test_the_library_reads_it(written: tuple[Path, FileManifest]) -> None:
+def test_the_library_reads_it(written):
     path, manifest = written
     found = load_file(path)
     assert set(found) == set(TENSORS)
@@ -41,7 +38,7 @@ def test_the_library_reads_it(written: tuple[Path, FileManifest]) -> None:
     verify_shards(path, manifest)
 
 
-def test_every_bit_counts(written: tuple[Path, FileManifest]) -> None:
+def test_every_bit_counts(written):
     """Every single flip, header and data, is found; one of a tensor names it."""
     path, manifest = written
     whole = path.read_bytes()
@@ -64,7 +61,7 @@ def test_every_bit_counts(written: tuple[Path, FileManifest]) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, -1])
-def test_a_cut_file(written: tuple[Path, FileManifest], left: int) -> None:
+def test_a_cut_file(written, left):
     path, manifest = written
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(CheckpointError, match="bytes, and .* were written"):
@@ -74,13 +71,13 @@ def test_a_cut_file(written: tuple[Path, FileManifest], left: int) -> None:
         verify_shards(path, manifest)
 
 
-def test_what_cannot_be_kept(tmp_path: Path) -> None:
+def test_what_cannot_be_kept(tmp_path):
     with pytest.raises(CheckpointError, match=r"x is a Tensor of torch.complex64"):
         write_shards(tmp_path / "x", {"x": torch.zeros(2, dtype=torch.complex64)})
     assert not (tmp_path / "x").exists()
 
 
-def test_large_tensors_are_written_in_chunks(tmp_path: Path) -> None:
+def test_large_tensors_are_written_in_chunks(tmp_path):
     tensor = torch.arange(9 << 20, dtype=torch.int32)
     manifest = write_shards(tmp_path / "x", {"x": tensor, "y": torch.ones(1)})
     with safe_open(tmp_path / "x", framework="pt") as file:
@@ -88,7 +85,7 @@ def test_large_tensors_are_written_in_chunks(tmp_path: Path) -> None:
     verify_shards(tmp_path / "x", manifest)
 
 
-def test_a_header_with_other_places_is_refused(written: tuple[Path, FileManifest]) -> None:
+def test_a_header_with_other_places_is_refused(written):
     """Hashes are of the places in the list, and the library reads those in the header."""
     path, manifest = written
     with ShardReader(path, manifest) as reader:

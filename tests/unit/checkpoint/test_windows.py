@@ -1,7 +1,5 @@
 """Which rank holds which part: by the rule, by torch's own DTensors, and every element exactly once."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,9 +27,7 @@ CUTS = st.lists(
     ),
     stage=st.integers(0, 1),
 )
-def test_every_element_is_written_once(
-    shape: list[int], cuts: list[tuple[str, int]], degrees: dict[str, int], stage: int
-) -> None:
+def test_every_element_is_written_once(shape, cuts, degrees, stage):
     """By one rank, and found there by any other layout's window."""
     layout = Layout(**degrees, cp=2)
     record = TensorRecord(
@@ -59,7 +55,7 @@ def test_every_element_is_written_once(
     assert int(found.sum()) == int(torch.tensor([size for _, size in wanted]).prod())
 
 
-def test_parts_of_windows() -> None:
+def test_parts_of_windows():
     assert overlap(((0, 4), (2, 3)), ((3, 5), (0, 3))) == ((3, 1), (2, 1))
     assert overlap(((0, 4),), ((4, 2),)) is None
     assert overlap((), ()) == ()

@@ -1,7 +1,5 @@
 """Commands that tests run in this process, and what they are asked for."""
 
-from __future__ import annotations
-
 import shlex
 
 from plait.cli.main import main
@@ -11,7 +9,7 @@ PLAN = "plan --model llama-3-8b --world-size 16 --gpu h100 --batch 64 --seq 2048
 SMALL_PLAN = "plan --model gpt2 --world-size 2 --gpu h100 --batch 4 --seq 512"
 
 
-def run(line: str, *more: object) -> int:
+def run(line, *more):
     """Return the exit code of `plait`."""
     try:
         return int(main([*shlex.split(line), *map(str, more)]) or 0)

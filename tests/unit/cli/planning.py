@@ -1,13 +1,9 @@
 """Measured runs for `plait calibrate`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tests.unit.planner.rows import ROW
 
 
-def runs_file(folder: Path, count: int = 6) -> Path:
+def runs_file(folder, count=6):
     """A CSV of measured runs."""
     file = folder / "runs.csv"
     rows = [

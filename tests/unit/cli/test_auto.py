@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ MODEL = {
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     tree: dict[str, Any] = {
         "train_batch_size": 8,
@@ -37,16 +36,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def planned(
-    file: Path, *overrides: str, processes: int | None = None, fresh: bool = False
-) -> tuple[Path | None, list[str]]:
+def planned(file, *overrides, processes=None, fresh=False):
     said: list[str] = []
     return planned_file(
         file, list(overrides), processes=processes, fresh=fresh, say=said.append
     ), said
 
 
-def test_auto_is_planned_and_runs(file: Path) -> None:
+def test_auto_is_planned_and_runs(file):
     path, said = planned(file)
     assert path is not None and "parallel.tp, zero_optimization.stage" in said[-1]
     resolved = resolve(load(path), world_size=2)
@@ -58,7 +55,7 @@ def test_auto_is_planned_and_runs(file: Path) -> None:
     assert json.loads(path.with_suffix(".plan.json").read_text())["step"]["seconds"] > 0
 
 
-def test_a_plan_is_kept_while_the_file_asks_for_the_same(file: Path) -> None:
+def test_a_plan_is_kept_while_the_file_asks_for_the_same(file):
     path, _ = planned(file)
     assert path is not None
     path.write_text(path.read_text() + "\n")  # so that a second plan would show
@@ -71,12 +68,12 @@ def test_a_plan_is_kept_while_the_file_asks_for_the_same(file: Path) -> None:
     assert resolve(load(path), world_size=4).layout.world_size == 4
 
 
-def test_nothing_open_is_left_alone(file: Path) -> None:
+def test_nothing_open_is_left_alone(file):
     assert planned(file, "parallel.tp=1", "zero_optimization.stage=1") == (None, [])
     refuse_auto(file, ["parallel.tp=1", "zero_optimization.stage=1"])
 
 
-def test_too_late_or_too_little_is_refused(file: Path) -> None:
+def test_too_late_or_too_little_is_refused(file):
     with pytest.raises(
         InputError,
         match=r"parallel\.tp, zero_optimization\.stage = .auto. is planned before processes are started",

@@ -1,9 +1,6 @@
 """`plait calibrate`: what it writes and refuses, and that `plait plan` takes it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +23,7 @@ TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_
         "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16, "tie_word_embeddings": False}  # fmt: skip
 
 
-def seconds(capsys: pytest.CaptureFixture[str], *more: object) -> tuple[float, list[str]]:
+def seconds(capsys, *more):
     """(the best plan's step, the notes)."""
     capsys.readouterr()
     assert run(f"{PLAN} --json", *more) == 0
@@ -34,9 +31,7 @@ def seconds(capsys: pytest.CaptureFixture[str], *more: object) -> tuple[float, l
     return told["best"][0]["step"]["seconds"], told["notes"]
 
 
-def test_a_plan_takes_the_constants_of_its_device_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_takes_the_constants_of_its_device_alone(tmp_path, capsys):
     out = tmp_path / "h100.json"
     save_calibration(
         out,
@@ -52,9 +47,7 @@ def test_a_plan_takes_the_constants_of_its_device_alone(
     assert "name a file that `plait calibrate` wrote" in capsys.readouterr().err
 
 
-def test_a_live_calibration_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_calibration_of_one_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(live, "ON_CPU", TINY)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "here.json"
@@ -74,7 +67,7 @@ def test_a_live_calibration_of_one_process(
     assert run(asked, out, "--model", model) == 0
 
 
-def test_steps_that_wait_are_told_apart_from_steps_that_compute() -> None:
+def test_steps_that_wait_are_told_apart_from_steps_that_compute():
     busy, waiting = TimedSteps((1.0, 1.0), (1.0, 0.98)), TimedSteps((2.0, 2.0), (1.0, 1.0))
     assert live.waiting_share([busy]) == pytest.approx(0.01)
     assert live.waiting_share([busy, waiting]) == pytest.approx(1 - 3.98 / 6)

@@ -1,9 +1,6 @@
 """`plait config explain` and `plait config schema` as a user runs them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ FILE = """{
 }"""
 
 
-def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run(*arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["config", *arguments])
     output = capsys.readouterr()
@@ -28,15 +25,13 @@ def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, 
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(FILE)
     return str(path)
 
 
-def test_explain_in_a_pipe_prints_aligned_lines(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_in_a_pipe_prints_aligned_lines(file, capsys):
     code, out, err = run("explain", file, "--world-size", "8", capsys=capsys)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -52,9 +47,7 @@ def test_explain_in_a_pipe_prints_aligned_lines(
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_explain_on_a_terminal_prints_tables(
-    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_on_a_terminal_prints_tables(file, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
     code, out, _ = run("explain", file, capsys=capsys)
@@ -63,7 +56,7 @@ def test_explain_on_a_terminal_prints_tables(
     assert "resolved for 2 processes" in out
 
 
-def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_as_json(file, capsys):
     code, out, _ = run("explain", file, "--set", "parallel.tp=1", "--json", capsys=capsys)
     assert code == 0
     found = json.loads(out)
@@ -77,9 +70,7 @@ def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_wrong_file_shows_its_keys_and_every_problem(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_file_shows_its_keys_and_every_problem(file, capsys):
     wrong = ("--set", "train_batch_size=9", "--set", "data_parallel_size=3")
     code, out, err = run("explain", file, *wrong, capsys=capsys)
     assert code == 2
@@ -107,8 +98,8 @@ MISTAKES = {
 }
 
 
-def test_mistakes_exit_with_2_and_a_sentence(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def check(row: tuple[str, str]) -> None:
+def test_mistakes_exit_with_2_and_a_sentence(file, capsys):
+    def check(row):
         code, _, err = run("explain", *row[0].replace("{file}", file).split(), capsys=capsys)
         assert code == 2 and "Traceback" not in err
         assert row[1] in " ".join(err.replace("│", " ").split())
@@ -116,14 +107,14 @@ def test_mistakes_exit_with_2_and_a_sentence(file: str, capsys: pytest.CaptureFi
     check_rows({row[0]: row for row in MISTAKES.items()}, check)
 
 
-def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema(capsys):
     code, out, _ = run("schema", capsys=capsys)
     assert code == 0
     schema = json.loads(out)
     assert {"zero_optimization", "parallel", "model", "data", "run"} <= set(schema["properties"])
 
 
-def test_megatrons_flags_become_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_flags_become_a_file(tmp_path, capsys):
     """E8: the file says what the flags say, WSD included; `plait train -- FLAGS` names the command that writes it."""
     from plait.config.convert.conversion import load_foreign
     from plait.config.resolving.resolve import load
@@ -164,15 +155,13 @@ CONVERTED = {
 
 
 @pytest.fixture
-def accelerate(tmp_path: Path) -> Path:
+def accelerate(tmp_path):
     path = tmp_path / "accelerate.yaml"
     path.write_text(ACCELERATE)
     return path
 
 
-def test_a_file_of_accelerate_becomes_a_file(
-    accelerate: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_accelerate_becomes_a_file(accelerate, capsys):
     out = accelerate.with_name("run.json")
     command = ("convert", str(accelerate), "--out", str(out))
     code, table, err = run(*command, capsys=capsys)
@@ -190,17 +179,13 @@ def test_a_file_of_accelerate_becomes_a_file(
     assert code == 2 and "exists; pass another name" in err
 
 
-def test_without_out_the_file_is_on_standard_output(
-    accelerate: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_out_the_file_is_on_standard_output(accelerate, capsys):
     code, out, err = run("convert", str(accelerate), "--set", "parallel.tp=1", capsys=capsys)
     assert code == 0 and "machine_rank" in err
     assert json.loads(out) == {**CONVERTED, "parallel": {"dp_replicate": 1, "dp_shard": 2, "tp": 1}}
 
 
-def test_inconvertible_keys_are_listed_and_nothing_is_written(
-    accelerate: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inconvertible_keys_are_listed_and_nothing_is_written(accelerate, capsys):
     out = accelerate.with_name("run.json")
     accelerate.write_text(
         ACCELERATE.replace("num_processes", "num_procesess").replace("bf16", "fp8")
@@ -213,9 +198,7 @@ def test_inconvertible_keys_are_listed_and_nothing_is_written(
     assert "mixed_precision = 'fp8'" in err and "Traceback" not in err
 
 
-def test_a_deepspeed_file_becomes_a_file_without_what_is_ignored(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deepspeed_file_becomes_a_file_without_what_is_ignored(file, capsys):
     code, out, err = run("convert", file, capsys=capsys)
     assert code == 0
     batch, stage = "train_micro_batch_size_per_gpu", "zero_optimization.stage"

@@ -1,20 +1,14 @@
 """`plait doctor` alone says what the environment has; measuring is asked for."""
 
-from __future__ import annotations
-
 import json
 import platform
 from importlib.metadata import version
-
-import pytest
 
 from tests.table import check_rows
 from tests.unit.cli.commands import run
 
 
-def test_the_environment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert run("doctor --json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -39,8 +33,8 @@ WRONG = {
 }
 
 
-def test_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
-    def check(row: tuple[str, str]) -> None:
+def test_wrong_input(capsys):
+    def check(row):
         assert run(f"doctor {row[0]}") == 2
         assert row[1] in capsys.readouterr().err
 

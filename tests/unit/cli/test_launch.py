@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,20 +14,18 @@ from tests.table import check_rows
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return "train.py"
 
 
 @pytest.fixture
-def started(
-    monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str] | None]
-) -> list[tuple[list[str], LaunchSettings]]:
+def started(monkeypatch, environments):
     """What would have been started on this machine."""
     calls: list[tuple[list[str], LaunchSettings]] = []
 
-    def start(command: list[str], settings: LaunchSettings, **rest: Any) -> int:
+    def start(command, settings, **rest):
         check(settings)
         calls.append((list(command), settings))
         environments.append(rest.get("environment"))
@@ -40,24 +36,24 @@ def started(
 
 
 @pytest.fixture
-def environments() -> list[dict[str, str] | None]:
+def environments():
     return []
 
 
 @pytest.fixture
-def started_remote(monkeypatch: pytest.MonkeyPatch) -> list[remote.RemoteLaunch]:
+def started_remote(monkeypatch):
     calls: list[remote.RemoteLaunch] = []
     monkeypatch.setattr(remote, "run", lambda there: calls.append(there) or 0)
     return calls
 
 
-def _plait(*arguments: str) -> Any:
+def _plait(*arguments):
     with pytest.raises(SystemExit) as caught:
         command.main(["launch", *arguments])
     return caught.value.code
 
 
-def test_what_stands_after_the_script_is_the_scripts(script: str, started: list[Any]) -> None:
+def test_what_stands_after_the_script_is_the_scripts(script, started):
     assert (
         _plait("--nproc-per-node", "3", script, "--nproc-per-node", "9", "-m", "--help", "--", "x")
         == 0
@@ -70,12 +66,12 @@ def test_what_stands_after_the_script_is_the_scripts(script: str, started: list[
     ]
 
 
-def test_a_module(started: list[Any]) -> None:
+def test_a_module(started):
     assert _plait("--nproc-per-node", "1", "-m", "pkg.train", "-m") == 0
     assert started[0][0] == ["-m", "pkg.train", "-m"]
 
 
-def test_every_option_arrives(script: str, started: list[Any]) -> None:
+def test_every_option_arrives(script, started):
     elastic = "--nproc-per-node 4 --nnodes 2:3 --rdzv-endpoint a:1 --rdzv-id job --max-restarts 5 --grace 7 --timeout 8"
     _plait(*elastic.split(), script)
     meeting = LaunchSettings(4, 2, 3, rdzv_endpoint="a:1", rdzv_id="job")
@@ -86,9 +82,7 @@ def test_every_option_arrives(script: str, started: list[Any]) -> None:
     assert started[1][1] == LaunchSettings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
 
 
-def test_one_process_a_device_by_default(
-    script: str, started: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_a_device_by_default(script, started, monkeypatch):
     monkeypatch.setattr(verb, "default_processes", lambda: 6)
     _plait(script)
     assert started[0][1].processes == 6
@@ -110,10 +104,8 @@ MISTAKES = {
 
 
 @pytest.mark.usefixtures("script")
-def test_mistakes_are_told_before_anything_starts(
-    started: list[Any], started_remote: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def check(row: tuple[str, str]) -> None:
+def test_mistakes_are_told_before_anything_starts(started, started_remote, capsys):
+    def check(row):
         assert _plait(*row[0].split()) == 2
         assert row[1] in capsys.readouterr().err
         assert not started and not started_remote
@@ -125,13 +117,11 @@ def test_mistakes_are_told_before_anything_starts(
 
 class TestHostfile:
     @pytest.fixture
-    def hosts(self, script: str, tmp_path: Path) -> str:
+    def hosts(self, script, tmp_path):
         (tmp_path / "hosts").write_text(f"192.0.2.7 slots=4\n{socket.gethostname()} slots=2\n")
         return "hosts"
 
-    def test_several_machines_by_ssh(
-        self, hosts: str, started_remote: list[remote.RemoteLaunch], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_several_machines_by_ssh(self, hosts, started_remote, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", "off")
         monkeypatch.setenv("NCCL_DEBUG", "INFO")
         _plait("-H", hosts, "--export", "WANDB_MODE", "--grace", "9", "train.py", "-x")
@@ -147,40 +137,32 @@ class TestHostfile:
         assert there.exported is not None
         assert {"WANDB_MODE": "off", "NCCL_DEBUG": "INFO"}.items() <= there.exported.items()
 
-    def test_by_hand_on_each_machine(self, hosts: str, started: list[Any]) -> None:
+    def test_by_hand_on_each_machine(self, hosts, started):
         _plait("-H", hosts, "--no-ssh", "--master-port", "77", "train.py")
         assert started[0][1] == LaunchSettings(
             2, 2, 2, node_rank=1, master_addr="192.0.2.7", master_port=77
         )
 
-    def test_this_machine_alone_is_not_reached_by_ssh(
-        self, hosts: str, started: list[Any], environments: list[Any]
-    ) -> None:
+    def test_this_machine_alone_is_not_reached_by_ssh(self, hosts, started, environments):
         _plait("-H", hosts, "-i", f"{socket.gethostname()}:1", "train.py")
         assert started[0][1] == LaunchSettings(1)
         assert environments[0]["CUDA_VISIBLE_DEVICES"] == "1"
 
-    def test_another_machine_alone_is(
-        self, hosts: str, started_remote: list[remote.RemoteLaunch]
-    ) -> None:
+    def test_another_machine_alone_is(self, hosts, started_remote):
         _plait("-H", hosts, "-e", socket.gethostname(), "train.py")
         assert [host.name for host in started_remote[0].hosts] == ["192.0.2.7"]
 
-    def test_by_hand_on_a_machine_that_is_not_in_it(
-        self, hosts: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_by_hand_on_a_machine_that_is_not_in_it(self, hosts, capsys):
         assert _plait("-H", hosts, "-i", "192.0.2.7", "--no-ssh", "train.py") == 2
         assert "the hostfile does not contain this machine: 192.0.2.7" in capsys.readouterr().err
 
 
-def test_run_for_other_verbs(started: list[Any]) -> None:
+def test_run_for_other_verbs(started):
     assert verb.run(["plait.x", "a.json"], LaunchSettings(2, grace_seconds=5)) == 0
     assert started == [(["-m", "plait.x", "a.json"], LaunchSettings(2, grace_seconds=5))]
 
 
-def test_devices_of_this_machine_without_a_hostfile(
-    script: str, started: list[Any], environments: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_of_this_machine_without_a_hostfile(script, started, environments, monkeypatch):
     """DeepSpeed's `--include localhost:1`."""
     monkeypatch.setattr(verb, "default_processes", lambda: 4)
     assert _plait("--include", "localhost:1,3", script) == 0
@@ -190,9 +172,7 @@ def test_devices_of_this_machine_without_a_hostfile(
     assert _plait("--include", "localhost:0", "--nnodes", "2", script) == 2
 
 
-def test_the_first_machine_is_met_without_its_user(
-    script: str, started_remote: list[remote.RemoteLaunch], tmp_path: Path
-) -> None:
+def test_the_first_machine_is_met_without_its_user(script, started_remote, tmp_path):
     (tmp_path / "hosts").write_text("root@a slots=2\nb slots=2\n")
     assert _plait("--hostfile", "hosts", script) == 0
     (there,) = started_remote

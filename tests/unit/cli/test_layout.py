@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +26,13 @@ FILE: dict[str, Any] = {
 }
 
 
-def run(folder: Path, line: str = "") -> int:
+def run(folder, line=""):
     """Return the command's exit code."""
     (folder / "file.json").write_text(json.dumps(FILE))
     return commands.run(f"layout {line}", folder / "file.json")
 
 
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(tmp_path, capsys):
     """For programs."""
     assert run(tmp_path, "--nnodes 2 --nproc-per-node 2 --json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -49,7 +48,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["memory"]["optimizer"] > 2 * report["memory"]["parameters"]
 
 
-def test_lines_and_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_and_warning(tmp_path, capsys):
     """For people: a tensor parallel group across nodes is said."""
     assert run(tmp_path, "--nnodes 2 --nproc-per-node 1") == 0
     shown = capsys.readouterr().out
@@ -58,13 +57,13 @@ def test_lines_and_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "uneven: 51 to 50 of 101" in shown
 
 
-def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(tmp_path, capsys):
     """Heads, before any process."""
     assert run(tmp_path, "--set parallel.tp=3") == 2
     assert "num_attention_heads is 4 and 4 % 3 != 0" in capsys.readouterr().err
 
 
-def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_peak_of_a_step(tmp_path, capsys):
     """By kind, with its moment, for every stage of a pipeline."""
     pipeline = "--nproc-per-node 4 --set parallel.pp=2 --set gradient_accumulation_steps=2"
     assert run(tmp_path, f"{pipeline} --peak --sequence-length 64 --json") == 0
@@ -84,7 +83,7 @@ def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert words in shown
 
 
-def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_in_files(tmp_path, capsys):
     """Parameters alone, and with the states."""
     zero = "--set zero_optimization.stage=3 --nproc-per-node 4"
     params, states = (
@@ -116,25 +115,19 @@ def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ),
     ],
 )
-def test_no_peak_is_said_with_its_reason(
-    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_peak_is_said_with_its_reason(options, said, tmp_path, capsys):
     assert run(tmp_path, options) == 0
     assert said in capsys.readouterr().out
 
 
-def test_a_public_model_by_the_name_that_plan_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_public_model_by_the_name_that_plan_has(tmp_path, capsys, monkeypatch):
     """E6: found without a network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run(tmp_path, "--model llama-3-8b") == 0
     assert "8.0 B parameters" in capsys.readouterr().out
 
 
-def test_hundreds_of_ranks_are_shown_in_short(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hundreds_of_ranks_are_shown_in_short(tmp_path, capsys):
     """E11."""
     assert run(tmp_path, "--nnodes 16 --nproc-per-node 16") == 0
     shown = capsys.readouterr().out

@@ -11,13 +11,13 @@ from plait.cli import main as command
 from plait.errors import CheckpointError, ConfigError, Problem
 
 
-def _exit(arguments: list[str]) -> object:
+def _exit(arguments):
     with pytest.raises(SystemExit) as caught:
         command.main(arguments)
     return caught.value.code
 
 
-def test_help_names_every_verb_and_imports_no_torch() -> None:
+def test_help_names_every_verb_and_imports_no_torch():
     """Neither the modules of the verbs, nor the schedules that torch does not generate, import it."""
     targets = [target for target, _ in command.VERBS.values()]
     modules = [target.partition(":")[0] for target in targets if "config" not in target]
@@ -48,14 +48,12 @@ print("torch" in sys.modules)
         ("launch --nproc-per-nod 2 x.py", "--nproc-per-node"),
     ],
 )
-def test_typing_errors_name_the_nearest(
-    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_typing_errors_name_the_nearest(arguments, words, capsys):
     assert _exit(arguments.split()) == 2
     assert words in capsys.readouterr().err
 
 
-def test_closed_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_standard_streams(monkeypatch):
     """A chat finds the end of its input, and the command ends well without a place for output."""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
@@ -65,7 +63,7 @@ def test_closed_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         stream.close()
 
 
-def test_no_verb_is_left_out() -> None:
+def test_no_verb_is_left_out():
     files = Path(command.__file__).parent.glob("*.py")
     shared = ("__init__", "main", "options", "terminal")
     modules = {f"plait.cli.{file.stem}" for file in files if file.stem not in shared}
@@ -74,12 +72,12 @@ def test_no_verb_is_left_out() -> None:
 
 class TestErrors:
     @pytest.fixture
-    def failing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Exception]:
+    def failing(self, monkeypatch, tmp_path):
         raised: dict[str, Exception] = {}
         app = typer.Typer()
 
         @app.command()
-        def fail() -> None:
+        def fail():
             raise raised["it"]
 
         module = type(sys)("plait_test_verb")
@@ -95,32 +93,23 @@ class TestErrors:
             (CheckpointError("gone"), 4, "plait: gone\n"),
         ],
     )  # fmt: skip
-    def test_a_plait_error_is_told_without_a_traceback(
-        self,
-        failing: dict[str, Exception],
-        capsys: pytest.CaptureFixture[str],
-        error: Exception,
-        code: int,
-        text: str,
-    ) -> None:
+    def test_a_plait_error_is_told_without_a_traceback(self, failing, capsys, error, code, text):
         failing["it"] = error
         assert _exit(["launch"]) == code
         assert capsys.readouterr().err == text
 
-    def test_a_defect_keeps_its_traceback(self, failing: dict[str, Exception]) -> None:
+    def test_a_defect_keeps_its_traceback(self, failing):
         failing["it"] = ZeroDivisionError("a defect")
         with pytest.raises(ZeroDivisionError):
             command.main(["launch"])
 
-    def test_ctrl_c(self, failing: dict[str, Exception]) -> None:
+    def test_ctrl_c(self, failing):
         failing["it"] = KeyboardInterrupt()  # type: ignore[assignment]
         assert _exit(["launch"]) == 130
 
 
 @pytest.mark.parametrize("verb", [*command.VERBS, "config explain", "config schema"])
-def test_help_is_a_screen(
-    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_is_a_screen(verb, capsys, monkeypatch):
     """At 100 columns, 40 lines; and a default that is told in words is not taken for markup."""
     monkeypatch.setenv("COLUMNS", "100")
     assert _exit([*verb.split(), "--help"]) == 0

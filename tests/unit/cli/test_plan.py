@@ -1,7 +1,5 @@
 """`plait plan`: what it prints, writes and refuses. What is predicted is tested with the planner."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,9 +14,7 @@ from tests.unit.cli.commands import PLAN, SMALL_PLAN, run
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.json"
 
 
-def test_a_plan_is_printed_explained_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_printed_explained_and_written(tmp_path, capsys):
     out = tmp_path / "deep" / "run.json"
     assert run(f"{PLAN} --why tp=8 --why tp=3 --out", out) == 0
     shown = capsys.readouterr().out
@@ -38,7 +34,7 @@ def test_a_plan_is_printed_explained_and_written(
     assert json.loads(out.with_suffix(".plan.json").read_text())["cluster"]["devices"] == 16
 
 
-def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_on_standard_output_is_nothing_else(capsys):
     assert run(f"{PLAN} --json --why tp=8 --top 2") == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["best"]) == 2 and told["why"][0]["query"] == "tp=8"
@@ -46,7 +42,7 @@ def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
     assert told["sidecar"]["step"]["seconds"] == told["best"][0]["step"]["seconds"]
 
 
-def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_file_is_planned_for(tmp_path, capsys):
     out = tmp_path / "run.json"
     assert run("plan --gpu a100 --world-size 4 --out", out, QUICKSTART) == 0
     assert "8: 2 samples per device" in capsys.readouterr().out
@@ -55,9 +51,7 @@ def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFi
     assert after["train_batch_size"] == 8 and after["data"]["sequence_length"] == 128
 
 
-def test_without_devices_the_plan_is_for_trainings_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_devices_the_plan_is_for_trainings_processes(tmp_path, capsys):
     capacities = []
     file, out = tmp_path / "run.json", tmp_path / "planned.json"
     for processes, count in ((1, 1), ("auto", default_processes())):
@@ -74,7 +68,7 @@ def test_without_devices_the_plan_is_for_trainings_processes(
     assert capacities[1] == pytest.approx(capacities[0], rel=1e-6)
 
 
-def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fits_is_exit_code_1(capsys):
     assert run("plan --model llama-3-405b --world-size 8 --gpu h100 --batch 8") == 1
     said = capsys.readouterr().err
     assert "nothing fits" in said and "of 79.1 GiB: " in said and "more GPUs" in said
@@ -97,8 +91,8 @@ WRONG = {
 }
 
 
-def test_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
-    def check(row: tuple[str, str]) -> None:
+def test_wrong_input(capsys):
+    def check(row):
         assert run(f"plan {row[0]}") == 2
         said = capsys.readouterr().err
         assert row[1] in said and "Traceback" not in said
@@ -106,15 +100,13 @@ def test_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     check_rows({row[0]: row for row in WRONG.items()}, check)
 
 
-def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_listed(capsys):
     assert run("plan models") == 0
     shown = capsys.readouterr().out
     assert "turing-nlg-530b" in shown and "mi300x" in shown
 
 
-def test_a_file_written_by_hand_is_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_written_by_hand_is_not_replaced(tmp_path, capsys):
     """E5: one that a plan wrote is, until somebody works on it."""
     out = tmp_path / "run.json"
     out.write_text('{"train_batch_size": 8}')
@@ -127,7 +119,7 @@ def test_a_file_written_by_hand_is_not_replaced(
     assert run(plan) == 2
 
 
-def test_neighbours_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_neighbours_are_one_table(capsys):
     """E11: a row each; two that are the same layout are not explained twice."""
     assert run(f"{SMALL_PLAN} --fix pp=1 --why neighbours") == 0
     shown = capsys.readouterr().out
@@ -136,9 +128,7 @@ def test_neighbours_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(section) < 16 and len(set(layouts)) == len(layouts)
 
 
-def test_machines_and_their_gpus_stand_for_the_world_size(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_machines_and_their_gpus_stand_for_the_world_size(capsys):
     printed = []
     for devices in ("--world-size 16", "--nnodes 2 --nproc_per_node 8"):
         assert run(PLAN.replace("--world-size 16", devices), "--json") == 0
@@ -146,7 +136,7 @@ def test_machines_and_their_gpus_stand_for_the_world_size(
     assert printed[0] == printed[1]
 
 
-def notes(capsys: pytest.CaptureFixture[str], file: Path, sequence: int, **config: object) -> str:
+def notes(capsys, file, sequence, **config):
     """Return the notes of a plan for a small Llama."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
     file.write_text(
@@ -158,9 +148,7 @@ def notes(capsys: pytest.CaptureFixture[str], file: Path, sequence: int, **confi
     return " ".join(json.loads(capsys.readouterr().out)["notes"])
 
 
-def test_a_model_that_training_refuses_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_training_refuses_is_told(tmp_path, capsys):
     """The plan itself needs no more than sizes."""
     pytest.importorskip("transformers")
     said = notes(capsys, tmp_path / "config.json", 128, hidden_act="bogus")
@@ -170,7 +158,7 @@ def test_a_model_that_training_refuses_is_told(
     assert "refuses" not in said and "max_position_embeddings" not in said
 
 
-def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropout_is_counted(tmp_path, capsys):
     """Its masks, and the product that a block computes again for them: without a note that they are not."""
     file = tmp_path / "config.json"
     sizes = {"n_layer": 2, "n_embd": 1024, "n_head": 16, "vocab_size": 512, "n_positions": 1024}
@@ -186,9 +174,7 @@ def test_dropout_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert json.dumps(found[0.0]) != json.dumps(found[0.1])
 
 
-def test_a_file_that_training_refuses_is_not_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_training_refuses_is_not_planned(tmp_path, capsys):
     file, out = tmp_path / "file.json", tmp_path / "out.json"
     sizes = {
         "hidden_size": 64,

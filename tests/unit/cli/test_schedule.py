@@ -1,7 +1,5 @@
 """`plait schedule` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,11 +9,11 @@ from tests.table import check_rows
 from tests.unit.cli import commands
 
 
-def run(*arguments: str) -> int:
+def run(*arguments):
     return commands.run("schedule", *arguments)
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+def report(capsys, *arguments):
     """What `--json` prints."""
     assert run(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -24,7 +22,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, obj
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_lines_in_a_pipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_in_a_pipe(name, capsys):
     """A heading, a line a rank, a legend; no colour, no box."""
     assert run(name, "--pp", "4", "--microbatches", "8") == 0
     shown = capsys.readouterr().out
@@ -35,7 +33,7 @@ def test_lines_in_a_pipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in shown
 
 
-def test_defaults_are_4_ranks_and_8_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_defaults_are_4_ranks_and_8_micro_batches(capsys):
     """The bubble of 1F1B: 3/(8 + 3)."""
     found = report(capsys, "1f1b")
     assert (found["pp"], found["microbatches"], found["total"]) == (4, 8, 33)
@@ -45,7 +43,7 @@ def test_defaults_are_4_ranks_and_8_micro_batches(capsys: pytest.CaptureFixture[
         assert report(capsys, "1f1b", *option.split())["total"] == total
 
 
-def test_stages_and_width(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_and_width(capsys):
     """Several stages per rank; at most 200 columns in a pipe, and a letter per column if there are too many actions."""
     assert len(report(capsys, "looped-bfs", "--stages-per-rank", "3")["stage_ranks"]) == 12  # type: ignore[arg-type]
     for microbatches in ("8", "64"):
@@ -55,9 +53,7 @@ def test_stages_and_width(capsys: pytest.CaptureFixture[str]) -> None:
         assert ("F0 F1" in rows[0]) == (microbatches == "8")
 
 
-def test_colours_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colours_on_a_terminal(capsys, monkeypatch):
     """As wide as the terminal; a narrow one gets a letter a column."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "70")
@@ -67,7 +63,7 @@ def test_colours_on_a_terminal(
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_list(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(as_json, capsys):
     """The names, one line each."""
     assert run("list", *(["--json"] if as_json else [])) == 0
     shown = capsys.readouterr().out
@@ -88,10 +84,10 @@ WRONG = {
 }
 
 
-def test_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(capsys):
     """A message, exit code 2, nothing on standard output."""
 
-    def check(row: tuple[str, str]) -> None:
+    def check(row):
         assert run(*row[0].split()) == 2
         shown = capsys.readouterr()
         assert row[1] in shown.err and shown.out == ""

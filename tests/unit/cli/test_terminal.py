@@ -1,11 +1,8 @@
 """SIGTERM and SIGHUP as exceptions."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +12,11 @@ from plait.cli.terminal import ENDING_SIGNALS, exit_on_signals
 
 @pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", ENDING_SIGNALS)
-def test_it_raises_once(number: signal.Signals) -> None:
+def test_it_raises_once(number):
     before = signal.getsignal(number)
     now = []
 
-    def killed() -> None:
+    def killed():
         try:
             os.kill(os.getpid(), number)
         finally:
@@ -31,7 +28,7 @@ def test_it_raises_once(number: signal.Signals) -> None:
     assert end.value.code == 128 + number and signal.getsignal(number) is before
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_what_is_ignored_stays_ignored():
     """As `nohup` has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -48,8 +45,8 @@ def test_what_is_ignored_stays_ignored() -> None:
         (["import", "folder", "--out", "out"], "plait.checkpoint.foreign.convert.convert"),
     ],
 )
-def test_verbs_end_in_order(verb: list[str], inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(*_: Any, **__: Any) -> None:
+def test_verbs_end_in_order(verb, inner, monkeypatch):
+    def work(*_, **__):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,20 +14,20 @@ from plait.errors import ConfigError
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSettings]:
+def started(monkeypatch):
     """With what the launcher was started."""
     found: list[LaunchSettings] = []
     monkeypatch.setattr(launch, "run", lambda module, settings: found.append(settings) or 0)
     return found
 
 
-def file_of(folder: Path, **run: object) -> str:
+def file_of(folder, **run):
     """Of a run of four sequences a step."""
     (folder / "run.json").write_text(json.dumps({"train_batch_size": 4, "run": run}))
     return str(folder / "run.json")
 
 
-def test_a_changing_number_of_machines(tmp_path: Path, started: list[LaunchSettings]) -> None:
+def test_a_changing_number_of_machines(tmp_path, started):
     """MIN:MAX is passed on, as `plait launch` does; one that may be alone meets others too."""
     where = ["--rdzv-endpoint", "a:1", "--nproc-per-node", "2", "--max-restarts", "3"]
     for given in ("1:2", "2:4", "2"):
@@ -42,9 +41,7 @@ def test_a_changing_number_of_machines(tmp_path: Path, started: list[LaunchSetti
     ]
 
 
-def test_a_fixed_number_of_processes_does_not_change(
-    tmp_path: Path, started: list[LaunchSettings]
-) -> None:
+def test_a_fixed_number_of_processes_does_not_change(tmp_path, started):
     refused = CliRunner().invoke(
         app, [file_of(tmp_path, processes=4), "--nnodes", "1:2", "--rdzv-endpoint", "a:1"]
     )

@@ -1,11 +1,7 @@
 """`plait train` of a file that `plait plan --out` wrote compares its steps with the plan, and of any other file does not."""
 
-from __future__ import annotations
-
 import io
-from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from plait.cli.train import _residuals
@@ -14,7 +10,7 @@ from plait.observe.residual import MEASURED_STEPS, WARMUP_STEPS, PlanResidual
 from tests.unit.observe.planned import checked, planned, step
 
 
-def test_a_planned_file_has_a_listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planned_file_has_a_listener(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name, value in {
         "RANK": "0",

@@ -1,7 +1,5 @@
 """What a machine without an accelerator is told of it; the rest is tested on a simulated one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from plait.cluster import accelerator
 CPU = torch.device("cpu")
 
 
-def test_collectives_of_a_device() -> None:
+def test_collectives_of_a_device():
     """Offloaded tensors are gathered through gloo."""
     assert accelerator.backend(CPU, host_tensors=True) == "gloo"
     assert accelerator.backend(torch.device("cuda"), host_tensors=False) == "nccl"
@@ -18,7 +16,7 @@ def test_collectives_of_a_device() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
-def test_a_machine_without_one() -> None:
+def test_a_machine_without_one():
     """Nothing waits, and nothing fails."""
     assert accelerator.count() == 0 and accelerator.available_type() == "cpu"
     assert not accelerator.is_accelerator(CPU) and not accelerator.is_accelerator(
@@ -30,7 +28,7 @@ def test_a_machine_without_one() -> None:
         assert float(torch.ones(())) == 1
 
 
-def test_the_library_report() -> None:
+def test_the_library_report():
     lines = accelerator.library_report({"NCCL_ALGO": "Ring"}, version=(2, 27, 5))
     assert lines[0] == "NCCL 2.27.5"
     assert any(line.split()[:2] == ["NCCL_ALGO", "Ring"] for line in lines)

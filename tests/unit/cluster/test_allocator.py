@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +15,6 @@ import plait
 from plait.cluster import host_memory
 from plait.engine import build
 from tests.parity import cases
-from tests.pool import Pool
 
 FAULTS = """
 import ctypes, resource
@@ -38,7 +36,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 PAGES = 16 * 20 * 2**20 // 4096
 
 
-def faults(*, kept: bool) -> int:
+def faults(*, kept):
     environment = {
         name: value for name, value in os.environ.items() if name not in host_memory.USERS
     }
@@ -55,17 +53,17 @@ def faults(*, kept: bool) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_fewer_pages_are_zeroed() -> None:
+def test_fewer_pages_are_zeroed():
     assert faults(kept=False) > PAGES / 2
     assert faults(kept=True) < PAGES / 100
 
 
 @pytest.mark.parametrize("name", host_memory.USERS)
-def test_who_sets_the_allocator_keeps_it_so(name: str) -> None:
+def test_who_sets_the_allocator_keeps_it_so(name):
     assert not host_memory.keep_freed_memory({name: "glibc.malloc.hugetlb=1"})
 
 
-def calls(rank: int, world: int, folder: str | None) -> int:
+def calls(rank, world, folder):
     """Runs in a worker."""
     zero = {
         "stage": 1,
@@ -82,7 +80,7 @@ def calls(rank: int, world: int, folder: str | None) -> int:
     return called.call_count
 
 
-def test_not_where_states_are_in_files(pool: Pool, tmp_path: Path) -> None:
+def test_not_where_states_are_in_files(pool, tmp_path):
     run: Callable[..., list[int]] = pool.run
     assert run(1, calls, None) == [1]
     assert run(1, calls, str(tmp_path)) == [0]

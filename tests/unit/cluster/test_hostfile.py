@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +9,7 @@ from tests.table import check_rows
 FILE = parse_hostfile("a slots=4\nb slots=2\nc slots=1")
 
 
-def test_comments_blank_lines_and_order() -> None:
+def test_comments_blank_lines_and_order():
     text = "# head\n\nworker-2.local slots=2  # second\n10.0.0.1   slots = 1\n"
     assert parse_hostfile(text) == (
         HostfileEntry("worker-2.local", (0, 1)),
@@ -30,7 +26,7 @@ def test_comments_blank_lines_and_order() -> None:
     ),
     st.sampled_from(["", " # x"]),
 )
-def test_what_is_written_is_read(slots: dict[str, int], comment: str) -> None:
+def test_what_is_written_is_read(slots, comment):
     text = "\n".join(f"{name} slots={count}{comment}" for name, count in slots.items())
     assert parse_hostfile(text) == tuple(
         HostfileEntry(name, tuple(range(count))) for name, count in slots.items()
@@ -49,29 +45,29 @@ WRONG = {
 }
 
 
-def check_wrong_line(row: tuple[str, str]) -> None:
+def check_wrong_line(row):
     with pytest.raises(ConfigError) as caught:
         parse_hostfile(row[0])
     assert row[1] in str(caught.value)
 
 
-def test_wrong_lines() -> None:
+def test_wrong_lines():
     check_rows({row[0][:20]: row for row in WRONG.items()}, check_wrong_line)
 
 
-def test_every_wrong_line_is_told() -> None:
+def test_every_wrong_line_is_told():
     with pytest.raises(ConfigError) as caught:
         parse_hostfile("a\nb slots=1\nb slots=1\nc slots=x")
     found = [problem.field for problem in caught.value.problems]
     assert found == ["hostfile:1", "hostfile:3", "hostfile:4"]
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path):
     with pytest.raises(InputError, match="No such file"):
         read_hostfile(tmp_path / "hosts")
 
 
-def test_filters_keep_the_order_of_the_file() -> None:
+def test_filters_keep_the_order_of_the_file():
     for include, exclude, expected in (
         ("", "", {"a": (0, 1, 2, 3), "b": (0, 1), "c": (0,)}),
         ("b@a:1,3", "", {"a": (1, 3), "b": (0, 1)}),
@@ -84,7 +80,7 @@ def test_filters_keep_the_order_of_the_file() -> None:
         assert {host.name: host.slots for host in found} == expected, (include, exclude)
 
 
-def test_filters_that_make_no_sense() -> None:
+def test_filters_that_make_no_sense():
     for include, exclude, words in (
         ("a", "b", "given together with --include"),
         ("d", "", "'d' is not in the hostfile; use a, b, c"),
@@ -98,7 +94,7 @@ def test_filters_that_make_no_sense() -> None:
 
 
 @given(st.sets(st.integers(0, 3), min_size=1, max_size=3))
-def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots: set[int]) -> None:
+def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots):
     text = f"a:{','.join(map(str, slots))}"
     kept = select_hosts(FILE, include=text)[0].slots
     dropped = select_hosts(FILE, exclude=text)[0].slots
@@ -106,7 +102,7 @@ def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots: set[int])
     assert set(kept) == slots
 
 
-def test_a_user_and_a_byte_order_mark(tmp_path: Path) -> None:
+def test_a_user_and_a_byte_order_mark(tmp_path):
     """As DeepSpeed reads them; `@` stands between machines in a filter."""
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfroot@a slots=2\nb slots=2\n")
     hosts = read_hostfile(tmp_path / "hosts")

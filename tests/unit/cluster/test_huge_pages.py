@@ -1,7 +1,5 @@
 """Large parameters lie on huge pages; small ones, and what refers to either, stay."""
 
-from __future__ import annotations
-
 import os
 
 import torch
@@ -11,7 +9,7 @@ from plait.cluster import host_memory
 from plait.cluster.host_memory import HUGE_PAGE, process_bytes
 
 
-def test_memory_begins_with_a_huge_page_and_is_writable() -> None:
+def test_memory_begins_with_a_huge_page_and_is_writable():
     for shape, dtype in (
         ((1024, 513), torch.float32),
         ((HUGE_PAGE + 1,), torch.uint8),
@@ -24,7 +22,7 @@ def test_memory_begins_with_a_huge_page_and_is_writable() -> None:
     assert host_memory.empty_on_huge_pages((0, 5), torch.float32).shape == (0, 5)
 
 
-def test_the_end_behind_the_last_huge_page_takes_its_bytes() -> None:
+def test_the_end_behind_the_last_huge_page_takes_its_bytes():
     before = process_bytes(os.getpid())
     kept = [
         host_memory.empty_on_huge_pages((HUGE_PAGE + 4096,), torch.uint8).fill_(1)
@@ -34,7 +32,7 @@ def test_the_end_behind_the_last_huge_page_takes_its_bytes() -> None:
     assert taken < sum(one.nbytes for one in kept) + HUGE_PAGE // 2
 
 
-def test_parameters_keep_their_identity() -> None:
+def test_parameters_keep_their_identity():
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(8, 8), nn.Linear(1024, 1024, bias=False))
     model[2].weight = model[0].weight
     large, small = model[0].weight, model[1].weight

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from plait.errors import InputError
 from tests.pool import quick_starts
 
 
-def join(connection: Connection, rank: int, limited: int, port: int) -> None:
+def join(connection, rank, limited, port):
     """Create the default group of two processes, one of which may open few files."""
     from plait.cluster import mesh
     from plait.errors import PlaitError
@@ -42,7 +40,7 @@ def join(connection: Connection, rank: int, limited: int, port: int) -> None:
         connection.send(str(error))
 
 
-def messages(limited: int) -> list[str]:
+def messages(limited):
     """What both processes say."""
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -61,14 +59,14 @@ def messages(limited: int) -> list[str]:
     return found
 
 
-def test_low_limit_of_the_rank_with_the_store_is_named_on_both() -> None:
+def test_low_limit_of_the_rank_with_the_store_is_named_on_both():
     first, second = messages(0)
     assert first == second
     assert first.startswith("rank 0: ulimit -n: the process may have 24 open files")
     assert first.endswith("raise the limit on its machine: ulimit -n 4096")
 
 
-def test_low_limit_of_another_rank_is_named_on_both() -> None:
+def test_low_limit_of_another_rank_is_named_on_both():
     """That rank waits for nobody, so one process can be both in turn."""
     store, said = dist.HashStore(), []
     for rank, limited in ((1, limit_of_files(16)), (0, nullcontext())):
@@ -79,7 +77,7 @@ def test_low_limit_of_another_rank_is_named_on_both() -> None:
 
 
 @contextmanager
-def limit_of_files(limit: int) -> Iterator[None]:
+def limit_of_files(limit):
     """Let this process open no file whose number is not below a limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
@@ -89,7 +87,7 @@ def limit_of_files(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_exit_at_the_limit() -> None:
+def test_exit_at_the_limit():
     """The end of a process that can open no further file does not fail."""
     descriptors: list[int] = []
     used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())

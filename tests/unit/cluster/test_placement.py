@@ -1,7 +1,5 @@
 """Rank arithmetic, and where ranks are placed on machines (MISSION T5)."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +19,7 @@ layouts = st.builds(Layout, **{axis: st.integers(1, 4) for axis in AXES})
 
 
 @given(layouts)
-def test_coordinates_are_a_bijection(layout: Layout) -> None:
+def test_coordinates_are_a_bijection(layout):
     """rank -> coordinates -> rank, and all coordinates differ."""
     seen = {tuple(layout.coordinates(rank).values()) for rank in range(layout.world_size)}
     assert len(seen) == layout.world_size
@@ -30,7 +28,7 @@ def test_coordinates_are_a_bijection(layout: Layout) -> None:
 
 
 @given(layouts, st.sets(st.sampled_from(AXES), min_size=1))
-def test_groups_partition_the_world(layout: Layout, axes: set[str]) -> None:
+def test_groups_partition_the_world(layout, axes):
     """Every rank is in exactly one group, whose members differ in `axes` only."""
     groups = layout.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
@@ -41,12 +39,12 @@ def test_groups_partition_the_world(layout: Layout, axes: set[str]) -> None:
         assert len(fixed) == 1
 
 
-def test_neighbours_share_a_tensor_parallel_group() -> None:
+def test_neighbours_share_a_tensor_parallel_group():
     """tp is innermost: on nodes of 8 with tp 8, a group is a node."""
     assert Layout(dp_shard=2, tp=8).groups("tp") == (tuple(range(8)), tuple(range(8, 16)))
 
 
-def test_the_batch_index_ignores_model_axes() -> None:
+def test_the_batch_index_ignores_model_axes():
     """tp and pp partners read the same samples."""
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)
     for group in layout.groups("pp", "tp"):
@@ -54,7 +52,7 @@ def test_the_batch_index_ignores_model_axes() -> None:
     assert {layout.dp_index(rank) for rank in range(16)} == {0, 1, 2, 3}
 
 
-def test_degrees_below_one_are_refused() -> None:
+def test_degrees_below_one_are_refused():
     """With the field, the value and the remedy."""
     with pytest.raises(
         ConfigError, match=r"parallel\.tp = 0: the degree of an axis is at least 1; use 1"
@@ -64,13 +62,13 @@ def test_degrees_below_one_are_refused() -> None:
         Layout(tp=2).coordinates(2)
 
 
-def machines(*devices: int) -> Topology:
+def machines(*devices):
     """Nodes of the given sizes."""
     return Topology(tuple(Node(f"node{i}", count) for i, count in enumerate(devices)), "cuda")
 
 
 @st.composite
-def layouts_on_machines(draw: st.DrawFn) -> tuple[Layout, Topology]:
+def layouts_on_machines(draw):
     """1 to 5 nodes, even or uneven, and a layout that fills them."""
     topology = machines(*draw(st.lists(st.integers(1, 8), min_size=1, max_size=5)))
     left = topology.world_size
@@ -82,9 +80,7 @@ def layouts_on_machines(draw: st.DrawFn) -> tuple[Layout, Topology]:
 
 
 @given(layouts_on_machines())
-def test_tensor_parallel_stays_inside_a_node_wherever_it_can(
-    drawn: tuple[Layout, Topology],
-) -> None:
+def test_tensor_parallel_stays_inside_a_node_wherever_it_can(drawn):
     """If tp divides every node, no group crosses; if one crosses, that is said, with a degree that would not."""
     layout, topology = drawn
     crossing = crossings(layout, topology)
@@ -100,13 +96,13 @@ def test_tensor_parallel_stays_inside_a_node_wherever_it_can(
         assert better < layout.tp and all(node.devices % better == 0 for node in topology.nodes)
 
 
-def test_data_parallel_crosses_before_tensor_parallel() -> None:
+def test_data_parallel_crosses_before_tensor_parallel():
     """Two nodes of 8, tp 4: shards and tp inside, replicas across."""
     layout = Layout(dp_replicate=2, dp_shard=2, tp=4)
     assert list(crossings(layout, machines(8, 8))) == ["dp_replicate"]
 
 
-def test_wider_than_a_node_is_refused() -> None:
+def test_wider_than_a_node_is_refused():
     """With the widest degree that fits."""
     with pytest.raises(
         ConfigError, match=r"parallel\.tp = 8: the largest machine has 4 devices, .*; use 4"
@@ -115,7 +111,7 @@ def test_wider_than_a_node_is_refused() -> None:
     refuse_wider_than_a_node(Layout(dp_shard=2, tp=4), machines(4, 4))
 
 
-def test_grid_and_mismatch() -> None:
+def test_grid_and_mismatch():
     """A row a node."""
     rows = rank_grid(Layout(dp_shard=2, tp=2), machines(2, 2))
     assert rows == [

@@ -1,7 +1,5 @@
 """More ranks than GPUs: each sees one, as if it had a machine of its own."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -19,14 +17,7 @@ from plait.cluster.topology import place, share_gpus
         (0, 3, 2, "GPU-1a, GPU-2b", "GPU-1a"),
     ],
 )
-def test_each_sees_one(
-    rank: int,
-    world: int,
-    gpus: int,
-    visible: str | None,
-    chosen: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_sees_one(rank, world, gpus, visible, chosen, monkeypatch):
     for name, value in {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -48,7 +39,7 @@ def test_each_sees_one(
     )
 
 
-def test_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_each(monkeypatch):
     """Nothing changes, nor without a launcher."""
     before = dict(os.environ)
     assert not share_gpus(1) and dict(os.environ) == before

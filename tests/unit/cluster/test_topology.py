@@ -58,23 +58,23 @@ NAMES = {
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_launcher(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
 
-def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def _set(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
 
-def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def _gpus(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 class TestPlace:
-    def test_without_a_launcher_it_is_one_process(self) -> None:
+    def test_without_a_launcher_it_is_one_process(self):
         assert place() == RankInfo(
             rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0
         )
@@ -84,9 +84,7 @@ class TestPlace:
         [TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN],
         ids=["torchrun", "deepspeed", "openmpi", "mpich", "srun"],
     )
-    def test_every_launcher_gives_the_same_place(
-        self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
-    ) -> None:
+    def test_every_launcher_gives_the_same_place(self, monkeypatch, variables):
         _set(monkeypatch, variables)
         assert place() == RankInfo(
             rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1
@@ -97,23 +95,21 @@ class TestPlace:
         [SRUN, {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}],
         ids=["srun", "mpirun"],
     )
-    def test_torchrun_inside_another_launcher_wins(
-        self, monkeypatch: pytest.MonkeyPatch, outer: dict[str, str]
-    ) -> None:
+    def test_torchrun_inside_another_launcher_wins(self, monkeypatch, outer):
         step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
         _set(monkeypatch, {**outer, **step, **TORCHRUN})
         assert place() == RankInfo(5, 8, 1, 4, 1)
 
-    def test_mpirun_inside_srun_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_mpirun_inside_srun_wins(self, monkeypatch):
         _set(monkeypatch, {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **MPICH})
         assert place().rank == 5
 
-    def test_a_slurm_batch_script_is_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_slurm_batch_script_is_one_process(self, monkeypatch):
         outside = {name: value for name, value in SRUN.items() if "STEP" not in name}
         _set(monkeypatch, outside | {"SLURM_PROCID": "0"})
         assert place() == RankInfo()
 
-    def test_uneven_srun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_uneven_srun(self, monkeypatch):
         uneven = {
             "SLURM_PROCID": "4",
             "SLURM_STEP_NUM_TASKS": "6",
@@ -138,8 +134,8 @@ class TestPlace:
         ],
     )  # fmt: skip
     def test_contradictions_are_refused_with_variable_and_value(
-        self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str, words: str
-    ) -> None:
+        self, monkeypatch, variables, named, words
+    ):
         _set(monkeypatch, variables)
         with pytest.raises(ConfigError) as caught:
             place()
@@ -155,15 +151,13 @@ class TestPlace:
         ],
     )
     def test_rank_and_size_alone_where_only_one_answer_is_possible(
-        self, monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, world: int, expected: RankInfo
-    ) -> None:
+        self, monkeypatch, gpus, rank, world, expected
+    ):
         _gpus(monkeypatch, gpus)
         _set(monkeypatch, {"RANK": str(rank), "WORLD_SIZE": str(world)})
         assert place() == expected
 
-    def test_rank_and_size_alone_are_refused_without_a_known_gpu(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_rank_and_size_alone_are_refused_without_a_known_gpu(self, monkeypatch):
         _gpus(monkeypatch, 8)
         _set(monkeypatch, {"RANK": "3", "WORLD_SIZE": "16"})
         with pytest.raises(
@@ -173,7 +167,7 @@ class TestPlace:
             place()
 
     @given(nodes=st.integers(1, 64), per_node=st.integers(1, 16), data=st.data())
-    def test_any_torchrun_world(self, nodes: int, per_node: int, data: st.DataObject) -> None:
+    def test_any_torchrun_world(self, nodes, per_node, data):
         node, local = data.draw(st.integers(0, nodes - 1)), data.draw(st.integers(0, per_node - 1))
         rank = node * per_node + local
         variables = {
@@ -192,19 +186,17 @@ class TestPlace:
 
 class TestExistingGroup:
     @pytest.fixture
-    def group(self) -> object:
+    def group(self):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield
         dist.destroy_process_group()
 
     @pytest.mark.usefixtures("group")
-    def test_the_group_decides(self) -> None:
+    def test_the_group_decides(self):
         assert place() == RankInfo(0, 1, 0, 1, 0)
 
     @pytest.mark.usefixtures("group")
-    def test_variables_that_contradict_it_are_refused(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_variables_that_contradict_it_are_refused(self, monkeypatch):
         _set(monkeypatch, TORCHRUN)
         with pytest.raises(
             ConfigError,
@@ -212,7 +204,7 @@ class TestExistingGroup:
         ):
             place()
 
-    def test_a_fake_group_of_any_size_has_one_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_fake_group_of_any_size_has_one_device(self, monkeypatch):
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         _gpus(monkeypatch, 8)
@@ -224,13 +216,11 @@ class TestExistingGroup:
 
 
 class TestInitMethod:
-    def test_from_the_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_from_the_launcher(self, monkeypatch):
         _set(monkeypatch, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
         assert init_method() == "env://"
 
-    def test_srun_needs_no_variables_and_every_task_agrees(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_srun_needs_no_variables_and_every_task_agrees(self, monkeypatch):
         methods = set()
         for rank in range(8):
             _set(
@@ -245,18 +235,18 @@ class TestInitMethod:
             methods.add(init_method())
         assert methods == {"tcp://gpu007:19694"}
 
-    def test_half_of_it_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_half_of_it_is_refused(self, monkeypatch):
         _set(monkeypatch, {**SRUN, "MASTER_ADDR": "a"})
         with pytest.raises(ConfigError, match="MASTER_PORT: not set"):
             init_method()
 
-    def test_nowhere_to_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nowhere_to_meet(self, monkeypatch):
         _set(monkeypatch, OPENMPI)
         with pytest.raises(ConfigError, match="MASTER_ADDR: not set"):
             init_method()
 
 
-def test_first_host_of_a_slurm_list() -> None:
+def test_first_host_of_a_slurm_list():
     for text, host in {
         "gpu[007-012,020],cpu1": "gpu007",
         "one": "one",
@@ -269,18 +259,18 @@ def test_first_host_of_a_slurm_list() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 32), st.integers(1, 5)), min_size=1, max_size=6))
-def test_slurm_task_counts(runs: list[tuple[int, int]]) -> None:
+def test_slurm_task_counts(runs):
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
     assert tasks_per_node(text) == [count for count, times in runs for _ in range(times)]
 
 
-def test_slurm_task_counts_of_another_form() -> None:
+def test_slurm_task_counts_of_another_form():
     with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE"):
         tasks_per_node("4(2)")
 
 
 class TestDiscover:
-    def test_a_machine_without_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_machine_without_gpus(self, monkeypatch):
         _gpus(monkeypatch, 0)
         found = discover()
         assert found.nodes == (Node(socket.gethostname(), 1),)
@@ -289,7 +279,7 @@ class TestDiscover:
         assert found.memory_bytes is not None
         assert 0 < found.memory_bytes <= physical
 
-    def test_processes_share_the_memory_of_a_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_processes_share_the_memory_of_a_machine(self, monkeypatch):
         _gpus(monkeypatch, 0)
         whole = discover().memory_bytes
         _set(monkeypatch, {**TORCHRUN, "WORLD_SIZE": "8"})
@@ -299,7 +289,7 @@ class TestDiscover:
         assert found.nodes == (Node("node0", 4), Node(socket.gethostname(), 4))
         assert found.world_size == 8
 
-    def test_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpus(self, monkeypatch):
         _gpus(monkeypatch, 3)
         sizes = [80, 40, 80]
         monkeypatch.setattr(
@@ -309,7 +299,7 @@ class TestDiscover:
         )
         assert discover() == Topology((Node(socket.gethostname(), 3),), "cuda", 40)
 
-    def test_uneven_machines_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_uneven_machines_are_refused(self, monkeypatch):
         _set(monkeypatch, {**TORCHRUN, "WORLD_SIZE": "7"})
         with pytest.raises(ConfigError, match="WORLD_SIZE = 7: not a multiple of the 4"):
             discover()
@@ -317,9 +307,7 @@ class TestDiscover:
 
 class TestThreads:
     @given(cores=st.integers(1, 256), processes=st.integers(1, 300))
-    def test_shares_never_exceed_the_cores_and_are_never_zero(
-        self, cores: int, processes: int
-    ) -> None:
+    def test_shares_never_exceed_the_cores_and_are_never_zero(self, cores, processes):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "cpu_count", lambda: cores)
             threads = thread_count(processes)
@@ -327,7 +315,7 @@ class TestThreads:
         assert threads * processes <= max(cores, processes)
         assert (threads + 1) * processes > cores
 
-    def test_affinity_counts(self) -> None:
+    def test_affinity_counts(self):
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(before)})
         try:
@@ -335,7 +323,7 @@ class TestThreads:
         finally:
             os.sched_setaffinity(0, before)
 
-    def test_default_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_default_processes(self, monkeypatch):
         _gpus(monkeypatch, 8)
         assert default_processes() == 8
         _gpus(monkeypatch, 0)
@@ -353,9 +341,7 @@ class TestThreads:
         (OPENMPI, "MASTER_ADDR: not set"),
     ],
 )
-def test_groups_meet_where_the_launcher_implies(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
-) -> None:
+def test_groups_meet_where_the_launcher_implies(monkeypatch, variables, expected):
     """B3: the default group is made at the meeting point that is known, and refused by name where none is."""
     _set(monkeypatch, variables)
     _gpus(monkeypatch, 0)

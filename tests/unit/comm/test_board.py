@@ -1,12 +1,9 @@
 """What a rank publishes of itself, read by another process."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from plait.comm.hang import BYTES, FORWARD, SIGN_SECONDS, Board, condition, read
 from plait.errors import InputError
 
 
-def test_a_rank_that_never_signalled_holds_the_gil(tmp_path: Path) -> None:
+def test_a_rank_that_never_signalled_holds_the_gil(tmp_path):
     """Its thread that watches has not run since the board was made, half a second before its first look."""
     board = Board(rank=1, timeout_seconds=5, path=tmp_path / "board")
     board.progress(3, FORWARD)
@@ -26,7 +23,7 @@ def test_a_rank_that_never_signalled_holds_the_gil(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_a_limit_of_the_size_of_files(in_memory: bool, tmp_path: Path) -> None:
+def test_a_limit_of_the_size_of_files(in_memory, tmp_path):
     """`ulimit -f` holds for files in memory, too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -40,10 +37,10 @@ def test_a_limit_of_the_size_of_files(in_memory: bool, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(tmp_path, monkeypatch):
     """It is told, where a store to a file with holes would end the process."""
 
-    def full(*_: int) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)

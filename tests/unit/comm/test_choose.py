@@ -1,7 +1,5 @@
 """Which way the chooser takes on clusters as they exist, and why. Their figures are in topologies.json, with their sources."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.comm.choose import (
@@ -34,7 +32,7 @@ NVLINK = Link(3e-6, 360e9)
         (SIXTY_FOUR_NODES, 16_000 * MIB, "all-reduce"),
     ],
 )
-def test_exact_ways(group: GroupLinks, nbytes: int, expected: str) -> None:
+def test_exact_ways(group, nbytes, expected):
     choice = choose_all_reduce(nbytes, group)
     assert choice.algorithm == expected, choice.reason
     assert choice.seconds == min(algorithm_seconds(nbytes, group).values())
@@ -44,14 +42,14 @@ def test_exact_ways(group: GroupLinks, nbytes: int, expected: str) -> None:
     )
 
 
-def test_two_levels_halve_the_time_on_ethernet() -> None:
+def test_two_levels_halve_the_time_on_ethernet():
     """Two machines: across goes S once, and 15/8 S in a flat ring."""
     found = algorithm_seconds(100 * MIB, TWO_NODES_ON_ETHERNET)
     assert found["all-reduce"] / found["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
     assert "1/8 of the bytes" in choose_all_reduce(100 * MIB, TWO_NODES_ON_ETHERNET).reason
 
 
-def test_it_changes_when_the_links_change() -> None:
+def test_it_changes_when_the_links_change():
     slower = describe(
         "dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=Link(5e-6, 3e9)
     )
@@ -59,13 +57,13 @@ def test_it_changes_when_the_links_change() -> None:
     assert choose_all_reduce(16_000 * MIB, SIXTY_FOUR_NODES).algorithm == "all-reduce"
 
 
-def test_shared_memory_where_it_was_measured() -> None:
+def test_shared_memory_where_it_was_measured():
     whole = Level(2, {**PCIE_NODE.whole.costs, "shared-memory": Cost(1e-6, 1e-12)})
     choice = choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, whole))
     assert choice.algorithm == "shared-memory"
 
 
-def test_what_was_measured_beats_what_it_is_made_of() -> None:
+def test_what_was_measured_beats_what_it_is_made_of():
     whole = Level(4, {**PCIE_NODE.whole.costs, "ring": Cost(0, 1e-13)})
     assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 4, whole)).algorithm == "ring"
     only = GroupLinks(
@@ -74,7 +72,7 @@ def test_what_was_measured_beats_what_it_is_made_of() -> None:
     assert algorithm_seconds(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
 
 
-def test_measured_times_that_hardly_differ_are_the_same() -> None:
+def test_measured_times_that_hardly_differ_are_the_same():
     """The backend's own all-reduce is taken then; a description has no noise."""
     for other, expected in ((0.98, "all-reduce"), (0.9, "ring")):
         costs = {
@@ -92,7 +90,7 @@ def test_measured_times_that_hardly_differ_are_the_same() -> None:
     )
 
 
-def measured(**milliseconds: float) -> GroupLinks:
+def measured(**milliseconds):
     """Links on which a MiB takes so long in each way, and half of it half as long."""
     costs = {
         way.replace("_", "-"): measured_cost([(MIB // 2, 5e-4 * x), (MIB, 1e-3 * x)])
@@ -101,7 +99,7 @@ def measured(**milliseconds: float) -> GroupLinks:
     return GroupLinks("dp_replicate", 1, 2, Level(2, costs))
 
 
-def test_buckets_use_the_backend_unless_much_slower() -> None:
+def test_buckets_use_the_backend_unless_much_slower():
     """Only the first part of another way runs beside the backward; alone, what is shorter is taken."""
     for ring, in_buckets, alone in (
         (1.0, "all-reduce", "all-reduce"),
@@ -113,7 +111,7 @@ def test_buckets_use_the_backend_unless_much_slower() -> None:
         assert choose_all_reduce(MIB, links).algorithm == alone
 
 
-def test_ways_that_come_near_are_settled_by_times_of_their_own() -> None:
+def test_ways_that_come_near_are_settled_by_times_of_their_own():
     links = measured(all_reduce=1.0, ring=1.9, recursive_doubling=2.1)
     choice = choose_buckets(4 * MIB, links, bucket_bytes=MIB)
     assert choice.near == ("all-reduce", "ring")
@@ -130,7 +128,7 @@ def test_ways_that_come_near_are_settled_by_times_of_their_own() -> None:
     )
 
 
-def test_the_size_of_a_bucket() -> None:
+def test_the_size_of_a_bucket():
     """sqrt(a G / b) for a message of a + b x seconds, to the next power of two of buckets."""
     for fixed, per_byte, total in (
         (1e-4, 1e-9, 100 * MIB),
@@ -142,7 +140,7 @@ def test_the_size_of_a_bucket() -> None:
         assert best / 2**0.5 <= choose_buckets(total, group).bucket_bytes <= best * 2**0.5 + 1
 
 
-def test_buckets_follow_the_links() -> None:
+def test_buckets_follow_the_links():
     near = choose_buckets(100 * MIB, PCIE_NODE)
     far = choose_buckets(
         100 * MIB,
@@ -157,7 +155,7 @@ def test_buckets_follow_the_links() -> None:
     )
 
 
-def test_a_given_bucket_decides_the_way() -> None:
+def test_a_given_bucket_decides_the_way():
     """Small messages take fewest steps."""
     assert (
         choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=4 * KIB).algorithm
@@ -168,7 +166,7 @@ def test_a_given_bucket_decides_the_way() -> None:
     assert whole.seconds == algorithm_seconds(25 * MIB, NVLINK_NODE)["all-reduce"]
 
 
-def test_small_messages_through_a_buffer_are_not_merged() -> None:
+def test_small_messages_through_a_buffer_are_not_merged():
     """A switch that holds 256 KiB: messages below are instant one by one, and not in a row."""
     shaped = measured_cost([(16 * KIB, 1e-4), (256 * KIB, 1e-3), (MIB, 80e-3)])
     group = GroupLinks("dp_replicate", 2, 1, Level(2, {"all-reduce": shaped}))
@@ -177,7 +175,7 @@ def test_small_messages_through_a_buffer_are_not_merged() -> None:
     assert "2 ranks on 2 machines" in choice.reason
 
 
-def test_the_document_has_the_table_of_now() -> None:
+def test_the_document_has_the_table_of_now():
     """`python tools/choice_table.py --write`."""
     text = DOCUMENT.read_text()
     assert written(text) == text
@@ -190,7 +188,7 @@ def test_the_document_has_the_table_of_now() -> None:
         (NVLINK_NODE, "The backend's own all-reduce"),
     ],
 )
-def test_every_choice_says_why(group: GroupLinks, why: str) -> None:
+def test_every_choice_says_why(group, why):
     choice = choose_buckets(100 * MIB, group)
     assert choice.why.startswith(why)
     assert choice.reason.endswith(choice.why)

@@ -1,10 +1,7 @@
 """Boards, and who is late: what ranks publish, and the sentence that is made of it. No process group."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,24 +12,16 @@ TIMEOUT = 5.0
 NOW = 100.0
 
 
-def reading(
-    rank: int, *waits: Wait, step: int = 3, sign: float = NOW, line: str = "train.py:33"
-) -> BoardContent:
+def reading(rank, *waits, step=3, sign=NOW, line="train.py:33"):
     return BoardContent(rank, 1000 + rank, TIMEOUT, step, hang.BACKWARD, NOW - 6, sign, waits, line)
 
 
-def reduce(
-    sequence: int,
-    *members: int,
-    since: float = NOW - 5.5,
-    axis: str = "dp_shard",
-    missing: tuple[int, ...] | None = None,
-) -> Wait:
+def reduce(sequence, *members, since=NOW - 5.5, axis="dp_shard", missing=None):
     return Wait("all-reduce", axis, since, sequence, "[1000] float32", missing, members, NOW)
 
 
 class TestBoard:
-    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+    def test_what_is_written_is_read(self, tmp_path):
         own = Board(rank=2, timeout_seconds=TIMEOUT, path=tmp_path / "board")
         own.progress(7, hang.FORWARD)
         wait = Wait("all-gather", "dp_shard", 12.5, 4, "[8] float32", (1, 3), (0, 1, 2, 3))
@@ -53,14 +42,14 @@ class TestBoard:
         assert found is not None and (found.step, found.phase, found.waits) == (7, hang.UPDATE, ())
         own.close()
 
-    def test_without_a_path_nothing_is_left(self) -> None:
+    def test_without_a_path_nothing_is_left(self):
         own = Board(rank=0, timeout_seconds=TIMEOUT)
         assert read_board(own.path) is not None
         path = own.path
         own.close()
         assert read_board(path) is None
 
-    def test_a_description_that_is_too_long_is_shortened(self, tmp_path: Path) -> None:
+    def test_a_description_that_is_too_long_is_shortened(self, tmp_path):
         own = Board(rank=0, timeout_seconds=TIMEOUT, path=tmp_path / "board")
         wait = Wait("all-reduce", "dp", 1.0, 1, "[8]", None, tuple(range(4096)))
         own.wait(wait)
@@ -70,21 +59,21 @@ class TestBoard:
         assert found.waits[0].operation == "all-reduce"
         own.close()
 
-    def test_a_file_that_is_no_board(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_no_board(self, tmp_path):
         (tmp_path / "other").write_bytes(b"x" * hang.BYTES)
         assert read_board(tmp_path / "other") is None
         assert read_board(tmp_path / "none") is None
 
 
 class TestFind:
-    def test_a_wait_within_its_timeout_is_no_hang(self) -> None:
+    def test_a_wait_within_its_timeout_is_no_hang(self):
         early = {0: reading(0, reduce(5, 0, 1, since=NOW - 4.9)), 1: reading(1)}
         assert hang.find_hang(early, NOW) is None
         # What a rank saw 3 s ago may have ended since.
         unseen = {0: reading(0, replace(reduce(5, 0, 1), seen=NOW - 3)), 1: reading(1)}
         assert hang.find_hang(unseen, NOW) is None
 
-    def test_the_rank_that_did_not_begin_is_late(self) -> None:
+    def test_the_rank_that_did_not_begin_is_late(self):
         ranks = {
             0: reading(0, reduce(5, 0, 1, 2)),
             1: reading(1),
@@ -97,7 +86,7 @@ class TestFind:
             "train.py:33; the timeout is 5 s"
         )
 
-    def test_a_rank_that_waits_for_another_is_not_the_cause(self) -> None:
+    def test_a_rank_that_waits_for_another_is_not_the_cause(self):
         ranks = {
             0: reading(0, reduce(5, 0, 1)),
             1: reading(1, reduce(2, 1, 2, axis="tp")),
@@ -106,7 +95,7 @@ class TestFind:
         found = hang.find_hang(ranks, NOW)
         assert found is not None and found.late == (2,)
 
-    def test_what_the_wait_itself_knows_comes_first(self) -> None:
+    def test_what_the_wait_itself_knows_comes_first(self):
         """Shared memory shows who is missing; torch's record of the same moment does not."""
         ranks = {
             0: reading(0, reduce(5, 0, 1, 2), reduce(9, 0, 1, 2, missing=(2,))),
@@ -116,7 +105,7 @@ class TestFind:
         found = hang.find_hang(ranks, NOW)
         assert found is not None and found.late == (2,)
 
-    def test_ranks_that_wait_for_each_other(self) -> None:
+    def test_ranks_that_wait_for_each_other(self):
         ranks = {
             0: reading(0, reduce(5, 0, 1)),
             1: reading(1, reduce(3, 0, 1, axis="tp"), line="other.py:8"),
@@ -132,7 +121,7 @@ class TestFind:
             in text
         )
 
-    def test_a_rank_that_has_ended(self) -> None:
+    def test_a_rank_that_has_ended(self):
         """By sys.exit, before the launcher saw it: no process is there that could be stuck."""
         ranks = {0: reading(0, reduce(5, 0, 1)), 1: reading(1)}
         found = hang.find_hang(ranks, NOW)
@@ -141,7 +130,7 @@ class TestFind:
             "rank 1 has ended in step 3, backward: rank 0 has waited 5.5 s in all-reduce"
         )
 
-    def test_another_machine(self) -> None:
+    def test_another_machine(self):
         ranks = {0: reading(0, reduce(5, 0, 1))}
         found = hang.find_hang(ranks, NOW)
         assert found is not None
@@ -159,9 +148,9 @@ class TestFind:
         ("Z", NOW, "its process has ended"),
     ],
 )
-def test_the_condition_of_a_rank(state: str, sign: float, words: str) -> None:
+def test_the_condition_of_a_rank(state, sign, words):
     assert words in hang.condition(reading(1, sign=sign), NOW, state=state, stack="rank-1.txt")
 
 
-def test_ranks_are_named_in_runs() -> None:
+def test_ranks_are_named_in_runs():
     assert hang.format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5" and hang.format_ranks([4]) == "rank 4"

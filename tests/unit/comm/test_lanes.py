@@ -8,7 +8,7 @@ from plait.cluster.mesh import LANES
 from plait.comm.messages import lane
 
 
-def test_one_peer_on_each_lane() -> None:
+def test_one_peer_on_each_lane():
     """Neighbours, and the last with the first, where stages go round."""
     for ranks in range(2, 9):
         peers: dict[tuple[int, int], set[int]] = defaultdict(set)

@@ -1,9 +1,5 @@
 """Fits find what made the numbers; derived costs are the textbook's; the file comes back as it was."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,14 +20,14 @@ from plait.errors import InputError
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7))
-def test_a_fit_finds_the_model(fixed: float, per_byte: float) -> None:
+def test_a_fit_finds_the_model(fixed, per_byte):
     cost = Cost(fixed, per_byte)
     found = fit([(size, cost.seconds(size)) for size in (1_000, 30_000, 1_000_000, 30_000_000)])
     for size in (500, 10_000_000):
         assert found.seconds(size) == pytest.approx(cost.seconds(size), rel=1e-6)
 
 
-def test_a_fit_weighs_small_and_large_alike() -> None:
+def test_a_fit_weighs_small_and_large_alike():
     """Relative errors: a small message that is off by 10 % counts as a large one that is."""
     samples = [(1_000, 110e-6), (1_000, 90e-6), (100_000_000, 0.11), (100_000_000, 0.09)]
     found = fit(samples)
@@ -40,17 +36,17 @@ def test_a_fit_weighs_small_and_large_alike() -> None:
 
 
 @pytest.mark.parametrize("samples", [[(1_000, 2.0), (2_000, 1.0)], [(1_000, 1.0), (2_000, 4.0)]])
-def test_no_negative_costs(samples: list[tuple[int, float]]) -> None:
+def test_no_negative_costs(samples):
     found = fit(samples)
     assert found.fixed_seconds >= 0 and found.seconds_per_byte >= 0
 
 
-def test_a_fit_needs_two_sizes() -> None:
+def test_a_fit_needs_two_sizes():
     with pytest.raises(ValueError, match="two sizes"):
         fit([(1000, 1.0), (1000, 2.0)])
 
 
-def test_a_measured_cost_goes_through_its_samples() -> None:
+def test_a_measured_cost_goes_through_its_samples():
     """A backend that changes its protocol at 1 MB; between sizes on a line, beyond the last with the slope of all, never less
     for more."""
     cost = measured_cost([(1_000_000, 2e-3), (1_000, 1e-4), (4_000_000, 5e-3), (100_000, 0.9e-4)])
@@ -61,13 +57,13 @@ def test_a_measured_cost_goes_through_its_samples() -> None:
     assert 0 <= cost.seconds(10) <= 1e-4
 
 
-def test_a_ring() -> None:
+def test_a_ring():
     level = ring_level(4, Link(1e-6, 1e9))
     assert level.costs["all_reduce"].seconds(8e9) == pytest.approx(6e-6 + 2 * 3 / 4 * 8)
     assert level.costs["all_gather"].seconds(8e9) == pytest.approx(3e-6 + 3 / 4 * 8)
 
 
-def test_two_levels_share_the_network() -> None:
+def test_two_levels_share_the_network():
     """Four ranks of a machine have a quarter of its network each, when all use it."""
     group = describe(
         "dp", machines=3, per_machine=4, inside=Link(1e-6, 1e11), network=Link(1e-5, 1e9)
@@ -79,7 +75,7 @@ def test_two_levels_share_the_network() -> None:
     assert group.whole.costs["all_reduce"].seconds_per_byte == pytest.approx(2 * 11 / 12 / 1e9)
 
 
-def test_the_file(tmp_path: Path) -> None:
+def test_the_file(tmp_path):
     inside, network = Link(1e-6, 1e10), Link(1e-5, 1e9)
     groups = [
         describe("dp_replicate", machines=2, per_machine=2, inside=inside, network=network),

@@ -1,30 +1,28 @@
 """Quantisation by its definition: error at most half a scale, bytes by the formula, what is not finite stays so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from plait.comm.quantise import BLOCK, Bits, Packing, Segment, dequantise, packed_bytes, quantise
+from plait.comm.quantise import BLOCK, Packing, Segment, dequantise, packed_bytes, quantise
 from plait.errors import ModelError
 from plait.verify.keep_float64 import keeping_float64
 
 segments_of = st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=5)
 
 
-def packing(given_: list[tuple[int, bool]], bits: Bits) -> Packing:
+def packing(given_, bits):
     return Packing(tuple(Segment(numel, matrix) for numel, matrix in given_), bits)
 
 
-def rows_of(numel: int, *, rows: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows_of(numel, *, rows=3, dtype=torch.float32):
     return torch.randn(rows, numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_error_is_at_most_half_a_scale(bits: Bits) -> None:
+def test_error_is_at_most_half_a_scale(bits):
     x = rows_of(5 * BLOCK) * torch.logspace(-6, 6, 5 * BLOCK)
     codes, scales = quantise(x, bits)
     assert codes.shape == (3, 5 * BLOCK * bits // 8)
@@ -33,7 +31,7 @@ def test_error_is_at_most_half_a_scale(bits: Bits) -> None:
     assert (error > 0.2 * scales).all(), "or it is no quantisation"
 
 
-def test_where_another_dtype_is_the_default() -> None:
+def test_where_another_dtype_is_the_default():
     """Of `torch.empty` without one: states and sums would be twice as large."""
     codes, scales = quantise(rows_of(BLOCK), 8)
     torch.set_default_dtype(torch.float64)
@@ -44,7 +42,7 @@ def test_where_another_dtype_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_extremes_and_zeros_are_exact(bits: Bits) -> None:
+def test_extremes_and_zeros_are_exact(bits):
     x = torch.zeros(1, 3 * BLOCK)
     x[0, 5], x[0, BLOCK + 7] = -3.5, 1e-30
     assert torch.equal(dequantise(*quantise(x, bits), bits)[0, BLOCK * 2 :], torch.zeros(BLOCK))
@@ -53,7 +51,7 @@ def test_extremes_and_zeros_are_exact(bits: Bits) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_stays_so(bits: Bits, bad: float) -> None:
+def test_what_is_not_finite_stays_so(bits, bad):
     x = rows_of(2 * BLOCK, rows=1)
     x[0, 3] = bad
     back = dequantise(*quantise(x, bits), bits)
@@ -67,7 +65,7 @@ def test_what_is_not_finite_stays_so(bits: Bits, bad: float) -> None:
     st.sampled_from([4, 8]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
-def test_packing(given_: list[tuple[int, bool]], bits: Bits, dtype: torch.dtype) -> None:
+def test_packing(given_, bits, dtype):
     """Vectors are exact, matrices within half a scale, bytes as counted."""
     made = packing(given_, bits)
     rows = rows_of(sum(numel for numel, _ in given_), dtype=dtype)
@@ -99,7 +97,7 @@ def test_packing(given_: list[tuple[int, bool]], bits: Bits, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_vectors_of_half_precision_are_summed_wide(dtype: torch.dtype) -> None:
+def test_vectors_of_half_precision_are_summed_wide(dtype):
     """2 / eps + 1 + 1 is 2 / eps where every addition rounds."""
     made, large = packing([(BLOCK, True), (3, False)], 8), 2 / torch.finfo(dtype).eps
     rows = torch.zeros(3, BLOCK + 3, dtype=dtype)
@@ -108,7 +106,7 @@ def test_vectors_of_half_precision_are_summed_wide(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_error_feedback_makes_the_mean_over_time_right(bits: Bits) -> None:
+def test_error_feedback_makes_the_mean_over_time_right(bits):
     """Without it, numbers below half a scale never arrive."""
     made = packing([(BLOCK, True)], bits)
     x = torch.full((1, BLOCK), 0.02)
@@ -124,7 +122,7 @@ def test_error_feedback_makes_the_mean_over_time_right(bits: Bits) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_numbers_whose_scale_has_no_finite_inverse(bits: Bits) -> None:
+def test_numbers_whose_scale_has_no_finite_inverse(bits):
     """They are sent as zeros, and stay in the error."""
     made = packing([(BLOCK, True)], bits)
     x, error = torch.zeros(1, BLOCK), torch.zeros(1, BLOCK)
@@ -133,7 +131,7 @@ def test_numbers_whose_scale_has_no_finite_inverse(bits: Bits) -> None:
     assert torch.equal(error, x)
 
 
-def test_an_overflow_does_not_stay_in_the_error() -> None:
+def test_an_overflow_does_not_stay_in_the_error():
     made = packing([(2 * BLOCK, True)], 8)
     error = torch.zeros(1, 2 * BLOCK)
     x = rows_of(2 * BLOCK, rows=1)
@@ -143,7 +141,7 @@ def test_an_overflow_does_not_stay_in_the_error() -> None:
     assert error[0, BLOCK:].abs().sum() > 0
 
 
-def test_a_run_of_other_length() -> None:
+def test_a_run_of_other_length():
     """Larger shards of the same parameters, and a run that the segments do not describe."""
     segments = [Segment(6, True), Segment(2, False)]
     assert Packing.for_rows(segments, 8, numel=24).segments == (
@@ -159,11 +157,11 @@ def test_a_run_of_other_length() -> None:
 class Quantising(nn.Module):
     """As a unit's weights are gathered while the module around it runs."""
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         return quantise(x, 8)
 
 
-def test_verification_in_float64_reads_the_same() -> None:
+def test_verification_in_float64_reads_the_same():
     """It leaves out casts to narrower dtypes in a model's forward; a scale of float64 would be read as two numbers."""
     x = torch.randn(2, BLOCK, dtype=torch.float64)
     module = Quantising()

@@ -1,12 +1,9 @@
 """The stacks of a process that cannot run Python: one that is stopped, and one whose call holds the interpreter's lock."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +23,7 @@ hold()
 
 
 @pytest.mark.parametrize("does", ["stops", "holds"])
-def test_a_process_that_cannot_run_python_writes_its_stacks(tmp_path: Path, does: str) -> None:
+def test_a_process_that_cannot_run_python_writes_its_stacks(tmp_path, does):
     (tmp_path / "victim.py").write_text(VICTIM)
     written, kept = tmp_path / "written", tmp_path / "new" / "kept"
     command = [
@@ -56,7 +53,7 @@ def test_a_process_that_cannot_run_python_writes_its_stacks(tmp_path: Path, does
     assert stacks.collect(process.pid, written, kept, 0.1) is None
 
 
-def test_whose_source_a_file_is() -> None:
+def test_whose_source_a_file_is():
     assert stacks.is_users("/home/me/train.py")
     assert (
         not stacks.is_users(os.__file__)

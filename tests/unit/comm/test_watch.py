@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,22 +13,20 @@ from plait.comm.watch import Watch
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[Board]:
+def board(tmp_path):
     made = Board(rank=0, timeout_seconds=5.0, path=tmp_path / "board")
     made.progress(1, FORWARD)
     yield made
     made.close()
 
 
-def test_a_wait_that_ends_meanwhile_has_a_sane_age(
-    board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_that_ends_meanwhile_has_a_sane_age(board, monkeypatch):
     """One in a hundred slow but healthy runs ended itself: the wait was over between two reads of when it began."""
     monkeypatch.setattr(watch, "unfinished_collectives", list)
     monkeypatch.setattr(watch, "end_process", lambda code: pytest.fail(f"ended with {code}"))
     began = time.monotonic() - 2
 
-    def ends_at_once(_: Board) -> float:
+    def ends_at_once(_):
         monkeypatch.setattr(Board, "waiting_since", property(lambda _: 0.0))
         return began
 
@@ -41,9 +37,7 @@ def test_a_wait_that_ends_meanwhile_has_a_sane_age(
     watched.look(board)
 
 
-def test_a_rank_that_waits_on_says_so_before_it_ends(
-    board: Board, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_waits_on_says_so_before_it_ends(board, monkeypatch, capfd):
     monkeypatch.setattr(watch, "unfinished_collectives", list)
     codes: list[int] = []
     monkeypatch.setattr(watch, "end_process", codes.append)
@@ -58,9 +52,7 @@ def test_a_rank_that_waits_on_says_so_before_it_ends(
 
 
 @pytest.mark.parametrize("set_by", [30.0, -30.0])
-def test_a_clock_that_is_set_makes_no_wait_longer(
-    board: Board, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, set_by: float
-) -> None:
+def test_a_clock_that_is_set_makes_no_wait_longer(board, monkeypatch, tmp_path, set_by):
     """The recorder has times of the clock that may be set, and boards those of the other."""
     watched, real = Watch(), time.time
     first = UnfinishedCollective(

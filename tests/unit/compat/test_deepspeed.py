@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,19 +53,19 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
         (lambda: deepspeed.init_inference(MODEL, max_tokns=3), "leave it out"),
     ],
 )  # fmt: skip
-def test_refused(call: Callable[[], Any], words: str) -> None:
+def test_refused(call, words):
     with pytest.raises(InputError) as error:
         call()
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize("method", ["uniform", "type:transformer"])
-def test_where_stages_are_cut_changes_no_number(method: str) -> None:
+def test_where_stages_are_cut_changes_no_number(method):
     with pytest.warns(UserWarning, match="changes nothing: stages are balanced by predicted time"):
         deepspeed.PipelineModule([MODEL], partition_method=method)
 
 
-def test_no_batch_size_and_unknown_keys() -> None:
+def test_no_batch_size_and_unknown_keys():
     """DeepSpeed ignores the misspelt key and clips at 1.0."""
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
         deepspeed.initialize(model=MODEL, config={"optimizer": CONFIG["optimizer"]})
@@ -75,7 +74,7 @@ def test_no_batch_size_and_unknown_keys() -> None:
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_parts_of_sequences_and_experts(axis: str) -> None:
+def test_parts_of_sequences_and_experts(axis):
     """Before the first forward, whose error would name calls that this engine has not."""
     with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*engine.train_batch"), launched(0, 2):
         deepspeed.initialize(
@@ -83,7 +82,7 @@ def test_parts_of_sequences_and_experts(axis: str) -> None:
         )
 
 
-def test_which_configuration() -> None:
+def test_which_configuration():
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
     assert args.deepspeed is True and _select_config(args, None, None) == "ds.json"
@@ -94,7 +93,7 @@ def test_which_configuration() -> None:
             _select_config(args, config, params)
 
 
-def test_missing_names() -> None:
+def test_missing_names():
     """`hasattr` answers, and the error says what to use."""
     assert not hasattr(deepspeed, "moe") and not hasattr(deepspeed, "whatever")
     error = missing("engine", "to", METHODS)
@@ -105,7 +104,7 @@ def test_missing_names() -> None:
     )
 
 
-def test_parameters_without_an_engine_are_left_alone() -> None:
+def test_parameters_without_an_engine_are_left_alone():
     with deepspeed.zero.GatheredParameters(MODEL.weight, modifier_rank=0):
         MODEL.weight.detach().fill_(3.0)
     assert MODEL.weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
@@ -114,7 +113,7 @@ def test_parameters_without_an_engine_are_left_alone() -> None:
 class Gpt(nn.Module):
     """In the style of nanoGPT."""
 
-    def __init__(self, config: Any = None, *, scaled: bool = False) -> None:
+    def __init__(self, config=None, *, scaled=False):
         super().__init__()
         if config is not None:
             self.config = config
@@ -123,12 +122,12 @@ class Gpt(nn.Module):
         if scaled:
             self.head.weight.data *= 0.5
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
 
 
-def test_what_a_constructor_sets_is_not_lost_under_zero_init() -> None:
+def test_what_a_constructor_sets_is_not_lost_under_zero_init():
     """Weights on meta are drawn later, by methods that run again; what runs in a constructor alone is refused."""
     with deepspeed.zero.Init():
         repeated, alone, scaled = Gpt(config={}), Gpt(), Gpt(config={}, scaled=True)
@@ -142,7 +141,7 @@ def test_what_a_constructor_sets_is_not_lost_under_zero_init() -> None:
         deepspeed.initialize(model=alone, config=CONFIG)
 
 
-def test_arguments_of_scripts() -> None:
+def test_arguments_of_scripts():
     args = argparse.Namespace(local_rank=-1)
     _set_local_rank(args)
     assert args.local_rank == 0
@@ -151,14 +150,14 @@ def test_arguments_of_scripts() -> None:
     assert _drop_last({"dataloader_drop_last": True}) and not _drop_last({})
 
 
-def test_a_pipeline_module_changes_the_configuration() -> None:
+def test_a_pipeline_module_changes_the_configuration():
     resolved = _resolve_config(
         CONFIG, deepspeed.PipelineModule([MODEL], num_stages=1, activation_checkpoint_interval=1)
     )
     assert (resolved.layout.pp, resolved.recompute.mode) == (1, "full")
 
 
-def test_what_scripts_import() -> None:
+def test_what_scripts_import():
     from plait.compat.deepspeed import comm
     from plait.compat.deepspeed.accelerator import get_accelerator
     from plait.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam

@@ -1,9 +1,5 @@
 """What `plait.compat.torch.DistributedDataParallel` refuses, in one process without a launcher."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -23,13 +19,13 @@ from plait.errors import InputError
         ({"config": {"fp16": {"enabled": True}}}, "sharded.step(optimizer)"),
     ],
 )
-def test_refused(arguments: dict[str, Any], words: str) -> None:
+def test_refused(arguments, words):
     with pytest.raises(InputError) as error:
         DistributedDataParallel(nn.Linear(2, 2), **arguments)
     assert words in str(error.value)
 
 
-def test_calls() -> None:
+def test_calls():
     model = DistributedDataParallel(
         nn.Linear(2, 1), device_ids=None, find_unused_parameters=True, bucket_cap_mb=10
     )

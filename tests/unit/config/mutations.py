@@ -45,7 +45,7 @@ TEXTS = ("{", "}", "[", "]", ",", ":", '"', "\\", "\\ud800", "//", "/*", "#", "\
 "é", LONG, "[" * 3000, '{"a":' * 1500, "1e", "0x1", "-")  # fmt: skip
 
 
-def places(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(tree, at=()):
     """Paths of everything inside, not deeper than a file goes."""
     if len(at) > 8:
         return []
@@ -59,7 +59,7 @@ def places(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path for key, value in inside for path in ((*at, key), *places(value, (*at, key)))]
 
 
-def change(draw: random.Random, tree: dict[str, Any]) -> None:
+def change(draw, tree):
     """One change of the tree, in place."""
     path = draw.choice(places(tree) or [("train_batch_size",)])
     here: Any = tree
@@ -93,7 +93,7 @@ def change(draw: random.Random, tree: dict[str, Any]) -> None:
         ] = deep
 
 
-def mutated(seed: int, *, trained: bool = False) -> tuple[str, bytes, list[str]]:
+def mutated(seed, *, trained=False):
     """(ending, content, values of --set). trained: of a file that `plait train` runs."""
     draw = random.Random(seed)
     tree = copy.deepcopy(TRAINED if trained else draw.choice(BASES))

@@ -37,14 +37,14 @@ FOLLOWS = {
 """Key -> the values that follow from it."""
 
 
-def values(tree: dict[str, Any]) -> dict[str, Any]:
+def values(tree):
     """Every resolved value, for four processes."""
     resolved = resolve(load(tree), world_size=4, auto=CALLER, total_steps=50)
     return {value.name: (value.value, value.source) for value in values_of(resolved)}
 
 
 @st.composite
-def additions(draw: st.DrawFn) -> tuple[str, dict[str, dict[str, Any]]]:
+def additions(draw):
     """The name of a file, and sections for it."""
     chosen = draw(st.sets(st.sampled_from(sorted(SECTIONS)), min_size=1))
     return draw(st.sampled_from(sorted(ACCEPTED))), {
@@ -54,7 +54,7 @@ def additions(draw: st.DrawFn) -> tuple[str, dict[str, dict[str, Any]]]:
 
 @settings(max_examples=30)
 @given(additions())
-def test_no_other_number_changes(addition: tuple[str, dict[str, dict[str, Any]]]) -> None:
+def test_no_other_number_changes(addition):
     name, added = addition
     file = ACCEPTED[name]["file"]
     before = values(file)
@@ -80,12 +80,12 @@ def test_no_other_number_changes(addition: tuple[str, dict[str, dict[str, Any]]]
     assert not changed, {key: (before[key], after[key]) for key in changed}
 
 
-def test_an_empty_section_changes_nothing_at_all() -> None:
+def test_an_empty_section_changes_nothing_at_all():
     rows = {name: row["file"] for name, row in ACCEPTED.items()}
     check_rows(rows, check_empty_sections)
 
 
-def check_empty_sections(file: dict[str, Any]) -> None:
+def check_empty_sections(file):
     """Check that a file resolves to the same values with each empty section that it lacks."""
     before = {key: value for key, (value, _) in values(file).items()}
     for section in {"parallel", "run", "experts", "faults"} - set(file):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any, get_args
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from plait.config.dialects import keys
 from plait.config.schema.config import Config
@@ -190,18 +188,18 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }  # fmt: skip
 
 
-def outcome(settings: dict[str, Any]) -> Any:
+def outcome(settings):
     try:
         return resolved(tree_of(settings)).model_dump(exclude={"sources"})
     except ConfigError as error:
         return str(error)
 
 
-def test_every_setting_has_a_case() -> None:
+def test_every_setting_has_a_case():
     assert set(CHANGES) == set(keys.schema_fields())
 
 
-def check_changed(path: str) -> None:
+def check_changed(path):
     """Check that two values of a setting resolve differently."""
     others, first, second = CHANGES[path]
     one, two = outcome({**others, path: first}), outcome({**others, path: second})
@@ -209,11 +207,11 @@ def check_changed(path: str) -> None:
     assert one != two
 
 
-def test_changing_a_setting_changes_what_is_resolved() -> None:
+def test_changing_a_setting_changes_what_is_resolved():
     check_rows({path: path for path in sorted(CHANGES)}, check_changed)
 
 
-def check_origin(path: str) -> None:
+def check_origin(path):
     """Check that the source of a setting of the file is the file."""
     others, first, _ = CHANGES[path]
     assert load(tree_of({**others, path: first})).origin(path) == "file"
@@ -222,16 +220,16 @@ def check_origin(path: str) -> None:
         assert made.sources[path].startswith("file")
 
 
-def test_a_setting_of_the_file_says_that_it_is_from_the_file() -> None:
+def test_a_setting_of_the_file_says_that_it_is_from_the_file():
     check_rows({path: path for path in sorted(CHANGES)}, check_origin)
 
 
-def test_every_source_is_the_default_for_an_empty_file() -> None:
+def test_every_source_is_the_default_for_an_empty_file():
     config = Config()
     assert {config.origin(path) for path in keys.schema_fields()} == {"default"}
 
 
-def flags_of(kind: Any, path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def flags_of(kind, path=""):
     """Every field of a schema, with those of the sections in it."""
     for name, field in kind.model_fields.items():
         yield f"{path}{name}", field
@@ -240,7 +238,7 @@ def flags_of(kind: Any, path: str = "") -> Iterator[tuple[str, FieldInfo]]:
                 yield from flags_of(part, f"{path}{name}.")
 
 
-def test_truth_values_are_true_and_false_alone() -> None:
+def test_truth_values_are_true_and_false_alone():
     """pydantic takes "yes" and 1 for true, where DeepSpeed takes "no" for it."""
     tolerant, count = [], 0
     for path, field in flags_of(Config):
@@ -260,7 +258,7 @@ def test_truth_values_are_true_and_false_alone() -> None:
     assert count > 10 and not tolerant, tolerant
 
 
-def test_a_url_for_a_folder() -> None:
+def test_a_url_for_a_folder():
     """A local folder `s3:` would be made of it."""
     for text in (
         "run.folder=s3://bucket/run",

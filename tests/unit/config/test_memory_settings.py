@@ -1,9 +1,5 @@
 """Recompute and offload in a file: what follows from what, and what contradicts itself."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from plait.errors import ConfigError
@@ -13,7 +9,7 @@ from tests.unit.config.cases import BATCH, resolved, rows, written
 FULL = {"recompute": {"mode": "full"}}
 
 
-def test_a_budget_is_a_mode() -> None:
+def test_a_budget_is_a_mode():
     made = resolved(
         {"parallel": {"recompute": {"budget_gib": 1.5}}, "data": {"sequence_length": 64}}
     )
@@ -28,7 +24,7 @@ def test_a_budget_is_a_mode() -> None:
     assert made.sources["parallel.recompute.sequence_length"] == "derived: data.sequence_length"
 
 
-def test_cpu_checkpointing_is_offload_of_inputs() -> None:
+def test_cpu_checkpointing_is_offload_of_inputs():
     made = resolved({"activation_checkpointing": {"cpu_checkpointing": True}, "parallel": FULL})
     assert (made.activation_offload.fraction, made.activation_offload.device) == (1.0, "cpu")
     assert (
@@ -66,7 +62,7 @@ CONTRADICTIONS = """
 """
 
 
-def check_contradiction(row: tuple[str, str]) -> None:
+def check_contradiction(row):
     text = (
         row[0]
         .replace("OPT", "zero_optimization.offload_optimizer")
@@ -76,11 +72,11 @@ def check_contradiction(row: tuple[str, str]) -> None:
         resolved(written(text))
 
 
-def test_contradictions() -> None:
+def test_contradictions():
     check_rows(rows(CONTRADICTIONS), check_contradiction)
 
 
-def test_a_budget_needs_a_batch_size() -> None:
+def test_a_budget_needs_a_batch_size():
     from plait.config.resolving.resolve import load, resolve
 
     config = load({"parallel": {"recompute": {"budget_gib": 1, "sequence_length": 8}}})
@@ -106,7 +102,7 @@ ON_HOST = {"device": "cpu"}
         ({"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST}, "cpu", False, "cpu"),
     ],
 )  # fmt: skip
-def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, said: str) -> None:
+def test_where_shards_are(zero, device, with_states, said):
     """The table of docs/reference/offload.md, and what `plait config explain` says of it."""
     from plait.config.resolving.explain import explain
 
@@ -121,7 +117,7 @@ def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, 
     assert values["zero_optimization.offload_param.device"] == said
 
 
-def test_published_keys_without_a_meaning_are_noted() -> None:
+def test_published_keys_without_a_meaning_are_noted():
     from plait.config.resolving.explain import explain
 
     section = {**IN_FILES, "max_in_cpu": 1e9, "pin_memory": True}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +18,7 @@ LINE = re.compile(r"^plait: \S.*: .+")
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., int]:
+def command(tmp_path, monkeypatch, capsys):
     """A verb on a mutated file, up to where processes would start; text and tokenizer stand ready."""
     from plait.cli import launch, train
     from plait.train import session
@@ -31,13 +27,13 @@ def command(
         bos_token_id = eos_token_id = 0
         chat_template = None
 
-        def __len__(self) -> int:
+        def __len__(self):
             return 1024
 
-        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        def __call__(self, text, **_):
             return {"input_ids": [1] * len(text)}
 
-        def get_vocab(self) -> dict[str, int]:
+        def get_vocab(self):
             return {str(index): index for index in range(1024)}
 
     prepared: Any = SimpleNamespace(
@@ -50,7 +46,7 @@ def command(
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
-    def run(verb: str, seed: int) -> int:
+    def run(verb, seed):
         ending, content, overrides = mutated(seed, trained=verb in ("train", "layout"))
         file = tmp_path / f"m{ending}"
         file.write_bytes(content)
@@ -77,20 +73,20 @@ def command(
     return run
 
 
-def test_a_mutated_file_is_explained_or_refused(command: Callable[..., int]) -> None:
+def test_a_mutated_file_is_explained_or_refused(command):
     """A cover of what `make proof` runs at length."""
     codes = [command("config explain", seed) for seed in range(100)]
     assert min(codes.count(0), codes.count(2)) > 1
 
 
-def test_a_mutated_file_is_checked_for_training(command: Callable[..., int]) -> None:
+def test_a_mutated_file_is_checked_for_training(command):
     codes = [command("train", seed) for seed in range(1000, 1030)]
     assert codes.count(0) > 1 and codes.count(2) > 10
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("part", range(8))
-def test_two_thousand_mutated_files(command: Callable[..., int], part: int) -> None:
+def test_two_thousand_mutated_files(command, part):
     """2,000 files through the command line, each by one verb."""
     for seed in range(10_000 + 250 * part, 10_250 + 250 * part):
         command(("config explain", "train", "layout", "config explain --json")[seed % 4], seed)
@@ -109,8 +105,8 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("ending", [".json", ".yaml"])
-def test_what_no_setting_can_use_is_named(ending: str, tmp_path: Path) -> None:
-    def check(row: tuple[str, str]) -> None:
+def test_what_no_setting_can_use_is_named(ending, tmp_path):
+    def check(row):
         file = tmp_path / f"x{ending}"
         # The parser of YAML needs a second for each 10,000.
         text = row[0] if ending == ".json" else row[0].replace("[" * 100_000, "[" * 2000)
@@ -122,7 +118,7 @@ def test_what_no_setting_can_use_is_named(ending: str, tmp_path: Path) -> None:
     check_rows({text[:50]: (text, words) for text, words in UNUSABLE.items()}, check)
 
 
-def test_references_of_yaml_do_not_multiply(tmp_path: Path) -> None:
+def test_references_of_yaml_do_not_multiply(tmp_path):
     file = tmp_path / "x.yaml"
     nines = "".join(
         f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]\n"
@@ -136,7 +132,7 @@ def test_references_of_yaml_do_not_multiply(tmp_path: Path) -> None:
         load(file)
 
 
-def test_overrides_too() -> None:
+def test_overrides_too():
     for value in (
         "a=" + "[" * 2000,
         "train_batch_size=" + "9" * 5000,

@@ -1,7 +1,5 @@
 """A tokenizer with one token a byte and a chat template that marks answers."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,9 +11,7 @@ TEMPLATE = (
 )
 
 
-def tokenizer(
-    template: str | None = TEMPLATE, *, merges: list[str] | None = None
-) -> PreTrainedTokenizerFast:
+def tokenizer(template=TEMPLATE, *, merges=None):
     """One token a byte, and one for each of `merges`, two letters with a space between."""
     alphabet = {
         letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))

@@ -1,10 +1,7 @@
 """A cached folder is built once, complete or absent, whoever asks and whatever happens in between."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
-from pathlib import Path
 
 import pytest
 
@@ -12,10 +9,10 @@ from plait.data.cache import build_once, digest
 from plait.errors import InputError
 
 
-def test_it_is_built_once(tmp_path: Path) -> None:
+def test_it_is_built_once(tmp_path):
     calls = []
 
-    def build(folder: Path) -> None:
+    def build(folder):
         calls.append(folder)
         (folder / "file").write_text("x")
 
@@ -25,8 +22,8 @@ def test_it_is_built_once(tmp_path: Path) -> None:
     assert (first / "file").read_text() == "x"
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def build(folder: Path) -> None:
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def build(folder):
         (folder / "half").write_text("x")
         raise RuntimeError("in the middle")
 
@@ -40,13 +37,13 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     )
 
 
-def _slow(folder: Path) -> None:
+def _slow(folder):
     time.sleep(0.3)
     with open(folder.parent / "calls", "a") as calls:
         calls.write("x")
 
 
-def test_processes_wait_for_the_first(tmp_path: Path) -> None:
+def test_processes_wait_for_the_first(tmp_path):
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=build_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(2)
@@ -59,12 +56,12 @@ def test_processes_wait_for_the_first(tmp_path: Path) -> None:
     assert (tmp_path / "kind" / "calls").read_text() == "x"
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="PLAIT_CACHE"):
         build_once(tmp_path / "file", "kind", "key", lambda folder: None)
 
 
-def test_boundaries_are_part_of_a_digest() -> None:
+def test_boundaries_are_part_of_a_digest():
     assert digest(["ab", "c"]) != digest(["a", "bc"])
     assert digest([b"ab"]) == digest(["ab"])

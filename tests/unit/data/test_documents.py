@@ -1,7 +1,5 @@
 """Whole documents in rows: each token once, positions and targets of each document alone, and few rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given
@@ -12,13 +10,13 @@ from plait.data.packing import IGNORED, Documents, Stream, best_fit
 PADDING = 9_999
 
 
-def documents(lengths: list[int], room: int, *, scored: list[int] | None = None) -> Documents:
+def documents(lengths, room, *, scored=None):
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
     marks = None if scored is None else np.array(scored, dtype=np.uint8)
     return Documents(Stream(tokens, np.cumsum(lengths, dtype=np.uint64), marks), room, PADDING)
 
 
-def test_a_row() -> None:
+def test_a_row():
     batch = documents([3, 5, 2], 6).take(np.array([0, 1, -1]))
     assert batch["input_ids"].tolist() == [
         [4, 5, 6, 7, 8, PADDING],
@@ -38,7 +36,7 @@ def test_a_row() -> None:
     assert all(entry.dtype == torch.int64 for entry in batch.values())
 
 
-def test_what_is_not_scored_is_seen_and_not_predicted() -> None:
+def test_what_is_not_scored_is_seen_and_not_predicted():
     batch = documents([4], 4, scored=[0, 0, 1, 1]).take(np.array([0]))
     assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == (
         [[1, 2, 3, 4]],
@@ -47,7 +45,7 @@ def test_what_is_not_scored_is_seen_and_not_predicted() -> None:
 
 
 @given(st.lists(st.integers(1, 25), max_size=40), st.integers(2, 12))
-def test_every_document_is_there_once(lengths: list[int], room: int) -> None:
+def test_every_document_is_there_once(lengths, room):
     """But for parts of a single token, which predict nothing."""
     made = documents(lengths, room)
     batch = made.take(np.arange(len(made)))
@@ -74,7 +72,7 @@ def test_every_document_is_there_once(lengths: list[int], room: int) -> None:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
-def test_best_fit_fills_rows(lengths: list[int]) -> None:
+def test_best_fit_fills_rows(lengths):
     bins = best_fit(lengths, 20)
     assert sorted(position for one in bins for position in one) == list(range(len(lengths)))
     assert all(sum(lengths[position] for position in one) <= 20 for one in bins)
@@ -83,7 +81,7 @@ def test_best_fit_fills_rows(lengths: list[int]) -> None:
     assert best_fit(lengths, 20) == bins
 
 
-def test_a_stream_that_is_parted_inside_of_a_document() -> None:
+def test_a_stream_that_is_parted_inside_of_a_document():
     made = documents([3, 4], 8, scored=[1, 0, 1, 1, 0, 0, 1])
     before, after = made.stream.split(5)
     assert (before.tokens.tolist(), before.ends.tolist()) == ([1, 2, 3, 4, 5], [3, 5])

@@ -1,7 +1,5 @@
 """The order of the data: a bijection in every epoch, the same global batches on every number of ranks, a function of the position."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from plait.data.loader import Loader, shuffle_positions, validation_batches
 from plait.data.packing import IGNORED, Sequences, Stream
 
 
-def _sequences(count: int, *, length: int = 4) -> Sequences:
+def _sequences(count, *, length=4):
     """Sequence i is [i, i, i, i]."""
     return Sequences(
         Stream(np.repeat(np.arange(count, dtype=np.uint16), length), np.array([count * length])),
@@ -22,12 +20,12 @@ def _sequences(count: int, *, length: int = 4) -> Sequences:
 
 
 @given(count=st.integers(1, 3000), key=st.text(max_size=5))
-def test_a_shuffle_is_a_bijection(count: int, key: str) -> None:
+def test_a_shuffle_is_a_bijection(count, key):
     found = shuffle_positions(np.arange(count), count=count, key=key)
     assert sorted(found.tolist()) == list(range(count))
 
 
-def test_a_shuffle_shuffles() -> None:
+def test_a_shuffle_shuffles():
     count = 20_000
     found = shuffle_positions(np.arange(count), count=count, key="0 0")
     again = shuffle_positions(np.arange(count), count=count, key="0 1")
@@ -38,7 +36,7 @@ def test_a_shuffle_shuffles() -> None:
     assert abs(np.corrcoef(found, np.arange(count))[0, 1]) < 0.03
 
 
-def test_the_order_is_the_one_that_runs_were_started_with() -> None:
+def test_the_order_is_the_one_that_runs_were_started_with():
     """A change of these numbers changes what every interrupted run goes on with."""
     order = shuffle_positions(np.arange(10), count=10, key="0 0").tolist()
     assert order == [3, 9, 1, 0, 5, 2, 7, 8, 4, 6]
@@ -51,9 +49,7 @@ def test_the_order_is_the_one_that_runs_were_started_with() -> None:
     seed=st.integers(0, 5),
     step=st.integers(0, 40),
 )
-def test_ranks_share_one_global_batch(
-    count: int, batch: int, dp: int, seed: int, step: int
-) -> None:
+def test_ranks_share_one_global_batch(count, batch, dp, seed, step):
     total = batch * 12  # divisible by 1, 2, 3, 4
     whole = Loader(_sequences(count), total, seed).at(step * total)
     parts = [
@@ -64,7 +60,7 @@ def test_ranks_share_one_global_batch(
 
 
 @given(count=st.integers(1, 50), batch=st.integers(1, 20))
-def test_every_epoch_takes_each_sequence_once(count: int, batch: int) -> None:
+def test_every_epoch_takes_each_sequence_once(count, batch):
     loader = Loader(_sequences(count), batch, 3)
     steps = -(-2 * count // batch)
     numbers = np.concatenate([loader.global_numbers(step * batch) for step in range(steps)])
@@ -72,7 +68,7 @@ def test_every_epoch_takes_each_sequence_once(count: int, batch: int) -> None:
         assert sorted(numbers[epoch * count : (epoch + 1) * count].tolist()) == list(range(count))
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_differ():
     first = Loader(_sequences(500), 500, 0)
     assert first.global_numbers(0).tolist() != first.global_numbers(500).tolist()
     assert (
@@ -81,7 +77,7 @@ def test_epochs_and_seeds_differ() -> None:
     )
 
 
-def test_a_larger_batch_goes_on_where_the_smaller_one_was() -> None:
+def test_a_larger_batch_goes_on_where_the_smaller_one_was():
     small, large = Loader(_sequences(100), 5, 0), Loader(_sequences(100), 10, 0)
     assert [*small.global_numbers(20), *small.global_numbers(25)] == large.global_numbers(
         20
@@ -90,7 +86,7 @@ def test_a_larger_batch_goes_on_where_the_smaller_one_was() -> None:
 
 @pytest.mark.parametrize("limit", [1, 5, 7, 100])
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (3, 1), (2, 2), (2, 3)])
-def test_validation_is_the_same_set_on_every_layout(limit: int, micro: int, dp: int) -> None:
+def test_validation_is_the_same_set_on_every_layout(limit, micro, dp):
     sequences = _sequences(11)
     per_rank = [
         list(validation_batches(sequences, limit=limit, micro=micro, dp_rank=rank, dp_size=dp))
@@ -110,5 +106,5 @@ def test_validation_is_the_same_set_on_every_layout(limit: int, micro: int, dp: 
     assert all(batch["input_ids"].shape == (micro, 4) for batches in per_rank for batch in batches)
 
 
-def test_nothing_held_out_means_no_batches() -> None:
+def test_nothing_held_out_means_no_batches():
     assert list(validation_batches(_sequences(0), limit=5, micro=2, dp_rank=0, dp_size=1)) == []

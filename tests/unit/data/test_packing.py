@@ -1,9 +1,5 @@
 """Documents become one stream with a mark after each, and the stream becomes sequences without losing a token."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,28 +16,28 @@ class Letters:
 
     eos_token_id = 0
 
-    def __init__(self, *, largest: int = 200) -> None:
+    def __init__(self, *, largest=200):
         self._largest = largest
 
-    def get_vocab(self) -> dict[str, int]:
+    def get_vocab(self):
         return {"end": 0, "largest": self._largest}
 
-    def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+    def __call__(self, texts, **_):
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
 
-def _stream(*documents: str) -> list[int]:
+def _stream(*documents):
     return [token for document in documents for token in (*map(ord, document), 0)]
 
 
-def test_documents_are_joined_with_an_end_mark(tmp_path: Path) -> None:
+def test_documents_are_joined_with_an_end_mark(tmp_path):
     write_tokens(tmp_path, ["ab", "", "c"], Letters(), held_out=0)
     train, validation = read_tokens(tmp_path)
     assert train.tokens.tolist() == _stream("ab", "", "c")
     assert len(validation) == 0
 
 
-def test_held_out_documents_are_whole_and_only_there(tmp_path: Path) -> None:
+def test_held_out_documents_are_whole_and_only_there(tmp_path):
     documents = [f"document {number}" for number in range(200)]
     write_tokens(tmp_path, documents, Letters(), held_out=0.25)
     train, validation = read_tokens(tmp_path)
@@ -53,9 +49,7 @@ def test_held_out_documents_are_whole_and_only_there(tmp_path: Path) -> None:
     )
 
 
-def test_a_long_document_is_cut_at_lines_and_stays_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_is_cut_at_lines_and_stays_one(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 10)
     documents = ["one\ntwo\nthree\n", "without any end of a line", "x"]
     assert list(packing._split_at_lines(documents[0])) == ["one\ntwo\n", "three\n"]
@@ -64,7 +58,7 @@ def test_a_long_document_is_cut_at_lines_and_stays_one(
 
 
 @pytest.mark.parametrize(("largest", "width"), [(65_535, 2), (65_536, 4)])
-def test_tokens_take_as_many_bytes_as_they_need(tmp_path: Path, largest: int, width: int) -> None:
+def test_tokens_take_as_many_bytes_as_they_need(tmp_path, largest, width):
     tokenizer = Letters(largest=largest)
     write_tokens(tmp_path, [chr(largest)], tokenizer, held_out=0)
     train, _ = read_tokens(tmp_path)
@@ -72,7 +66,7 @@ def test_tokens_take_as_many_bytes_as_they_need(tmp_path: Path, largest: int, wi
     assert train.tokens[0] == largest
 
 
-def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_is_refused(tmp_path):
     write_tokens(tmp_path, ["abc"], Letters(), held_out=0)
     (tmp_path / "train.bin").write_bytes(b"\0\0")
     with pytest.raises(InputError, match=r"train\.bin: does not hold the 4 numbers"):
@@ -80,7 +74,7 @@ def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
 
 
 @given(count=st.integers(0, 60), length=st.integers(2, 9))
-def test_sequences_hold_every_token_once(count: int, length: int) -> None:
+def test_sequences_hold_every_token_once(count, length):
     tokens = np.arange(1, count + 1, dtype=np.uint16)
     sequences = Sequences(Stream(tokens, np.array([len(tokens)])), length, padding=0)
     batch = sequences.take(np.arange(len(sequences)))
@@ -93,7 +87,7 @@ def test_sequences_hold_every_token_once(count: int, length: int) -> None:
     assert batch["input_ids"].shape == (len(sequences), length)
 
 
-def test_a_sequence_of_padding_is_scored_nowhere() -> None:
+def test_a_sequence_of_padding_is_scored_nowhere():
     batch = Sequences(Stream(np.arange(8, dtype=np.uint16), np.array([8])), 4, padding=7).take(
         np.array([1, -1])
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ from datasets import Dataset
 from plait import exact
 from plait.config.resolving.resolve import load
 from plait.config.schema.sections import DataSection
-from plait.data.loader import BatchSource
 from plait.data.packing import IGNORED
-from plait.data.prepare import PreparedData, prepare
+from plait.data.prepare import prepare
 from plait.data.tokenizer import is_held_out
 from plait.errors import CheckpointError, ConfigError, InputError
 from tests.unit.data.byte_tokenizer import tokenizer
@@ -25,7 +23,7 @@ LENGTH, BATCH = 16, 4
 KINDS = ["disk", "parquet", "jsonl"]
 
 
-def texts(count: int = 150) -> list[str]:
+def texts(count=150):
     """Of 1 to 40 letters, all different."""
     draw = np.random.default_rng(3)
     return [
@@ -34,7 +32,7 @@ def texts(count: int = 150) -> list[str]:
     ]
 
 
-def conversations(count: int = 60) -> list[dict[str, Any]]:
+def conversations(count=60):
     found = []
     for number in range(count):
         turns = (("user", f"{number}?"), ("assistant", "Yes. " * (1 + number % 3)))
@@ -42,7 +40,7 @@ def conversations(count: int = 60) -> list[dict[str, Any]]:
     return found
 
 
-def written(folder: Path, rows: list[dict[str, Any]], kind: str) -> str:
+def written(folder, rows, kind):
     """A data set that the library opens."""
     place, half = folder / kind, len(rows) // 2
     place.mkdir(parents=True)
@@ -57,15 +55,13 @@ def written(folder: Path, rows: list[dict[str, Any]], kind: str) -> str:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def opened(tmp_path, monkeypatch):
     """Prepares rows, in either way."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     tokenizer().save_pretrained(tmp_path / "tokenizer")
     places: dict[str, str] = {}
 
-    def opens(
-        rows: list[dict[str, Any]], *, kind: str = "disk", fraction: float = 0.1, **settings: Any
-    ) -> PreparedData:
+    def opens(rows, *, kind="disk", fraction=0.1, **settings):
         if kind not in places:
             places[kind] = written(tmp_path, rows, kind)
         given: dict[str, Any] = {
@@ -81,21 +77,19 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return opens
 
 
-def rows_of(found: list[str]) -> list[dict[str, Any]]:
+def rows_of(found):
     return [{"text": text} for text in found]
 
 
-def loader_of(data: PreparedData, rank: int = 0, ranks: int = 1) -> BatchSource:
+def loader_of(data, rank=0, ranks=1):
     return data.loader(BATCH, 5, dp_rank=rank, dp_size=ranks)
 
 
-def batches(loader: BatchSource, first: int, last: int) -> list[dict[str, torch.Tensor]]:
+def batches(loader, first, last):
     return [loader.at(step * BATCH) for step in range(first, last)]
 
 
-def assert_equal(
-    found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]
-) -> None:
+def assert_equal(found, wanted):
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -103,7 +97,7 @@ def assert_equal(
 
 @pytest.mark.parametrize("packing", [None, "documents"])
 @pytest.mark.parametrize("form", ["text", "chat"])
-def test_one_block_is_the_prepared_text(opened: Any, form: str, packing: str | None) -> None:
+def test_one_block_is_the_prepared_text(opened, form, packing):
     """Bit by bit, in both epochs, with what is held out."""
     rows = rows_of(texts()) if form == "text" else conversations()
     whole = opened(rows, format=form, packing=packing)
@@ -116,7 +110,7 @@ def test_one_block_is_the_prepared_text(opened: Any, form: str, packing: str | N
 
 
 @pytest.mark.parametrize("packing", [None, "documents"])
-def test_every_epoch_has_each_training_document_once(opened: Any, packing: str | None) -> None:
+def test_every_epoch_has_each_training_document_once(opened, packing):
     """In several blocks, against the documents themselves."""
     found = texts()
     data = opened(rows_of(found), streaming=True, buffer_sequences=30, packing=packing)
@@ -141,7 +135,7 @@ def test_every_epoch_has_each_training_document_once(opened: Any, packing: str |
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_from_every_position_on_any_number_of_ranks(opened: Any, kind: str) -> None:
+def test_it_goes_on_from_every_position_on_any_number_of_ranks(opened, kind):
     """Within blocks, at their ends and over those of epochs; what is kept passes through a checkpoint's metadata."""
     data = opened(rows_of(texts()), kind=kind, streaming=True, buffer_sequences=20)
     loader, wanted, states = loader_of(data), [], []
@@ -166,13 +160,13 @@ def test_it_goes_on_from_every_position_on_any_number_of_ranks(opened: Any, kind
             assert_equal(together, wanted[step : step + 2])
 
 
-def test_blocks_above_the_text_and_batches_above_a_block(opened: Any) -> None:
+def test_blocks_above_the_text_and_batches_above_a_block(opened):
     data = opened(rows_of(texts(70)), streaming=True, buffer_sequences=1)
     found = data.loader(50, 0, dp_rank=0, dp_size=1).at(0)
     assert found["input_ids"].shape == (50, LENGTH) and (found["labels"] != IGNORED).any(1).all()
 
 
-def test_a_text_that_has_changed_is_refused(opened: Any, tmp_path: Path) -> None:
+def test_a_text_that_has_changed_is_refused(opened, tmp_path):
     data = opened(rows_of(texts()), kind="jsonl", streaming=True, buffer_sequences=20)
     loader = loader_of(data)
     batches(loader, 0, 30)
@@ -197,14 +191,12 @@ def test_a_text_that_has_changed_is_refused(opened: Any, tmp_path: Path) -> None
         ([{"messages": []}], {"format": "chat"}, "row 0: 'messages' is not a list with messages"),
     ],
 )
-def test_rows_that_cannot_be_read_are_refused_before_the_run(
-    opened: Any, rows: list[dict[str, Any]], settings: dict[str, Any], said: str
-) -> None:
+def test_rows_that_cannot_be_read_are_refused_before_the_run(opened, rows, settings, said):
     with pytest.raises(InputError, match=said):
         opened(rows, streaming=True, fraction=0.0, **settings)
 
 
-def test_a_row_that_cannot_be_read_later(opened: Any) -> None:
+def test_a_row_that_cannot_be_read_later(opened):
     """Named by its number in the pass, also after a run went on."""
     data = opened([*rows_of(texts(200)), {"text": None}], streaming=True, buffer_sequences=20)
     loader = loader_of(data)
@@ -215,7 +207,7 @@ def test_a_row_that_cannot_be_read_later(opened: Any) -> None:
         batches(again, 10, 200)
 
 
-def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
+def test_a_text_of_nothing_later_does_not_turn_for_ever(opened):
     """Each document has an end-of-text token alone, and a block never has a sequence."""
     data = opened(
         [{"text": ""}] * 300, streaming=True, packing=None, buffer_sequences=1, fraction=0.0
@@ -227,7 +219,7 @@ def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
         data.loader(1, 0, dp_rank=0, dp_size=1).at(0)
 
 
-def test_it_needs_a_tokenizer(tmp_path: Path) -> None:
+def test_it_needs_a_tokenizer(tmp_path):
     section = DataSection(
         source="datasets", paths=(written(tmp_path, rows_of(texts()), "disk"),), streaming=True
     )
@@ -237,7 +229,7 @@ def test_it_needs_a_tokenizer(tmp_path: Path) -> None:
         prepare(section, cache=tmp_path, model_tokenizer=None, report=lambda _: None)
 
 
-def test_settings_that_do_not_go_together() -> None:
+def test_settings_that_do_not_go_together():
     for section, said in (
         (
             {"source": "jsonl", "streaming": True},

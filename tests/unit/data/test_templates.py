@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from datasets import Dataset
 from plait.config.schema.sections import DataSection
 from plait.data.conversations import encoder, row_text, template_warnings
 from plait.data.packing import IGNORED
-from plait.data.prepare import PreparedData, prepare
+from plait.data.prepare import prepare
 from plait.errors import InputError
 from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 
@@ -25,7 +24,7 @@ CHAT = [
 ]
 
 
-def test_what_is_scored_is_what_transformers_says() -> None:
+def test_what_is_scored_is_what_transformers_says():
     made = tokenizer()
     ids, scored = encoder(made, "chat", scored="answers")(
         row_text({"messages": CHAT}, "chat", where="row")
@@ -40,7 +39,7 @@ def test_what_is_scored_is_what_transformers_says() -> None:
     assert everything == (ids, [True] * len(ids))
 
 
-def test_instructions() -> None:
+def test_instructions():
     pair = {"prompt": "2 + 2 = ", "completion": "4"}
     for template in (TEMPLATE, None):
         assert encoded(tokenizer(template), pair, "instruct")[1] == "4</s>"
@@ -73,7 +72,7 @@ def test_instructions() -> None:
         ("instruct", {"instruction": "x", "output": "x", "system": 3}, "'system' holds a int"),
     ],
 )  # fmt: skip
-def test_a_row_that_is_none(form: str, row: dict[str, Any], said: str) -> None:
+def test_a_row_that_is_none(form, row, said):
     with pytest.raises(InputError, match=said) as error:
         row_text(row, form, where="a.jsonl, line 3")
     assert str(error.value).startswith("a.jsonl, line 3: ")
@@ -87,7 +86,7 @@ WITH_TOOLS = (
 )
 
 
-def encoded(made: Any, row: dict[str, Any], form: str = "chat", **settings: Any) -> tuple[str, str]:
+def encoded(made, row, form="chat", **settings):
     """The text of a row's tokens, and of those that are scored."""
     ids, scored = encoder(made, form, scored=settings.pop("scored", "answers"), **settings)(
         row_text(row, form, where="row")
@@ -98,7 +97,7 @@ def encoded(made: Any, row: dict[str, Any], form: str = "chat", **settings: Any)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_tools_and_settings_of_a_row_are_used(packed: bool) -> None:
+def test_tools_and_settings_of_a_row_are_used(packed):
     made = tokenizer(WITH_TOOLS)
     row = {"messages": CHAT[1:3], "tools": TOOLS, "chat_template_kwargs": {"slowly": True}}
     if packed:  # as columns of objects are stored in Arrow, where what other rows have is null
@@ -112,7 +111,7 @@ def test_tools_and_settings_of_a_row_are_used(packed: bool) -> None:
     assert text == made.decode(theirs["input_ids"])
 
 
-def test_calls_of_tools_need_no_content() -> None:
+def test_calls_of_tools_need_no_content():
     calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if 'tool_calls' in message %}*{% endif %}{% endfor %}"
     row = {
@@ -124,7 +123,7 @@ def test_calls_of_tools_need_no_content() -> None:
     assert encoded(tokenizer(template), row)[0] == "<user>?<assistant>*"
 
 
-def test_what_a_template_does_not_read_is_refused() -> None:
+def test_what_a_template_does_not_read_is_refused():
     for more, said in (
         ({"tools": TOOLS}, "does not read `tools`"),
         ({"chat_template_kwargs": {"slowly": 1}}, "does not read 'slowly'"),
@@ -134,14 +133,14 @@ def test_what_a_template_does_not_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize("marks", [True, False])
-def test_an_answer_of_weight_0_is_not_scored(marks: bool) -> None:
+def test_an_answer_of_weight_0_is_not_scored(marks):
     template = TEMPLATE if marks else UNMARKED
     chat = [CHAT[1], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
     text, scored = encoded(tokenizer(template), {"messages": chat})
     assert scored == "No, it is night.</s>" and "Yes.</s>" in text
 
 
-def test_system_and_history_of_an_instruction() -> None:
+def test_system_and_history_of_an_instruction():
     row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
     assert encoded(tokenizer(), row, "instruct") == (
         "<system>s<user>a<assistant>b</s><user>c<assistant>d</s>",
@@ -156,7 +155,7 @@ def test_system_and_history_of_an_instruction() -> None:
 @pytest.mark.parametrize(
     "template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"]
 )
-def test_a_merge_over_the_edge_of_an_answer(template: str | None) -> None:
+def test_a_merge_over_the_edge_of_an_answer(template):
     made = tokenizer(template, merges=["= 4"])
     text, scored = encoded(made, {"prompt": "2+2=", "completion": "4"}, "instruct")
     assert text.startswith("2+2=4") and scored.startswith("4")
@@ -175,7 +174,7 @@ THINKS = (
 )
 
 
-def test_templates_that_think() -> None:
+def test_templates_that_think():
     """As Qwen3's, which leaves out earlier thinking, and as R1's, which asks for it and never writes it."""
     assert encoded(tokenizer(THINKS), {"messages": CHAT[1:]})[1] == "(thinks)No, it is night.</s>"
     (caution,) = template_warnings(tokenizer(THINKS), append_end_of_text=False)
@@ -186,7 +185,7 @@ def test_templates_that_think() -> None:
     assert encoded(tokenizer(asks), {"messages": CHAT}, scored="all")[1].endswith("night.</s>")
 
 
-def test_templates_with_a_clock() -> None:
+def test_templates_with_a_clock():
     dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
     assert encoded(tokenizer(dated), {"messages": CHAT[1:3]})[0].startswith("26 Jul 2024<user>")
     (caution,) = template_warnings(tokenizer(dated), append_end_of_text=False)
@@ -198,7 +197,7 @@ def test_templates_with_a_clock() -> None:
         )
 
 
-def test_a_template_that_ends_no_turn(tmp_path: Path) -> None:
+def test_a_template_that_ends_no_turn(tmp_path):
     endless = TEMPLATE.replace("</s>", "\n")
     (caution,) = template_warnings(tokenizer(endless), append_end_of_text=False)
     assert (
@@ -222,7 +221,7 @@ def test_a_template_that_ends_no_turn(tmp_path: Path) -> None:
     assert not prepared(tmp_path, **section).cautions
 
 
-def test_templates_that_cannot_be_used() -> None:
+def test_templates_that_cannot_be_used():
     with pytest.raises(InputError, match="has no chat template; set data.tokenizer"):
         encoder(tokenizer(None), "chat", scored="answers")
     text = row_text({"messages": CHAT}, "chat", where="row")
@@ -234,7 +233,7 @@ def test_templates_that_cannot_be_used() -> None:
     assert all(encoder(tokenizer(last), "chat", scored="all")(text)[1])
 
 
-def prepared(folder: Path, **section: Any) -> PreparedData:
+def prepared(folder, **section):
     tokenizer().save_pretrained(folder / "tokenizer")
     data = DataSection(
         tokenizer=str(folder / "tokenizer"), validation_fraction=0, sequence_length=128, **section
@@ -243,7 +242,7 @@ def prepared(folder: Path, **section: Any) -> PreparedData:
 
 
 @pytest.mark.parametrize("packing", [None, "documents"])
-def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str | None) -> None:
+def test_jsonl_and_data_sets_give_the_same(tmp_path, packing):
     rows = [{"messages": CHAT[: 3 + 2 * (number % 2)], "id": number} for number in range(6)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
@@ -271,7 +270,7 @@ def test_jsonl_and_data_sets_give_the_same(tmp_path: Path, packing: str | None) 
     ] == (packing or "left out")
 
 
-def test_what_the_loss_is_of_has_a_cache_of_its_own(tmp_path: Path) -> None:
+def test_what_the_loss_is_of_has_a_cache_of_its_own(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "2 + 2 = ", "completion": "4"}) + "\n")
     section = {"source": "jsonl", "paths": (str(tmp_path / "a.jsonl"),), "format": "instruct"}
     counted = [
@@ -281,7 +280,7 @@ def test_what_the_loss_is_of_has_a_cache_of_its_own(tmp_path: Path) -> None:
     assert counted[0] < counted[1]
 
 
-def test_sections_that_contradict_themselves() -> None:
+def test_sections_that_contradict_themselves():
     for section, said in (
         ({"source": "files", "format": "chat"}, 'set `source` to "jsonl" or "datasets"'),
         ({"source": "jsonl", "format": "chat", "field": "talk"}, "columns have fixed names"),
@@ -294,14 +293,14 @@ def test_sections_that_contradict_themselves() -> None:
             DataSection(paths=["x"], **section)
 
 
-def test_a_model_from_scratch_needs_a_tokenizer(tmp_path: Path) -> None:
+def test_a_model_from_scratch_needs_a_tokenizer(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x", "completion": "y"}) + "\n")
     section = DataSection(source="jsonl", paths=(str(tmp_path / "a.jsonl"),), format="instruct")
     with pytest.raises(InputError, match=r"has no chat template; set data\.tokenizer"):
         prepare(section, cache=tmp_path / "cache", model_tokenizer=None, report=lambda _: None)
 
 
-def test_half_of_a_character_is_refused() -> None:
+def test_half_of_a_character_is_refused():
     chat = {"messages": [{"role": "user", "content": "a\udfff"}]}
     for form, row in (("chat", chat), ("instruct", {"prompt": "a", "completion": "\udfff"})):
         with pytest.raises(

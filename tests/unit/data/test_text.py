@@ -1,10 +1,7 @@
 """Which documents a `data` section means, and what is said when it means none."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,20 +10,20 @@ from plait.data.text import find_files, open_corpus
 from plait.errors import InputError
 
 
-def _documents(cache: Path, **section: object) -> list[str]:
+def _documents(cache, **section):
     return list(open_corpus(DataSection(**section), cache=cache).documents())
 
 
-def _fingerprint(cache: Path, **section: object) -> str:
+def _fingerprint(cache, **section):
     return open_corpus(DataSection(**section), cache=cache).fingerprint
 
 
-def _write(folder: Path, **texts: str) -> None:
+def _write(folder, **texts):
     for name, text in texts.items():
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
-def test_files_are_sorted_and_each_counts_once(tmp_path: Path) -> None:
+def test_files_are_sorted_and_each_counts_once(tmp_path):
     names = "hdbgecaf"
     _write(tmp_path, **{name: f"text {name}" for name in names})
     paths = (f"{tmp_path}/*.txt", f"{tmp_path}/b.txt", str(tmp_path))
@@ -35,14 +32,14 @@ def test_files_are_sorted_and_each_counts_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_means_the_text_files_below_it(tmp_path: Path) -> None:
+def test_a_folder_means_the_text_files_below_it(tmp_path):
     (tmp_path / "deep").mkdir()
     _write(tmp_path / "deep", a="one")
     (tmp_path / "deep" / "picture.png").write_bytes(b"\x89")
     assert find_files((str(tmp_path),), suffixes=(".txt",)) == [tmp_path / "deep" / "a.txt"]
 
 
-def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
+def test_the_fingerprint_follows_the_content(tmp_path):
     cache, section = tmp_path / "cache", {"source": "files", "paths": (f"{tmp_path}/*.txt",)}
     _write(tmp_path, a="one", b="two")
     before = _fingerprint(cache, **section)
@@ -58,7 +55,7 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["missing.txt", "*.nothing", "empty"])
-def test_a_path_that_names_nothing_is_refused_by_name(tmp_path: Path, path: str) -> None:
+def test_a_path_that_names_nothing_is_refused_by_name(tmp_path, path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"data\.paths"):
         open_corpus(
@@ -66,13 +63,13 @@ def test_a_path_that_names_nothing_is_refused_by_name(tmp_path: Path, path: str)
         )
 
 
-def test_bytes_that_are_not_utf8_name_file_and_place(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_name_file_and_place(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"fine \xff not")
     with pytest.raises(InputError, match=r"bad\.txt: byte 5 is not UTF-8"):
         _documents(tmp_path / "cache", source="files", paths=(str(tmp_path / "bad.txt"),))
 
 
-def test_json_lines_give_their_field(tmp_path: Path) -> None:
+def test_json_lines_give_their_field(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two", "text": "no"}\n')
     assert _documents(tmp_path / "cache", source="jsonl", paths=(str(tmp_path),), field="body") == [
         "one",
@@ -80,7 +77,7 @@ def test_json_lines_give_their_field(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
+def test_a_bad_line_is_named(tmp_path):
     file = tmp_path / "a.jsonl"
     for line, said in (
         ('{"body": "x"}', r"line 2: has no field 'text'; it has 'body'"),
@@ -93,7 +90,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
             _documents(tmp_path / "cache", source="jsonl", paths=(str(file),))
 
 
-def test_the_standard_library_is_the_same_every_time(tmp_path: Path) -> None:
+def test_the_standard_library_is_the_same_every_time(tmp_path):
     section = DataSection(source="python-stdlib")
     corpus = open_corpus(section, cache=tmp_path)
     assert corpus.fingerprint == open_corpus(section, cache=tmp_path).fingerprint
@@ -104,7 +101,7 @@ def test_the_standard_library_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Path:
+def dataset(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict(
         {"text": ["one", "two"], "title": ["1", "2"], "other": [1, 2]}
@@ -113,7 +110,7 @@ def dataset(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def test_a_data_set_from_disk(tmp_path: Path, dataset: Path) -> None:
+def test_a_data_set_from_disk(tmp_path, dataset):
     assert _documents(tmp_path, source="datasets", paths=(str(dataset),)) == ["one", "two"]
     assert _documents(tmp_path, source="datasets", paths=(str(dataset),), split="test") == ["two"]
     which = ({}, {"split": "test"}, {"field": "title"})

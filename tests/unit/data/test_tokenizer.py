@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from plait.config.schema.sections import DataSection
-from plait.data.prepare import PreparedData, prepare
+from plait.data.prepare import prepare
 from plait.data.text import Corpus, open_corpus
 from plait.data.tokenizer import (
     END_OF_TEXT,
@@ -24,7 +22,7 @@ TEXT = "def add(a, b):\n    return a + b  # größer, 你好 🙂\n\n\nclass Num
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> DataSection:
+def files(tmp_path):
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(TEXT * 3 + str(number))
     return DataSection(
@@ -36,18 +34,16 @@ def files(tmp_path: Path) -> DataSection:
     )
 
 
-def _silent(_: str) -> None:
+def _silent(_):
     pass
 
 
-def prepared(
-    section: DataSection, cache: Path, *, model: str | None = None, **changes: object
-) -> PreparedData:
+def prepared(section, cache, *, model=None, **changes):
     changed = section.model_copy(update=changes)
     return prepare(changed, cache=cache, model_tokenizer=model, report=_silent)
 
 
-def test_a_trained_tokenizer_gives_every_text_back(tmp_path: Path, files: DataSection) -> None:
+def test_a_trained_tokenizer_gives_every_text_back(tmp_path, files):
     corpus = open_corpus(files, cache=tmp_path)
     tokenizer = load_tokenizer(train_tokenizer(corpus, files, cache=tmp_path, report=_silent))
     assert vocabulary_size(tokenizer) == 300
@@ -58,7 +54,7 @@ def test_a_trained_tokenizer_gives_every_text_back(tmp_path: Path, files: DataSe
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_held_out_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
+def test_held_out_text_does_not_train_the_tokenizer(tmp_path):
     section = DataSection(
         source="files", paths=("unused",), vocab_size=400, validation_fraction=0.5
     )
@@ -79,7 +75,7 @@ def test_held_out_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
     assert not any("quokka" in word for word in words)
 
 
-def test_text_without_a_letter_is_refused(tmp_path: Path) -> None:
+def test_text_without_a_letter_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     section = DataSection(source="files", paths=(str(tmp_path / "empty.txt"),))
     with pytest.raises(InputError, match="no text to train on"):
@@ -90,14 +86,14 @@ def test_text_without_a_letter_is_refused(tmp_path: Path) -> None:
     ("place", "said"),
     [("missing", "there is no such file or folder"), ("broken", "no tokenizer can be read")],
 )
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, place: str, said: str) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, place, said):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match=rf"data\.tokenizer.*{said}"):
         load_tokenizer(tmp_path / place)
 
 
-def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -107,7 +103,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "bare")
 
 
-def test_work_is_told_once_and_cached(tmp_path: Path, files: DataSection) -> None:
+def test_work_is_told_once_and_cached(tmp_path, files):
     said: list[str] = []
     first = prepare(files, cache=tmp_path / "cache", model_tokenizer=None, report=said.append)
     assert [line.split()[0] for line in said] == ["training", "tokenising"]
@@ -118,7 +114,7 @@ def test_work_is_told_once_and_cached(tmp_path: Path, files: DataSection) -> Non
     assert len(first.validation) > 0
 
 
-def test_a_tokenizer_of_ones_own_is_used(tmp_path: Path, files: DataSection) -> None:
+def test_a_tokenizer_of_ones_own_is_used(tmp_path, files):
     other = train_tokenizer(
         open_corpus(files, cache=tmp_path),
         files.model_copy(update={"vocab_size": 280}),
@@ -132,7 +128,7 @@ def test_a_tokenizer_of_ones_own_is_used(tmp_path: Path, files: DataSection) -> 
     assert file.identity == models.identity == found.identity
 
 
-def test_one_long_document_gives_its_end_for_validation(tmp_path: Path) -> None:
+def test_one_long_document_gives_its_end_for_validation(tmp_path):
     (tmp_path / "book.txt").write_text(TEXT * 200)
     section = DataSection(
         source="files",

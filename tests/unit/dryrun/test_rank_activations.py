@@ -18,13 +18,12 @@ from plait.dryrun.dry_model import rank_activations, token_batch
 from plait.errors import ModelError
 from plait.losses.loss import causal_lm_loss, per_sample
 from plait.model.blocks import find_blocks
-from plait.parallel.accounting.activations import StageFacts
 from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from tests.parity import cases
 
 
-def stage(model: nn.Module, *, blocks: tuple[str, ...], **more: Any) -> StageFacts:
+def stage(model, *, blocks, **more):
     """The one stage of a model in one process."""
     return rank_activations(Parts(model, blocks), mesh=ONE, **more)[0].stages[0]
 
@@ -32,14 +31,14 @@ def stage(model: nn.Module, *, blocks: tuple[str, ...], **more: Any) -> StageFac
 ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
 
 
-def saved_by_hooks(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+def saved_by_hooks(model, batch):
     """Bytes of the distinct storages that autograd saves for backward, as its own hooks see them, parameters and batch left out."""
     known = {
         t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *batch.values())
     }
     seen: dict[int, Any] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
             seen[storage._cdata] = storage
@@ -54,7 +53,7 @@ def saved_by_hooks(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
 @pytest.mark.parametrize("cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox"])
-def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str, cache: bool) -> None:
+def test_equals_torchs_saved_tensor_hooks(kind, recompute, cache):
     """Real tensors on one side, fake ones on the other. Under full recompute the hooks see the inputs of the blocks."""
     model = cases.build(kind, tied=False, dtype=torch.float32, device="cpu")
     model.config.use_cache = cache  # type: ignore[union-attr]
@@ -71,30 +70,30 @@ def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str, cache: bool
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(6, 10, bias=False)
         self.down = nn.Linear(10, 6, bias=False)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return hidden + self.down(torch.relu(self.up(hidden)))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(6, 7, bias=False)
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden)
         return cases.Output(self.head(hidden))
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     """A block saves its input and the rectified product; recomputed, its input. The head saves its input and the loss the
     log-probabilities."""
     with torch.device("meta"):
@@ -119,16 +118,16 @@ def test_by_hand() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_a_model_that_looks_at_values_is_refused() -> None:
+def test_a_model_that_looks_at_values_is_refused():
     class Looking(Model):
-        def forward(self, input_ids: torch.Tensor) -> Any:
+        def forward(self, input_ids):
             return super().forward(input_ids + int(input_ids.max()))
 
     with pytest.raises(ModelError, match="cannot be run without data"):
         stage(Looking(), blocks=("blocks.0",), batch=token_batch(1, 2))
 
 
-def test_other_losses_and_batches() -> None:
+def test_other_losses_and_batches():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     loss = per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
     found = stage(
@@ -137,7 +136,7 @@ def test_other_losses_and_batches() -> None:
     assert found.modes["none"].saved == (0, 32, 32), "the first block's input is the batch"
 
 
-def test_a_budget_in_the_engine() -> None:
+def test_a_budget_in_the_engine():
     """Between everything and nothing, and what is held is what was promised."""
     from tests.measured.memory import measure_activations
 
@@ -165,7 +164,7 @@ def test_a_budget_in_the_engine() -> None:
         engine.close()
 
 
-def test_the_published_formulas_of_llama() -> None:
+def test_the_published_formulas_of_llama():
     """Bytes a token and block, bfloat16: 8h + 2gh + 2f + 4a where attention and every second product are kept (torchtitan's choice), 2h
     where the input alone is; h width, g share of key-value heads, f width of the MLP, a heads (Korthikanti et al. 2205.05198, section 5,
     for a block without biases, dropout or a whole softmax)."""
@@ -196,20 +195,20 @@ class JITFunction:
 
     __name__ = "norm_kernel"
 
-    def run(self, x: torch.Tensor, *, grid: tuple[int, ...]) -> None:
+    def run(self, x, *, grid):
         x.mul_(grid[0])
 
 
 class CallsTriton(nn.Module):
     """A language model that launches a Triton kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(cases.VOCABULARY, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head = nn.Linear(8, cases.VOCABULARY)
 
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+    def forward(self, input_ids):
         x = self.embedding(input_ids)
         JITFunction().run(x, grid=(2,))
         for layer in self.layers:
@@ -217,7 +216,7 @@ class CallsTriton(nn.Module):
         return SimpleNamespace(logits=self.head(x))
 
 
-def test_triton_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_kernels_are_refused(monkeypatch):
     """A kernel that gets a tensor without memory writes to address 0, and the device is lost to the process."""
     module = ModuleType("triton.runtime.jit")
     module.JITFunction = JITFunction  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """A model whose layers are not found is gathered whole by ZeRO stage 3, and that is said (B9)."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -11,7 +9,7 @@ from torch import nn
 from plait.sharded.misuse import warn_of_no_blocks
 
 
-def test_a_large_model_without_blocks_is_warned_of() -> None:
+def test_a_large_model_without_blocks_is_warned_of():
     with torch.device("meta"):
         model = nn.Linear(8192, 8192)
     with pytest.warns(

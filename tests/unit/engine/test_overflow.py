@@ -1,7 +1,5 @@
 """A step whose gradients are not finite, in bf16, which has no loss scale to lower: skipped with check_grad_overflow, else the run ends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from plait.errors import NumbersError
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_bf16_step_that_is_not_finite_changes_nothing(checked: bool) -> None:
+def test_a_bf16_step_that_is_not_finite_changes_nothing(checked):
     torch.manual_seed(0)
     bf16 = {"enabled": True, "check_grad_overflow": checked}
     config = {

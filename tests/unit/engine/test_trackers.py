@@ -28,11 +28,11 @@ STEPS = 3
 
 
 @pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def train(config: dict[str, Any]) -> list[float]:
+def train(config):
     """Train for `STEPS` steps in DeepSpeed's style. Returns the loss of each of them."""
     torch.manual_seed(0)
     engine = deepspeed.initialize(model=nn.Linear(3, 1), config=config)[0]
@@ -50,7 +50,7 @@ def train(config: dict[str, Any]) -> list[float]:
     return losses
 
 
-def test_csv_files_of_a_deepspeed_script(tmp_path: Path) -> None:
+def test_csv_files_of_a_deepspeed_script(tmp_path):
     config = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "job"}}
     losses = train(config)
     with open(tmp_path / "logs" / "job" / "train_loss.csv", newline="") as stream:
@@ -62,7 +62,7 @@ def test_csv_files_of_a_deepspeed_script(tmp_path: Path) -> None:
     assert rates == ["step,learning_rate", "1,0.1", "2,0.1", "3,0.1"]
 
 
-def test_csv_files_of_full_steps(tmp_path: Path) -> None:
+def test_csv_files_of_full_steps(tmp_path):
     config = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": "", "job_name": "job"}}
     loss_fn = plait.per_sample(lambda output, batch: output.square().sum())
     engine = plait.initialize(
@@ -75,7 +75,7 @@ def test_csv_files_of_full_steps(tmp_path: Path) -> None:
     assert [float(loss) for _, loss in rows[1:]] == pytest.approx(losses)
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard(tmp_path):
     pytest.importorskip("accelerate")
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -91,7 +91,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [scalar.value for scalar in scalars] == pytest.approx(losses)
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline(tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -106,10 +106,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("section", "package"),
     [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
 )
-def test_a_missing_library(section: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library(section, package, monkeypatch):
     """The library may be installed here, so its absence is simulated."""
 
-    def without(name: str) -> object:
+    def without(name):
         return None if name == package else object()
 
     monkeypatch.setattr(trackers, "find_spec", without)
@@ -120,14 +120,14 @@ def test_a_missing_library(section: str, package: str, monkeypatch: pytest.Monke
     plait.initialize(model, CONFIG).close()
 
 
-def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path):
     folder = tmp_path / "job"
     config = {**CONFIG, "csv_monitor": {"enabled": True, "job_name": "job"}}
     engine = plait.initialize(nn.Linear(3, 1), config)
     folder.rmdir()
     folder.touch()
 
-    def steps() -> None:
+    def steps():
         for _ in range(4):
             engine.backward(engine(torch.ones(2, 3)).mean())
             engine.step()
@@ -140,11 +140,11 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_tracker_that_fails_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_at_the_end(monkeypatch):
     """The engine is closed, and so are the other trackers."""
     ended = []
 
-    def finish(tracker: trackers.CsvTracker) -> None:
+    def finish(tracker):
         ended.append(tracker)
         raise ConnectionError("the server is gone")
 
@@ -158,7 +158,7 @@ def test_a_tracker_that_fails_at_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(ended) == 1
 
 
-def test_a_tracker_that_cannot_start() -> None:
+def test_a_tracker_that_cannot_start():
     Path("job").touch()
     with pytest.raises(InputError, match=r"starting the trackers: .*job"):
         plait.initialize(
@@ -166,7 +166,7 @@ def test_a_tracker_that_cannot_start() -> None:
         )
 
 
-def test_defaults_of_a_file_with_a_run() -> None:
+def test_defaults_of_a_file_with_a_run():
     sections = {"csv_monitor": {"enabled": True}, "wandb": {"enabled": True}}
     settings = {
         spec.name: spec.settings
@@ -183,7 +183,7 @@ def test_defaults_of_a_file_with_a_run() -> None:
     assert spec.settings == {"output_path": "o", "job_name": "DeepSpeedJobName"}
 
 
-def test_explain_lists_what_is_honoured() -> None:
+def test_explain_lists_what_is_honoured():
     tree: dict[str, Any] = {
         "wandb": {"enabled": True, "project": "x"},
         "comet": {"api_key": "hunter2", "samples_log_interval": 5},
@@ -197,7 +197,7 @@ def test_explain_lists_what_is_honoured() -> None:
     assert not found.problems and "hunter2" not in str(found)
 
 
-def test_callers_with_trackers_of_their_own() -> None:
+def test_callers_with_trackers_of_their_own():
     config = load({**CONFIG, "train_batch_size": 2, "wandb": {"enabled": True}})
     with pytest.raises(ConfigError, match=r'log_with="wandb"'):
         resolved_of(config, world_size=1, precision="no", accumulation=1, micro=2, hidden_size=None)

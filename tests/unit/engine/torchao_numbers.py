@@ -24,7 +24,7 @@ STEPS, SHAPE, BLOCK = 20, (4, 2048), 256
 CLASSES = {"int8": "AdamW8bit", "float8": "AdamWFp8", "int8, decay in gradients": "Adam8bit"}
 
 
-def waves(count: int, *, phase: float = 0.0) -> torch.Tensor:
+def waves(count, *, phase=0.0):
     """float32 [count] between -1 and 1, the same wherever it is computed."""
     return torch.tensor(
         [
@@ -34,13 +34,13 @@ def waves(count: int, *, phase: float = 0.0) -> torch.Tensor:
     )
 
 
-def numbers(*, signed: bool) -> torch.Tensor:
+def numbers(*, signed):
     """float32 [8192], blocks that hold eight powers of ten."""
     found = waves(8192) * torch.tensor([10.0 ** -(index % 9) for index in range(8192)])
     return found if signed else found.square()
 
 
-def trained(optimizer: Any, *, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+def trained(optimizer, *, dtype=torch.float32):
     """A parameter of `SHAPE` that is drawn to a target through noise; `optimizer(parameters)` makes the optimizer."""
     count = math.prod(SHAPE)
     parameter = nn.Parameter(waves(count).view(SHAPE).to(dtype))
@@ -52,32 +52,32 @@ def trained(optimizer: Any, *, dtype: torch.dtype = torch.float32) -> nn.Paramet
     return parameter
 
 
-def packed(tensor: torch.Tensor) -> str:
+def packed(tensor):
     """Its bytes as text."""
     return base64.b64encode(
         tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     ).decode()
 
 
-def unpacked(text: str, dtype: torch.dtype) -> torch.Tensor:
+def unpacked(text, dtype):
     """The inverse, flat."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
 
 
-def rounds_alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def rounds_alike(found, wanted):
     """Whether trained parameters are the same to the rounding of a step in float32, which differs between processors too, and gives a few
     numbers in a thousand another code."""
     away = (found.detach().flatten() - wanted.flatten()).abs()
     return bool((away > 2e-6).double().mean() < 0.01 and away.max() < PARAMS["lr"])
 
 
-def _agree(name: str, found: str | None, recorded: str | None) -> bool:
+def _agree(name, found, recorded):
     if found is None or recorded is None or not name.startswith("trained "):
         return found == recorded
     return rounds_alike(unpacked(found, torch.float32), unpacked(recorded, torch.float32))
 
 
-def _main() -> None:
+def _main():
     import torchao.optim
     from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
     from torchao.optim.subclass_fp8 import OptimStateFp8

@@ -1,10 +1,6 @@
 """What `plait.hf.Accelerator` refuses, in one process without a launcher."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from tests.parity.trainers import launched_alone
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
+def _alone():
     before = dict(os.environ)
     with launched_alone():
         yield
@@ -45,13 +41,13 @@ def _alone() -> Iterator[None]:
         ({"plait_config": {"parallel": {"pp": 1}}, "deepspeed_plugin": object()}, "leave one of them out"),
     ],
 )  # fmt: skip
-def test_arguments(arguments: dict[str, Any], words: str) -> None:
+def test_arguments(arguments, words):
     with pytest.raises(InputError) as error:
         Accelerator(cpu=True, **arguments)
     assert words in str(error.value)
 
 
-def test_plugins_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_of_other_layouts(monkeypatch):
     with pytest.raises(InputError, match='"stage": 3'):
         Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -72,23 +68,21 @@ def test_plugins_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"parallel": {"optimizer_in_backward": True}, "gradient_clipping": 0}, {}, "parallel.optimizer_in_backward"),
     ],
 )  # fmt: skip
-def test_a_file_that_contradicts(
-    config: dict[str, Any], arguments: dict[str, Any], field: str
-) -> None:
+def test_a_file_that_contradicts(config, arguments, field):
     with pytest.raises(ConfigError) as error:
         Accelerator(cpu=True, plait_config=config, **arguments)
     assert field in {problem.field for problem in error.value.problems}
 
 
 @pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
-def test_layouts_without_a_loss_to_call(monkeypatch: pytest.MonkeyPatch, axis: str) -> None:
+def test_layouts_without_a_loss_to_call(monkeypatch, axis):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*plait\.hf\.Trainer"):
         Accelerator(cpu=True, plait_config={"parallel": {axis: 2}})
 
 
-def test_the_file_of_a_deepspeed_plugin() -> None:
+def test_the_file_of_a_deepspeed_plugin():
     """DeepSpeed need not be installed."""
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=3)
     accelerator = Accelerator(
@@ -104,7 +98,7 @@ def test_the_file_of_a_deepspeed_plugin() -> None:
     )
 
 
-def test_what_is_prepared() -> None:
+def test_what_is_prepared():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,7 +142,7 @@ def test_what_is_prepared() -> None:
     accelerator.free_memory()
 
 
-def test_a_norm_that_contradicts_the_file() -> None:
+def test_a_norm_that_contradicts_the_file():
     accelerator = Accelerator(cpu=True, plait_config={"gradient_clipping": 0.3})
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,10 +1,5 @@
 """Each sample once, whatever the number of ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from torch.utils.data import (
     BatchSampler,
@@ -18,7 +13,7 @@ from plait.data.split_rows import StreamPart
 from plait.hf.batches import EpochOrder, Rounds
 
 
-def rounds(samples: int, size: int, ranks: int, index: int, *, drop_last: bool = False) -> Rounds:
+def rounds(samples, size, ranks, index, *, drop_last=False):
     inner = BatchSampler(SequentialSampler(range(samples)), size, drop_last)
     return Rounds(inner, ranks=ranks, index=index, drop_last=drop_last)
 
@@ -29,7 +24,7 @@ RANKS = pytest.mark.parametrize("ranks", [1, 2, 3])
 
 @SAMPLES
 @RANKS
-def test_every_sample_once(samples: int, ranks: int) -> None:
+def test_every_sample_once(samples, ranks):
     """And as one process has them; every rank has the same number of batches."""
     every = [rounds(samples, 2, ranks, index) for index in range(ranks)]
     read = [list(one) for one in every]
@@ -43,7 +38,7 @@ def test_every_sample_once(samples: int, ranks: int) -> None:
 
 
 @SAMPLES
-def test_what_fills_no_round_is_dropped(samples: int) -> None:
+def test_what_fills_no_round_is_dropped(samples):
     every = [rounds(samples, 2, 2, index, drop_last=True) for index in range(2)]
     read = [list(one) for one in every]
     assert [len(one) for one in read] == [len(every[0])] * 2 == [samples // 4] * 2
@@ -51,16 +46,16 @@ def test_what_fills_no_round_is_dropped(samples: int) -> None:
 
 
 class Numbers(IterableDataset[int]):
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from range(self.count)
 
 
 @SAMPLES
 @RANKS
-def test_every_sample_of_a_stream_once(samples: int, ranks: int) -> None:
+def test_every_sample_of_a_stream_once(samples, ranks):
     size = 2
     parts = [
         StreamPart(Numbers(samples), batch_size=size, ranks=ranks, index=index, drop_last=False)
@@ -77,7 +72,7 @@ def test_every_sample_of_a_stream_once(samples: int, ranks: int) -> None:
     assert [number for batch in own for number in batch] == list(range(samples))
 
 
-def test_a_worker_of_the_only_rank_repeats_nothing() -> None:
+def test_a_worker_of_the_only_rank_repeats_nothing():
     part = StreamPart(Numbers(7), batch_size=2, ranks=1, index=0, drop_last=False)
     assert [
         number
@@ -86,8 +81,8 @@ def test_a_worker_of_the_only_rank_repeats_nothing() -> None:
     ] == list(range(7))
 
 
-def test_an_order_for_every_epoch() -> None:
-    def order(epoch: int) -> Any:
+def test_an_order_for_every_epoch():
+    def order(epoch):
         sampler = EpochOrder(RandomSampler(range(20)), 7)
         sampler.set_epoch(epoch)
         return list(sampler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from tools.trainer_fields import DOCUMENT, written
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Any:
+def _alone():
     with launched_alone():
         yield
 
@@ -31,7 +30,7 @@ NEWER = {"activation_checkpointing", "activation_checkpointing_kwargs"}
 RECOMPUTE = recompute_fields(TrainingArguments)[0]
 
 
-def test_every_field_is_known() -> None:
+def test_every_field_is_known():
     """A release of Transformers with a new field fails here, and not in a user's run."""
     theirs = {field.name for field in fields(Seq2SeqTrainingArguments)} - {"plait_config"}
     ours = FIELDS.keys() | SEQ2SEQ.keys()
@@ -39,7 +38,7 @@ def test_every_field_is_known() -> None:
     assert ours - theirs <= NEWER
 
 
-def test_document() -> None:
+def test_document():
     text = DOCUMENT.read_text(encoding="utf-8")
     assert text == written(text), "run PYTHONPATH=src:. python tools/trainer_fields.py --write"
 
@@ -59,7 +58,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def test_fsdp_in_a_file(tmp_path: Path) -> None:
+def test_fsdp_in_a_file(tmp_path):
     """As Transformers reads it; what is no such file is refused by name."""
     (tmp_path / "fsdp.json").write_text('{"fsdp_reshard_after_forward": false}')
     args = arguments(
@@ -88,9 +87,7 @@ def test_fsdp_in_a_file(tmp_path: Path) -> None:
         (True, {"activation_checkpointing": True}, RECOMPUTE),
     ],
 )
-def test_fsdp_that_cannot_be_honoured(
-    tmp_path: Path, fsdp: Any, section: dict[str, Any], said: str
-) -> None:
+def test_fsdp_that_cannot_be_honoured(tmp_path, fsdp, section, said):
     args = arguments(
         TrainingArguments, str(tmp_path), fsdp=fsdp, fsdp_config=section, **{RECOMPUTE: True}
     )
@@ -98,7 +95,7 @@ def test_fsdp_that_cannot_be_honoured(
         settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)
 
 
-def test_fsdp_of_another_trainer(tmp_path: Path) -> None:
+def test_fsdp_of_another_trainer(tmp_path):
     import transformers
 
     args = arguments(TrainingArguments, str(tmp_path), fsdp=True)
@@ -106,7 +103,7 @@ def test_fsdp_of_another_trainer(tmp_path: Path) -> None:
         transformers.Trainer(model=model(), args=args, train_dataset=samples())
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_refused(tmp_path):
     """All at once, each with its reason, before there is a process group."""
     for name, value in REFUSED.items():
         problems, _ = examined(
@@ -126,30 +123,30 @@ def test_refused(tmp_path: Path) -> None:
         )
 
 
-def test_plain_arguments_are_taken(tmp_path: Path) -> None:
+def test_plain_arguments_are_taken(tmp_path):
     assert examined(arguments(TrainingArguments, str(tmp_path)), Layout()) == ([], [])
     assert examined(arguments(Seq2SeqTrainingArguments, str(tmp_path)), Layout(tp=2)) == ([], [])
 
 
-def test_only_where_processes_share_a_batch(tmp_path: Path) -> None:
+def test_only_where_processes_share_a_batch(tmp_path):
     given = {"neftune_noise_alpha": 5.0, "train_sampling_strategy": "batch_rebalance"}
     args = arguments(TrainingArguments, str(tmp_path), **given)
     problems, _ = examined(args, Layout(tp=2))
     assert {problem.field.rpartition(".")[2] for problem in problems} == set(given)
 
 
-def test_noted(tmp_path: Path) -> None:
+def test_noted(tmp_path):
     _, notes = examined(arguments(TrainingArguments, str(tmp_path), ddp_bucket_cap_mb=5), Layout())
     assert len(notes) == 1 and "parallel.bucket_mib" in notes[0]
 
 
-def settings(source: Any, folder: Path, *, world: int = 2, **given: Any) -> Any:
+def settings(source, folder, *, world=2, **given):
     return settings_of(
         source, arguments(TrainingArguments, str(folder), **given), world_size=world, hidden_size=32
     )[1]
 
 
-def test_auto_is_filled(tmp_path: Path) -> None:
+def test_auto_is_filled(tmp_path):
     """By Transformers' rule, with the data-parallel ranks in place of all processes; what the file leaves out too."""
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     rates = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
@@ -180,7 +177,7 @@ def test_auto_is_filled(tmp_path: Path) -> None:
     assert settings({}, tmp_path, torch_compile=True).compile.enabled
 
 
-def test_contradictions(tmp_path: Path) -> None:
+def test_contradictions(tmp_path):
     """All of them at once."""
     text = {
         "train_micro_batch_size_per_gpu": 3,
@@ -199,7 +196,7 @@ def test_contradictions(tmp_path: Path) -> None:
         settings({"parallel": {"cp": 2}}, tmp_path)
 
 
-def test_what_the_loss_of_the_model_has_not(tmp_path: Path) -> None:
+def test_what_the_loss_of_the_model_has_not(tmp_path):
     """It would change nothing."""
     text = {"experts": {"z_loss": 0.001, "balance": "global"}, "parallel": {"ep": 2, "tp": 2}}
     with pytest.raises(ConfigError) as raised:
@@ -208,7 +205,7 @@ def test_what_the_loss_of_the_model_has_not(tmp_path: Path) -> None:
     assert fields == ["parallel.ep", "experts.z_loss", "experts.balance"]
 
 
-def test_schedule(tmp_path: Path) -> None:
+def test_schedule(tmp_path):
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     text = {"scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}}
     args = arguments(TrainingArguments, str(tmp_path), warmup_steps=3)
@@ -218,7 +215,7 @@ def test_schedule(tmp_path: Path) -> None:
     assert found.params == dict(zip(names, (0.0, 1e-2, 3, 17), strict=True))
 
 
-def test_deepspeed_is_left_to_plait(tmp_path: Path) -> None:
+def test_deepspeed_is_left_to_plait(tmp_path):
     """Without DeepSpeed installed; what the field said survives a copy of the arguments; a Trainer that is not Plait's refuses it."""
     import transformers
 
@@ -234,7 +231,7 @@ def test_deepspeed_is_left_to_plait(tmp_path: Path) -> None:
         Trainer(model(), args, plait_config={"zero_optimization": {"stage": 2}})
 
 
-def test_wrap() -> None:
+def test_wrap():
     import transformers
 
     class Mine(transformers.Trainer):
@@ -248,7 +245,7 @@ def test_wrap() -> None:
         wrap(dict)
 
 
-def test_generation_that_no_layout_can_is_refused(tmp_path: Path) -> None:
+def test_generation_that_no_layout_can_is_refused(tmp_path):
     """Before training."""
     beams = arguments(
         Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True, generation_num_beams=4
@@ -261,7 +258,7 @@ def test_generation_that_no_layout_can_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"num_beams = 4 is not supported"):
         trainer.evaluate()
 
-    def problems(kind: Any, **config: Any) -> list[str]:
+    def problems(kind, **config):
         return [
             problem.field
             for problem in problems_of(kind, args, settings(config, tmp_path, world=4))

@@ -21,14 +21,14 @@ OVERRIDDEN = """
 """Private methods of Transformers' Trainer. One that is renamed would never be called, in silence."""
 
 
-def test_overridden_methods_exist() -> None:
+def test_overridden_methods_exist():
     for name in OVERRIDDEN.split():
         assert callable(getattr(transformers.Trainer, name, None)), f"transformers.Trainer.{name}"
         assert getattr(TrainerMixin, name) is not getattr(transformers.Trainer, name)
 
 
 @pytest.mark.parametrize("installed", ["5.0.0", "5.16.1"])
-def test_an_older_trainer_is_refused(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_trainer_is_refused(installed, monkeypatch):
     monkeypatch.setattr("plait.hf.transformers_trainer.version", lambda name: installed)
     with pytest.raises(
         InputError,
@@ -37,7 +37,7 @@ def test_an_older_trainer_is_refused(installed: str, monkeypatch: pytest.MonkeyP
         Trainer()
 
 
-def test_an_older_trainer_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_trainer_keeps_its_arguments(monkeypatch):
     """Plait takes `deepspeed=` and `fsdp=` from TrainingArguments only where its Trainer can train."""
     changes: list[str] = []
     monkeypatch.setattr("plait.hf.arguments.reroute", lambda: changes.append("rerouted"))
@@ -49,7 +49,7 @@ def test_an_older_trainer_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -
     assert changes == ["rerouted"]
 
 
-def execute_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
+def execute_mixin(monkeypatch):
     """Execute plait.hf.trainer, which changes Transformers, as a process that imports it first does."""
     spec = importlib.util.find_spec("plait.hf.trainer")
     assert spec is not None and spec.loader is not None
@@ -58,7 +58,7 @@ def execute_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.loader.exec_module(module)
 
 
-def test_a_loss_is_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_divided_once(monkeypatch):
     """By the rule of the installed release: before 5.19 it reads no `loss_is_scaled_for_ga`."""
     rule = SimpleNamespace(
         loss_is_scaled_for_ga=None, model_accepts_loss_kwargs=True, compute_loss_func=None

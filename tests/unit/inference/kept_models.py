@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def model_of(name: str, device: str = "cpu") -> Any:
+def model_of(name, device="cpu"):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, fields = KINDS[name]
@@ -79,7 +78,7 @@ def model_of(name: str, device: str = "cpu") -> Any:
     return model
 
 
-def tensors(cache: Any) -> Iterator[torch.Tensor]:
+def tensors(cache):
     """That a cache keeps, each once."""
     for layer in cache.layers:
         for value in vars(layer).values():

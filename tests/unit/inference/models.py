@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 
-def built(kind: str = "llama", *, layers: int = 3, **fields: Any) -> nn.Module:
+def built(kind="llama", *, layers=3, **fields):
     """With weights, in evaluation mode; widths are multiples of the group of int4."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,7 +30,7 @@ def built(kind: str = "llama", *, layers: int = 3, **fields: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def saved(folder: Path, kind: str = "llama", **fields: Any) -> nn.Module:
+def saved(folder, kind="llama", **fields):
     """The same, in a folder of `save_pretrained`."""
     model = built(kind, **fields)
     model.save_pretrained(folder)  # type: ignore[operator]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 93]]
 NEW = 8
@@ -24,7 +23,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def built(kind: str) -> nn.Module:
+def built(kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -37,7 +36,7 @@ def built(kind: str) -> nn.Module:
     ).eval()
 
 
-def by_transformers(model: Any) -> list[list[int]]:
+def by_transformers(model):
     """One prompt at a time."""
     found = []
     for prompt in PROMPTS:

@@ -34,7 +34,7 @@ PROMPTS = [
 ]
 
 
-def transformers_tokens(model: Any, prompt: list[int], **settings: Any) -> list[int]:
+def transformers_tokens(model, prompt, **settings):
     """Return the `NEW` greedy tokens that Transformers' `generate` adds to one prompt."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
@@ -43,7 +43,7 @@ def transformers_tokens(model: Any, prompt: list[int], **settings: Any) -> list[
     return output[0, len(prompt) :].tolist()
 
 
-def expected_tokens(model: Any, prompt: list[int]) -> list[int]:
+def expected_tokens(model, prompt):
     """Return the tokens that Plait must generate for one prompt, from a model without other inputs.
 
     A longrope model generates them without a KV cache. With one, Phi3 of Transformers before 5.20
@@ -55,11 +55,11 @@ def expected_tokens(model: Any, prompt: list[int]) -> list[int]:
     return transformers_tokens(model, prompt)
 
 
-def rereads_prompts(model: Any) -> bool:
+def rereads_prompts(model):
     """Return whether Transformers' `generate` reads all tokens again past the original length."""
     token_counts: list[int] = []
 
-    def count_tokens(_module: Any, _args: Any, inputs: dict[str, Any]) -> None:
+    def count_tokens(_module, _args, inputs):
         token_counts.append(inputs["input_ids"].shape[1])
 
     handle = model.register_forward_pre_hook(count_tokens, with_kwargs=True)

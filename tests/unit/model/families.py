@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.unit.model.simulate import randomise
 
@@ -52,7 +51,7 @@ _OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def family(kind: str, *, device: str = "cpu", **changes: Any) -> nn.Module:
+def family(kind, *, device="cpu", **changes):
     """A causal language model of type `kind`; `changes` are fields of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,6 +71,6 @@ def family(kind: str, *, device: str = "cpu", **changes: Any) -> nn.Module:
     return model if device == "meta" else randomise(model)
 
 
-def logits(model: nn.Module) -> torch.Tensor:
+def logits(model):
     """What `model` says about TOKENS [batch, seq, vocab]."""
     return model(input_ids=TOKENS, use_cache=False).logits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.model.layers import embedding_scale, is_conv1d, out_features
-from plait.model.plans import TensorPlan
 
 Call = Callable[[nn.Module], torch.Tensor]
 
@@ -31,11 +30,11 @@ class Ranks:
     size: int
     slots: list[Any] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.slots = [None] * self.size
         self.barrier = threading.Barrier(self.size, timeout=60)
 
-    def exchange(self, rank: int, value: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, rank, value):
         self.slots[rank] = value.detach()
         self.barrier.wait()
         values = list(self.slots)
@@ -43,37 +42,34 @@ class Ranks:
         return values
 
 
-def bounds(length: int, ranks: int, rank: int) -> tuple[int, int]:
+def bounds(length, ranks, rank):
     """Start and size of torch.chunk's part `rank`."""
     parts = torch.arange(length).chunk(ranks)
     return (int(parts[rank][0]), len(parts[rank])) if rank < len(parts) else (length, 0)
 
 
-def summed(ranks: Ranks, rank: int, x: torch.Tensor) -> torch.Tensor:
+def summed(ranks, rank, x):
     return torch.stack(ranks.exchange(rank, x)).sum(0)
 
 
-def joined(ranks: Ranks, rank: int, x: torch.Tensor, dim: int) -> torch.Tensor:
+def joined(ranks, rank, x, dim):
     return torch.cat(ranks.exchange(rank, x), dim)
 
 
-def own(ranks: Ranks, rank: int, x: torch.Tensor, dim: int) -> torch.Tensor:
+def own(ranks, rank, x, dim):
     return x.narrow(dim, *bounds(x.shape[dim], ranks.size, rank)).clone()
 
 
-def function(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    backward: Callable[[torch.Tensor], torch.Tensor],
-) -> Call:
+def function(forward, backward):
     """An autograd function from two plain ones."""
 
     class Made(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return forward(x)
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad):
             return backward(grad)
 
     return Made.apply
@@ -82,7 +78,7 @@ def function(
 class Rank:
     """One thread's differentiable collectives."""
 
-    def __init__(self, ranks: Ranks, rank: int) -> None:
+    def __init__(self, ranks, rank):
         self.rank, self.size = rank, ranks.size
         add = lambda x: summed(ranks, rank, x)  # noqa: E731
         take = lambda dim: lambda x: own(ranks, rank, x, dim)  # noqa: E731
@@ -95,9 +91,7 @@ class Rank:
         self.leave_scatter = lambda x, dim: function(lambda y: take(dim)(add(y)), join(dim))(x)
 
 
-def split_model(
-    model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: bool, blocks: tuple[str, ...]
-) -> nn.Module:
+def split_model(model, plan, rank, *, sequence, blocks):
     """This rank's copy of `model`, computing under `plan`."""
     made = copy.deepcopy(model)
     parameters = dict(made.named_parameters(remove_duplicate=False))
@@ -132,41 +126,32 @@ def split_model(
     return made
 
 
-def styled_forward(
-    module: nn.Module,
-    whole: nn.Module,
-    style: str,
-    rank: Rank,
-    *,
-    kv_heads: int | None,
-    inside: bool,
-    gathers: bool,
-) -> Callable[..., Any]:
+def styled_forward(module, whole, style, rank, *, kv_heads, inside, gathers):
     """`inside` a block whose hidden states are sequence shards; `gathers`: and not inside a region, which gathers for its layers."""
 
-    def enter(x: torch.Tensor) -> torch.Tensor:
+    def enter(x):
         if inside:
             return rank.gather_sum(x, 1) if gathers else x
         return rank.enter(x)
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(x, weight, bias):
         return F.linear(x, weight.t() if is_conv1d(module) else weight, bias)
 
-    def columns(x: torch.Tensor) -> torch.Tensor:
+    def columns(x):
         return linear(enter(x), module.weight, module.bias)
 
-    def gathered(x: torch.Tensor) -> torch.Tensor:
+    def gathered(x):
         return rank.gather(columns(x), -1)
 
-    def rows(x: torch.Tensor) -> torch.Tensor:
+    def rows(x):
         y = linear(x, module.weight, None)
         y = rank.leave_scatter(y, 1) if inside else rank.leave(y)
         return y if module.bias is None else y + module.bias
 
-    def split_rows(x: torch.Tensor) -> torch.Tensor:
+    def split_rows(x):
         return rows(rank.split(x, -1))
 
-    def embedding(ids: torch.Tensor) -> torch.Tensor:
+    def embedding(ids):
         start, size = bounds(whole.weight.shape[0], rank.size, rank.rank)
         mine = (ids >= start) & (ids < start + size)
         padding = whole.padding_idx
@@ -179,7 +164,7 @@ def styled_forward(
         scale = embedding_scale(module)
         return rank.leave(found if scale is None else found * scale)
 
-    def keys(x: torch.Tensor) -> torch.Tensor:
+    def keys(x):
         assert kv_heads is not None
         width, head = out_features(whole) // kv_heads, rank.rank * kv_heads // rank.size
         rows = slice(head * width, (head + 1) * width)
@@ -201,16 +186,16 @@ def styled_forward(
     return forwards.get(style, module.forward)
 
 
-def shard_sequence(model: nn.Module, plan: TensorPlan, rank: Rank, blocks: tuple[str, ...]) -> None:
-    def replace(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def shard_sequence(model, plan, rank, blocks):
+    def replace(function):
+        def hook(_module, args, kwargs):
             if args:
                 return (function(args[0]), *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": function(kwargs["hidden_states"])}
 
         return hook
 
-    def gather_output(_module: nn.Module, _args: object, output: Any) -> Any:
+    def gather_output(_module, _args, output):
         first = output[0] if isinstance(output, tuple) else output
         whole = rank.gather(first, 1)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
@@ -225,9 +210,7 @@ def shard_sequence(model: nn.Module, plan: TensorPlan, rank: Rank, blocks: tuple
     model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(gather_output)
 
 
-def partial_gradients(
-    model: nn.Module, plan: TensorPlan, *, sequence: bool, blocks: tuple[str, ...]
-) -> set[str]:
+def partial_gradients(model, plan, *, sequence, blocks):
     """Whole parameters whose gradients the ranks must sum."""
     styles = plan.styles
     names = set()
@@ -246,7 +229,7 @@ def partial_gradients(
 
 
 @contextmanager
-def threads_fail_together(ranks: Ranks, failures: list[BaseException]) -> Iterator[None]:
+def threads_fail_together(ranks, failures):
     try:
         yield
     except BaseException as failure:
@@ -254,22 +237,14 @@ def threads_fail_together(ranks: Ranks, failures: list[BaseException]) -> Iterat
         ranks.barrier.abort()
 
 
-def check(
-    model: nn.Module,
-    plan: TensorPlan,
-    call: Call,
-    *,
-    blocks: tuple[str, ...],
-    sequence: bool = False,
-    tolerance: float = 1e-6,
-) -> None:
+def check(model, plan, call, *, blocks, sequence=False, tolerance=1e-6):
     """Assert that `call(model)`, and gradients of a fixed weighting of it, are the same under `plan` on threads as without."""
     expected, gradients = run(model, call)
     ranks = Ranks(plan.tp)
     results: list[Any] = [None] * plan.tp
     failures: list[BaseException] = []
 
-    def work(index: int) -> None:
+    def work(index):
         with threads_fail_together(ranks, failures):
             made = split_model(model, plan, Rank(ranks, index), sequence=sequence, blocks=blocks)
             results[index] = run(made, call)
@@ -299,7 +274,7 @@ def check(
                 close(mine, gradient, name, tolerance)
 
 
-def run(model: nn.Module, call: Call) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+def run(model, call):
     model.zero_grad()
     output = call(model)
     weighting = torch.randn(
@@ -309,7 +284,7 @@ def run(model: nn.Module, call: Call) -> tuple[torch.Tensor, dict[str, torch.Ten
     return output.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, name: str, tolerance: float) -> None:
+def close(found, expected, name, tolerance):
     assert found.shape == expected.shape, (
         f"{name}: {tuple(found.shape)} for {tuple(expected.shape)}"
     )
@@ -317,7 +292,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, name: str, tolerance: flo
     assert difference <= tolerance * (1 + size), f"{name} differs by {difference:.3g} of {size:.3g}"
 
 
-def randomise(model: nn.Module) -> nn.Module:
+def randomise(model):
     """In place: every parameter random, so that no gradient vanishes and no bias is zero; dropout off by evaluation mode."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -1,10 +1,6 @@
 """A plan for a run on CPU cores, and what happens in that run."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from plait.config.resolving.resolve import load, resolve
 from plait.events import StepDone
@@ -12,13 +8,13 @@ from plait.planner import output
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
 from plait.planner.request import Request
-from plait.planner.search import Plan, plan
+from plait.planner.search import plan
 
 FIELDS = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
           "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": False}  # fmt: skip
 
 
-def planned(folder: Path, fixed: dict[str, int]) -> tuple[Path, Plan]:
+def planned(folder, fixed):
     """A plan for two processes on CPU cores, written."""
     request = Request(
         Model(from_config(FIELDS, source="test"), {"config": FIELDS}),
@@ -31,9 +27,7 @@ def planned(folder: Path, fixed: dict[str, int]) -> tuple[Path, Plan]:
     return output.write(found, folder / "run.json", {"optimizer": {"type": "AdamW"}})[0], found
 
 
-def checked(
-    file: Path, found: Plan, *overrides: str, parameters: int | None = None, length: int = 64
-) -> Any:
+def checked(file, found, *overrides, parameters=None, length=64):
     """What `plait train` has checked."""
     resolved = resolve(load(file, list(overrides)), world_size=2)
     own = int(found.request.model.architecture.parameters)
@@ -44,6 +38,6 @@ def checked(
     )
 
 
-def step(number: int, seconds: float, *, skipped: bool = False) -> StepDone:
+def step(number, seconds, *, skipped=False):
     """One step."""
     return StepDone(number, 3.0, 0.5, 1e-3, 1.0, skipped, 10.0, 512, seconds, 300 * 1024**2)

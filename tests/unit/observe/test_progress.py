@@ -1,7 +1,5 @@
 """What a person sees: lines in a pipe, one live line on a terminal, rates over the last steps."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 
@@ -10,7 +8,6 @@ from rich.console import Console
 from plait.events import (
     CheckpointSaved,
     CommunicationSelected,
-    Event,
     RunStarted,
     StepDone,
     Validated,
@@ -18,18 +15,11 @@ from plait.events import (
 from plait.observe.progress import ProgressLines, RateWindow
 
 
-def _step(
-    step: int,
-    *,
-    loss: float = 3.25,
-    tokens: int = 1000,
-    seconds: float = 0.5,
-    skipped: bool = False,
-) -> StepDone:
+def _step(step, *, loss=3.25, tokens=1000, seconds=0.5, skipped=False):
     return StepDone(step, loss, 0.5, 1e-3, 64.0, skipped, 10.0, tokens, seconds, 300 * 1024**2)
 
 
-def _shown(*events: Event, terminal: bool = False, every: int = 2) -> str:
+def _shown(*events, terminal=False, every=2):
     stream = io.StringIO()
     lines = ProgressLines(Console(file=stream, force_terminal=terminal, width=100), every=every)
     lines(RunStarted(0, 5, 2, 100, "dp_shard=2", "runs/x"))
@@ -39,7 +29,7 @@ def _shown(*events: Event, terminal: bool = False, every: int = 2) -> str:
     return stream.getvalue()
 
 
-def test_lines_in_a_pipe_have_no_control_characters() -> None:
+def test_lines_in_a_pipe_have_no_control_characters():
     others = (Validated(2, 1.0, 4096.0, 0.1), _step(3), CheckpointSaved(3, "c/step-3", 0.25))
     text = _shown(_step(1), _step(2), *others, _step(5))
     assert "\x1b" not in text
@@ -53,7 +43,7 @@ def test_lines_in_a_pipe_have_no_control_characters() -> None:
     ]
 
 
-def test_a_terminal_shows_every_step_in_place() -> None:
+def test_a_terminal_shows_every_step_in_place():
     text = _shown(_step(1), _step(2), _step(3), terminal=True)
     assert "\x1b" in text
     assert "3/5" in text
@@ -61,7 +51,7 @@ def test_a_terminal_shows_every_step_in_place() -> None:
     assert "step 3  loss" not in text
 
 
-def test_a_line_has_the_mean_since_the_line_before() -> None:
+def test_a_line_has_the_mean_since_the_line_before():
     losses = (9.0, 5.0, 2.0, 1.0, 4.0)
     steps = [_step(number, loss=loss) for number, loss in enumerate(losses, start=1)]
     lines = _shown(*steps, every=4).splitlines()
@@ -72,11 +62,11 @@ def test_a_line_has_the_mean_since_the_line_before() -> None:
     ]
 
 
-def test_a_skipped_step_is_always_told() -> None:
+def test_a_skipped_step_is_always_told():
     assert "skipped, overflow at scale 64" in _shown(_step(1, skipped=True))
 
 
-def test_communication_has_lines_where_it_is_not_the_default() -> None:
+def test_communication_has_lines_where_it_is_not_the_default():
     assert "step 2  int8 from here on\n" in _shown(CommunicationSelected(2, "int8 from here on"))
     reason = "gradients are reduced by torch: the backend is nccl"
     started = RunStarted(0, 5, 2, 10, "dp_replicate=2", "runs/x", communication=reason)
@@ -85,7 +75,7 @@ def test_communication_has_lines_where_it_is_not_the_default() -> None:
     assert "ranks   sent as int8\n" in _shown(notable)
 
 
-def test_rates_are_those_of_the_last_steps() -> None:
+def test_rates_are_those_of_the_last_steps():
     window = RateWindow()
     window.add(_step(1, seconds=19.0))
     assert window.seconds_per_step == 19.0
@@ -101,5 +91,5 @@ def test_rates_are_those_of_the_last_steps() -> None:
     assert window.seconds_per_step == 100.0, "one step may be longer than the window"
 
 
-def test_a_huge_loss_has_a_perplexity_too() -> None:
+def test_a_huge_loss_has_a_perplexity_too():
     assert "perplexity inf" in _shown(Validated(2, 1e4, 10.0, 0.1))

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.config.resolving.resolve import load
 from plait.events import RunEnded
-from plait.observe.residual import WARMUP_STEPS, PlanResidual, plan_residual
-from plait.planner.search import Plan
+from plait.observe.residual import WARMUP_STEPS, plan_residual
 from tests.unit.observe.planned import checked, planned, step
 
 
-def listened(
-    file: Path,
-    found: Plan,
-    said: list[str],
-    *overrides: str,
-    gpu: str = "cpu",
-    per_node: int = 2,
-    **changes: Any,
-) -> PlanResidual | None:
+def listened(file, found, said, *overrides, gpu="cpu", per_node=2, **changes):
     """The listener of a run with some overrides."""
     run = checked(file, found, *overrides, **changes)
     config = load(file, list(overrides))
@@ -33,7 +23,7 @@ def listened(
 @pytest.mark.parametrize(
     "fixed", [{"tp": 2}, {"pp": 2, "recompute": 2}, {"stage": 3, "micro_batch": 2}, {"stage": 0}]
 )
-def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> None:
+def test_a_planned_run_is_compared(tmp_path, fixed):
     file, found = planned(tmp_path, fixed)
     said: list[str] = []
     listener = listened(file, found, said)
@@ -54,7 +44,7 @@ def test_a_planned_run_is_compared(tmp_path: Path, fixed: dict[str, int]) -> Non
     assert said[0].endswith("; 8 steps")
 
 
-def test_a_short_run_is_compared_at_its_end(tmp_path: Path) -> None:
+def test_a_short_run_is_compared_at_its_end(tmp_path):
     file, found = planned(tmp_path, {})
     for steps, lines in ((WARMUP_STEPS + 2, 0), (WARMUP_STEPS + 3, 1)):
         said: list[str] = []
@@ -85,7 +75,7 @@ OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
 """Overrides, changes of what was checked, and what the line says."""
 
 
-def test_another_run_is_not_compared(tmp_path: Path) -> None:
+def test_another_run_is_not_compared(tmp_path):
     file, found = planned(tmp_path, {"stage": 3, "micro_batch": 4})
     wrong = []
     for overrides, changes, words in OTHER_RUNS:
@@ -96,7 +86,7 @@ def test_another_run_is_not_compared(tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_another_device_and_a_broken_plan_are_told(tmp_path: Path) -> None:
+def test_another_device_and_a_broken_plan_are_told(tmp_path):
     file, found = planned(tmp_path, {})
     said: list[str] = []
     assert listened(file, found, said, gpu="h100") is None

@@ -1,7 +1,5 @@
 """The drawings say what the timeline says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -9,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.observe.schedule import schedule_names, timeline_json, timeline_lines, timeline_summary
-from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
-from plait.parallel.schedules.timeline import Timeline, even, peak_in_flight, simulate
+from plait.parallel.schedules.schedule import SCHEDULES, make_schedule
+from plait.parallel.schedules.timeline import even, peak_in_flight, simulate
 from tests.unit.parallel.tables import schedules, unhurried
 
 
-def timeline_of(schedule: Schedule, **durations: float) -> Timeline:
+def timeline_of(schedule, **durations):
     """Equal stages."""
     return simulate(schedule, even(schedule, **durations))
 
 
-def plain(timeline: Timeline, width: int = 200) -> list[str]:
+def plain(timeline, width=200):
     """As in a pipe."""
     return [line.plain for line in timeline_lines(timeline, width=width, coloured=False)]
 
 
-def test_one_stage_a_rank() -> None:
+def test_one_stage_a_rank():
     """Names of kind and micro-batch; a backward is twice as long as a forward; dots where a rank is idle."""
     timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=2))
     assert (
@@ -39,7 +37,7 @@ def test_one_stage_a_rank() -> None:
     ]
 
 
-def test_two_and_more_stages_a_rank() -> None:
+def test_two_and_more_stages_a_rank():
     """Small letters for the second stage of two, numbers for more."""
     two = timeline_of(make_schedule("zbv", pp=2, microbatches=1))
     assert plain(two)[1:3] == [
@@ -54,7 +52,7 @@ def test_two_and_more_stages_a_rank() -> None:
 
 @unhurried
 @given(schedules, st.integers(60, 300), st.booleans())
-def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: bool) -> None:
+def test_the_drawing_is_the_timeline(schedule, width, coloured):
     """Every action is named in its rank's order; or every column is the letter of what runs in its middle. Never wider than asked."""
     timeline = timeline_of(schedule, forward=1.0, input=1.5, weight=0.5)
     head, *drawn = timeline_lines(timeline, width=width, coloured=coloured)
@@ -93,7 +91,7 @@ def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: b
         assert bool(line.spans) == coloured
 
 
-def test_json_says_everything() -> None:
+def test_json_says_everything():
     """Survives `json`; times, idle part and activations."""
     schedule = make_schedule("1f1b", pp=2, microbatches=1)
     durations = even(schedule, send=0.5)
@@ -117,12 +115,12 @@ def test_json_says_everything() -> None:
     }
 
 
-def test_actions_without_duration_are_left_out() -> None:
+def test_actions_without_duration_are_left_out():
     """A weight gradient that takes nothing has no cell; the others keep theirs."""
     assert "i0 I0" in plain(timeline_of(make_schedule("zbv", pp=1, microbatches=1), weight=0))[1]
 
 
-def test_names() -> None:
+def test_names():
     """One line each."""
     assert [name for name, _, _ in schedule_names()] == list(SCHEDULES)
     stages = {name: stages for name, stages, _ in schedule_names()}

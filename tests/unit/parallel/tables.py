@@ -1,17 +1,15 @@
 """Schedules of every kind and size, for property tests."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
-from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
+from plait.parallel.schedules.schedule import SCHEDULES, make_schedule
 
 names = st.sampled_from(sorted(SCHEDULES))
 
 
-def made(name: str, pp: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+def made(name, pp, microbatches, stages_per_rank=None):
     """The schedule, or the nearest micro-batch count above for which there is one."""
     fewest, most = SCHEDULES[name].stages_per_rank
     each = None if stages_per_rank is None else min(max(stages_per_rank, fewest), most or 4)

@@ -1,9 +1,9 @@
 """What the computations of a pipeline send and need, written apart from `Numbered`, which the schedules themselves go by."""
 
-from plait.parallel.schedules.schedule import Action, Kind, Message, Payload
+from plait.parallel.schedules.schedule import Kind, Message, Payload
 
 
-def produced_by(action: Action) -> Message | None:
+def produced_by(action):
     """What a computation sends; None for W, for which nothing waits."""
     if action.kind is Kind.FORWARD:
         return Message(Payload.ACTIVATION, action.stage, action.microbatch)
@@ -12,7 +12,7 @@ def produced_by(action: Action) -> Message | None:
     return Message(Payload.GRADIENT, action.stage, action.microbatch)
 
 
-def needed_by(action: Action, *, stages: int) -> tuple[Message, ...]:
+def needed_by(action, *, stages):
     """What must exist before a computation can start, the stage's own earlier results included, in a pipeline of `stages` stages."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:

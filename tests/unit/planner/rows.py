@@ -1,14 +1,12 @@
 """A run as tables write it, and one that Plait measured."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from plait.planner.calibrate import Measured, facts_of, layout_facts
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.request import Request
-from plait.planner.search import Plan, plan, price
+from plait.planner.search import plan, price
 
 ROW = {
     "id": "X-1",
@@ -44,12 +42,12 @@ ROW = {
 
 
 @cache
-def planned(name: str) -> Plan:
+def planned(name):
     """The six best layouts without a pipeline on sixteen H100."""
     return plan(Request(find_model(name), cluster("h100", 16), 64, 2048), fixed={"pp": 1}, best=6)
 
 
-def measured(name: str = "llama-3-8b", *, factor: float = 1.0, index: int = 0) -> Measured:
+def measured(name="llama-3-8b", *, factor=1.0, index=0):
     """The `index`-th layout of a plan, `factor` times as slow as predicted."""
     found = planned(name)
     request, choice = found.request, found.best[index]

@@ -1,11 +1,9 @@
 """Small models of several families, as the planner and as the engine see them."""
 
-from __future__ import annotations
-
 import torch
 
 from plait.model.blocks import find_blocks
-from plait.model.facts import ModelFacts, model_facts
+from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
@@ -27,13 +25,13 @@ SMALL = {
 }  # fmt: skip
 
 
-def request_for(kind: str) -> Request:
+def request_for(kind):
     """On eight H100."""
     fields = {"model_type": kind, **SMALL[kind]}
     return Request(Model(from_config(fields), {"config": fields}), cluster("h100", 8), 64, 32)
 
 
-def real_facts(kind: str, tp: int) -> ModelFacts:
+def real_facts(kind, tp):
     """Of the model itself, split by its plan."""
     import transformers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from plait.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     pytest.importorskip("tokenizers")
     cache: Path = tmp_path_factory.mktemp("tokenizer")
     corpus = Corpus(

@@ -1,16 +1,12 @@
 """One rank on the CPU, as the checks receive it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from plait.validation.context import Context
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
+def context():
     """A rank alone, without a launcher. Its group ends with the test."""
     rank = Context(rank=0, world=1, shares_gpu=False, simulated=False)
     yield rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from plait.validation.rows import Row
@@ -62,21 +61,21 @@ while True:
 """
 
 
-def command(ranks: int, folder: Path) -> list[str]:
+def command(ranks, folder):
     """Return the command that stands for `plait launch`."""
     return [sys.executable, "-c", SCRIPT, str(folder)]
 
 
 def row(
-    name: str,
-    action: str = "pass",
+    name,
+    action="pass",
     *,
-    planned: float = 1.0,
-    ranks: int = 1,
-    own_process: bool = False,
-    unavailable: str = "",
-    least_limit: float = 60.0,
-) -> Row:
+    planned=1.0,
+    ranks=1,
+    own_process=False,
+    unavailable="",
+    least_limit=60.0,
+):
     """Return a row whose process takes this action."""
     return Row(
         name,

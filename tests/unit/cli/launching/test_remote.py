@@ -34,14 +34,14 @@ TWO = RemoteLaunch(
 )
 
 
-def test_what_runs_on_a_machine() -> None:
+def test_what_runs_on_a_machine():
     assert shlex.join(node_command(TWO, 1)) == (
         "/opt/python -m plait launch --nnodes 2 --node-rank 1 --master-addr a --master-port 1234 --nproc-per-node 2 --grace 60 "
         "--timeout 30 --lifeline train.py --text 'it'\"'\"'s here'"
     )
 
 
-def test_the_shell_over_there_reads_what_was_meant() -> None:
+def test_the_shell_over_there_reads_what_was_meant():
     *head, host, script = ssh_command(TWO, 1)
     assert head == ["ssh", "-o", "BatchMode=yes", "-T"]
     assert host == "b"
@@ -51,12 +51,12 @@ def test_the_shell_over_there_reads_what_was_meant() -> None:
     assert words[8:] == node_command(TWO, 1)
 
 
-def test_chosen_gpus_are_the_only_ones_seen() -> None:
+def test_chosen_gpus_are_the_only_ones_seen():
     assert "CUDA_VISIBLE_DEVICES" not in node_environment(TWO, 0)
     assert node_environment(TWO, 1)["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
-def test_one_machine_needs_no_meeting_point() -> None:
+def test_one_machine_needs_no_meeting_point():
     alone = RemoteLaunch(hosts=TWO.hosts[1:], command=("x.py",), master_addr="b", processes=5)
     command = node_command(alone, 0)
     assert "--nnodes" not in command
@@ -64,7 +64,7 @@ def test_one_machine_needs_no_meeting_point() -> None:
     assert command[command.index("--nproc-per-node") + 1] == "5"
 
 
-def test_what_other_machines_get() -> None:
+def test_what_other_machines_get():
     here = {
         "NCCL_DEBUG": "INFO",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -84,18 +84,18 @@ def test_what_other_machines_get() -> None:
 
 
 class TestThisMachine:
-    def test_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_by_name(self, monkeypatch):
         monkeypatch.setattr(socket, "gethostname", lambda: "b.cluster")
         monkeypatch.setattr(remote, "_is_local_address", lambda name: False)
         assert local_index((HostfileEntry("a", (0,)), HostfileEntry("b", (0,)))) == 1
 
-    def test_by_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_by_address(self, monkeypatch):
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         assert (
             local_index((HostfileEntry("192.0.2.1", (0,)), HostfileEntry("127.0.0.1", (0,)))) == 1
         )
 
-    def test_none(self) -> None:
+    def test_none(self):
         assert (
             local_index(
                 (HostfileEntry("192.0.2.1", (0,)), HostfileEntry("no-such-host.invalid", (0,)))
@@ -105,12 +105,12 @@ class TestThisMachine:
 
 
 class TestMaster:
-    def test_the_first_machine_unless_given(self) -> None:
+    def test_the_first_machine_unless_given(self):
         assert master_address(TWO.hosts, None) == "a"
         assert master_address(TWO.hosts, "10.0.0.7") == "10.0.0.7"
 
     @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
-    def test_a_name_that_only_this_machine_understands(self, name: str) -> None:
+    def test_a_name_that_only_this_machine_understands(self, name):
         with pytest.raises(ConfigError, match="cannot reach it"):
             master_address((HostfileEntry(name, (0,)), HostfileEntry("b", (0,))), None)
         with pytest.raises(ConfigError, match="--master-addr"):
@@ -123,7 +123,7 @@ class Agent:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def sent(monkeypatch):
     numbers: list[int] = []
     monkeypatch.setattr(
         remote.os,
@@ -133,27 +133,27 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-def _follow(agent: Agent, lines: list[bytes]) -> None:
+def _follow(agent, lines):
     remote.follow(agent, lines)
     for thread in threading.enumerate():
         if thread.name == "plait-lifeline":
             thread.join(10)
 
 
-def test_a_line_is_a_signal_with_a_grace(sent: list[int]) -> None:
+def test_a_line_is_a_signal_with_a_grace(sent):
     agent = Agent()
     _follow(agent, [remote.format_line(signal.SIGINT, 12.5)])
     assert sent[0] == signal.SIGINT
     assert agent.grace_seconds == 12.5
 
 
-def test_the_end_of_the_line_ends_the_ranks(sent: list[int]) -> None:
+def test_the_end_of_the_line_ends_the_ranks(sent):
     agent = Agent()
     _follow(agent, [])
     assert sent == [signal.SIGTERM]
     assert agent.grace_seconds == 300
 
 
-def test_other_lines_do_nothing(sent: list[int]) -> None:
+def test_other_lines_do_nothing(sent):
     _follow(Agent(), [b"\n", b"SIGKILL 3\n", b"hello\n", b"\xff\n"])
     assert sent == [signal.SIGTERM]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -10,7 +8,7 @@ from plait.errors import ConfigError
 from tests.table import check_rows
 
 
-def test_numbers_of_machines() -> None:
+def test_numbers_of_machines():
     for text, expected in {"1": (1, 1), "4": (4, 4), "2:8": (2, 8)}.items():
         assert parse_nodes(text) == expected
     for text in ("", "a", "2:", ":2", "1:2:3", "-1", "1.5"):
@@ -22,7 +20,7 @@ ONE, TWO = partial(LaunchSettings, 2), partial(LaunchSettings, 2, 2, 2)
 BY_HAND, MEETING = partial(TWO, master_addr="a"), partial(TWO, rdzv_endpoint="a:1")
 
 
-def test_what_can_work() -> None:
+def test_what_can_work():
     for settings in (
         ONE(),
         ONE(node_rank=0),
@@ -57,23 +55,23 @@ WRONG = {
 }
 
 
-def check_refused(row: tuple[str, LaunchSettings]) -> None:
+def check_refused(row):
     with pytest.raises(ConfigError) as caught:
         check(row[1])
     assert row[0] in str(caught.value)
 
 
-def test_what_cannot() -> None:
+def test_what_cannot():
     check_rows({row[0]: row for row in WRONG.items()}, check_refused)
 
 
-def test_everything_wrong_is_told() -> None:
+def test_everything_wrong_is_told():
     with pytest.raises(ConfigError) as caught:
         check(LaunchSettings(0, 2, 2, max_restarts=-1, grace_seconds=-1))
     assert len(caught.value.problems) >= 4
 
 
-def test_a_name_without_an_address() -> None:
+def test_a_name_without_an_address():
     settings = LaunchSettings(
         1, 2, 2, rdzv_endpoint="no-such-machine.invalid:29400", timeout_seconds=2.0
     )

@@ -7,9 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +26,7 @@ SAID: list[str] = []
 
 
 @pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
+def two(tmp_path, monkeypatch):
     monkeypatch.setenv("BEFORE", "x")
     (tmp_path / "launch").mkdir()
     standby = Standby(2, tmp_path / "launch", WORKER, SAID.append)
@@ -38,7 +36,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
     standby.close()
 
 
-def imports(standby: Standby, *names: str, **changed: str) -> None:
+def imports(standby, *names, **changed):
     """What a rank lists."""
     origins = {name: importlib.util.find_spec(name).origin for name in names} | changed  # type: ignore[union-attr]
     path = Path(standby.environment()[VARIABLE])
@@ -46,7 +44,7 @@ def imports(standby: Standby, *names: str, **changed: str) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def wait(standby: Standby, count: int = 2) -> None:
+def wait(standby, count=2):
     ends = time.monotonic() + 60
     while sum(process.ready for process in standby._processes) < count:
         assert time.monotonic() < ends
@@ -54,7 +52,7 @@ def wait(standby: Standby, count: int = 2) -> None:
         time.sleep(0.02)
 
 
-def run(standby: Standby, folder: Path, **environment: str) -> Any:
+def run(standby, folder, **environment):
     """(exit code, what the script printed) of a process that stood by."""
     (folder / "script.py").write_text(SCRIPT)
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
@@ -66,7 +64,7 @@ def run(standby: Standby, folder: Path, **environment: str) -> Any:
     return taken.wait(), json.loads((folder / "out").read_text()), (folder / "err").read_text()
 
 
-def test_one_that_stood_by_is_a_rank(two: Standby, tmp_path: Path) -> None:
+def test_one_that_stood_by_is_a_rank(two, tmp_path):
     """It has its arguments, its environment and its files, and its script finds the interpreter as without; a module that it brings itself
     in place of the ranks' is not imported, nor is one that is none of those that are safe."""
     two.poll()
@@ -94,7 +92,7 @@ def test_one_that_stood_by_is_a_rank(two: Standby, tmp_path: Path) -> None:
     assert all(popen.poll() is not None for popen in left)
 
 
-def test_more_imports_are_told(two: Standby, tmp_path: Path) -> None:
+def test_more_imports_are_told(two, tmp_path):
     imports(two, "json")
     wait(two)
     imports(two, "numpy")

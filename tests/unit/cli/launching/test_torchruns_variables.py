@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from typer.testing import CliRunner
 
@@ -32,14 +29,14 @@ SRUN = {
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[LaunchSettings]:
+def started(tmp_path, monkeypatch):
     """What `plait launch` and `plait train` would have started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "run.json").write_text("{}")
     calls: list[LaunchSettings] = []
 
-    def start(_: list[str], settings: LaunchSettings, **__: Any) -> int:
+    def start(_, settings, **__):
         calls.append(check(settings))
         return 0
 
@@ -47,7 +44,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[LaunchSetti
     return calls
 
 
-def launch(*arguments: str) -> Any:
+def launch(*arguments):
     """The exit code of `plait launch`."""
     with pytest.raises(SystemExit) as ended:
         command.main(["launch", *arguments, "train.py"])
@@ -55,9 +52,7 @@ def launch(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("verb_", ["launch", "train"])
-def test_kubeflows_variables_are_obeyed(
-    started: list[LaunchSettings], monkeypatch: pytest.MonkeyPatch, verb_: str
-) -> None:
+def test_kubeflows_variables_are_obeyed(started, monkeypatch, verb_):
     """Also where it sets RANK and WORLD_SIZE of the pods."""
     for name, value in {**KUBEFLOW, "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -70,9 +65,7 @@ def test_kubeflows_variables_are_obeyed(
     assert (found.master_addr, found.master_port) == ("job-node-0-0.job", 29400)
 
 
-def test_options_go_before_variables(
-    started: list[LaunchSettings], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_go_before_variables(started, monkeypatch):
     for name, value in KUBEFLOW.items():
         monkeypatch.setenv(name, value)
     assert launch("--nproc-per-node", "3", "--nnodes", "1:4", "--rdzv-endpoint", "a:1") == 0
@@ -82,7 +75,7 @@ def test_options_go_before_variables(
     assert started[1] == LaunchSettings(processes=2)
 
 
-def test_one_way_to_meet() -> None:
+def test_one_way_to_meet():
     """Of variables alone, the endpoint counts; a variable that is no number is refused by its name."""
     nothing = dict.fromkeys(NAMES.split())
     both = {**KUBEFLOW, "PET_RDZV_ENDPOINT": "a:1"}
@@ -108,13 +101,8 @@ TASKS = "SLURM_STEP_TASKS_PER_NODE"
     ],
 )
 def test_a_launcher_around_it_is_warned_of(
-    started: list[LaunchSettings],
-    monkeypatch: pytest.MonkeyPatch,
-    recwarn: pytest.WarningsRecorder,
-    variables: dict[str, str],
-    arguments: str,
-    said: str,
-) -> None:
+    started, monkeypatch, recwarn, variables, arguments, said
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launch("--nproc-per-node", "2", *arguments.split()) == 0
@@ -123,7 +111,7 @@ def test_a_launcher_around_it_is_warned_of(
 
 
 @pytest.mark.parametrize("given", ["0", "0:2", "3:2"])
-def test_no_machine_is_refused(started: list[LaunchSettings], given: str) -> None:
+def test_no_machine_is_refused(started, given):
     """`plait train` divides the processes by the machines."""
     arguments = f"run.json --set run.processes=4 --nnodes {given} --rdzv-endpoint a:1"
     refused = CliRunner().invoke(train.app, arguments.split())

@@ -1,15 +1,10 @@
 """Files of Accelerate and of the Trainer: what they say, what they ask in vain, and that Accelerate and the Trainer read them alike."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
 import re
-from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,8 +14,8 @@ from plait.config.convert.conversion import convert, load_foreign
 from plait.config.convert.fsdp import SHARDING_KEYS, TRAINER_KEYS
 from plait.config.dialects.foreign import _TRAINER_FSDP
 from plait.config.resolving.explain import values_of
-from plait.config.resolving.resolve import Config, Resolved, load, resolve
-from plait.errors import ConfigError, Problem
+from plait.config.resolving.resolve import load, resolve
+from plait.errors import ConfigError
 from tests.table import check_rows
 from tests.unit.config.cases import leaves, read
 from tests.unit.config.mutations import VALUES, places
@@ -34,40 +29,38 @@ REFUSED = [
 STAGE = "zero_optimization.stage"
 
 
-def written(folder: Path, kind: str, tree: Any) -> Path:
+def written(folder, kind, tree):
     file = folder / f"file.{kind}"
     file.write_text(tree if kind == "yaml" else json.dumps(tree))
     return file
 
 
-def sample(folder: Path, kind: str, name: str) -> tuple[Path, Any]:
+def sample(folder, kind, name):
     tree, said = ROWS[kind][name].values()
     return written(folder, kind, tree), said
 
 
-def check_samples(
-    folder: Path, names: list[tuple[str, str]], check: Callable[[Path, Any], None]
-) -> None:
+def check_samples(folder, names, check):
     """Call `check` with the file of each sample and what is expected of it."""
     rows = {f"{name} ({kind})": (kind, name) for kind, name in names}
     check_rows(rows, lambda row: check(*sample(folder, *row)))
 
 
-def check_load(file: Path, _: Any) -> None:
+def check_load(file, _):
     """Check that `load` refuses the file and names the command that converts it."""
     with pytest.raises(ConfigError, match=f"run: plait config convert {file}"):
         load(file)
 
 
-def test_load_names_the_command_that_converts(tmp_path: Path) -> None:
+def test_load_names_the_command_that_converts(tmp_path):
     check_samples(tmp_path, ALL, check_load)
 
 
-def test_fields_of_the_trainer_that_load_recognises() -> None:
+def test_fields_of_the_trainer_that_load_recognises():
     assert set(_TRAINER_FSDP) == {*(key.path for key in TRAINER_KEYS), *SHARDING_KEYS}
 
 
-def resolved(file: Path) -> tuple[Config, Resolved]:
+def resolved(file):
     """Return what a file says, and what it resolves to for as many processes as it says, else 4."""
     config = load_foreign(file)
     given = config.run.processes if config.run is not None else "auto"
@@ -75,13 +68,13 @@ def resolved(file: Path) -> tuple[Config, Resolved]:
     return config, resolve(config, world_size=world, micro_batch_size=2)
 
 
-def problems_of(file: Path) -> tuple[Problem, ...]:
+def problems_of(file):
     with pytest.raises(ConfigError) as error:
         resolved(file)
     return error.value.problems
 
 
-def check_accepted(file: Path, expected: dict[str, Any]) -> None:
+def check_accepted(file, expected):
     """Check the values that a file resolves to."""
     config, made = resolved(file)
     values = {value.name: value.value for value in values_of(made)}
@@ -89,11 +82,11 @@ def check_accepted(file: Path, expected: dict[str, Any]) -> None:
     assert found == expected
 
 
-def test_accepted(tmp_path: Path) -> None:
+def test_accepted(tmp_path):
     check_samples(tmp_path, ALL, check_accepted)
 
 
-def check_written(file: Path, _: Any) -> None:
+def check_written(file, _):
     """Check that the converted file loads as the file does, and is not converted again."""
     conversion = convert(file)
     assert not conversion.problems
@@ -103,11 +96,11 @@ def check_written(file: Path, _: Any) -> None:
     assert convert(again).tree == conversion.tree
 
 
-def test_what_is_written_means_the_same(tmp_path: Path) -> None:
+def test_what_is_written_means_the_same(tmp_path):
     check_samples(tmp_path, ALL, check_written)
 
 
-def check_refused(file: Path, expected: list[tuple[str, str]]) -> None:
+def check_refused(file, expected):
     """Check which keys are refused, and the messages."""
     found = problems_of(file)
     fields = [problem.field.replace(f"{file.parent}/", "") for problem in found]
@@ -116,11 +109,11 @@ def check_refused(file: Path, expected: list[tuple[str, str]]) -> None:
         assert part in str(problem)
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_refused(tmp_path):
     check_samples(tmp_path, REFUSED, check_refused)
 
 
-def check_keys(file: Path, _: Any) -> None:
+def check_keys(file, _):
     """Check that the report names each key of the file once."""
     tree = yaml.safe_load(file.read_text())
     rows = [row.key for row in convert(file).keys if row.key != "(left out)"]
@@ -131,11 +124,11 @@ def check_keys(file: Path, _: Any) -> None:
         assert own or (named and leaf in rows), leaf
 
 
-def test_every_key_has_a_row(tmp_path: Path) -> None:
+def test_every_key_has_a_row(tmp_path):
     check_samples(tmp_path, [*ALL, *REFUSED], check_keys)
 
 
-def test_every_key_of_accelerate_is_in_the_tables() -> None:
+def test_every_key_of_accelerate_is_in_the_tables():
     """Earlier releases of Accelerate lack some of the keys in the tables."""
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
@@ -164,7 +157,7 @@ def test_every_key_of_accelerate_is_in_the_tables() -> None:
     assert of_deepspeed == {*sections["deepspeed_config"], "deepspeed_config_file"}
 
 
-def launched(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(file, monkeypatch):
     """Set what `accelerate launch` hands to a script."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
@@ -187,14 +180,12 @@ STAGES = {
 }
 
 
-def of_type(kind: str) -> list[str]:
+def of_type(kind):
     return [name for name, row in ACCELERATE.items() if f"distributed_type: {kind}" in row["file"]]
 
 
 @pytest.mark.parametrize("name", of_type("FSDP"))
-def test_accelerate_shards_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_accelerate_shards_alike(tmp_path, monkeypatch, name):
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -225,7 +216,7 @@ def test_accelerate_shards_alike(
 
 
 @pytest.mark.parametrize("name", of_type("DEEPSPEED"))
-def test_accelerates_deepspeed_file_means_the_same(tmp_path: Path, name: str) -> None:
+def test_accelerates_deepspeed_file_means_the_same(tmp_path, name):
     """`DeepSpeedPlugin` writes the file that DeepSpeed reads."""
     from accelerate.utils import DeepSpeedPlugin
 
@@ -244,7 +235,7 @@ def test_accelerates_deepspeed_file_means_the_same(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINER if name not in ("off", "off in JSON")])
-def test_the_trainer_reads_alike(tmp_path: Path, name: str) -> None:
+def test_the_trainer_reads_alike(tmp_path, name):
     from transformers import TrainingArguments
 
     tree = json.loads(json.dumps(TRAINER[name]["file"]))
@@ -263,7 +254,7 @@ def test_the_trainer_reads_alike(tmp_path: Path, name: str) -> None:
     assert (config.zero_optimization.offload_param.device == "cpu") == offloads
 
 
-def test_every_key_that_the_trainer_documents_is_in_the_table() -> None:
+def test_every_key_that_the_trainer_documents_is_in_the_table():
     from transformers import TrainingArguments
 
     text = (TrainingArguments.__doc__ or "").partition("fsdp_config (`str` or `dict`")[2]
@@ -279,12 +270,12 @@ FILE = {
 }
 
 
-def beside(folder: Path, tree: Any, text: str = NAMING) -> Path:
+def beside(folder, tree, text=NAMING):
     (folder / "ds.json").write_text(json.dumps(tree))
     return written(folder, "yaml", text)
 
 
-def test_a_file_that_is_named_is_read_beside_the_other(tmp_path: Path) -> None:
+def test_a_file_that_is_named_is_read_beside_the_other(tmp_path):
     file = beside(tmp_path, FILE)
     config = load_foreign(file)
     assert config.zero_optimization == load(FILE).zero_optimization and config.bf16.enabled
@@ -303,14 +294,12 @@ def test_a_file_that_is_named_is_read_beside_the_other(tmp_path: Path) -> None:
         ("mixed_precision: bf16\n", "mixed_precision"),
     ],
 )
-def test_what_stands_in_two_files_is_refused_as_in_accelerate(
-    tmp_path: Path, added: str, key: str
-) -> None:
+def test_what_stands_in_two_files_is_refused_as_in_accelerate(tmp_path, added, key):
     (problem,) = problems_of(beside(tmp_path, FILE, NAMING + added))
     assert problem.field == key and "which decides it" in problem.rule
 
 
-def test_a_section_that_contradicts_the_file(tmp_path: Path) -> None:
+def test_a_section_that_contradicts_the_file(tmp_path):
     text = (
         NAMING
         + "dynamo_config: {dynamo_backend: INDUCTOR}\nparallelism_config: {parallelism_config_sp_size: 2}\n"
@@ -331,11 +320,11 @@ def test_a_section_that_contradicts_the_file(tmp_path: Path) -> None:
         ([1], "is a list"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, tree: Any, said: str) -> None:
+def test_a_file_that_is_none(tmp_path, tree, said):
     assert any(said in str(problem) for problem in problems_of(beside(tmp_path, tree)))
 
 
-def test_a_trainers_file_beside(tmp_path: Path) -> None:
+def test_a_trainers_file_beside(tmp_path):
     (tmp_path / "fsdp.json").write_text(
         json.dumps({"reshard_after_forward": False, "activation_checkpointing": True})
     )
@@ -345,7 +334,7 @@ def test_a_trainers_file_beside(tmp_path: Path) -> None:
     assert (config.zero_optimization.stage, config.parallel.recompute.mode) == (2, "full")
 
 
-def test_overrides_win(tmp_path: Path) -> None:
+def test_overrides_win(tmp_path):
     file, _ = sample(tmp_path, "yaml", "three dimensions")
     config = load_foreign(file, ["parallel.tp=4", "parallel.dp_shard=1"])
     assert (config.parallel.tp, config.parallel.dp_shard) == (4, 1)
@@ -359,7 +348,7 @@ SAMPLES = [yaml.safe_load(row["file"]) for row in ROWS["yaml"].values()]
 SAMPLES += [row["file"] for row in ROWS["json"].values()]
 
 
-def test_a_wrong_file_is_a_config_error_and_nothing_else() -> None:
+def test_a_wrong_file_is_a_config_error_and_nothing_else():
     draw = random.Random(0)
     for _ in range(400):
         tree = copy.deepcopy(draw.choice(SAMPLES))

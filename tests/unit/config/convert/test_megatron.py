@@ -1,7 +1,5 @@
 """Megatron's flags as a configuration."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.config.convert.conversion import load_foreign
@@ -18,17 +16,17 @@ TARGETS = {"optimizer.params.beta1", "optimizer.params.beta2", DISTRIBUTED, LAYE
 """What `megatron` puts together with other flags."""
 
 
-def split(line: str) -> list[str]:
+def split(line):
     return line.split()
 
 
-def problems(*flags: str) -> list[str]:
+def problems(*flags):
     with pytest.raises(ConfigError) as error:
         load_foreign(list(flags))
     return [str(problem) for problem in error.value.problems]
 
 
-def test_flags_and_the_same_names_in_a_file() -> None:
+def test_flags_and_the_same_names_in_a_file():
     flags = load_foreign(
         split("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 48")
     )
@@ -40,12 +38,12 @@ def test_flags_and_the_same_names_in_a_file() -> None:
     assert flags.origin("parallel.tp") == "flag: --tensor-model-parallel-size"
 
 
-def test_load_names_the_command_that_converts() -> None:
+def test_load_names_the_command_that_converts():
     with pytest.raises(ConfigError, match="run: plait config convert -- --bf16 --lr 1e-4"):
         load(["--bf16", "--lr", "1e-4"])  # type: ignore[arg-type]
 
 
-def test_a_training_command() -> None:
+def test_a_training_command():
     flags = split(
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --use-distributed-optimizer --bf16 "
         "--overlap-grad-reduce --micro-batch-size 1 --global-batch-size 16 --lr 3e-4 --weight-decay=0.1 --adam-beta1 0.9 "
@@ -75,13 +73,13 @@ def test_a_training_command() -> None:
     ] == "ignored"
 
 
-def test_sharding_strategies_are_stages() -> None:
+def test_sharding_strategies_are_stages():
     for stage, strategy in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params")):
         flags = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy]
         assert load_foreign(flags).zero_optimization.stage == stage
 
 
-def test_one_beta_keeps_the_default_of_the_other() -> None:
+def test_one_beta_keeps_the_default_of_the_other():
     config = load_foreign(["--lr", "1e-3", "--adam-beta2", "0.95"])
     assert config.optimizer is not None
     assert config.optimizer.params == {
@@ -94,7 +92,7 @@ def test_one_beta_keeps_the_default_of_the_other() -> None:
     assert other is not None and other.params["betas"] == (0.8, 0.999)
 
 
-def test_what_flags_leave_out_is_megatrons() -> None:
+def test_what_flags_leave_out_is_megatrons():
     """D6: linear decay, weight decay 0.01, fp16 from 2^32, seed 1234, gradients of bf16 reduced in float32; each with its source."""
     made = resolve(
         load_foreign(split("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2
@@ -125,7 +123,7 @@ def test_what_flags_leave_out_is_megatrons() -> None:
     ]
 
 
-def test_a_schedule_by_flags() -> None:
+def test_a_schedule_by_flags():
     """E8."""
     flags = "--lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters 90 --train-iters 100"
     config = load_foreign(split(flags))
@@ -138,7 +136,7 @@ def test_a_schedule_by_flags() -> None:
     }
 
 
-def test_stages_by_their_layers_and_sharding_by_its_strategy() -> None:
+def test_stages_by_their_layers_and_sharding_by_its_strategy():
     flags = (
         "--num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3"
     )
@@ -150,7 +148,7 @@ def test_stages_by_their_layers_and_sharding_by_its_strategy() -> None:
     assert load_foreign(["--use-distributed-optimizer"]).zero_optimization.stage == 1
 
 
-def test_selective_recomputes_what_megatron_does() -> None:
+def test_selective_recomputes_what_megatron_does():
     """D6: all but the products with weights; Plait's own default keeps attention, which Megatron-LM computes again."""
     recompute = load_foreign(
         ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
@@ -159,7 +157,7 @@ def test_selective_recomputes_what_megatron_does() -> None:
     assert "keeps the products with weights" in problems("--recompute-modules", "mlp")[0]
 
 
-def test_loss_scale_flags() -> None:
+def test_loss_scale_flags():
     fp16 = load_foreign(
         split(
             "--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3"
@@ -176,7 +174,7 @@ def test_loss_scale_flags() -> None:
     ]
 
 
-def test_overrides_win_over_flags() -> None:
+def test_overrides_win_over_flags():
     config = load_foreign(["--tensor-model-parallel-size", "4"], ["parallel.tp=2"])
     assert (config.parallel.tp, config.origin("parallel.tp")) == (2, "override")
 
@@ -199,16 +197,16 @@ REFUSALS = """
 """
 
 
-def check_refusal(row: tuple[str, str]) -> None:
+def check_refusal(row):
     found = problems(*row[0].split())
     assert any(row[1] in text for text in found), found
 
 
-def test_refusals() -> None:
+def test_refusals():
     check_rows(rows(REFUSALS), check_refusal)
 
 
-def test_refused_flags_are_accepted_where_they_ask_for_nothing() -> None:
+def test_refused_flags_are_accepted_where_they_ask_for_nothing():
     assert (
         load_foreign(
             ["--expert-model-parallel-size", "1", "--weight-decay-incr-style", "constant"]
@@ -217,7 +215,7 @@ def test_refused_flags_are_accepted_where_they_ask_for_nothing() -> None:
     )
 
 
-def test_every_flag_leads_somewhere_or_says_why_not() -> None:
+def test_every_flag_leads_somewhere_or_says_why_not():
     for name, flag in FLAGS.items():
         assert "-" not in name
         if flag.status is Status.SUPPORTED:
@@ -228,12 +226,12 @@ def test_every_flag_leads_somewhere_or_says_why_not() -> None:
             assert (flag.status is Status.REFUSED) == bool(flag.remedy), name
 
 
-def test_flags_without_meaning_change_nothing() -> None:
+def test_flags_without_meaning_change_nothing():
     ignored = [name for name, flag in FLAGS.items() if flag.status is Status.IGNORED]
     check_rows({name: name for name in ignored}, check_meaningless)
 
 
-def check_meaningless(name: str) -> None:
+def check_meaningless(name):
     """Check that a flag resolves to what no flag does, and that its meaning is explained."""
     value = {"switch": [], "value": ["1"], "values": ["1", "x"]}[FLAGS[name].takes]
     config = load_foreign([f"--{name.replace('_', '-')}", *value])

@@ -1,16 +1,11 @@
 """From what is written to what is meant: other names, legacy forms, remarks, two names that disagree, overrides, refusals."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 from plait.config.dialects.deepspeed import (
     SECRETS,
     TABLE,
-    Key,
     requests_nothing,
     type_problem,
 )
@@ -23,7 +18,7 @@ from tests.table import check_rows
 from tests.unit.config.cases import load, resolved, rows, status_of, tree_of, written
 
 
-def problems(tree: dict[str, Any], *overrides: str) -> list[str]:
+def problems(tree, *overrides):
     with pytest.raises(ConfigError) as error:
         load(tree, overrides)
     return [str(problem) for problem in error.value.problems]
@@ -61,12 +56,12 @@ OTHER_NAMES = """
 """
 
 
-def check_meaning(row: tuple[str, str]) -> None:
+def check_meaning(row):
     (path, value), *_ = map(parse_override, row[1].split())
     assert load(written(row[0])).value(".".join(path)) == value
 
 
-def test_other_names_and_notations() -> None:
+def test_other_names_and_notations():
     check_rows(rows(OTHER_NAMES), check_meaning)
 
 
@@ -87,15 +82,15 @@ STATUSES = """
 """What published files contain. The status is that of the first key."""
 
 
-def check_status(row: tuple[str, str]) -> None:
+def check_status(row):
     assert status_of(load(written(row[0])), row[0].partition("=")[0]) == row[1]
 
 
-def test_what_published_files_contain() -> None:
+def test_what_published_files_contain():
     check_rows(rows(STATUSES), check_status)
 
 
-def test_two_names_that_agree_are_one_setting() -> None:
+def test_two_names_that_agree_are_one_setting():
     assert (
         load(
             {"tensor_parallel": {"tp_size": 2, "autotp_size": 2}, "parallel": {"tp": 2}}
@@ -110,7 +105,7 @@ def test_two_names_that_agree_are_one_setting() -> None:
     assert twice.communication_data_type == "fp32"
 
 
-def test_names_that_disagree_are_refused_with_both_values() -> None:
+def test_names_that_disagree_are_refused_with_both_values():
     assert problems({"tensor_parallel": {"tp_size": 2}, "parallel": {"tp": 4}}) == [
         "tensor_parallel.tp_size = 2 and parallel.tp = 4: both set parallel.tp and disagree; keep one of them"
     ]
@@ -121,7 +116,7 @@ def test_names_that_disagree_are_refused_with_both_values() -> None:
     assert "disagree" in problems({"compile": {"disable": True, "enabled": True}})[0]
 
 
-def test_harmless_keys_are_noted_and_others_refused() -> None:
+def test_harmless_keys_are_noted_and_others_refused():
     """D12, E8: memory that DeepSpeed arranges, and a dtype that is met by more."""
     section = {
         "partition_activations": True,
@@ -141,7 +136,7 @@ def test_harmless_keys_are_noted_and_others_refused() -> None:
     )
 
 
-def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
+def test_a_wrong_value_is_told_under_the_name_that_was_written():
     assert problems({"tensor_parallel": {"tp_size": "four"}}) == [
         "tensor_parallel.tp_size = 'four': must be a whole number; write a whole number"
     ]
@@ -150,7 +145,7 @@ def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
     ]
 
 
-def test_meaningless_optimizer_parameters_are_dropped() -> None:
+def test_meaningless_optimizer_parameters_are_dropped():
     config = load(
         {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 0, "_why": "x"}}}
     )
@@ -162,9 +157,7 @@ def test_meaningless_optimizer_parameters_are_dropped() -> None:
     ("params", "decay"),
     [({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.2}, 0.2)],
 )
-def test_torch_adam_of_a_file_brings_torchs_weight_decay(
-    params: dict[str, Any], decay: float
-) -> None:
+def test_torch_adam_of_a_file_brings_torchs_weight_decay(params, decay):
     """DeepSpeed 0.19.8 builds torch.optim.AdamW then, with that class's own default."""
     spec = load({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, **params}}}).optimizer
     assert spec is not None
@@ -172,7 +165,7 @@ def test_torch_adam_of_a_file_brings_torchs_weight_decay(
     assert type(made) is torch.optim.AdamW and made.param_groups[0]["weight_decay"] == decay
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secrets_are_not_shown():
     (row,) = load({"comet": {"api_key": "hunter2"}}).provenance.rows
     assert "hunter2" not in str(row)
     (problem,) = problems({"comet": {"api_key": ["hunter2"]}})
@@ -191,7 +184,7 @@ TYPICAL = {
 WRONG = {"flag": "maybe", "integer": 0.5, "number": "many", "text": 3, "list": "x", "object": 3}
 
 
-def check_meaningless(key: Key) -> None:
+def check_meaningless(key):
     """Check that the key is accepted with every kind of value and changes nothing."""
     for value in (TYPICAL[key.kind], "auto"):
         config = load(tree_of({key.path: value}))
@@ -202,12 +195,12 @@ def check_meaningless(key: Key) -> None:
     assert made.model_dump(exclude={"sources"}) == plain.model_dump(exclude={"sources"})
 
 
-def test_a_meaningless_key_is_accepted_and_explained() -> None:
+def test_a_meaningless_key_is_accepted_and_explained():
     ignored = {path: key for path, key in TABLE.items() if key.status is Status.IGNORED}
     check_rows(ignored, check_meaningless)
 
 
-def check_refused(key: Key) -> None:
+def check_refused(key):
     """Check that the key is refused where it asks for something, and ignored where it is off."""
     active = next(
         value
@@ -221,19 +214,19 @@ def check_refused(key: Key) -> None:
         assert status_of(load(tree_of({key.path: off})), key.path) == "ignored"
 
 
-def test_a_refused_key_is_refused_when_it_asks_for_something() -> None:
+def test_a_refused_key_is_refused_when_it_asks_for_something():
     refused = {path: key for path, key in TABLE.items() if key.status is Status.REFUSED}
     check_rows(refused, check_refused)
 
 
-def check_wrong_type(key: Key) -> None:
+def check_wrong_type(key):
     """Check that the message names the value, unless it is a secret."""
     (problem,) = problems(tree_of({key.path: WRONG[key.kind]}))
     value = "(not shown)" if key.path in SECRETS else WRONG[key.kind]
     assert problem.startswith(f"{key.path} = {value!r}: must be ")
 
 
-def test_a_wrong_type_of_a_meaningless_key_is_refused() -> None:
+def test_a_wrong_type_of_a_meaningless_key_is_refused():
     typed = {path: key for path, key in TABLE.items() if key.kind in WRONG}
     check_rows(typed, check_wrong_type)
 
@@ -249,12 +242,12 @@ def test_a_wrong_type_of_a_meaningless_key_is_refused() -> None:
         ("managed_gradient_accumulation", [True], [0, "false", "False", False]),
     ],
 )  # fmt: skip
-def test_what_a_value_requests(key: str, off: list[object], on: list[object]) -> None:
+def test_what_a_value_requests(key, off, on):
     assert all(requests_nothing(TABLE[key], value) for value in off)
     assert not any(requests_nothing(TABLE[key], value) for value in on)
 
 
-def test_all_problems_of_a_file_are_told_at_once() -> None:
+def test_all_problems_of_a_file_are_told_at_once():
     text = """
         compile.deepcompile=true zero_optimization.stage=7 zero_optimization.overlap_com=true gradient_clipping=-1 fp16=3
         tensor_parallel.tp_size=2 parallel.tp=3
@@ -298,16 +291,16 @@ WRONG_VALUES = """
 """
 
 
-def check_wrong_value(row: tuple[str, str]) -> None:
+def check_wrong_value(row):
     found = problems(written(row[0]))
     assert [text for text in found if text.startswith(row[1])], found
 
 
-def test_wrong_values() -> None:
+def test_wrong_values():
     check_rows(rows(WRONG_VALUES), check_wrong_value)
 
 
-def test_an_override_wins_over_any_name_of_the_file() -> None:
+def test_an_override_wins_over_any_name_of_the_file():
     config = load({"tensor_parallel": {"tp_size": 2}}, ["parallel.tp=4"])
     assert config.parallel.tp == 4
     assert config.origin("parallel.tp") == "override"
@@ -327,7 +320,7 @@ def test_an_override_wins_over_any_name_of_the_file() -> None:
     )
 
 
-def test_overrides_are_parsed_applied_in_order_and_reach_inside() -> None:
+def test_overrides_are_parsed_applied_in_order_and_reach_inside():
     text = "optimizer.type=AdamW optimizer.params.lr=1e-3 model.config.model_type=llama model.config.hidden_size=8"
     overrides = "optimizer.params.lr=5e-5 optimizer.params.lr=2e-5 model.config.hidden_size=16 fp16.enabled=true run.steps=7"
     config = load(written(text), overrides.split())
@@ -341,7 +334,7 @@ def test_overrides_are_parsed_applied_in_order_and_reach_inside() -> None:
     assert config.origin("optimizer.params") == "file and override"
 
 
-def test_null_takes_a_key_out() -> None:
+def test_null_takes_a_key_out():
     config = load(
         {"train_batch_size": 32, "fp16": {"enabled": True}},
         ["train_batch_size=null", "fp16=null", "nothing.here=null"],
@@ -350,13 +343,13 @@ def test_null_takes_a_key_out() -> None:
     assert config.fp16.enabled is False
 
 
-def test_an_object_replaces_the_section() -> None:
+def test_an_object_replaces_the_section():
     config = load({"fp16": {"enabled": True, "hysteresis": 4}}, ['fp16={"enabled": true}'])
     assert (config.fp16.enabled, config.fp16.hysteresis) == (True, 2)
     assert config.origin("fp16.enabled") == "override"
 
 
-def test_overrides_that_make_no_sense() -> None:
+def test_overrides_that_make_no_sense():
     assert problems({"train_batch_size": 8}, "train_batch_size.x=3") == [
         "--set train_batch_size.x = 3: train_batch_size is 8 and has no keys in it; set train_batch_size itself"
     ]
@@ -374,5 +367,5 @@ def test_overrides_that_make_no_sense() -> None:
         (f"{'Long ' * 20}text. More text.", f"{'Long ' * 20}text."),
     ],
 )
-def test_brief_description(text: str, expected: str) -> None:
+def test_brief_description(text, expected):
     assert brief(text) == expected

@@ -1,7 +1,5 @@
 """The index of keys is whole, the table and the schema cover each other, and every one-letter typo finds the key that was meant."""
 
-from __future__ import annotations
-
 import random
 import string
 
@@ -75,17 +73,17 @@ DEEPSPEED = {
 """The sections of DeepSpeed 0.19.8's files and of published ones."""
 
 
-def test_every_key_of_deepspeed_is_known() -> None:
+def test_every_key_of_deepspeed_is_known():
     for section, names in DEEPSPEED.items():
         assert not set(names.split()) - set(keys.names_in(section)), section
 
 
-def test_the_table_and_the_schema_cover_each_other() -> None:
+def test_the_table_and_the_schema_cover_each_other():
     assert not set(TABLE) & set(keys.schema_fields())
     assert not set(ALIASES) & (set(TABLE) | set(keys.schema_fields()))
 
 
-def test_other_names_lead_to_a_setting_or_to_the_table() -> None:
+def test_other_names_lead_to_a_setting_or_to_the_table():
     for name, alias in ALIASES.items():
         assert (
             alias.target in keys.schema_fields()
@@ -96,20 +94,20 @@ def test_other_names_lead_to_a_setting_or_to_the_table() -> None:
     assert set(SHORT_FORMS) <= keys.sections()
 
 
-def test_every_row_has_a_reason_and_every_refusal_a_remedy() -> None:
+def test_every_row_has_a_reason_and_every_refusal_a_remedy():
     for key in TABLE.values():
         assert key.why, key.path
         assert (key.status is Status.REFUSED) == bool(key.remedy), key.path
         assert key.status in (Status.IGNORED, Status.REFUSED)
 
 
-def test_every_setting_is_documented() -> None:
+def test_every_setting_is_documented():
     assert [
         path for path, field in keys.schema_fields().items() if not field.description.strip()
     ] == []
 
 
-def typos(name: str, chance: random.Random) -> set[str]:
+def typos(name, chance):
     """One letter left out, doubled, replaced, put in, or swapped with the next, at every place."""
     letters = string.ascii_lowercase + "_"
     found = set()
@@ -126,7 +124,7 @@ def typos(name: str, chance: random.Random) -> set[str]:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.proof)])
-def test_a_one_letter_typo_finds_the_key(count: int) -> None:
+def test_a_one_letter_typo_finds_the_key(count):
     """Random typos of each key."""
     wrong = []
     for path in sorted(keys.known_paths()):
@@ -143,7 +141,7 @@ def test_a_one_letter_typo_finds_the_key(count: int) -> None:
     assert not wrong
 
 
-def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:
+def test_a_key_in_the_wrong_section_is_told_where_it_belongs():
     assert (
         keys.remedy_for("", "reduce_bucket_size")
         == "it belongs elsewhere: zero_optimization.reduce_bucket_size"
@@ -154,7 +152,7 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:
     )
 
 
-def test_a_name_unlike_any_other_gets_the_list() -> None:
+def test_a_name_unlike_any_other_gets_the_list():
     assert keys.remedy_for("", "qqqqqqq") == "`plait config schema` lists what is known"
     assert keys.remedy_for("bf16", "qqqqqqq").startswith(
         "known here are auto_cast, bf16_master_weights_and_grads, "
@@ -171,17 +169,17 @@ UNKNOWN = """
 """
 
 
-def check_unknown(row: tuple[str, str]) -> None:
+def check_unknown(row):
     with pytest.raises(ConfigError) as error:
         load(written(row[0]))
     assert row[1] in str(error.value)
 
 
-def test_unknown_keys_are_refused() -> None:
+def test_unknown_keys_are_refused():
     check_rows(rows(UNKNOWN), check_unknown)
 
 
-def test_edit_distance() -> None:
+def test_edit_distance():
     for a, b, distance in (
         ("", "", 0),
         ("abc", "acb", 1),

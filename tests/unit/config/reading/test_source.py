@@ -1,10 +1,7 @@
 """Reading text into a tree: JSON with comments, YAML, base64, mappings, overrides, and what is said about text that cannot be read."""
 
-from __future__ import annotations
-
 import base64
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,11 +13,11 @@ from plait.errors import ConfigError
 TREE = {"zero_optimization": {"stage": 2}, "note": "// no # comment /* here */, }"}
 
 
-def message(error: pytest.ExceptionInfo[ConfigError]) -> str:
+def message(error):
     return str(error.value)
 
 
-def test_comments_and_trailing_commas_are_tolerated(tmp_path: Path) -> None:
+def test_comments_and_trailing_commas_are_tolerated(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(
         """// first
@@ -38,7 +35,7 @@ def test_comments_and_trailing_commas_are_tolerated(tmp_path: Path) -> None:
     assert read(path).tree == {"a": 5e8, "b": 1e-5, "c": -0.5}
 
 
-def test_yaml_with_the_numbers_of_json_and_without_dates(tmp_path: Path) -> None:
+def test_yaml_with_the_numbers_of_json_and_without_dates(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "j: no\nk: 010\nl: 1:30\nm: False\na: 5e-5\nb: 1E+8\nc: .5\nd: 2024-01-01\ne: [1, 2.5, x]\nf: true\ng: 12\nh: v1.2.3\ni: -3\n"
@@ -64,19 +61,19 @@ def test_yaml_with_the_numbers_of_json_and_without_dates(tmp_path: Path) -> None
         st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans(),
     )
 )
-def test_yaml_reads_what_json_writes(tree: dict[str, object]) -> None:
+def test_yaml_reads_what_json_writes(tree):
     assert scalar(json.dumps(tree)) == tree
     for value in tree.values():
         assert scalar(json.dumps(value)) == value
 
 
 @pytest.mark.parametrize("encode", [base64.urlsafe_b64encode, base64.b64encode])
-def test_base64(encode: object) -> None:
+def test_base64(encode):
     text = encode(json.dumps(TREE).encode()).decode()  # type: ignore[operator]
     assert read(text).tree == TREE
 
 
-def test_a_mapping_is_copied() -> None:
+def test_a_mapping_is_copied():
     tree = {"zero_optimization": {"stage": 2}}
     read(tree).tree["zero_optimization"]["stage"] = 3
     assert tree == {"zero_optimization": {"stage": 2}}
@@ -91,9 +88,7 @@ def test_a_mapping_is_copied() -> None:
         ("", "line 1, column 1", "Expecting value"),
     ],
 )
-def test_broken_json_names_line_and_column_of_the_file(
-    tmp_path: Path, text: str, where: str, said: str
-) -> None:
+def test_broken_json_names_line_and_column_of_the_file(tmp_path, text, where, said):
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -102,14 +97,14 @@ def test_broken_json_names_line_and_column_of_the_file(
     assert said in message(error)
 
 
-def test_broken_yaml_names_line_and_column(tmp_path: Path) -> None:
+def test_broken_yaml_names_line_and_column(tmp_path):
     path = tmp_path / "run.yml"
     path.write_text("a: 1\nb: [1, 2\n")
     with pytest.raises(ConfigError, match=r"run\.yml, line 3, column 1"):
         read(path)
 
 
-def test_keys_given_twice_are_refused_with_both_values(tmp_path: Path) -> None:
+def test_keys_given_twice_are_refused_with_both_values(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"a": 1, "s": {"b": true, "b": false}, "a": 2}')
     with pytest.raises(ConfigError) as error:
@@ -124,7 +119,7 @@ def test_keys_given_twice_are_refused_with_both_values(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
+def test_a_missing_file_suggests_a_near_one(tmp_path):
     (tmp_path / "ds_zero2.json").write_text("{}")
     with pytest.raises(
         ConfigError, match=r"ds_zer2\.json: there is no such file; did you mean .*ds_zero2\.json"
@@ -136,7 +131,7 @@ def test_a_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
         read("x" * 5000)
 
 
-def test_a_folder_a_list_and_binary_data_are_no_configuration(tmp_path: Path) -> None:
+def test_a_folder_a_list_and_binary_data_are_no_configuration(tmp_path):
     with pytest.raises(ConfigError, match="is a folder and not a file"):
         read(tmp_path)
     for content, said in (("[1]", "is a list"), ("3", "is a number"), ("null", "is empty")):
@@ -148,7 +143,7 @@ def test_a_folder_a_list_and_binary_data_are_no_configuration(tmp_path: Path) ->
         read(tmp_path / "x.json")
 
 
-def test_override_values() -> None:
+def test_override_values():
     for text, value in {
         "3": 3, "5e8": 5e8, "5e-5": 5e-5, "true": True, "null": None, "auto": "auto", "": None, "[1, 2]": [1, 2], "[a, b]": ["a", "b"],
         '{"stage": 3}': {"stage": 3}, "def foo(): ": "def foo():", "a: b": "a: b", '"3"': "3", "runs/x=y": "runs/x=y", "[unclosed": "[unclosed",

@@ -1,7 +1,5 @@
 """The batch triangle: any two give the third, contradictions are told with numbers that work, and the suggestions do work."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -16,7 +14,7 @@ dps = st.integers(1, 16)
 
 
 @given(size, size, dps)
-def test_any_two_give_the_third(micro: int, accumulation: int, dp: int) -> None:
+def test_any_two_give_the_third(micro, accumulation, dp):
     train = micro * accumulation * dp
     given_values = (
         (train, micro, accumulation),
@@ -31,7 +29,7 @@ def test_any_two_give_the_third(micro: int, accumulation: int, dp: int) -> None:
 
 
 @given(size, dps)
-def test_one_alone_means_no_accumulation(micro: int, dp: int) -> None:
+def test_one_alone_means_no_accumulation(micro, dp):
     assert (
         solve_batch(None, micro, None, dp)
         == solve_batch(micro * dp, None, None, dp)
@@ -42,9 +40,7 @@ def test_one_alone_means_no_accumulation(micro: int, dp: int) -> None:
 # A multiple of the product would pass where only the remainder is compared.
 @example(16, 2, 2, 2)
 @given(st.none() | st.integers(1, 200), st.none() | size, st.none() | size, dps)
-def test_the_product_holds_or_is_refused_with_a_remedy(
-    train: int | None, micro: int | None, accumulation: int | None, dp: int
-) -> None:
+def test_the_product_holds_or_is_refused_with_a_remedy(train, micro, accumulation, dp):
     assume(train is not None or micro is not None)
     try:
         batch = solve_batch(train, micro, accumulation, dp)
@@ -66,7 +62,7 @@ def test_the_product_holds_or_is_refused_with_a_remedy(
         assert accumulation in (None, batch.accumulation)
 
 
-def test_a_contradiction_names_every_change_that_works() -> None:
+def test_a_contradiction_names_every_change_that_works():
     with pytest.raises(ConfigError) as error:
         solve_batch(32, 4, 2, 2)
     assert str(error.value) == (
@@ -75,7 +71,7 @@ def test_a_contradiction_names_every_change_that_works() -> None:
     )
 
 
-def test_deepspeed_rounds_down_where_this_refuses() -> None:
+def test_deepspeed_rounds_down_where_this_refuses():
     with pytest.raises(
         ConfigError, match=r"train_batch_size = 30: micro 4 x dp 2 = 8 and 30 % 8 = 6; use 24 or 32"
     ):
@@ -88,7 +84,7 @@ def test_deepspeed_rounds_down_where_this_refuses() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [None, 4])
-def test_none_given_says_which_to_give(accumulation: int | None) -> None:
+def test_none_given_says_which_to_give(accumulation):
     with pytest.raises(
         ConfigError, match=r"neither it nor train_batch_size is given.*set one of the two"
     ):

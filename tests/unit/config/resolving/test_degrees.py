@@ -1,9 +1,5 @@
 """Degrees to layout: the product is the number of processes, what is left becomes data parallel by the rule of the stage."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,14 +14,12 @@ from tests.unit.config.cases import rows, written
 degree = st.sampled_from([1, 2, 3, 4])
 
 
-def solve(world_size: int, stage: int, **parallel: Any) -> Layout:
+def solve(world_size, stage, **parallel):
     return solve_layout(ParallelSection(**parallel), stage=stage, world_size=world_size)
 
 
 @given(degree, degree, degree, degree, degree, st.sampled_from([1, 2, 3]))
-def test_every_layout_is_found_back_from_any_sufficient_part(
-    pp: int, replicate: int, shard: int, cp: int, tp: int, stage: int
-) -> None:
+def test_every_layout_is_found_back_from_any_sufficient_part(pp, replicate, shard, cp, tp, stage):
     layout = Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     fixed = {"pp": pp, "cp": cp, "tp": tp}
     if shard == 1 and replicate > 1:
@@ -50,9 +44,7 @@ def test_every_layout_is_found_back_from_any_sufficient_part(
     st.none() | degree,
     st.none() | degree,
 )
-def test_the_product_is_the_world_or_it_is_refused(
-    world: int, stage: int, pp: int, cp: int, tp: int, replicate: int | None, shard: int | None
-) -> None:
+def test_the_product_is_the_world_or_it_is_refused(world, stage, pp, cp, tp, replicate, shard):
     try:
         layout = solve(world, stage, pp=pp, cp=cp, tp=tp, dp_replicate=replicate, dp_shard=shard)
     except ConfigError as error:
@@ -65,7 +57,7 @@ def test_the_product_is_the_world_or_it_is_refused(
         assert layout.dp_shard == 1 if stage == 0 else layout.dp_shard > 1 or layout.dp == 1
 
 
-def test_processes_that_remain() -> None:
+def test_processes_that_remain():
     assert solve(8, 0, tp=2) == Layout(dp_replicate=4, tp=2)
     assert solve(8, 2, tp=2) == Layout(dp_shard=4, tp=2)
     assert solve(8, 3, dp_replicate=2) == Layout(dp_replicate=2, dp_shard=4)
@@ -85,17 +77,17 @@ REFUSALS = """
 """
 
 
-def check_refusal(row: tuple[str, str]) -> None:
+def check_refusal(row):
     with pytest.raises(ConfigError) as error:
         solve(**written(row[0]))
     assert str(error.value) == row[1]
 
 
-def test_refusals_have_the_numbers_and_what_works() -> None:
+def test_refusals_have_the_numbers_and_what_works():
     check_rows(rows(REFUSALS), check_refusal)
 
 
-def test_the_smallest_world_counts_what_is_given() -> None:
+def test_the_smallest_world_counts_what_is_given():
     assert smallest_world(ParallelSection()) == 1
     assert smallest_world(ParallelSection(tp=4, pp=2, dp_shard="auto")) == 8
     assert smallest_world(ParallelSection(dp_replicate=2, dp_shard=3)) == 6

@@ -1,27 +1,23 @@
 """Rows about keys and about resolved values."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from plait.config.dialects.keys import schema_fields
-from plait.config.resolving.explain import Explanation, explain, values_of
+from plait.config.resolving.explain import explain, values_of
 from plait.errors import ConfigError
 from tests.table import check_rows
 from tests.unit.config.cases import BATCH, load, resolved, rows, written
 
 
-def statuses(tree: dict[str, Any]) -> dict[str, str]:
+def statuses(tree):
     return {row.key: str(row.status) for row in explain({**BATCH, **tree}).keys}
 
 
-def values(explanation: Explanation) -> dict[str, tuple[Any, str]]:
+def values(explanation):
     return {value.name: (value.value, value.source) for value in explanation.values}
 
 
-def test_one_row_a_key_in_the_order_of_the_file() -> None:
+def test_one_row_a_key_in_the_order_of_the_file():
     tree = {
         "tensor_parallel": {"tp_size": 2},
         "_comment": "x",
@@ -91,15 +87,15 @@ STATUSES = """
 """The status is that of the first key."""
 
 
-def check_status(row: tuple[str, str]) -> None:
+def check_status(row):
     assert statuses(written(row[0]))[row[0].partition("=")[0]] == row[1]
 
 
-def test_a_setting_that_is_not_read_is_meaningless() -> None:
+def test_a_setting_that_is_not_read_is_meaningless():
     check_rows(rows(STATUSES), check_status)
 
 
-def test_every_resolved_value_has_a_source() -> None:
+def test_every_resolved_value_has_a_source():
     text = """
         train_batch_size=32 gradient_accumulation_steps=2 tensor_parallel.tp_size=2 bf16.enabled=true
         optimizer.type=AdamW optimizer.params.lr=auto zero_optimization.stage=3
@@ -119,7 +115,7 @@ def test_every_resolved_value_has_a_source() -> None:
         assert found[name] == value
 
 
-def test_all_of_a_resolved_configuration_is_shown() -> None:
+def test_all_of_a_resolved_configuration_is_shown():
     sections = {"model": {"config": {"model_type": "llama"}}, "data": {}, "run": {}}
     text = "fp16.enabled=true scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3"
     made = resolved({**sections, **written(text)})
@@ -133,13 +129,13 @@ def test_all_of_a_resolved_configuration_is_shown() -> None:
     assert set(shown) <= set(made.sources) | {"optimizer.type"}
 
 
-def test_the_number_of_processes_is_the_files_or_the_least() -> None:
+def test_the_number_of_processes_is_the_files_or_the_least():
     assert explain({**BATCH, "parallel": {"tp": 2}}).world_size == 2
     assert explain({**BATCH, "parallel": {"tp": 2}, "run": {"processes": 4}}).world_size == 4
     assert explain({**BATCH, "run": {"processes": 4}}, world_size=6).world_size == 6
 
 
-def test_what_cannot_be_resolved_still_shows_its_keys() -> None:
+def test_what_cannot_be_resolved_still_shows_its_keys():
     explanation = explain({"zero_optimization": {"stage": 2, "overlap_comm": True}})
     assert len(explanation.keys) == 2
     # E4: what can be resolved is told beside what cannot.
@@ -159,7 +155,7 @@ def test_what_cannot_be_resolved_still_shows_its_keys() -> None:
 
 
 @pytest.mark.parametrize("compress", ["none", "auto", ["int8", "powersgd"]])
-def test_what_is_printed_of_data_parallelism_can_be_written(compress: Any) -> None:
+def test_what_is_printed_of_data_parallelism_can_be_written(compress):
     """A user copies the resolved values into a file."""
     found = explain({**BATCH, "parallel": {"compress_gradients": compress}})
     parallel = {
@@ -183,7 +179,7 @@ def test_what_is_printed_of_data_parallelism_can_be_written(compress: Any) -> No
         ({}, ""),
     ],
 )
-def test_optimizers_that_fail_on_shards(kind: str, tree: dict[str, Any], said: str) -> None:
+def test_optimizers_that_fail_on_shards(kind, tree, said):
     """Refused with the file, before any text is read or device is found."""
     tree = {"optimizer": {"type": kind}, **tree}
     if not said:
@@ -193,7 +189,7 @@ def test_optimizers_that_fail_on_shards(kind: str, tree: dict[str, Any], said: s
         resolved(tree)
 
 
-def test_reasons_about_checkpoints() -> None:
+def test_reasons_about_checkpoints():
     """Plait writes its own format."""
     with pytest.raises(ConfigError, match="nebula = .*Plait's own files.*run.checkpoints"):
         load({"nebula": {"enabled": True}})

@@ -1,9 +1,6 @@
 """The JSON schema says of every key what it is, and describes it."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 from plait.config.dialects.deepspeed import TABLE
 from plait.config.dialects.keys import ALIASES, schema_fields
@@ -12,7 +9,7 @@ from plait.config.resolving.resolved_parts import PLANNABLE_SETTINGS
 from plait.config.schema.config import Config
 
 
-def find(schema: dict[str, Any], path: str) -> dict[str, Any]:
+def find(schema, path):
     node = schema
     for name in path.split("."):
         for option in node.get("anyOf", []):
@@ -23,7 +20,7 @@ def find(schema: dict[str, Any], path: str) -> dict[str, Any]:
     return node
 
 
-def test_every_key_is_described() -> None:
+def test_every_key_is_described():
     schema = json_schema()
     for path, field in schema_fields().items():
         # On one line, without the line breaks of the docstring.
@@ -36,7 +33,7 @@ def test_every_key_is_described() -> None:
             assert alias.target in find(schema, path)["description"]
 
 
-def test_every_section_is_described() -> None:
+def test_every_section_is_described():
     schema = json_schema()
     for name, field in Config.model_fields.items():
         description = schema["properties"][name]["description"]
@@ -45,7 +42,7 @@ def test_every_section_is_described() -> None:
         assert "\n" not in section["description"].replace("\n\n", ""), name
 
 
-def test_types_bounds_and_auto_are_in_it() -> None:
+def test_types_bounds_and_auto_are_in_it():
     schema = json_schema()
     options = find(schema, "train_batch_size")["anyOf"]
     assert {"const": "auto", "type": "string"} in options[0]["oneOf"]
@@ -54,12 +51,12 @@ def test_types_bounds_and_auto_are_in_it() -> None:
     assert schema["additionalProperties"] is False
 
 
-def test_auto_is_allowed_where_train_plans_it() -> None:
+def test_auto_is_allowed_where_train_plans_it():
     """D7."""
     schema = json_schema()
     for path in PLANNABLE_SETTINGS:
         assert {"const": "auto", "type": "string"} in find(schema, path)["anyOf"], path
 
 
-def test_it_is_json_and_does_not_change() -> None:
+def test_it_is_json_and_does_not_change():
     assert json.dumps(json_schema()) == json.dumps(json_schema())

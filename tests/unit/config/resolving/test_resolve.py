@@ -1,9 +1,5 @@
 """What is left open is decided by DeepSpeed's and Hugging Face's rules, and every value says where it came from."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from plait.config.resolving.resolve import Config, Resolved, load, resolve
@@ -14,13 +10,13 @@ from tests.unit.config.cases import BATCH, resolved, rows, written
 MIB = 2**20
 
 
-def problems(tree: dict[str, Any], **context: Any) -> list[str]:
+def problems(tree, **context):
     with pytest.raises(ConfigError) as error:
         resolve(load({**BATCH, **tree}), **{"world_size": 4, **context})
     return [str(problem) for problem in error.value.problems]
 
 
-def test_gradients_are_reduced_in_the_compute_dtype() -> None:
+def test_gradients_are_reduced_in_the_compute_dtype():
     """A24: a default depends on no key that has nothing to do with it."""
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         for more in (
@@ -45,7 +41,7 @@ def test_gradients_are_reduced_in_the_compute_dtype() -> None:
         )
 
 
-def test_communication_data_type_is_the_dtype_of_the_reduction() -> None:
+def test_communication_data_type_is_the_dtype_of_the_reduction():
     names = {
         "fp32": "float32",
         "fp16": "float16",
@@ -60,7 +56,7 @@ def test_communication_data_type_is_the_dtype_of_the_reduction() -> None:
             assert made.sources["precision.reduce"] == "file: communication_data_type"
 
 
-def test_overflow_is_checked_as_deepspeed_does() -> None:
+def test_overflow_is_checked_as_deepspeed_does():
     for text, checked in {
         "bf16.enabled=true": True,
         "bf16.enabled=true bf16.check_grad_overflow=false": False,
@@ -70,7 +66,7 @@ def test_overflow_is_checked_as_deepspeed_does() -> None:
         assert resolved(written(text)).precision.check_overflow is checked, text
 
 
-def test_the_loss_scale_has_deepspeeds_names_and_defaults() -> None:
+def test_the_loss_scale_has_deepspeeds_names_and_defaults():
     names = (
         "loss_scale",
         "initial_scale_power",
@@ -89,7 +85,7 @@ def test_the_loss_scale_has_deepspeeds_names_and_defaults() -> None:
         assert scale is not None and tuple(scale.model_dump().values()) == expected
 
 
-def test_contradictions_of_precision() -> None:
+def test_contradictions_of_precision():
     assert problems(written("fp16.enabled=true bf16.enabled=true")) == [
         "fp16.enabled and bf16.enabled: are both true, and a model computes in one dtype; set one of them to false"
     ]
@@ -111,7 +107,7 @@ HF_FILE = written("""
 """)
 
 
-def test_auto_is_what_the_caller_says() -> None:
+def test_auto_is_what_the_caller_says():
     arguments = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 4,
@@ -139,7 +135,7 @@ def test_auto_is_what_the_caller_says() -> None:
     assert made.sources["train_batch_size"] == "derived: micro 8 x accumulation 4 x dp 4"
 
 
-def test_auto_without_a_caller_follows_the_published_rules() -> None:
+def test_auto_without_a_caller_follows_the_published_rules():
     made = resolved({**HF_FILE, **BATCH, "bf16": {"enabled": True}}, total_steps=700)
     found = (made.batch.accumulation, made.gradient_clipping, made.precision.compute)
     assert found == (1, 1.0, "bfloat16")
@@ -157,7 +153,7 @@ def test_auto_without_a_caller_follows_the_published_rules() -> None:
     assert made.faults.non_finite == "auto"
 
 
-def test_auto_that_nothing_decides_names_the_field() -> None:
+def test_auto_that_nothing_decides_names_the_field():
     found = problems({**HF_FILE, "train_micro_batch_size_per_gpu": "auto"})
     assert [text.split(":")[0] for text in found] == [
         "train_micro_batch_size_per_gpu = 'auto'",
@@ -167,7 +163,7 @@ def test_auto_that_nothing_decides_names_the_field() -> None:
     ]
 
 
-def test_half_precision_left_open_is_never_float32_in_silence() -> None:
+def test_half_precision_left_open_is_never_float32_in_silence():
     """E4: "auto" is a command line's choice. What follows from the other key is taken, what does not is refused by name."""
     for tree, refused in (
         ({"bf16": {"enabled": "auto"}}, ["bf16.enabled"]),
@@ -182,7 +178,7 @@ def test_half_precision_left_open_is_never_float32_in_silence() -> None:
     assert neither.sources["fp16.enabled"] == "auto: off, as the caller chose neither"
 
 
-def test_the_schedules_length_is_the_callers_or_the_runs() -> None:
+def test_the_schedules_length_is_the_callers_or_the_runs():
     tree = written(
         "scheduler.type=WarmupDecayLR scheduler.params.total_num_steps=auto run.steps=30"
     )
@@ -195,7 +191,7 @@ def test_the_schedules_length_is_the_callers_or_the_runs() -> None:
         assert made.sources["scheduler.params.total_num_steps"] == source
 
 
-def test_the_highest_rate_of_a_schedule_is_the_optimizers() -> None:
+def test_the_highest_rate_of_a_schedule_is_the_optimizers():
     tree = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     for optimizer, rate in (
         ({}, 1e-3),
@@ -212,7 +208,7 @@ def test_the_highest_rate_of_a_schedule_is_the_optimizers() -> None:
     )
 
 
-def check_bucket(row: tuple[str, str]) -> None:
+def check_bucket(row):
     assert resolved(written(row[0])).data_parallel.bucket_bytes == float(row[1]) * MIB
 
 
@@ -230,13 +226,13 @@ BUCKETS = """
 """MiB of a gradient bucket."""
 
 
-def test_bucket() -> None:
+def test_bucket():
     check_rows(rows(BUCKETS), check_bucket)
     automatic = {"zero_optimization": {"reduce_bucket_size": "auto"}}
     assert resolved(automatic, hidden_size=64).data_parallel.bucket_bytes == 4 * 64 * 64
 
 
-def test_the_links_decide_the_bucket_where_nothing_else_does() -> None:
+def test_the_links_decide_the_bucket_where_nothing_else_does():
     """DeepSpeed's key wins."""
     for text, by_links in {
         "parallel.tp=1": True,
@@ -256,12 +252,12 @@ WRONG = """
 """
 
 
-def test_sizes_that_contradict_each_other() -> None:
+def test_sizes_that_contradict_each_other():
     check_rows(rows(WRONG), check_impossible)
     assert resolved({"data_parallel_size": 4}).layout.dp == 4
 
 
-def test_the_callers_batch_size_replaces_a_missing_one() -> None:
+def test_the_callers_batch_size_replaces_a_missing_one():
     made = resolve(load({}), world_size=2, micro_batch_size=3)
     assert made.batch.train_batch_size == 6
     assert made.sources["train_micro_batch_size_per_gpu"] == "the caller's"
@@ -269,7 +265,7 @@ def test_the_callers_batch_size_replaces_a_missing_one() -> None:
     assert made.batch.micro_batch_size == 4
 
 
-def test_defaults_are_those_of_deepspeed() -> None:
+def test_defaults_are_those_of_deepspeed():
     made = resolved({})
     assert made.gradient_clipping == 1.0
     assert made.data_parallel.stage == 0
@@ -279,7 +275,7 @@ def test_defaults_are_those_of_deepspeed() -> None:
     assert (made.seed, made.compile.enabled) == (0, False)
 
 
-def test_a_resolved_configuration_survives_its_own_json() -> None:
+def test_a_resolved_configuration_survives_its_own_json():
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
     others = written(
         "scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3 fp16.enabled=true model.config.model_type=llama"
@@ -288,7 +284,7 @@ def test_a_resolved_configuration_survives_its_own_json() -> None:
     assert Resolved.model_validate_json(made.model_dump_json()) == made
 
 
-def test_a_configuration_made_in_python_knows_its_sources() -> None:
+def test_a_configuration_made_in_python_knows_its_sources():
     text = "train_micro_batch_size_per_gpu=2 bf16.enabled=true optimizer.params.lr=1e-3"
     config = Config.model_validate(written(text))
     made = resolve(config, world_size=2)
@@ -300,12 +296,12 @@ def test_a_configuration_made_in_python_knows_its_sources() -> None:
 
 
 @pytest.mark.parametrize("source", [5, None])
-def test_what_is_no_configuration_is_an_error_of_the_program(source: Any) -> None:
+def test_what_is_no_configuration_is_an_error_of_the_program(source):
     with pytest.raises(TypeError, match="a configuration is a path or a mapping, not"):
         load(source)
 
 
-def test_the_warning_names_the_keys_that_mean_nothing() -> None:
+def test_the_warning_names_the_keys_that_mean_nothing():
     assert load({"bf16": {"enabled": True}}).provenance.warning() is None
     names = (
         "overlap_comm",
@@ -321,11 +317,11 @@ def test_the_warning_names_the_keys_that_mean_nothing() -> None:
     )
 
 
-def test_compression() -> None:
-    def made(stage: int, **parallel: Any) -> Any:
+def test_compression():
+    def made(stage, **parallel):
         return resolved({"zero_optimization": {"stage": stage}, "parallel": parallel}, world_size=4)
 
-    def scheme(stage: int, **parallel: Any) -> tuple[Any, ...]:
+    def scheme(stage, **parallel):
         """Bits of gradients and of weights, rank, error feedback, and whether it can be revoked."""
         return tuple(made(stage, **parallel).compression.scheme.model_dump().values())
 
@@ -352,10 +348,10 @@ IMPOSSIBLE = """
 """The last reports the layout only, and not a partition of the processes that it does not have."""
 
 
-def check_impossible(row: tuple[str, str]) -> None:
+def check_impossible(row):
     (problem,) = problems(written(row[0]))
     assert problem.startswith(row[1])
 
 
-def test_compression_that_cannot_be_had() -> None:
+def test_compression_that_cannot_be_had():
     check_rows(rows(IMPOSSIBLE), check_impossible)

@@ -1,7 +1,5 @@
 """What can be wrong with an optimizer or a schedule without knowing the model is refused when its block is read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,13 +1,10 @@
 """The sections `model`, `data` and `run`: what contradicts itself is refused with what to do."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
-from plait.policy import Policy
 from tests.table import check_rows
 from tests.unit.config.cases import rows
 
@@ -37,8 +34,8 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("section", CONTRADICTIONS)
-def test_contradictions_are_refused(section: type[Policy]) -> None:
-    def check(row: tuple[str, str]) -> None:
+def test_contradictions_are_refused(section):
+    def check(row):
         with pytest.raises(ValidationError, match=row[1]):
             section(**yaml.safe_load(row[0]))
 
