@@ -882,6 +882,8 @@ def test_watch_shards():
     shard = model[0].weight  # type: ignore[index]
     with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
         shard.full_tensor().square().sum().backward()
+    with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
+        torch.ones((), requires_grad=True) + shard.square().sum()
     handle = shard.register_hook(lambda grad: grad)
     with pytest.raises(InputError, match="has a hook on its gradient"):
         model(torch.ones(1, 4))

@@ -255,11 +255,11 @@ class ParallelModel(ShardedModel):
         Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
         gathered parameters that a module has between its forward and its backward.
         """
-        is_module = isinstance(owner, nn.Module)
-        if not (self._watch.has_accumulated or (is_module and is_gathered(self.model))):
+        is_hidden = isinstance(owner, nn.Module) and is_gathered(self.model)
+        if not (self._watch.has_accumulated or is_hidden):
             return
 
-        if is_module:
+        if isinstance(owner, nn.Module):
             parameters = list(owner.parameters())
         else:
             parameters = [p for group in owner.param_groups for p in group["params"]]
