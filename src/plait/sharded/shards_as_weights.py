@@ -157,7 +157,8 @@ def refuse_copies(model: nn.Module, *, is_split: bool) -> None:
 
 def _refuse_pickle(self: Any, protocol: Any) -> Any:
     if _is_called_from("copy"):
-        return type(self).__reduce_ex__(self, protocol)
+        kind: Any = type(self)
+        return kind.__reduce_ex__(self, protocol)
     raise InputError(
         f"{type(self).__name__.removeprefix('FSDP')} cannot be pickled (by torch.save(model), for"
         " example): it was split or wrapped for its layout, and this process may have only a part"
