@@ -34,6 +34,7 @@ from plait._torch import (
     starting,
     unit_order,
     units,
+    zeroing,
 )
 from plait._torch import tensors as dtensor
 from plait._torch import tensors as storage
@@ -881,6 +882,8 @@ def test_watch_shards():
     shard = model[0].weight  # type: ignore[index]
     with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
         shard.full_tensor().square().sum().backward()
+    with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
+        torch.ones((), requires_grad=True) + shard.square().sum()
     handle = shard.register_hook(lambda grad: grad)
     with pytest.raises(InputError, match="has a hook on its gradient"):
         model(torch.ones(1, 4))
@@ -924,6 +927,28 @@ def test_gradients_of_uneven_splits(dim):
     assert gradient.stride() == parameter.stride()
     assert gradient.to_local().is_contiguous()
     assert torch.equal(gradient.to_local(), 2 * torch.arange(9.0).view(3, 3).t())
+
+
+def test_zero_grad_tells_its_observers():
+    """After the gradients are zeroed, for subclasses too, and for as long as the observer lives."""
+
+    class Observer:
+        def after_zero_grad(self, owner, *, set_to_none):
+            calls.append((owner, set_to_none, module.weight.grad))
+
+    calls = []
+    module = nn.Sequential(nn.Linear(2, 2))[0]
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2)).sum().backward()
+    observer = Observer()
+    zeroing.observe_zero_grad(observer.after_zero_grad)
+    zeroing.observe_zero_grad(observer.after_zero_grad)
+    optimizer.zero_grad()
+    module.zero_grad(set_to_none=False)
+    assert calls == [(optimizer, True, None), (module, False, None)]
+    del observer
+    optimizer.zero_grad()
+    assert len(calls) == 2
 
 
 def test_forget_meshes():

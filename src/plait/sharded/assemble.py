@@ -216,9 +216,10 @@ def shard(
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
     # Calls that would take shards for full weights raise InputError.
-    refuse_copies(model)
+    layout = resolved.layout
+    refuse_copies(model, is_split=layout.pp * layout.tp * layout.ep > 1)
     explain_methods(model)
-    refuse_partial_folders(model, pp=resolved.layout.pp, tp=resolved.layout.tp)
+    refuse_partial_folders(model, pp=layout.pp, tp=layout.tp)
     refuse_pickled_shards(model)
     watch_shards_of(model)
     if tier is not None:

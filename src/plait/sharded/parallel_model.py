@@ -28,7 +28,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from plait._torch.passes import backward_was_interrupted, graph_task
 from plait._torch.tensors import local_tensor
-from plait._torch.units import has_unreduced, sharded_modules
+from plait._torch.units import has_unreduced, is_gathered, sharded_modules, zero_gradients
+from plait._torch.zeroing import observe_zero_grad
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, raise_problems
@@ -37,6 +38,7 @@ from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.optimizer import step_by_placement
 from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.parts import Parts
@@ -218,6 +220,7 @@ class ParallelModel(ShardedModel):
         super().__init__(parts, mesh, config, forward=forward, variable="sharded")
         if self.why_called is None:
             self.guard.recover_in_forwards()
+        observe_zero_grad(self._after_zero_grad)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model. The model itself may be called as well."""
@@ -235,9 +238,9 @@ class ParallelModel(ShardedModel):
 
         The forward and backward of every micro-batch but the last go inside; the last goes outside.
         Where the ZeRO stage allows it, nothing is communicated inside. An exception inside ends the
-        step and drops its gradients, also those that no optimizer sees yet. At ZeRO 1 and 2
-        `optimizer.zero_grad()` drops only reduced gradients, as with torch's `fully_shard`. A loop
-        that gives up a step after a micro-batch inside has to raise an exception inside.
+        step and drops its gradients. So does `optimizer.zero_grad()` or `model.zero_grad()` for its
+        parameters, inside or afterwards. `parameter.grad = None` is not enough: gradients that are
+        not reduced yet are not in `parameter.grad`.
         """
         self.before_microbatch(last=False)
         try:
@@ -245,6 +248,25 @@ class ParallelModel(ShardedModel):
                 yield
         finally:
             self.before_microbatch(last=True)
+
+    def _after_zero_grad(self, owner: Optimizer | nn.Module, *, set_to_none: bool) -> None:
+        """Drop the gradients that `zero_grad` of an optimizer or a module does not see.
+
+        Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
+        gathered parameters that a module has between its forward and its backward.
+        """
+        is_hidden = isinstance(owner, nn.Module) and is_gathered(self.model)
+        if not (self._watch.has_accumulated or is_hidden):
+            return
+
+        if isinstance(owner, nn.Module):
+            parameters = list(owner.parameters())
+        else:
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        shards = zero_gradients(self.model, parameters, set_to_none=set_to_none)
+        tracker = self.hooks.find(UnusedTracker)
+        if set_to_none and tracker is not None:
+            tracker.forget(shards)
 
     @contextmanager
     def _dropping_failed_step(self) -> Iterator[None]:
@@ -427,6 +449,8 @@ class StepWatch(StepHook):
         self._why_called = why_called
         self.in_handle_step = False
         """True while `ParallelModel.step` runs."""
+        self.has_accumulated = False
+        """True if the step has had a micro-batch that is not its last one."""
         self._model = weakref.ref(model)
 
         # Keyed by id, because parameters compare element by element. An id may be reused after a
@@ -448,6 +472,10 @@ class StepWatch(StepHook):
         # The hook itself stays: a model may be collected while torch iterates over its hooks.
         for references in (self._current, self._replaced):
             weakref.finalize(model, references.clear).atexit = False
+
+    def before_microbatch(self, last: bool) -> None:
+        """Record that the step accumulates gradients."""
+        self.has_accumulated |= not last
 
     def release(self) -> None:
         """Stop checking."""
@@ -495,6 +523,7 @@ class StepWatch(StepHook):
                 " outside of it"
             )
 
+        self.has_accumulated = False
         # A forward between the last backward and this step would otherwise keep the old values, or
         # read parameters while they change.
         free_gathered(model)

@@ -2,7 +2,7 @@
 
 torch pickles a DTensor as the local shard with the full shape. The names and shapes in a file of
 `torch.save(model.state_dict())` look complete, although it holds one rank's part of every weight.
-`copy.deepcopy(model)` fails with an error of torch that names no remedy. Transformers'
+`copy.deepcopy(model)` and `torch.save(model)` fail with errors that name no remedy. Transformers'
 `save_pretrained` would write one process's shards, or fail with an error about storages, unless the
 full weights are passed, and `resize_token_embeddings` would fail with an error about operators.
 """
@@ -139,11 +139,33 @@ def _is_called_from(*packages: str) -> bool:
     return False
 
 
-def refuse_copies(model: nn.Module) -> None:
-    """Make `copy.deepcopy` of a model, and of its sharded modules, raise InputError."""
+def refuse_copies(model: nn.Module, *, is_split: bool) -> None:
+    """Make `copy.deepcopy` and pickle of a model, and of its sharded modules, raise InputError.
+
+    Args:
+        model: A model with its layout.
+        is_split: Whether this process has a part of the model even without ZeRO. Only pickle is
+            refused then.
+    """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        is_sharded = isinstance(module, FSDPModule)
+        if is_sharded:
             object.__setattr__(module, "__deepcopy__", types.MethodType(_refuse_copy, module))
+        if is_sharded or (is_split and module is model):
+            object.__setattr__(module, "__reduce_ex__", types.MethodType(_refuse_pickle, module))
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> Any:
+    if _is_called_from("copy"):
+        kind: Any = type(self)
+        return kind.__reduce_ex__(self, protocol)
+    raise InputError(
+        f"{type(self).__name__.removeprefix('FSDP')} cannot be pickled (by torch.save(model), for"
+        " example): it was split or wrapped for its layout, and this process may have only a part"
+        " of the weights; save the tensors of plait.iterate_weights(engine.sharded), or of the"
+        " result of plait.parallelize, which every process calls, or a checkpoint"
+        " (engine.save_checkpoint(folder), trainer.save_model(folder))"
+    )
 
 
 def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:

@@ -13,7 +13,7 @@ compares the order of the units' collectives between ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import or_
@@ -123,6 +123,18 @@ class UnusedTracker(StepHook):
         """Clear the record of the parameters that the step has used so far."""
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clear the record of parameters whose gradients were dropped in the middle of a step.
+
+        Args:
+            parameters: Shards.
+        """
+        for parameter in parameters:
+            index = self._index[parameter]
+            self._used[index] = False
+            if self._had_gradient is not None:
+                self._had_gradient[index] = False
 
     def on_error(self, lost: FailureScope) -> None:
         """Forget the collectives of a failed pass, which may differ between ranks."""

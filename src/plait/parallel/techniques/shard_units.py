@@ -118,12 +118,7 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
     owner: dict[int, tuple[str, str]] = {}
     for name, parameter in parts.model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0:
-            if is_pipeline or parts.shard.master_weights_on_host:
-                raise ModelError(
-                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded"
-                    " optimizer cannot shard; make it 1-dimensional (shape [1]) or use ZeRO"
-                    " stage 0"
-                )
+            _refuse_scalar(name, parts, is_pipeline=is_pipeline)
             continue
         block = _block_of(parts.blocks, name) or "the rest of the model"
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
@@ -133,6 +128,22 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
                 f"{block}), which cannot be sharded separately; use ZeRO stage 0, or put both "
                 "modules into one module whose forward runs both, and name it in parallel.blocks"
             )
+
+
+def _refuse_scalar(name: str, parts: Parts, *, is_pipeline: bool) -> None:
+    """Refuse a 0-dimensional parameter where it cannot stay replicated beside the shards."""
+    if parts.shard.master_weights_on_host:
+        raise ModelError(
+            f"{name} is a 0-dimensional parameter, which cannot be sharded, and"
+            " offload_optimizer updates shards only; make it 1-dimensional (shape [1]), or set"
+            ' zero_optimization.offload_optimizer.device = "none"'
+        )
+    if is_pipeline:
+        raise ModelError(
+            f"{name} is a 0-dimensional parameter, which cannot be sharded, and a pipeline trains"
+            " it only where all parameters are replicated; make it 1-dimensional (shape [1]), or"
+            " use ZeRO stage 0 without bf16, fp16 and offloading"
+        )
 
 
 def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
