@@ -214,7 +214,7 @@ def encoder(
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise InputError(
             f'data.format = "chat": {name} has no chat template; set data.tokenizer to a tokenizer'
-            ' with a chat template, or use "instruct"'
+            ' with a chat template, or "instruct" with rows of a prompt and its completion'
         )
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
@@ -431,7 +431,7 @@ def _tokenize_with_scores(tokenizer: PreTrainedTokenizerBase, text: str, spans: 
             raise InputError(
                 "the tokenizer makes one token of the end of a prompt and the beginning of its"
                 f" answer, {seam!r}, and other text if the two are tokenised separately; end the"
-                " prompt with a line break or a space"
+                " prompt with a line break"
             )
     return ids, [any(first <= begin < last for first, last in spans) for begin, _ in offsets]
 

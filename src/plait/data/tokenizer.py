@@ -121,9 +121,11 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
             " folder with a tokenizer, a tokenizer.json, or a name on the hub"
         ) from error
     if tokenizer.eos_token_id is None:
+        remedy = "set eos_token in its tokenizer_config.json"
+        if path.is_file():
+            remedy = "name its folder, with eos_token in a tokenizer_config.json there"
         raise InputError(
-            f"data.tokenizer: {name!r} has no end-of-text token to separate documents; set"
-            " eos_token in its tokenizer_config.json"
+            f"data.tokenizer: {name!r} has no end-of-text token to separate documents; {remedy}"
         )
     return tokenizer
 

@@ -256,7 +256,8 @@ def _auto(args: Any) -> dict[str, Any]:
 def _with_arguments(config: Config, args: Any) -> Config:
     """Return the configuration with values of the arguments for settings that it leaves out."""
     update: dict[str, Any] = {}
-    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+    # "auto" for the batch of a step says as little as nothing.
+    if config.train_batch_size in (None, "auto") and config.train_micro_batch_size_per_gpu is None:
         update[MICRO_KEY] = args.per_device_train_batch_size
     if config.gradient_accumulation_steps is None:
         update[ACCUMULATION_KEY] = args.gradient_accumulation_steps

@@ -186,7 +186,7 @@ class CheckpointMixin:
         if not (best / TAG).is_dir():
             raise InputError(
                 f"{best} has weights only (save_only_model=True), which a sharded model does not"
-                " load; save_only_model=False"
+                " load; train with save_only_model=False"
             )
         load_weights_of(self.engine, best, tag=TAG)
 

@@ -225,8 +225,8 @@ def _new_tokens(config: Any, max_length: int | None, length: int) -> int:
             return DEFAULT_NEW_TOKENS
     if max_length - length < 1:
         raise InputError(
-            f"max_length = {max_length} leaves no token to add to prompts of {length}; set"
-            " generation_max_length, or max_new_tokens"
+            f"max_length = {max_length} leaves no token to add to prompts of {length}; raise"
+            " generation_max_length, or pass max_new_tokens to evaluate or predict"
         )
     return max_length - length
 

@@ -294,7 +294,8 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
             continue
         remedy = "leave it out"
         if name in NEUTRAL:
-            remedy = f"pass {name}={NEUTRAL[name]} to do without, or leave it out"
+            neutral = NEUTRAL[name]
+            remedy = f"set it to {neutral} there, or pass {name}={neutral} to generate"
         raise InputError(
             f"{source}: {name} = {value!r} is not supported by generate and would change tokens;"
             f" {remedy}"

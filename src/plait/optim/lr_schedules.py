@@ -196,8 +196,8 @@ def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> 
 
     for name, value in (("min_lr", schedule.min_lr), ("init_lr", schedule.init_lr)):
         if value > highest:
-            rule = f"the optimizer's lr is {highest:g}, which is the highest rate"
-            add(name, value, rule, f"use at most {highest:g}")
+            rule = f"the optimizer's lr is {highest}, which is the highest rate"
+            add(name, value, rule, f"use at most {highest}")
 
     warmup = schedule.warmup_num_steps
     if schedule.warmup_fraction is not None and warmup:

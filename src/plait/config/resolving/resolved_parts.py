@@ -275,8 +275,8 @@ def _data_degrees(
                     "parallel.dp_shard",
                     shard,
                     "zero_optimization.stage is 0, which shards nothing",
-                    "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
-                    f" {shard} instead",
+                    "set zero_optimization.stage to 1, 2 or 3, or leave dp_shard and dp_replicate"
+                    f" out (dp_replicate becomes {dp})",
                 )
             )
         # All data-parallel processes replicate.
@@ -291,13 +291,19 @@ def _data_degrees(
 
     if replicate * shard != dp:
         possible = format_processes(world_size // dp * replicate * shard)
+        # ZeRO needs more than one process to shard over.
+        left_out = []
+        if dp % shard == 0 and (shard > 1 or stage == 0):
+            left_out.append("dp_replicate")
+        if stage and dp % replicate == 0 and replicate < dp:
+            left_out.append("dp_shard")
         raise ConfigError(
             Problem(
                 "parallel",
                 None,
                 f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, and"
                 f" {format_processes(world_size)} leave {dp} for data parallelism",
-                f"start {possible}, or leave {'one of the two' if stage else 'dp_replicate'} out",
+                f"start {possible}, or leave {' or '.join(left_out) or 'both'} out",
             )
         )
     # ZeRO would shard over one process, which is stage 0 under another name.
@@ -320,7 +326,14 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
     if dp % degree == 0:
         return dp // degree
 
+    # ZeRO needs more than one process to shard over.
     divisors = [str(number) for number in range(1, dp + 1) if dp % number == 0]
+    least = 1
+    if dp > 1 and name == "dp_shard":
+        divisors.remove("1")
+    elif dp > 1:
+        divisors.pop()
+        least = 2
     if len(divisors) > _MAX_LISTED:
         divisors = [*divisors[:6], "...", *divisors[-3:]]
     rule = (
@@ -328,7 +341,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
         f" {dp % degree}"
     )
     # The next lower number of processes that the degree divides, or the lowest of all.
-    possible = world_size // dp * degree * max(1, dp // degree)
+    possible = world_size // dp * degree * max(least, dp // degree)
     raise ConfigError(
         Problem(
             f"parallel.{name}",
@@ -622,7 +635,8 @@ def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
                 "fp16.min_loss_scale",
                 minimum,
                 f"the first scale is 2^{power} = {initial:g}, below it",
-                f"use at most {initial:g}, or raise fp16.initial_scale_power",
+                # All digits: six of them may be above the first scale.
+                f"use at most {initial:.0f}, or raise fp16.initial_scale_power",
             )
         )
     return LossScale(**values)

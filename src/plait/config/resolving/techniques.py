@@ -277,13 +277,17 @@ def _check_compression(findings: Findings, dtypes: Precision) -> None:
     path = "parallel.compress_gradients"
     # PowerSGD needs full matrices, of which a rank of stages 1 to 3 reduces only shards.
     schemes = gradients if isinstance(gradients, list) else [gradients]
+    is_mixed = dtypes.compute is not None
     if stage and "powersgd" in schemes:
+        remedy = 'use "int8", or zero_optimization.stage 0'
+        if is_mixed:
+            remedy += " in the model's own dtype"
         raise ConfigError(
             Problem(
                 path,
                 gradients,
                 f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards",
-                'use "int8", or zero_optimization.stage 0',
+                remedy,
             )
         )
 
@@ -298,16 +302,21 @@ def _check_compression(findings: Findings, dtypes: Precision) -> None:
             )
         )
 
-    buckets = has_buckets(stage, mixed=dtypes.compute is not None)
+    buckets = has_buckets(stage, mixed=is_mixed)
     # FSDP reduces replicated parameters that are cast, with its own all-reduce.
     if gradients != "none" and stage == 0 and not buckets:
+        remedy = "use zero_optimization.stage 1, or compute in the model's own dtype"
+        if "powersgd" in schemes:
+            remedy = (
+                'compute in the model\'s own dtype, or use "int8" with zero_optimization.stage 1'
+            )
         raise ConfigError(
             Problem(
                 path,
                 gradients,
                 "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and"
                 " cannot be given another collective",
-                "use zero_optimization.stage 1, or compute in the model's own dtype",
+                remedy,
             )
         )
 
@@ -740,7 +749,7 @@ def _parameter_offload_problems(zero: ZeroSection) -> list[Problem]:
             section.device == "nvme" and states.device == "cpu",
             "shards are the master weights, and offload_optimizer.device = cpu takes them into"
             " host memory",
-            'set offload_optimizer.device = "nvme" or "none", or "cpu" here',
+            'set offload_optimizer.device = "nvme" (with a nvme_path) or "none", or "cpu" here',
         ),
         (
             section.device == "nvme" and section.nvme_path is None,

@@ -110,7 +110,7 @@ SINGLE_VALUED_PARAMS: Mapping[str, tuple[object, str, str]] = MappingProxyType(
         "fp32_optimizer_states": (
             True,
             "optimizer states have the dtype of the master weights",
-            "set model.dtype instead",
+            "leave it out, and build the model in that dtype (in `plait train`: model.dtype)",
         ),
         "ns_method": (
             "standard",

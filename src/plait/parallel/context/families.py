@@ -100,7 +100,7 @@ def refuse_unknown_model(
     reason = (
         _why_unknown(model, config)
         or next(_unsupported_settings(config), None)
-        or _why_no_kernel(config, kind, device_type)
+        or _why_no_kernel(model, kind, device_type)
     )
     if reason is not None:
         raise ModelError(f"parallel.cp = {cp}: {type(model).__name__} {reason}, or parallel.cp = 1")
@@ -149,25 +149,27 @@ def _why_unknown(model: nn.Module, config: Any) -> str | None:
     return None
 
 
-def _why_no_kernel(config: Any, kind: Kind, device_type: str) -> str | None:
+def _why_no_kernel(model: nn.Module, kind: Kind, device_type: str) -> str | None:
     """Return why the model's attention implementation cannot be used, or None."""
+    config: Any = model.config
     implementation = config._attn_implementation
+    instead = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
     if implementation == "flex_attention" and device_type in WITHOUT_FLEX_BACKWARD:
         return (
             f"computes attention with {implementation!r}, whose backward torch does not"
             f" implement on devices of type {device_type!r}; use"
-            ' attn_implementation="sdpa" or "eager"'
-        )
-    if implementation in IMPLEMENTATIONS and kind != "ulysses":
-        return (
-            f"computes attention with {implementation!r}, which is given complete sequences,"
-            f" and with parallel.context = {kind!r} a rank has none; use parallel.context ="
-            ' "ulysses", or attn_implementation="sdpa"'
+            f' attn_implementation="{instead}"'
         )
     if implementation in IMPLEMENTATIONS and config.model_type == "gpt_oss":
         return (
             f"has attention sinks, which some versions of {implementation!r} silently ignore;"
             ' use attn_implementation="eager"'
+        )
+    if implementation in IMPLEMENTATIONS and kind != "ulysses":
+        return (
+            f"computes attention with {implementation!r}, which is given complete sequences,"
+            f" and with parallel.context = {kind!r} a rank has none; use parallel.context ="
+            f' "ulysses", or attn_implementation="{instead}"'
         )
     return None
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +50,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import direct_buffers
 from plait._torch.passes import graph_task
-from plait.cluster.layout import STAGE_AXES, shard_size
+from plait.cluster.layout import STAGE_AXES, Layout, shard_size
 from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ConfigError, ModelError, Problem, raise_problems
 from plait.model.experts import (
@@ -103,7 +104,7 @@ class ExpertParallel(Technique):
             if applies
         )
         if context.model is not None:
-            _refuse_unsupported_model(context.model, ep, tp=context.layout.tp)
+            _refuse_unsupported_model(context.model, context.layout)
 
     def groups(self, context: TechniqueContext) -> Groups:
         """Return the group of all ranks that may use different experts of a layer."""
@@ -274,7 +275,9 @@ _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """Implementations of experts in Transformers that work with the experts of one rank."""
 
 
-def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
+def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
+    ep = layout.ep
+    tp = layout.tp
     layers = find_experts(model)
     name = type(model).__name__
     if not layers:
@@ -284,12 +287,14 @@ def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
         )
     for experts in layers:
         if experts.count % ep:
-            divisors = [d for d in range(1, experts.count + 1) if experts.count % d == 0]
+            # ep also divides the ranks of a pipeline stage.
+            common = gcd(experts.count, layout.stage_ranks)
+            divisors = [degree for degree in range(1, common + 1) if common % degree == 0]
             rule = (
                 f"{experts.name} has {experts.count} experts, of which every process has as many,"
                 f" and {experts.count} % {ep} = {experts.count % ep}"
             )
-            remedy = f"use a divisor: {', '.join(map(str, divisors))}"
+            remedy = f"use {', '.join(map(str, divisors))}"
             raise ConfigError(Problem("parallel.ep", ep, rule, remedy))
 
     expert_names = {name for experts in layers for name in experts.parameters}
@@ -409,7 +414,8 @@ class Routing(Technique):
                 degree = getattr(context.layout, axis)
                 if degree > 1:
                     setting = f"parallel.{axis}"
-                    _check_statistics(model, f"{setting} = {degree}", f"use {setting} = 1")
+                    remedy = f"set it to False, or use {setting} = 1"
+                    _check_statistics(model, f"{setting} = {degree}", remedy)
                     break
         if self.balance == "global" and not enables_balance_loss(model):
             rule = (
@@ -583,7 +589,7 @@ def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
         raise ModelError(
             f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does"
             " not say which modules its routers are, so their balance cannot be summed over ranks;"
-            f" set it to False, or {remedy}"
+            f" {remedy}"
         )
 
 

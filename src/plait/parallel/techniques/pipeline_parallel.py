@@ -158,6 +158,8 @@ class Pipeline(Technique):
                     f" {len(blocks)}"
                 )
                 remedy = 'use "1f1b", which has one stage per rank'
+                if self.stages_per_rank is not None and self.stages_per_rank > 1:
+                    remedy += ", leave stages_per_rank out"
                 if schedule.pp > len(blocks):
                     remedy += f", and parallel.pp = {len(blocks)} or less"
                 raise ConfigError(

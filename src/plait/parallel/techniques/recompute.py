@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -129,7 +130,7 @@ class Recompute(Technique):
         for activations, (least_bytes, modes) in zip(ranks, minima, strict=True):
             if least_bytes > self.budget_bytes:
                 rule = _budget_rule(activations, least_bytes, modes)
-                remedy = _budget_remedy(largest_minimum, len(ranks))
+                remedy = _budget_remedy(largest_minimum)
                 problems.append(
                     Problem("parallel.recompute.budget_gib", self.budget_bytes / GIB, rule, remedy)
                 )
@@ -256,13 +257,10 @@ def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
     )
 
 
-def _budget_remedy(least: int, ranks: int) -> str:
-    if ranks == 1:
-        return (
-            "raise it, lower train_micro_batch_size_per_gpu or the sequence length, or raise"
-            " parallel.tp"
-        )
-    return f"use {least / GIB:.4g} or more, a smaller micro-batch or sequence, or more parallel.tp"
+def _budget_remedy(least: int) -> str:
+    # Rounded up, so that the printed number suffices.
+    gib = ceil(1000 * least / GIB) / 1000
+    return f"use {gib:.3f} or more, a smaller micro-batch or sequence, or more parallel.tp"
 
 
 def _wrap(
