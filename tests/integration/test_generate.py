@@ -536,7 +536,7 @@ def test_the_folder_of_a_run(folder, tmp_path, capsys):
     assert streamed.out.rstrip("\n") == answer
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
     assert (
-        "--scratch: stores layers that are converted before they are streamed, and this model"
+        "--scratch: stores layers that are converted before they are streamed, but this model"
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):

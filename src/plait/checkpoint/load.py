@@ -283,8 +283,8 @@ def load_trained(
     tensors, _ = model_content(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise InputError(
-            "plait.load_trained fills a model that has memory, and this one is on the meta device;"
-            " build it outside of the meta device"
+            "plait.load_trained fills a model that has memory, but this one is on the meta device;"
+            " build it outside the meta device"
         )
     # Nothing is written before the comparison, so a refused model keeps its weights.
     compare_model(reader, model_shapes(tensors))

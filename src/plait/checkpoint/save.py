@@ -103,7 +103,7 @@ def snapshot(
     values: Mapping[str, Any],
     metadata: Mapping[str, Any],
 ) -> Snapshot:
-    """Select what this rank writes of a checkpoint. No tensor is copied.
+    """Select the part of a checkpoint that this rank writes. No tensor is copied.
 
     Args:
         folder: Folder of checkpoints.
@@ -184,7 +184,7 @@ class _Save:
             )
             self._agree(lambda: self._publish(digests))
         except CheckpointError:
-            # Raised on all ranks, so none of them writes to the folder any more.
+            # Raised on all ranks, so none of them writes to the folder after this.
             if self._mesh.rank == 0 and self._commit is not None:
                 self._commit.abandon()
             raise
@@ -211,7 +211,7 @@ class _Save:
             ) from error
 
     def _unwritten_files(self) -> list[str]:
-        """Return the shard files that ranks have not finished. A rank writes its list last."""
+        """Return the shard files that ranks have not finished. A rank writes its manifest last."""
         if self._commit is None:
             return []
         files = self._commit.files
@@ -336,7 +336,7 @@ class _Save:
 
 
 def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
-    """Wait until the folder that rank 0 made is visible, and return this rank's `Commit`.
+    """Wait until the folder that rank 0 created is visible, and return this rank's `Commit`.
 
     Raises:
         CheckpointError: The folder has not become visible in time.
@@ -372,7 +372,7 @@ class Writer:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def begin(self, snapshot: Snapshot, *, asynchronous: bool = True) -> None:
-        """Start to write a checkpoint, after the previous one has been written. Collective.
+        """Start writing a checkpoint after the previous one has been written. Collective.
 
         Args:
             snapshot: Part of the checkpoint that this rank writes.
@@ -487,7 +487,7 @@ class Writer:
         return written
 
     def _has_memory(self, snapshot: Snapshot) -> bool:
-        """Return True if the buffers that are missing for a copy fit into host memory."""
+        """Return True if the missing buffers for a copy fit into host memory."""
         existing = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
         free = free_host_bytes()
         if free is None:

@@ -1,4 +1,4 @@
-"""Verb `plait doctor`: describes the environment, measures links, and checks Plait on GPUs.
+"""Command `plait doctor`: describes the environment, measures links, and checks Plait on GPUs.
 
 Without options it prints versions, devices and communication backends, and with `--nccl` the
 settings of NCCL. `--links` starts processes (under a launcher they exist already), times

@@ -1,4 +1,4 @@
-"""Verb `plait generate`: generates text with a Transformers folder or a checkpoint of Plait.
+"""Command `plait generate`: generates text with a Transformers folder or a checkpoint of Plait.
 
 The command checks everything, chooses the layout and starts the processes if there are several.
 Each of them runs this module again. Generation itself is in `plait.inference`.
@@ -253,7 +253,7 @@ def generate_command(
         deployment = deploy(work, tp=tp_degree, pp=pp_degree, devices=nproc_per_node)
     if scratch is not None and not deployment.written:
         raise InputError(
-            "--scratch: stores layers that are converted before they are streamed, and this model"
+            "--scratch: stores layers that are converted before they are streamed, but this model"
             " has none; leave it out"
         )
     print(deployment.why, file=sys.stderr)
@@ -458,7 +458,7 @@ def _load(arguments: GenerateArguments, source: Source) -> ShardedModel:
 
 
 def _describe_command(arguments: GenerateArguments, source: Source) -> dict[str, Any]:
-    """Return everything that the tokens of an answer depend on, keyed by names for the user."""
+    """Return all settings that determine the tokens of an answer, keyed by names for the user."""
     adapter = _optional_path(arguments.adapter)
     description = {
         "--model": str(Path(source.name).resolve()),

@@ -1,4 +1,4 @@
-"""Verbs that draw without devices: the layout of a run, and a pipeline schedule.
+"""Commands that draw the layout of a run or a pipeline schedule. They need no devices.
 
 `plait layout` prints the ranks on the machines, the shards of every parameter and the memory of a
 rank. Only the shapes of the model are needed, not its weights. A run on fake tensors predicts the
@@ -120,7 +120,7 @@ def layout(
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Facts of a model, and the way in which a layout splits it."""
+    """Facts of a model, and how a layout splits it."""
 
     facts: Any
     tensor_plan: Any
@@ -194,7 +194,7 @@ def _model_states(resolved: Resolved, model_layout: ModelLayout) -> dict[str, in
 def _predict_peaks(
     module: Any, resolved: Resolved, length: int | None
 ) -> tuple[dict[int, Peak], str | None]:
-    """Return the peak of the first rank of every pipeline rank, or the reason why there is none.
+    """Return the predicted peak per pipeline rank, or the reason why there is no prediction.
 
     The first rank holds the largest shards of its pipeline rank.
     """

@@ -1,4 +1,4 @@
-"""Verb `plait train`: checks the run, starts the processes, and trains.
+"""Command `plait train`: checks the run, starts the processes, and trains.
 
 The command itself only checks the run and starts processes. Each of them runs this module again,
 recognises the launcher by its variables, and trains. A process of torchrun, `plait launch` or srun
@@ -442,7 +442,7 @@ def _announce(checked: ValidatedRun, console: Console, config: Config, *, proces
 
 
 def _completed(checked: ValidatedRun, file: Path, overrides: list[str]) -> str:
-    """Return the message about a run whose steps are all done."""
+    """Return the message for a run that has finished all of its steps."""
     steps = checked.position.step
     folder = checked.folder.path
     other_overrides = [text for text in overrides if not text.startswith("run.steps=")]

@@ -40,7 +40,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """Names of a launcher's variables. If a number has several, the first one that is set counts.
+    """Names of a launcher's variables. If a number has several, the first that is set is used.
 
     Attributes:
         launcher: Name of the launcher for messages.
@@ -105,7 +105,7 @@ An inner launcher (torchrun under srun, mpirun under srun) precedes the outer on
 
 
 def claim(environment: Mapping[str, str]) -> Claim | None:
-    """Return the place of this process according to its launcher, or None without a launcher.
+    """Return the rank and sizes that the launcher of this process set, or None without a launcher.
 
     Raises:
         ConfigError: Only some of a launcher's variables are set, or one is not a number.
@@ -219,7 +219,7 @@ def first_host(text: str) -> str:
     Raises:
         ConfigError: The text is not a node list.
     """
-    # Characters outside of brackets and bracketed lists, up to the first comma between names.
+    # Characters outside brackets and bracketed lists, up to the first comma between names.
     match = re.match(r"(?:[^,\[\]]|\[\w+[^\[\]]*\])+", text.strip())
     if match is None or not re.match(r"[^,\[]", text.strip()):
         raise ConfigError(

@@ -66,7 +66,7 @@ _mesh_count = 0
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups that a run needs besides one per dimension and those of COMBINED.
+    """Groups that a run needs in addition to one per dimension and those of COMBINED.
 
     See Note [Creation of groups].
 
@@ -103,7 +103,7 @@ class Levels:
 
 
 class GroupUse:
-    """Use of a default group by one mesh, if Plait created the group.
+    """Use by one mesh of a default group that Plait created.
 
     Args:
         users: Uses of the same group. The new one is added.
@@ -286,7 +286,7 @@ class Mesh:
         return place().local_world_size
 
     def levels(self, axis: str) -> Levels | None:
-        """Return the parts by machine of the group over a dimension.
+        """Return the groups within and across machines of the group over a dimension.
 
         Args:
             axis: Name of the dimension.
@@ -314,7 +314,7 @@ class Mesh:
         return self.node_levels[axis][1]
 
     def _split_by_node(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
-        """Return the parts by machine and the number of machines of a dimension's group.
+        """Return a dimension's groups within and across machines, and its number of machines.
 
         Collective over all ranks.
 
@@ -387,7 +387,7 @@ def split_by_node(groups: Sequence[Sequence[int]], nodes: Sequence[int]) -> Leve
 
 
 def _ranks_by_node(ranks: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of a group by machine, or nothing if `split_by_node` does not split it."""
+    """Return a group's ranks by machine, or an empty list if `split_by_node` does not split it."""
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(nodes[rank], []).append(rank)
@@ -408,7 +408,7 @@ def _node_of_each_rank() -> list[int]:
 
 
 def _with_default_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Give a group the timeout of the default group, which the user may have set."""
+    """Set the timeout of a group to that of the default group, which the user may have set."""
     if not is_fake(group):
         copy_timeout(group, _world())
     return group

@@ -18,7 +18,7 @@ Number = TypeVar("Number", int, float)
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the objects of all ranks, which are pickled. Collective."""
+    """Return the objects of all ranks. They must be picklable. Collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

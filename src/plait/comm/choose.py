@@ -98,7 +98,7 @@ class Cost:
 
 
 def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Return a cost that is fitted to measurements of (bytes, seconds) and contains them.
+    """Return a cost that is fitted to (bytes, seconds) measurements and stores them.
 
     Disturbances only add time. If a larger tensor took less time than a smaller one, the smaller
     measurement was disturbed and is lowered to the larger one's time.
@@ -324,7 +324,7 @@ class AlgorithmChoice:
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The selected algorithm, and those that may be as good."""
+        """The selected algorithm, and those that may be equally fast."""
         limit = NEAR * self.seconds
         return self.algorithm, *(name for name, seconds in self.others if seconds <= limit)
 
@@ -393,7 +393,7 @@ def choose_all_reduce(nbytes: int, group: GroupLinks) -> AlgorithmChoice:
 def refined(
     choice: AlgorithmChoice, group: GroupLinks, times: Mapping[str, float]
 ) -> AlgorithmChoice:
-    """Return the choice among algorithms that were timed at the choice's message size.
+    """Return the choice revised by times that were measured at its message size.
 
     Args:
         choice: Choice by the costs of the links.
@@ -441,7 +441,7 @@ def choose_buckets(
         }
 
     def end_seconds(count: int) -> float:
-        """Return the time from the start of the backward to the last sum."""
+        """Return the seconds from the start of the backward to the end of the last sum."""
         return min(
             single_message[name] / count + seconds for name, seconds in price_all(count).items()
         )
@@ -504,7 +504,7 @@ def _choose(
 
 
 def _why(algorithm: str, group: GroupLinks) -> str:
-    """Return the advantage of an algorithm on the links of a group."""
+    """Return why an algorithm is the fastest on the links of a group."""
     if algorithm == "hierarchical":
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
     if algorithm == "recursive-doubling":

@@ -1,4 +1,4 @@
-"""Hangs: boards on which ranks publish their progress, and the search for the late ranks.
+"""Hang detection: boards on which ranks publish their progress, and the search for late ranks.
 
 A board is a small file with the step and the phase of a rank, the collectives that it waits for,
 and a sign of life. The rank maps the file into memory. A write is a store to memory, so it is cheap
@@ -60,7 +60,7 @@ SIGN_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective that a rank has begun and that has not ended.
+    """A collective that a rank has started and that has not finished.
 
     Attributes:
         operation: For example `all-reduce`.
@@ -167,17 +167,17 @@ class Board:
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, timeout_seconds)
 
     def progress(self, step: int, phase: int) -> None:
-        """Record that a phase of a step begins."""
+        """Record the start of a phase of a step."""
         self.step = step
         _PROGRESS.pack_into(self._memory, _PROGRESS_OFFSET, step, phase, time.monotonic())
 
     def phase(self, phase: int) -> None:
-        """Record that another phase of the same step begins."""
+        """Record the start of another phase of the same step."""
         self.progress(self.step, phase)
 
     @property
     def now(self) -> tuple[int, int, float]:
-        """Step, phase, and the time at which the phase began."""
+        """Step, phase, and start time of the phase."""
         return _PROGRESS.unpack_from(self._memory, _PROGRESS_OFFSET)
 
     def wait(self, wait: Wait) -> None:
@@ -187,7 +187,7 @@ class Board:
         _WAIT.pack_into(self._memory, _WAIT_OFFSET, wait.since, len(text))
 
     def waited(self) -> None:
-        """Record that the main thread does not wait any more."""
+        """Record that the main thread no longer waits."""
         _WAIT.pack_into(self._memory, _WAIT_OFFSET, 0.0, 0)
 
     @property
@@ -196,7 +196,7 @@ class Board:
         return float(_WAIT.unpack_from(self._memory, _WAIT_OFFSET)[0])
 
     def sign(self, waits: Sequence[Wait] = (), *, line: str = "", seen: float = 0.0) -> None:
-        """Record a sign of life, with the observations of the watching thread.
+        """Record a heartbeat, with the observations of the watching thread.
 
         Args:
             waits: Unfinished collectives that torch recorded. The last ones are left out if there
@@ -235,7 +235,7 @@ def _no_room(error: OSError, path: Path | None) -> InputError:
 
 
 def read_board(path: Path) -> BoardContent | None:
-    """Return the content of a board, or None if there is none or it is being written."""
+    """Return the content of a board, or None if it does not exist or is being written."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -325,7 +325,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Hang:
-    """A wait that has taken its timeout, and the ranks that may be the cause.
+    """A wait that has reached its timeout, and the ranks that may be the cause.
 
     Attributes:
         waiting: Ranks that wait for the same collective. The first one has exceeded the timeout.
@@ -348,7 +348,7 @@ class Hang:
 
 
 def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
-    """Return the hang if a wait of a rank has taken its timeout, else None.
+    """Return the hang if a rank's wait has reached its timeout, else None.
 
     Args:
         readings: Boards by global rank.
@@ -414,7 +414,7 @@ def _find_late(
 
 
 def _missing_ranks(waiting: Waiting, readings: Mapping[int, BoardContent]) -> Sequence[int]:
-    """Return the members of a collective that have not begun it."""
+    """Return the members of a collective that have not started it."""
     if waiting.wait.missing is not None:
         return waiting.wait.missing
     participants = set()
@@ -531,7 +531,7 @@ def condition(
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text with runs shortened, for example `rank 3` or `ranks 0-2, 5`."""
+    """Return ranks as text with ranges, for example `rank 3` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -217,9 +217,9 @@ def _prepare_streamed(
 def _encoding(
     section: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Encode | None, str]:
-    """Return the function that tokenises rows, and a text of everything that it depends on.
+    """Return the function that tokenises rows, and a string that identifies all of its settings.
 
-    Texts need no such function, and the result is (None, "").
+    Plain text needs no such function; the result is then (None, "").
     """
     if section.format == "text":
         return None, ""

@@ -1,4 +1,4 @@
-"""Run a micro-batch through a stage of a model on fake tensors: forward, loss and backward.
+"""Forward, loss and backward of one micro-batch through a model stage on fake tensors.
 
 Everything that the real run applies to blocks is applied here too (tensor parallelism,
 recomputation, the dtype of computation), except what moves parameters. Collectives return at once.
@@ -70,7 +70,7 @@ from plait.sizes import dtype_of
 
 @contextmanager
 def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Iterator[None]:
-    """Create a process group whose other ranks do not exist, and destroy it at the end.
+    """Create a fake process group for one rank, and destroy it at exit.
 
     Args:
         resolved: Configuration, whose layout determines the number of ranks.
@@ -82,8 +82,7 @@ def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Ite
     """
     if dist.is_initialized():
         raise InputError(
-            f"{purpose} makes a process group of ranks that do not exist, and this process has one"
-            " already"
+            f"{purpose} creates a fake process group, but this process already has a group"
         )
     dist.init_process_group(
         FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
@@ -102,7 +101,7 @@ def loss_of(resolved: Resolved) -> Loss:
 
 
 def forward_of(resolved: Resolved, model: nn.Module) -> Forward:
-    """Return the forward that belongs to `loss_of`."""
+    """Return the forward that `loss_of` requires."""
     if resolved.loss_chunk_tokens:
         return chunked_loss.deferred(default_forward, model)
     return default_forward
@@ -288,7 +287,7 @@ class DryModel:
     def _forward(
         self, stage: Stage | None, received: Any, length: int, recorder: DryRecorder
     ) -> tuple[list[torch.Tensor], Any]:
-        """Return the tensors at which the backward starts, and the boundary activations."""
+        """Return the root tensors of the backward, and the boundary activations."""
         if stage is None:
             output = self.forward(self.parts.model, self.batch)
         else:
@@ -406,7 +405,7 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _fake_copy(
     model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None
 ) -> nn.Module:
-    """Return a copy with fake tensors; must run under a FakeTensorMode.
+    """Return a copy with fake tensors. Requires an active FakeTensorMode.
 
     Floating-point parameters get the dtype of computation, to which `fully_shard` casts them.
     """
@@ -434,7 +433,7 @@ def _fake_copy(
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Turn errors of models whose code reads values into ModelError."""
+    """Convert the errors of models that read tensor values to ModelError."""
     try:
         with refusing_triton_kernels():
             yield
@@ -461,7 +460,7 @@ MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
 def solved_recompute(
     resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
-    """Return the recomputation settings of a configuration, with the modes that fit its budget.
+    """Return a configuration's recompute settings with modes that fit its budget.
 
     Args:
         resolved: The configuration.
@@ -561,7 +560,7 @@ def rank_activations(
     def measure(
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
-        """Run every stage; return its trace and the bytes that its blocks store."""
+        """Run every stage, and return its trace and the bytes that its blocks store."""
         # The sort is stable, so stored and other blocks keep their order.
         order = tuple(sorted(blocks, key=lambda name: name not in stored))
         # Every block gets the same mode. `RankActivations` combines the figures of the modes by

@@ -1,4 +1,4 @@
-"""Transformers' Trainers on Plait, and `wrap` for subclasses of them.
+"""Transformers' Trainers on Plait, and `wrap` for their subclasses.
 
 The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. For
 everything about processes it asks `hf.accelerator`. A micro-batch and the end of a step are the
@@ -6,7 +6,7 @@ engine's. Nothing is wrapped, so `trainer.model` is the user's own object.
 
 Note [Life of a step]
     `get_batch_samples` reads the micro-batches of a step, and `_get_num_items_in_batch` makes the
-    `TrainerStep` for them. Each call of `training_step` runs inside of `_micro_batch`, which
+    `TrainerStep` for them. Each call of `training_step` runs inside `_micro_batch`, which
     computes the factor of the loss. `_backward` multiplies by it. The Trainer then calls
     `optimizer.step`, which is `EngineOptimizerProxy.step`.
 """
@@ -133,7 +133,7 @@ class TrainerMixin(CheckpointMixin):
         pp = self._resolved.layout.pp
         if _trl_classes(type(self)) and pp > 1:
             rule = (
-                "TRL computes losses and metrics from the head's weight, outside of the model's own"
+                "TRL computes losses and metrics from the head's weight, outside the model's own"
                 " forward, which no stage can run"
             )
             remedy = "use 1, or plait.hf.Trainer on the prepared data"
@@ -203,9 +203,9 @@ class TrainerMixin(CheckpointMixin):
         )
 
     def begin(self) -> Engine:
-        """Return the engine of `self.model`, and make it if there is none yet.
+        """Return the engine of `self.model`, creating it if necessary.
 
-        Collective if the engine is made.
+        Collective if the engine is created.
 
         Raises:
             ConfigError: The configuration does not fit the model.
@@ -249,24 +249,24 @@ class TrainerMixin(CheckpointMixin):
         return self.engine
 
     def _optimizer_source(self) -> Any:
-        """Return argument `optimizer` of `initialize`."""
+        """Return the argument `optimizer` of `initialize`."""
         passed = self.optimizer
         if self.plait_config.optimizer is None:
             return passed if passed is not None else lambda _: self.create_optimizer()
         if passed is not None:
             raise InputError(
-                "the configuration has an `optimizer`, and the Trainer was given optimizers=; leave"
+                "the configuration has an `optimizer`, but the Trainer was given optimizers=; leave"
                 " one of them out"
             )
         return None
 
     def _forward(self, model: Any, micro_batch: Any) -> Any:
-        # `engine.generate` and `engine.predict` run outside of a call of the Trainer.
+        # `engine.generate` and `engine.predict` run outside a call of the Trainer.
         body = self._body or default_forward
         return body(model, micro_batch)
 
     def _run_with_forward(self, body: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
-        """Call a function while the model's forward is `body`."""
+        """Call a function while `body` replaces the model's forward."""
         self._body = body
         try:
             return call()
@@ -332,8 +332,8 @@ class TrainerMixin(CheckpointMixin):
     def _refuse_split_rows(self, loader: Any) -> None:
         """Raise InputError if the rows of a loader's data set differ between ranks. Collective.
 
-        It runs when a training or an evaluation starts, and not when the loader is made, because a
-        script may make a loader on one rank only.
+        It runs when training or evaluation starts, not when the loader is created, because a script
+        may create a loader on one rank only.
         """
         data = getattr(loader, "dataset", None)
         # By identity: a data set may define `==`.
@@ -350,7 +350,7 @@ class TrainerMixin(CheckpointMixin):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
             raise InputError(
-                "train_dataset has 0 samples, and training needs 1 at least; look at the split, the"
+                "train_dataset has 0 samples, but training needs 1 at least; look at the split, the"
                 " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
@@ -381,7 +381,7 @@ class TrainerMixin(CheckpointMixin):
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of a step, and the number of items in all of them. Collective.
 
-        A stream that ends inside of a step ends the step, too. Transformers would add the gradients
+        A stream that ends inside a step ends the step, too. Transformers would add the gradients
         of the incomplete step to those of the next one. See Note [Life of a step].
         """
         self._batches = FilledStep(epoch_iterator)
@@ -429,7 +429,7 @@ class TrainerMixin(CheckpointMixin):
         In a pipeline the last call of a step runs all of its micro-batches.
 
         Returns:
-            The loss, scaled as it counts in the step.
+            The loss, multiplied by its weight in the step.
         """
         with self._micro_batch(num_items_in_batch) as step:
             step.counted = True
@@ -477,7 +477,7 @@ class TrainerMixin(CheckpointMixin):
             step.inside = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make a `training_step` of the script's own class run as a micro-batch."""
+        """Make a `training_step` that the script's class defines run as a micro-batch."""
         super().__init_subclass__(**kwargs)
         if "training_step" in vars(cls):
             cls.training_step = _as_micro_batch(vars(cls)["training_step"])  # type: ignore[method-assign]
@@ -514,7 +514,7 @@ class TrainerMixin(CheckpointMixin):
         return total.to(torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """Return a tensor that the optimizer's step, which clips, fills with the norm."""
+        """Return a tensor for the norm. The optimizer's step clips, and fills it."""
         return self.optimizer.new_norm()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -538,7 +538,7 @@ class TrainerMixin(CheckpointMixin):
         engine = self.begin()
         self._refuse_split_rows(dataloader)
         plan = plan_of(dataloader)
-        # An evaluation may run inside of a training.
+        # An evaluation may run during training.
         training_plan = self._plan
         training_position = self._position
         self._plan = plan
@@ -673,7 +673,7 @@ def _trl_classes(kind: type) -> list[str]:
 
 
 def _refuse_other_trainers(kind: type) -> None:
-    """Raise InputError for a trainer of TRL that has not been run with Plait."""
+    """Raise InputError for a TRL trainer that has not been tested with Plait."""
     names = _trl_classes(kind)
     # The first one decides: GKDTrainer and GOLDTrainer are subclasses of SFTTrainer.
     if not names or names[0] in ("SFTTrainer", "DPOTrainer"):

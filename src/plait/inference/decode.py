@@ -268,7 +268,7 @@ class _CachedBatch:
 
 
 class _UncachedBatch:
-    """Requests of one batch without a cache: every token takes a forward over all tokens before it.
+    """Requests of one batch without a cache. Every token needs a forward over all previous tokens.
 
     See Note [Padding].
     """
@@ -458,7 +458,7 @@ def _processors(
 def _penalties(
     s: GenerationSettings, token_ids: tuple[int, ...], tokens: int | None
 ) -> Iterator[_Processor]:
-    """Yield penalties and bans, which also apply without sampling."""
+    """Yield processors for penalties and bans, which also apply without sampling."""
     prompt_length = len(token_ids)
     prompt = torch.tensor([token_ids])
     eos = list(s.eos_token_id)
@@ -511,7 +511,7 @@ def _penalties(
 
 
 def _warpers(s: GenerationSettings) -> Iterator[_Processor]:
-    """Yield temperature and limits, which only apply to sampling."""
+    """Yield processors for temperature and truncation, which only apply to sampling."""
     yield "TemperatureLogitsWarper", s.temperature != 1, lambda make: make(float(s.temperature))
     yield "TopKLogitsWarper", s.top_k > 0, lambda make: make(top_k=s.top_k)
     yield "TopPLogitsWarper", s.top_p < 1, lambda make: make(top_p=float(s.top_p))

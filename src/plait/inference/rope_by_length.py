@@ -44,7 +44,7 @@ class RopeByLength:
 
     @property
     def reads_anew(self) -> bool:
-        """True if a request that exceeds the original length is read again."""
+        """True if the tokens of a request are read again when it exceeds the original length."""
         return self.kind == LONGROPE
 
     def remembers(self, longest: int) -> bool:

@@ -80,7 +80,7 @@ class StreamingPlan:
 
 
 class BudgetTooSmall(InputError):
-    """Error of a budget that is too small for the streamed layers and everything else."""
+    """The budget is too small for the streamed layers and everything else."""
 
 
 class WeightStreamHook(StepHook):
@@ -183,7 +183,7 @@ def tensors_to_stream(
                 )
             if tensor.shape != tuple(parameter.shape):
                 raise InputError(
-                    f"{tensor.path}: {name} has the shape {list(tensor.shape)}, and the model needs"
+                    f"{tensor.path}: {name} has the shape {list(tensor.shape)}, but the model needs"
                     f" {list(parameter.shape)}; check that the files belong to this model"
                 )
             if tensor.dtype != parameter.dtype:
@@ -284,7 +284,7 @@ def plan_streaming(
     available = budget_bytes - outside - other_bytes - slots
     if available < 0 or not movable:
         raise BudgetTooSmall(
-            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
+            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside the"
             f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
             f" {format_bytes(slots)}, the KV cache and activations {format_bytes(other_bytes)};"
             f" pass at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
@@ -333,7 +333,7 @@ def _movable_blocks(model: nn.Module) -> dict[str, int]:
 def _slot_bytes(
     model: nn.Module, stored: dict[str, StoredTensor], blocks: Sequence[str], *, on_cpu: bool
 ) -> int:
-    """Return the size of all slots, and on the CPU of the buffers that files are read to."""
+    """Return the bytes of all slots, and on the CPU also those of the file read buffers."""
     largest = max((block_bytes(model, name, stored, on_cpu=on_cpu) for name in blocks), default=0)
     buffers = buffer_bytes(largest) if on_cpu else 0
     return min(SLOTS, len(blocks)) * largest + buffers
@@ -367,7 +367,7 @@ def _blocks_on_host(
 
 
 def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the tensors of files that a model on the meta device would be written to."""
+    """Return the tensors that the files of a model on the meta device should contain."""
     tensors = {}
     for name, p in model.named_parameters():
         if not is_adapters(name):
@@ -431,7 +431,7 @@ def _by_layer(
 def _read_in_place(
     model: nn.Module, stored: dict[str, StoredTensor], streamed: frozenset[str]
 ) -> frozenset[str]:
-    """Read tensors that stay in memory directly to their memory, and return their names.
+    """Read resident tensors directly into their memory, and return their names.
 
     A mapping of the file would take the memory twice. Tensors on another device, and tensors that
     are stored in another dtype, are left out.
@@ -456,7 +456,7 @@ def _read_in_place(
 
 
 def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Replace the parameters of streamed blocks by parameters without elements.
+    """Replace the parameters of streamed blocks with parameters without elements.
 
     Returns:
         The full names of the parameters.
@@ -558,7 +558,7 @@ def _save_aligned(
 
 @contextmanager
 def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
-    """Create a temporary folder, which is removed at the end.
+    """Create a temporary folder that is removed at exit.
 
     Files that are open at the end can still be read. See Note [Unused scratch folders].
 
@@ -585,7 +585,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         )
     if free < size:
         raise InputError(
-            f"--scratch {parent}: {format_bytes(free)} are free, and the layers that are streamed"
+            f"--scratch {parent}: {format_bytes(free)} are free, but the layers that are streamed"
             f" take {format_bytes(size)}; name a folder with more room"
         )
     # See Note [Unused scratch folders].

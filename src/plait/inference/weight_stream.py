@@ -109,7 +109,7 @@ class HostMemory:
 
 @dataclass
 class _Slot:
-    """Memory for the weights of a block, where it computes."""
+    """Device memory for the weights of a block."""
 
     place: torch.Tensor
     """Memory of the slot: uint8."""
@@ -126,7 +126,7 @@ class _Slot:
 
 
 class WeightStream:
-    """Streams the weights of some blocks of a model in one process.
+    """Stream of the weights of some blocks of a model in one process.
 
     See Note [Slots of streamed weights] and Note [Order of copies]. The object owns threads, files
     and slots, which `close` ends.
@@ -336,7 +336,7 @@ class WeightStream:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
     def _fill(self, index: int, slot: _Slot) -> None:
-        """Read the weights of a block to a slot, or enqueue their copy to it."""
+        """Read the weights of a block into a slot, or enqueue their copy to it."""
         # See Note [Order of copies].
         source = self._pinned_blocks.get(index)
         if source is None:
@@ -453,7 +453,7 @@ def _place_parameters(
 
 
 def _image_start(parameters: Sequence[_StreamedParameter]) -> int | None:
-    """Return the byte of the file at which a slot begins.
+    """Return the offset in the file at which a slot begins.
 
     It is None if the slot does not have the layout of the file.
     """

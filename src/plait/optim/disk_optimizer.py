@@ -108,9 +108,7 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
     """
     if offload.with_states:
         return
-    names = {
-        module: name or "what is outside of the blocks" for name, module in model.named_modules()
-    }
+    names = {module: name or "what is outside the blocks" for name, module in model.named_modules()}
     units = [
         (sum(map(attrgetter("nbytes"), shard_buffers(unit))), names[unit])
         for unit in sharded_modules(model)
@@ -135,7 +133,7 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """Return the largest number of states with the shape of a parameter that one parameter has.
+    """Return the largest number of parameter-shaped states that one parameter has.
 
     It is counted after a step on a small matrix and a small vector, because some optimizers keep
     different states for them (Adafactor, Muon).
@@ -264,7 +262,7 @@ class DiskTier(StepHook):
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """Files in use, each once."""
+        """Arenas in use, without duplicates."""
         return tuple({arena: None for arena in (self.arena, self.shards) if arena is not None})
 
     def close(self) -> None:
@@ -329,7 +327,7 @@ class DiskTier(StepHook):
     def walk(
         self, tensors: Sequence[torch.Tensor], *, write: bool = False
     ) -> Iterator[list[torch.Tensor]]:
-        """Yield plain tensors in order, in lists of about the size of a buffer.
+        """Yield plain tensors in order, in lists that fill about one buffer.
 
         Each list is fetched before its use and evicted after it.
 
@@ -420,7 +418,7 @@ class DiskTier(StepHook):
         self._map_states()
 
     def scale_in_step(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients by a factor in the coming step, which saves a pass over the files.
+        """Multiply all gradients by a factor in the next step, which saves a pass over the files.
 
         Args:
             factor: A number, or a 0-dimensional tensor.
@@ -518,7 +516,7 @@ class DiskTier(StepHook):
         return uses
 
     def _select(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
-        """Set the parameters of all groups. `members` are (index of the group, parameter) pairs."""
+        """Set the parameters of all groups. `members` are (group index, parameter) pairs."""
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [parameter for owner, parameter in members if owner == index]
 
@@ -531,7 +529,7 @@ class DiskTier(StepHook):
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
-        """Step plain parameters in place of the slices, with slices of the states."""
+        """Step plain parameters that replace the slices, with slices of the states."""
         members = []
         for part in chunk:
             sliced = nn.Parameter(part.view_of(part.parameter.detach()))
@@ -617,7 +615,7 @@ class DiskTier(StepHook):
         return like_parameter(mapped, parameter)
 
     def place(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty state shaped like the parameter, for a checkpoint to fill.
+        """Return an uninitialised state shaped like the parameter, to be filled from a checkpoint.
 
         Args:
             parameter: The parameter.
@@ -627,7 +625,7 @@ class DiskTier(StepHook):
         return self._mapped(parameter, name, None, dtype=dtype)
 
     def _map_states(self) -> None:
-        """Map states that were made outside of the step.
+        """Map states that were created outside the step.
 
         A loaded checkpoint has them, and an optimizer that makes its states when it is built.
         """
@@ -658,7 +656,7 @@ class _ParameterSlice:
 
 @dataclass(frozen=True)
 class _TensorUse:
-    """A mapped tensor, or a slice of one, that is needed in memory for a while.
+    """Mapped tensor, or a slice of one, that is temporarily needed in memory.
 
     Attributes:
         tensor: The tensor.
@@ -672,7 +670,7 @@ class _TensorUse:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True for an optimizer of torch that updates each element by itself."""
+    """Return True for a torch optimizer that updates each element independently."""
     return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith(
         "torch.optim"
     )

@@ -1,4 +1,4 @@
-"""Counts on the model of a configuration as Transformers builds it, without memory for it.
+"""Counts on a model that Transformers builds from a configuration, without allocating it.
 
 Its parameters are counted on the meta device, for families that the planner has no formulas for
 (`as_built`).
@@ -109,7 +109,7 @@ def _dropouts(part: Any) -> dict[str, float]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and those nested in it."""
+    """Yield a configuration and its nested configurations."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_diff_dict"):
@@ -157,7 +157,7 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
         return model
 
     # Without repeated blocks, the layers are those of the description, and all other parameters are
-    # outside of them.
+    # outside them.
     if not sizes.blocks:
         ends = max(sizes.outside - int(model.block_parameters), 1)
         return replace(model, end_parameters=ends, uncut=sizes.uncut)
@@ -229,7 +229,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class Counted:
-    """Saved bytes of a block, averaged over a model's blocks."""
+    """Counted saved bytes of a block, averaged over a model's blocks."""
 
     none: SavedBytes
     """Saved bytes without recomputation."""
@@ -262,7 +262,7 @@ def counted(
         sequence: Tokens per sample.
         precision: Name in `hardware.PRECISIONS`.
         on_cores: Whether the run is on CPU cores, like the count. Then dropout is counted as it
-            runs. Kernels of GPUs apply dropout inside of attention, so for them the model is
+            runs. Kernels of GPUs apply dropout inside attention, so for them the model is
             counted without dropout, except for attention whose scores are in memory.
 
     Returns:
@@ -376,7 +376,7 @@ def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
 def _lengths(
     model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
 ) -> tuple[int, int]:
-    """Return two sequence lengths, from whose bytes the growth with the length is derived.
+    """Return the two sequence lengths at which bytes are counted for `_extrapolate`.
 
     Some recurrences of Transformers call operators per token. A count of a full sequence would take
     minutes to hours, so they are run with few tokens.
@@ -394,7 +394,7 @@ def _lengths(
 
 
 class _CountCalls(TorchFunctionMode):
-    """Counts the calls of torch's functions."""
+    """Function mode that counts the calls of torch functions."""
 
     count = 0
 

@@ -33,7 +33,7 @@ in memory.
 
 @dataclass(frozen=True)
 class Framework:
-    """Properties of one framework; arrays with one entry per candidate."""
+    """Properties of one framework, or arrays with one entry per candidate."""
 
     name: Any
     """Name, and suffix of the constant `stack.NAME`, the fitted speed of its kernels."""
@@ -160,7 +160,7 @@ NORM_LAST = ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "exaone4")
 
 @dataclass(frozen=True)
 class Layouts:
-    """Candidate layouts: arrays of one length, or scalars."""
+    """Candidate layouts: arrays of equal length, or scalars."""
 
     pp: Numbers = 1
     schedule: Numbers = 0
@@ -311,7 +311,7 @@ class Job:
 
     @property
     def linear_flops(self) -> Numbers:
-        """Peak FLOP/s of the layers' products."""
+        """Peak FLOP/s of the layers' matrix multiplications."""
         return (
             np.choose(self.precision, [self.device.flops.get(p, np.nan) for p in PRECISIONS])
             * self.device.power

@@ -1,4 +1,4 @@
-"""Request of a plan (model, devices, batch), and candidate layouts of it as jobs to price.
+"""Plan request (model, devices, batch), and its candidate layouts as jobs to price.
 
 `estimate` computes time and memory of candidates in one call, by the closed forms.
 """
@@ -144,7 +144,7 @@ def job_of(request: Request, layouts: Layouts) -> Job:
 
 
 def formula_notes(request: Request) -> list[str]:
-    """Return notes on properties of a model that the formulas do not price as they run.
+    """Return notes on properties of a model that the formulas only approximate.
 
     These are blocks that are not counted, attention scores in memory, and dropout on CPU cores.
     """

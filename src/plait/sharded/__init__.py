@@ -1,4 +1,4 @@
-"""Models on a layout.
+"""Models that are sharded according to a layout.
 
 `ShardedModel` is the object under everything that runs a model: the engine, your own training
 loop (`plait.parallelize`), the Trainer, evaluation and generation. `assemble.shard` makes what it

@@ -1,4 +1,4 @@
-"""KV caches: which kind a model supports, and an empty cache of that kind.
+"""KV caches: the type that a model supports, and an empty cache of that type.
 
 Transformers' sliding-window layers keep their last tokens as a view of all tokens of a forward, so
 after a long prompt every layer would hold the full prompt in memory until the next token. The
@@ -174,7 +174,7 @@ def has_recurrent_state(model: nn.Module) -> bool:
 
 
 def counts_tokens(model: nn.Module) -> bool:
-    """Return True if every layer of a model's cache knows the number of tokens it has seen.
+    """Return True if every layer of a model's cache counts the tokens that it has seen.
 
     If only some of them know it, a pipeline stage may have none of these.
     """
@@ -182,7 +182,7 @@ def counts_tokens(model: nn.Module) -> bool:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """Return the layers of an empty cache, or nothing if the model does not support one."""
+    """Return the layers of an empty cache, or an empty list if the model does not support one."""
     if not supports_cache(model):
         return []
     from transformers import DynamicCache

@@ -103,7 +103,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file inside of the context.
+    """Open a safetensors file inside the context.
 
     Raises:
         CheckpointError: The file, or a tensor that is requested from it, cannot be read.
@@ -135,7 +135,7 @@ def load_weights(
         unsplit_model: The model on meta, if `model` is a stage of it.
 
     Raises:
-        CheckpointError: Tensors are missing, left over or of another shape. It names them.
+        CheckpointError: Tensors are missing, unexpected or of another shape. The error names them.
     """
     folder = Path(folder)
     files = weight_files(folder)
@@ -176,7 +176,7 @@ def _in_batches(names: list[str], targets: dict[str, torch.Tensor]) -> Iterator[
 
 
 def _mapped_bytes(target: torch.Tensor) -> int:
-    """Return the number of bytes of a file that reading this rank's slice of a tensor maps.
+    """Return the bytes of a file that are mapped to read this rank's slice of a tensor.
 
     A slice of columns maps all of its rows. The dtype in the file is taken to be the target's.
     """
@@ -267,7 +267,7 @@ def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], st
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], bool]:
-    """Return a predicate for names of files that the model need not have, by Transformers' rules.
+    """Return a predicate for file names that the model need not have, by Transformers' rules.
 
     They are layers that the model's class declares as unused, and `_OLD_BUFFERS`.
     """

@@ -1,4 +1,4 @@
-"""Callbacks of `run.callbacks`: functions of the user that receive the events of a run."""
+"""Callbacks of `run.callbacks`: user functions that receive the events of a run."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Position:
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Everything the loop works with.
+    """Objects that the training loop works with.
 
     Attributes:
         engine: Engine that takes the steps.
@@ -176,7 +176,7 @@ def train(context: TrainingContext, start: Position) -> int:
 
 
 def _is_multiple(step: int, interval: int) -> bool:
-    """Return True if the step ends an interval. The interval 0 never ends."""
+    """Return True if the step is a multiple of the interval; 0 means never."""
     return interval > 0 and step % interval == 0
 
 
@@ -195,7 +195,7 @@ def _validate(context: TrainingContext, step: int) -> None:
 
 @dataclass
 class _CheckpointWriter:
-    """Starts asynchronous checkpoints, and reports each one when it is on the disk."""
+    """Writer that starts asynchronous checkpoints and reports each when it is on disk."""
 
     context: TrainingContext
     _position: Position | None = None
@@ -231,7 +231,7 @@ class _CheckpointWriter:
         )
 
     def report(self, *, wait: bool) -> None:
-        """Remove old checkpoints and emit the event if the checkpoint is on the disk."""
+        """Remove old checkpoints and emit the event if the checkpoint is on disk."""
         if self._position is None:
             return
         path = self.context.engine.checkpoint_written(wait=wait)
@@ -263,7 +263,7 @@ class _PendingStep:
 
 
 class _StepReader:
-    """Reads the numbers of queued steps and emits their events.
+    """Reader of the numbers of queued steps, which emits their events.
 
     See Note [Reading a step's numbers].
 
@@ -342,7 +342,7 @@ class _StepReader:
 
 
 class StepClock:
-    """Measures the time between the ends of consecutive steps.
+    """Clock for the time between the ends of consecutive steps.
 
     A GPU runs behind the program: when the numbers of a step are read, the next step may be queued
     or even finished. The clock therefore records the end of a step as an event on the device. On a
@@ -508,4 +508,4 @@ class Trainable(Protocol):
         """
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """Return a checkpoint that has reached the disk since the last call, or None."""
+        """Return a checkpoint that was completed on disk since the last call, or None."""

@@ -55,7 +55,7 @@ _CHECKED_STEPS = 200
 
 @dataclass(frozen=True)
 class ValidatedRun:
-    """Run that can begin: its text is tokenised, its model fits, and its folder does not conflict.
+    """Run that can start: its text is tokenised, its model fits, and its folder does not conflict.
 
     Attributes:
         checked: The model and its resolved configuration, after all checks.
@@ -92,7 +92,7 @@ class ValidatedRun:
 
     @property
     def complete(self) -> bool:
-        """True if earlier runs of the command did all steps."""
+        """True if previous runs of the command have completed all steps."""
         return self.position.step >= self.section.steps
 
     @property
@@ -104,7 +104,7 @@ class ValidatedRun:
 def check(
     config: Config, *, world_size: int, cache: Path, say: Callable[[str], None], fresh: bool = False
 ) -> ValidatedRun:
-    """Check everything about a run that can be known before its processes exist.
+    """Run all checks of a run that need no processes.
 
     This prepares the data, which may take a while.
 

@@ -1,4 +1,4 @@
-"""Layouts on the device compared with one process, as `plait verify` compares them.
+"""Comparison of layouts on the device with one process, as in `plait verify`.
 
 In float64 the reference is one process on the CPU, which shares no kernel with the device. In the
 configured precision the layout may be 1.2 times as far from float64 as one process on the device is

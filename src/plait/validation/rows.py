@@ -1,4 +1,4 @@
-"""Rows of a validation, their results, and the document and the summaries made of them.
+"""Rows of a validation, their results, and the document and summaries of the results.
 
 A row is one check with its settings. This module is plain data: the process that starts the checks
 needs neither torch nor a GPU.
@@ -80,11 +80,11 @@ class Verdict:
 
 
 class NotRun(Exception):
-    """Reason why a check cannot run on this machine. All ranks raise it, or none."""
+    """A check cannot run on this machine. Raised on all ranks or none."""
 
 
 def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:
-    """Return a verdict that has passed if there are no problems, and has failed otherwise."""
+    """Return a passed verdict if there are no problems, and a failed one otherwise."""
     return Verdict("failed" if problems else "passed", "; ".join(problems), numbers)
 
 

@@ -67,7 +67,7 @@ class TestedModel(Policy):
     bare_logits: bool = False
     """True if the model returns logits [batch, seq, vocab] instead of an output object."""
     exact: bool = True
-    """True if the forward rounds no float64 tensor inside of `keeping_float64`."""
+    """True if the forward rounds no float64 tensor inside `keeping_float64`."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def seed_everything(seed: int) -> None:
 
 
 def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
-    """Give a model on meta the weights that every layout has for `seed`, on the CPU.
+    """Initialise a meta model on the CPU with the weights that every layout has for `seed`.
 
     Any other model keeps its weights.
     """

@@ -62,17 +62,17 @@ class LaunchSettings:
 
     @property
     def single_node(self) -> bool:
-        """True if no other machine can take part."""
+        """True if no other machine can join."""
         return self.max_nodes == 1
 
     @property
     def meeting_point(self) -> str:
-        """Address `host:port` at which the machines meet."""
+        """Rendezvous address `host:port` of the machines."""
         return self.rdzv_endpoint or f"{self.master_addr}:{self.master_port or DEFAULT_PORT}"
 
     @property
     def node_range(self) -> str:
-        """Number of machines as the user writes it: `4`, or `2:4`."""
+        """Number of machines in the notation of the command line: `4`, or `2:4`."""
         if self.min_nodes == self.max_nodes:
             return str(self.max_nodes)
         return f"{self.min_nodes}:{self.max_nodes}"
@@ -142,7 +142,7 @@ def check(settings: LaunchSettings) -> LaunchSettings:
     """Return the settings after checking them.
 
     Raises:
-        ConfigError: The settings cannot work. It lists all problems.
+        ConfigError: The settings contradict each other. The error lists all problems.
     """
     problems = _value_problems(settings)
     if settings.single_node:
@@ -204,7 +204,7 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
             Problem(
                 "--standby",
                 None,
-                "processes stand by for a restart, and there is none",
+                "processes stand by for a restart, but there is none",
                 "add --max-restarts N, or leave it out",
             ),
         ),
@@ -228,7 +228,7 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
 
 
 def common_problems(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
-    """Return the problems of settings that launches with and without a hostfile share."""
+    """Return the problems of settings that apply with and without a hostfile."""
     rules = (
         (
             not 0 <= grace < math.inf,
@@ -338,7 +338,7 @@ _ADDRESS_OPTIONS = ("node_rank", "master_addr", "master_port")
 
 
 def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return options of a launch, completed from the variables that torchrun reads.
+    """Return the options of a launch, completed from the variables that torchrun reads.
 
     Args:
         options: Values by torchrun's names, with underscores. None stands for an option that is not

@@ -1,4 +1,4 @@
-"""Conversion of a file of `accelerate launch`.
+"""Conversion of the configuration file of `accelerate launch`.
 
 The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config` of earlier
 releases, and the options of `accelerate launch` that the sections become: what each sets, or why it
@@ -298,7 +298,7 @@ _COMBINED_IN_SECTION = {
 
 @dataclass
 class _AccelerateFile:
-    """File that is converted, and the result so far."""
+    """File that is being converted, and the result so far."""
 
     document: Document
     translation: Translation = field(default_factory=Translation)
@@ -321,13 +321,13 @@ class _AccelerateFile:
         return section
 
     def not_read(self) -> str:
-        """Return the reason for which the section of another type is not read."""
+        """Return the reason why the section of another type is not read."""
         kind = self.distributed_type or "missing"
         return f"distributed_type is {kind}, so Accelerate does not read it either"
 
 
 def translate(document: Document) -> TranslatedDocument:
-    """Return the configuration that a file of Accelerate describes. Problems are collected."""
+    """Return the configuration that an Accelerate file describes. Problems are collected."""
     file = _AccelerateFile(document)
     translation = file.translation
     # The sections that follow depend on these two.

@@ -67,7 +67,7 @@ def context_parallel(findings: Findings) -> ContextParallel:
 def _refuse(
     path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, otherwise: str
 ) -> None:
-    """Refuse a setting for all rules that apply.
+    """Record a problem for every rule that a setting violates.
 
     Args:
         path: Path of the setting.
@@ -86,7 +86,7 @@ def _refuse(
 
 
 def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, layout: Layout) -> None:
-    """Refuse settings that overlapped all-reduces cannot be combined with.
+    """Refuse settings that cannot be combined with overlapped all-reduces.
 
     Raises:
         ConfigError: All of these settings.
@@ -410,7 +410,7 @@ def refuse_in_backward(
 def refuse_unsharded_optimizer(
     spec: OptimizerSpec, data: DataParallel, dtypes: Precision, layout: Layout
 ) -> None:
-    """Refuse an optimizer of torch that fails at its first step on sharded parameters.
+    """Refuse a torch optimizer whose first step fails on sharded parameters.
 
     Raises:
         ConfigError: The parameters are sharded, and the optimizer does not support it.
@@ -460,7 +460,7 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
 
 
 def _secondary_partition(findings: Findings, shard: int | None) -> int:
-    """Return the size of the secondary partition; 0 is off.
+    """Return the number of ranks of the secondary partition, or 0 for none.
 
     Args:
         findings: The configuration.
@@ -486,7 +486,7 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
 
 
 def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None) -> int | None:
-    """Return the size of a gradient bucket; None if the measured links decide."""
+    """Return the bytes of a gradient bucket, or None if they are chosen from measured links."""
     mib = findings.config.parallel.bucket_mib
     bytes_of_mib = None if mib == "auto" else round(mib * MIB)
     path = "zero_optimization.reduce_bucket_size"
@@ -529,7 +529,7 @@ def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None
 
 
 def has_buckets(stage: int, *, mixed: bool) -> bool:
-    """Return True if gradients are reduced in buckets, and not block by block.
+    """Return True if gradients are reduced in buckets rather than per block.
 
     Args:
         stage: ZeRO stage.
@@ -586,7 +586,7 @@ def recompute(findings: Findings) -> Recompute:
             Problem(
                 f"{path}.mode",
                 "budget",
-                "activations grow with the micro-batch, and the file gives no batch size",
+                "activations grow with the micro-batch, but the file gives no batch size",
                 "set train_micro_batch_size_per_gpu",
             ),
         ),
@@ -616,7 +616,7 @@ def recomputes(config: Config) -> bool:
 
 
 def activation_offload(findings: Findings) -> ActivationOffload:
-    """Return the settings of the offload of activations."""
+    """Return the settings of activation offload."""
     config = findings.config
     section = config.parallel.activation_offload
     path = "parallel.activation_offload"
@@ -630,7 +630,7 @@ def activation_offload(findings: Findings) -> ActivationOffload:
                 Problem(
                     name,
                     "true",
-                    f"it means {path}.fraction = 1 on cpu, and the file sets {fraction:g} on"
+                    f"it means {path}.fraction = 1 on cpu, but the file sets {fraction:g} on"
                     f" {section.device}",
                     "keep one of them",
                 )

@@ -117,7 +117,7 @@ class OneCycle(Policy):
 
 
 class LRRangeTest(Policy):
-    """Rate that grows without limit, to find the largest rate that still trains."""
+    """Rate that grows without limit, to find the largest stable rate."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     """Learning rate at the first step."""
@@ -286,7 +286,7 @@ def auto_value(name: str) -> object:
 
 
 def kind_problems(kind: str) -> list[str]:
-    """Return the problems of a type; empty for one that can be used."""
+    """Return the problems of a type, or an empty list if it is supported."""
     known = (*DEEPSPEED, *TRANSFORMERS, *TORCH)
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]

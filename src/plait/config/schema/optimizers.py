@@ -188,7 +188,7 @@ def accepted(kind: str) -> frozenset[str] | None:
 
 
 def kind_problems(kind: str) -> list[str]:
-    """Return the problems of a type; empty for one that can be used."""
+    """Return the problems of a type, or an empty list if it is supported."""
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]
     if kind not in (*_TORCH, "Lion") and not is_path(kind):

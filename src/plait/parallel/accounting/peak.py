@@ -1,4 +1,4 @@
-"""Peak memory of a rank in a training step, and the moment when it occurs.
+"""Peak memory of a rank in a training step, and the moment of the peak.
 
 `step_peak` follows the tensors in flight through the step, in order. It combines what a micro-batch
 keeps and needs, what ranks hold and move of parameters and gradients (`unit_bytes`, arithmetic, in
@@ -40,11 +40,11 @@ HEAD = -2
 LOSS = -3
 """Units that are not blocks.
 
-OUTSIDE: before, between and outside of the blocks. HEAD: from the last block's output to the
+OUTSIDE: before, between and outside the blocks. HEAD: from the last block's output to the
 model's output. LOSS: the loss.
 """
 
-_NAMES = {OUTSIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
+_NAMES = {OUTSIDE: "what is outside the blocks", HEAD: "the head", LOSS: "the loss"}
 
 Direction = Literal["forward", "backward", "weights"]
 """Direction of a computation.
@@ -83,7 +83,7 @@ class Alive:
     gradients: int = 0
     """Gradients of a block's parameters, or of a head that is a unit, in the compute dtype."""
     root_gradients: int = 0
-    """Gradients of all other parameters outside of the blocks."""
+    """Gradients of all other parameters outside the blocks."""
 
     @property
     def total(self) -> int:
@@ -105,7 +105,7 @@ class Moment:
     peak_with_gradients: Alive
     """Peak if gradients stay until the backward of their unit ends.
 
-    Gradients outside of the blocks stay until the backward of the model ends.
+    Gradients outside the blocks stay until the backward of the model ends.
     """
     end: Alive
     """Bytes at the end, with gradients."""
@@ -404,7 +404,7 @@ class _StepSimulation:
             if moment.unit >= 0:
                 self.forward_order.append(moment.unit)
             if self.zero == 3:
-                # Embeddings run outside of the blocks, and the first such moment frees them.
+                # Embeddings run outside the blocks, and the first such moment frees them.
                 freed: Sequence[Unit] = self.embeddings
                 if moment.unit >= 0:
                     freed = (moment.unit,)
@@ -546,7 +546,7 @@ class _StepSimulation:
             self._record(f"gather of {self._unit_name(unit)}", buffers=self.units[unit].cast_shards)
 
     def _previous_in_forward(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
-        """Return the block that is prefetched when the backward of a block begins, or nothing.
+        """Return the block to prefetch when the backward of a block begins, or an empty list.
 
         It is the block whose forward ran before that of `unit`. torch forgets the order when
         another backward ends, and then prefetches nothing.
@@ -654,7 +654,7 @@ class _StepSimulation:
         return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
-        """Receive a message as the runtime does: in the order of the sender, one ahead.
+        """Receive a message as the runtime does: in the sender's order, one message ahead.
 
         Returns:
             Bytes of the message that another stage of this rank holds too.

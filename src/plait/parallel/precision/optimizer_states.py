@@ -1,4 +1,4 @@
-"""Dtypes of AdamW's two moments, and their bytes: `optimizer.states`.
+"""Dtypes and bytes of AdamW's two moments: `optimizer.states`.
 
     form    first moment       second moment      bytes of both per parameter
     own     parameter's dtype  parameter's dtype  8 (float32)
@@ -85,7 +85,7 @@ def state_bytes(
 
 
 def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse tensor parallelism that splits rows inside of a block.
+    """Refuse tensor parallelism that splits rows inside a quantization block.
 
     Args:
         form: Form of the states.
