@@ -148,7 +148,7 @@ def test_a_chat_goes_on_after_a_line_that_is_too_long(folder, monkeypatch, capsy
             ["--prompt", "a", "--adapter", "x" * 300],
             "'x{100}': File name too long; pass another path",
         ),
-        (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is no folder; make it first"),
+        (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is not a folder; create it first"),
     ],
 )
 def test_a_wrong_input(arguments, words, folder, capsys):
@@ -361,7 +361,7 @@ def test_an_adapter(folder, tmp_path, capsys):
         )
     assert said["one"] == said["its own folder"] == said["tp"] == said["streamed"] != said["base"]
     run("--model", str(folder), "--adapter", adapter, "--adapter", adapter, "--prompt", "a", code=2)
-    assert "--adapter: 2 were given, and at most one is supported" in capsys.readouterr().err
+    assert "--adapter: 2 were given, but at most one is supported" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(
             [

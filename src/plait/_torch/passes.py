@@ -146,7 +146,7 @@ def leave_forward(model: nn.Module, output: Any) -> Any:
     """Leave the forward state of a sharded root after an exception interrupted its forward.
 
     Args:
-        model: The root. Nothing happens to a model that is not sharded.
+        model: The root. A model that is not sharded is left unchanged.
         output: Replaces the result of the interrupted forward.
 
     Returns:
@@ -207,7 +207,7 @@ def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
     unit is sharded and no collective is awaited.
 
     Args:
-        model: The root. Nothing happens to a model that is not sharded or has not run.
+        model: The root. A model that is not sharded or has not run is left unchanged.
         keep_gradients: Whether gradients of earlier micro-batches stay, reduced or not. Otherwise
             the caller must drop them.
     """

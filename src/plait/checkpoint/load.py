@@ -35,10 +35,10 @@ from plait.checkpoint.windows import (
     TensorRecord,
     Window,
     dtype_of,
-    inside,
     merge_stages,
     overlap,
     record_of,
+    slices_within,
     tensor_blocks,
     window_of,
 )
@@ -203,8 +203,8 @@ class Reader:
                     record,
                     file_window,
                     local,
-                    source=inside(shared, file_window),
-                    target=inside(shared, target_window),
+                    source=slices_within(shared, file_window),
+                    target=slices_within(shared, target_window),
                 )
                 copies.setdefault(rank, []).append(copy)
 

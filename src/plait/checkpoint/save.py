@@ -3,7 +3,7 @@
 Note [Life of a save]
     1. `snapshot` selects the tensors that this rank writes. Replicated tensors are written by one
        rank only. No tensor is copied.
-    2. Rank 0 makes an unpublished folder and puts a random token into it (`commit.begin`). The
+    2. Rank 0 creates an unpublished folder and writes a random token to it (`commit.begin`). The
        other ranks receive the token and open the folder that holds it (`commit.join`). The token
        tells this folder from one that a killed save left under the same name, which a shared file
        system may still list.
@@ -57,7 +57,7 @@ from plait.hashing import seed_of, sha256_of
 
 T = TypeVar("T")
 VISIBLE_WITHIN_SECONDS = 5.0
-"""Seconds to wait until all ranks see the folder that rank 0 made. File systems between machines
+"""Seconds to wait until all ranks see the folder that rank 0 created. File systems between machines
 cache directory listings for a while.
 """
 RANK_START = "rank."
@@ -232,7 +232,7 @@ class _Save:
         """Write this rank's files.
 
         Args:
-            token: Token of the folder that rank 0 made.
+            token: Token of the folder that rank 0 created.
             counted: Tensors that an earlier pipeline stage adds to the content hash.
 
         Returns:
@@ -348,7 +348,7 @@ def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
             return commit
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"this machine does not see the folder that rank 0 has made for {tag} in {folder};"
+                f"this machine does not see the folder that rank 0 created for {tag} in {folder};"
                 " use a folder on a file system that all machines share, or a store's URL"
             )
         time.sleep(0.05)

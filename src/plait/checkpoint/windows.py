@@ -175,7 +175,7 @@ def overlap(first: Window, second: Window) -> Window | None:
     return tuple(window)
 
 
-def inside(part: Window, container: Window) -> tuple[slice, ...]:
+def slices_within(part: Window, container: Window) -> tuple[slice, ...]:
     """Return the slices that select the window `part` from a tensor of the window `container`."""
     return tuple(
         slice(start - origin, start - origin + length)
@@ -295,7 +295,7 @@ def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
 
 
 def _keys(seed: np.uint64, indices: Keys) -> Keys:
-    """Return odd pseudo-random numbers by SplitMix64."""
+    """Return odd pseudo-random numbers that SplitMix64 generates."""
     return mix_bits(indices * np.uint64(GOLDEN_RATIO) + seed) | np.uint64(1)
 
 

@@ -132,7 +132,7 @@ def _parse_source(source: list[str]) -> str | list[str]:
     """Return the name of the file, or the Megatron-LM flags."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(
-            f"one FILE is read at a time and {len(source)} are given: {' '.join(source)}",
+            f"one FILE is read at a time, but {len(source)} are given: {' '.join(source)}",
             param_hint="FILE",
         )
     return source if source[0].startswith("--") else source[0]

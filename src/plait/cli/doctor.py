@@ -80,7 +80,7 @@ def doctor(
     6 without a GPU.
     """
     if sum((links, nccl, validate)) > 1:
-        raise InputError("--links, --nccl, --validate: one of them at a time")
+        raise InputError("--links, --nccl, --validate: pass only one of them")
     if validate:
         _refuse({"--seconds": seconds}, "is for the measurement of links; use --minutes")
         if list_rows:

@@ -370,7 +370,7 @@ def _refuse_contradictions(
             Problem(
                 "--rdzv-backend",
                 backend,
-                f"machines meet by {' or '.join(backends)}",
+                f"the rendezvous backend must be {' or '.join(backends)}",
                 "leave it out",
             )
         )

@@ -137,7 +137,7 @@ def _topology(nodes: int, devices: int | None, *, required: int) -> Topology:
     per_node = devices or max(1, -(-required // nodes))
     if nodes * per_node > MAX_DEVICES:
         raise InputError(
-            f"--nnodes {nodes} x --nproc-per-node {per_node}: {nodes * per_node:,} devices, and at"
+            f"--nnodes {nodes} x --nproc-per-node {per_node}: {nodes * per_node:,} devices, but at"
             f" most {MAX_DEVICES:,} are shown; pass fewer"
         )
     machines = tuple(Node(f"node{index}", per_node) for index in range(nodes))
@@ -385,7 +385,7 @@ def schedule(
         return
     if pp * microbatches * (stages_per_rank or 2) > _MAX_ACTIONS:
         raise InputError(
-            f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, and at most"
+            f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, but at most"
             f" {_MAX_ACTIONS // 2:,} can be drawn; pass fewer"
         )
     table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)

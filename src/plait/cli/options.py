@@ -153,7 +153,7 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
             path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.is_dir():
             raise InputError(
-                f"{option} {path}: there is no folder {path.parent}; make it first (mkdir -p"
+                f"{option} {path}: there is no folder {path.parent}; create it first (mkdir -p"
                 f" {path.parent})"
             )
         existed = path.exists()
@@ -188,7 +188,7 @@ def single_adapter(adapters: list[Path] | None) -> Path | None:
         return None
     if len(adapters) > 1:
         raise InputError(
-            f"--adapter: {len(adapters)} were given, and at most one is supported; combine them"
+            f"--adapter: {len(adapters)} were given, but at most one is supported; combine them"
             " with PEFT (add_weighted_adapter), or merge one into the model"
         )
     return adapters[0]

@@ -108,7 +108,7 @@ def on_signals(
 ) -> Iterator[None]:
     """Handle the signals that are not ignored, and restore the old handlers at exit.
 
-    Nothing happens outside the main thread, where Python does not allow handlers.
+    Does nothing outside the main thread, where Python does not allow handlers.
 
     Args:
         handler: The handler.

@@ -152,7 +152,7 @@ def warning_of_waits(device: torch.device) -> Iterator[None]:
     """Make torch warn about operations in the block that make the host wait for the device.
 
     It detects copies to and from memory that is not pinned, reading a number, and waits for a
-    stream. It does not detect `synchronize` of a device or an event. Nothing happens on a CPU.
+    stream. It does not detect `synchronize` of a device or an event. No-op on a CPU.
     """
     if not is_accelerator(device):
         yield

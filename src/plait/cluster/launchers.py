@@ -25,7 +25,7 @@ class Claim:
         local_world_size: Number of processes of this machine.
         node_rank: Rank of this machine among the machines.
         names: Variables for rank, size, local rank and local size, for messages.
-        meeting_point: `host:port` at which the processes meet, if the launcher implies one.
+        rendezvous_address: `host:port` at which the processes meet, if the launcher implies one.
     """
 
     launcher: str
@@ -35,7 +35,7 @@ class Claim:
     local_world_size: int | None = None
     node_rank: int | None = None
     names: tuple[str, str, str, str] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    meeting_point: str | None = None
+    rendezvous_address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,16 @@ def _claim(environment: Mapping[str, str], names: LauncherVariables, size_name: 
     node_rank = _integer_or_none(environment, _first_set(environment, names.node_rank))
     local_size_name = _first_set(environment, names.local_world_size)
     local_world_size = _integer_or_none(environment, local_size_name)
-    meeting_point = None
+    rendezvous_address = None
     if names.launcher == "srun":
         # Slurm lists the numbers of tasks of all machines in one variable.
         local_size_name = "SLURM_STEP_TASKS_PER_NODE"
         if local_size_name in environment and node_rank is not None:
             counts = tasks_per_node(environment[local_size_name])
             local_world_size = counts[node_rank] if node_rank < len(counts) else None
-        meeting_point = f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_port(environment)}"
+        rendezvous_address = (
+            f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_port(environment)}"
+        )
     return Claim(
         launcher=names.launcher,
         rank=_integer(environment, names.rank),
@@ -160,7 +162,7 @@ def _claim(environment: Mapping[str, str], names: LauncherVariables, size_name: 
             names.local_rank,
             local_size_name or (*names.local_world_size, "LOCAL_WORLD_SIZE")[0],
         ),
-        meeting_point=meeting_point,
+        rendezvous_address=rendezvous_address,
     )
 
 

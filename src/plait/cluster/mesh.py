@@ -129,7 +129,7 @@ class Mesh:
         expert_mesh: Mesh of the same ranks with `edp` and `ep` instead of all dimensions but `pp`.
             None if experts are not split.
         reverse_pp: Second group over pp for messages to lower stages. None without a pipeline.
-        more_pp: Further groups over pp for messages to higher and to lower stages, if messages in
+        extra_pp: Further groups over pp for messages to higher and to lower stages, if messages in
             one group would wait for each other (`comm.messages`).
         combined: Groups over several dimensions.
         stages: Groups of some stages by their coordinates along pp. None on other ranks.
@@ -144,7 +144,7 @@ class Mesh:
     use: GroupUse | None
     expert_mesh: DeviceMesh | None = None
     reverse_pp: dist.ProcessGroup | None = None
-    more_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
+    extra_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
     node_levels: Mapping[str, tuple[Levels | None, int]] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class Mesh:
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
         if self.layout.pp > 2 and accelerator.is_accelerator(self.device) and not is_fake():
             # NCCL executes the operations of a communicator in order, even if their peers differ.
-            mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
+            mesh = replace(mesh, extra_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in groups.stages})
 
         if not groups.levels:
@@ -334,7 +334,7 @@ class Mesh:
         return levels, len(ranks_per_node)
 
     def _adopt(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Register a group that was created for this mesh, which destroys it later."""
+        """Register a group that this mesh created and will destroy."""
         # torch uses the default group for a dimension with all ranks.
         if group is not dist.group.WORLD:
             self.created_groups.append(group)
@@ -508,7 +508,7 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Create the default group of the launcher's processes, as `build_mesh` would. Collective.
 
     This is for code that needs the group before there is a model. The caller may destroy the group.
-    Nothing happens if there is one already.
+    Does nothing if the default group already exists.
 
     Raises:
         ConfigError: No rendezvous address is configured.

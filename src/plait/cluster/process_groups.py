@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from plait._torch.tensors import forget_meshes
-from plait.cluster.topology import RankInfo, init_method, meeting_address
+from plait.cluster.topology import RankInfo, address_of_method, init_method
 
 _met: dict[str, _SharedStore] = {}
 """Stores by address."""
@@ -64,7 +64,7 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
     if rank_info.world_size == 1:
         return dist.HashStore()
     method = init_method()
-    address = meeting_address(method)
+    address = address_of_method(method)
     if address not in _met:
         store, _, _ = next(
             rendezvous(method, rank_info.rank, rank_info.world_size, timeout=timeout)

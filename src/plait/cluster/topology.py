@@ -241,20 +241,20 @@ def init_method() -> str:
     claimed = claim(os.environ)
     # If one of the variables is set, the other one was forgotten, and a derived address would not
     # fit.
-    if claimed is not None and claimed.meeting_point is not None and len(missing) == 2:
-        return f"tcp://{claimed.meeting_point}"
+    if claimed is not None and claimed.rendezvous_address is not None and len(missing) == 2:
+        return f"tcp://{claimed.rendezvous_address}"
     raise ConfigError(
         Problem(
             missing[0],
             None,
-            "not set, so the processes do not know where to meet",
+            "not set, so the processes have no rendezvous address",
             "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's"
             " host and MASTER_PORT to a free port there",
         )
     )
 
 
-def meeting_address(method: str) -> str:
+def address_of_method(method: str) -> str:
     """Return the address in an `init_method`."""
     if method != "env://":
         return method

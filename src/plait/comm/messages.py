@@ -35,7 +35,7 @@ from plait.errors import CommunicationError
 
 
 @dataclass(frozen=True)
-class Arriving:
+class PendingReceive:
     """Tensors that are being received. Their values are valid after `wait`.
 
     Attributes:
@@ -109,7 +109,9 @@ class Messenger:
             self.sent_bytes += contiguous.numel() * contiguous.element_size()
             self._sending.append((self._isend(contiguous, to), contiguous))
 
-    def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
+    def receive(
+        self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int
+    ) -> PendingReceive:
         """Start receiving tensors.
 
         Args:
@@ -121,7 +123,7 @@ class Messenger:
         )
         works = tuple(self._irecv(buffer, source) for buffer in buffers)
         group = self._group_between(source, self.rank)
-        return Arriving(buffers, works, dist.get_global_rank(group, source))
+        return PendingReceive(buffers, works, dist.get_global_rank(group, source))
 
     def send_object(self, value: object, *, to: int) -> None:
         """Start sending a picklable object."""

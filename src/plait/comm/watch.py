@@ -136,7 +136,7 @@ class Watch:
     def arm(self) -> None:
         """Start watching the waits of the default group's ranks. Collective.
 
-        Call this once per default group. Nothing happens for a single rank or a fake group.
+        Call this once per default group. Does nothing for a single rank or a fake group.
         """
         group = dist.group.WORLD
         if group is None or group is self._group or group.size() == 1 or is_fake():
@@ -226,7 +226,7 @@ class Watch:
         _, _, since = board.now
         if now - since < _UNSEEN_SECONDS and not board.waiting_since:
             # The process makes progress.
-            board.sign()
+            board.heartbeat()
             return
 
         waits = self._publish(board, now, since)
@@ -264,7 +264,7 @@ class Watch:
             waits = self._recorded_waits(now)
             line = self._line()
             self._observed = (since, waits, line)
-        board.sign(waits, line=line, seen=self._looked)
+        board.heartbeat(waits, line=line, seen=self._looked)
 
         # Read once, because the main thread may remove its wait at any time.
         waiting_since = board.waiting_since

@@ -337,7 +337,9 @@ def _construct_mapping(
         value = loader.construct_object(value_node, deep=True)
         line = f"line {key_node.start_mark.line + 1}"
         if not isinstance(key, str):
-            raise ConfigError(Problem(f"{line}, key {key!r}", None, "keys are text", "quote it"))
+            raise ConfigError(
+                Problem(f"{line}, key {key!r}", None, "keys must be strings", "quote it")
+            )
         if key in items:
             problem = _duplicate_key(key, items[key], value)
             raise ConfigError(Problem(f"{line}, {key}", None, problem.rule, problem.remedy))

@@ -429,8 +429,8 @@ def _tokenize_with_scores(tokenizer: PreTrainedTokenizerBase, text: str, spans: 
         if tokenizer.decode(ids) != tokenizer.decode(uncut_ids):
             seam = text[max(cuts[0] - 8, 0) : cuts[0] + 8]
             raise InputError(
-                "the tokenizer makes one token of the end of a prompt and the beginning of its"
-                f" answer, {seam!r}, and other text if the two are tokenised separately; end the"
+                "the tokenizer merges the end of a prompt and the beginning of its answer into"
+                f" one token, {seam!r}, so the two cannot be tokenised separately; end the"
                 " prompt with a line break or a space"
             )
     return ids, [any(first <= begin < last for first, last in spans) for begin, _ in offsets]

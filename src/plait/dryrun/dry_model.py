@@ -176,7 +176,7 @@ class DryModel:
         self.forward = forward(fake)
         region = self.parts.region
         if region is not None:
-            region.serve(loss_fn)
+            region.split_logits_for(loss_fn)
 
     def trace(
         self,

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from plait._torch.groups import finished_work, process_group_of
 from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
 from plait._torch.tensors import around_shape_inference, local_tensor, on_resize, storage_id
-from plait.parallel.accounting.peak import HEAD, OUTSIDE, Alive, Direction, Moment
+from plait.parallel.accounting.peak import HEAD, OUTSIDE, Direction, LiveBytes, Moment
 
 
 class LiveStorages(TorchDispatchMode):
@@ -181,7 +181,7 @@ class Recorder(LiveStorages):
         self.drops_gradients = drops_gradients
         self._done: list[Moment] = []
         self._now: tuple[Direction, int] | None = None
-        self._peak = self._peak_with = Alive()
+        self._peak = self._peak_with = LiveBytes()
 
     def begin_forward(self, unit: int) -> None:
         """Assign new storages to `unit`."""
@@ -242,14 +242,14 @@ class Recorder(LiveStorages):
         if self.total + self.gradients.total() > self._peak_with.total:
             self._peak_with = self._alive()
 
-    def _alive(self, *, with_gradients: bool = True) -> Alive:
+    def _alive(self, *, with_gradients: bool = True) -> LiveBytes:
         logits = self.bytes[HEAD]
         temporaries = sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
         root = self.gradients[OUTSIDE]
         gradients = self.gradients.total() - root
         if not with_gradients:
             gradients = root = 0
-        return Alive(
+        return LiveBytes(
             activations=self.total - logits - temporaries,
             logits=logits,
             temporaries=temporaries,

@@ -528,8 +528,8 @@ class Engine(EngineFacts):
             loader: This rank's data loader, whose `state_dict()` is saved, such as torchdata's
                 StatefulDataLoader.
             wait: False returns when the state has been copied, and a thread writes the copy. See
-                `checkpoint_written`. If there is no room for a copy, or if states are in files, the
-                checkpoint is written before the call returns.
+                `checkpoint_written`. If a copy does not fit into host memory, or if states are in
+                files, the checkpoint is written before the call returns.
 
         Returns:
             The path of the checkpoint.

@@ -456,7 +456,7 @@ class EngineOptimizerProxy(OptimizerProxy):
     """Proxy whose `step` reduces and clips gradients and updates the parameters.
 
     Attributes:
-        norm: Norm of the gradients of the coming step, which `step` writes.
+        norm: Norm of the gradients of the next step, which `step` writes.
     """
 
     _is_accelerate_prepared = True

@@ -47,10 +47,10 @@ from plait.hf.transformers_trainer import recompute_arguments, recompute_fields
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable that `accelerate launch --use_deepspeed` sets."""
 _MARK = "_plait_reroutes"
-"""Attribute of Transformers' class after `reroute`."""
+"""Attribute of Transformers' class after `patch_transformers`."""
 
 
-def reroute() -> None:
+def patch_transformers() -> None:
     """Patch Transformers, once per process. See Note [Changes to Transformers]."""
     if getattr(TheirTrainingArguments, _MARK, False):
         return

@@ -32,7 +32,13 @@ from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem, raise_problems, warn
 from plait.hf.accelerator import FULL_WEIGHTS, EngineOptimizerProxy, RanksAccelerator
-from plait.hf.arguments import ConfigSource, fsdp_config_of, reroute, schedule_of, settings_of
+from plait.hf.arguments import (
+    ConfigSource,
+    fsdp_config_of,
+    patch_transformers,
+    schedule_of,
+    settings_of,
+)
 from plait.hf.batches import EpochOrder, Rounds, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
 from plait.hf.fields import examined
@@ -55,13 +61,13 @@ from plait.hf.steps import (
     step_of,
 )
 from plait.hf.transformers_trainer import (
-    cautions_about_loss,
     has_supported_trainer,
     layout_free_groups,
     loss_is_scaled,
     reads,
     recompute_fields,
     require_supported_trainer,
+    warnings_about_loss,
 )
 from plait.model.adapters import with_adapters_enabled
 from plait.optim.lr_schedules import build_scheduler
@@ -71,7 +77,7 @@ from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
 # A Trainer that Plait refuses keeps its own handling of `deepspeed` and `fsdp`.
 if has_supported_trainer():
-    reroute()
+    patch_transformers()
 
 
 class TrainerMixin(CheckpointMixin):
@@ -282,10 +288,10 @@ class TrainerMixin(CheckpointMixin):
             self._created_lr_scheduler = False
         engine = self.begin()
         if place().rank == 0:
-            for caution in cautions_about_loss(
+            for warning in warnings_about_loss(
                 self, ranks=engine.dp_size, accumulation=self.args.gradient_accumulation_steps
             ):
-                warn(caution)
+                warn(warning)
         # `accelerator.prepare` would register them, but it is not called for an engine.
         self.accelerator._optimizers.append(self.optimizer)
         self.accelerator._models.append(self.model)

@@ -147,7 +147,7 @@ def _names(code: CodeType) -> set[Any]:
     return names
 
 
-def cautions_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[str]:
+def warnings_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[str]:
     """Return warnings about a script's own `compute_loss` whose scale depends on the layout.
 
     Transformers assumes that the loss was divided by `num_items_in_batch`, the targets of a step

@@ -321,7 +321,7 @@ def check_positions(
     content: str = "its prompt and max_new_tokens",
     remedy: str = "ask for fewer new tokens, or shorten the prompt",
 ) -> None:
-    """Raise InputError if a request may get longer than the model's positions.
+    """Raise InputError if a request may exceed the model's positions.
 
     Args:
         config: Configuration of the model, or None.

@@ -330,8 +330,8 @@ def _deploy_placed(
     if work.offload_cache:
         if placed.pp > 1:
             raise InputError(
-                f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring"
-                " next layers; leave it out"
+                f"--offload-cache: the model needs {placed.pp} pipeline stages, which cannot"
+                " prefetch the layers of an offloaded cache; leave it out"
             )
         offloaded = offloaded_cache(layout, demand, tp=placed.tp)
         cache_on_host = placed.tp * offloaded.pinned

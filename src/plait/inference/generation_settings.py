@@ -225,7 +225,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
     for word in values["bad_words_ids"]:
         if not word or not all(type(token) is int for token in word):
             raise InputError(
-                f"bad_words_ids: {list(word)!r} is not a word; pass a list of token ids for each,"
+                f"bad_words_ids: {list(word)!r} is not a list of token ids; pass one list for each,"
                 " such as [[5, 7], [9]]"
             )
 

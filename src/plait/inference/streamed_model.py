@@ -548,7 +548,7 @@ def _save_aligned(
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"--scratch {path.parents[1]}: {getattr(error, 'strerror', None) or error}; name a"
-                " folder with room"
+                " folder with more free space"
             ) from None
         written = stored_tensors(path)
         if min(tensor.offset for tensor in written.values()) % WEIGHT_ALIGNMENT == 0:
@@ -564,11 +564,11 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
 
     Args:
         folder: Parent folder. None stands for the system's folder for temporary files.
-        size: Number of bytes that it must have room for.
+        size: Number of free bytes that the folder must have.
 
     Raises:
-        InputError: There is too little room, the folder cannot be written to, or its files would be
-            in memory.
+        InputError: There is too little free space, the folder cannot be written to, or its files
+            would be in memory.
     """
     parent = folder or Path(tempfile.gettempdir())
     try:
@@ -576,7 +576,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         file_system = _file_system(parent)
     except OSError as error:
         raise InputError(
-            f"--scratch {parent}: {error.strerror}; name a folder that exists, on a disk"
+            f"--scratch {parent}: {error.strerror}; name an existing folder on a disk"
         ) from None
     if file_system in _MEMORY_FILE_SYSTEMS:
         raise InputError(
@@ -586,7 +586,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
     if free < size:
         raise InputError(
             f"--scratch {parent}: {format_bytes(free)} are free, but the layers that are streamed"
-            f" take {format_bytes(size)}; name a folder with more room"
+            f" take {format_bytes(size)}; name a folder with more free space"
         )
     # See Note [Unused scratch folders].
     for other in parent.glob(f"{_PREFIX}*"):

@@ -351,8 +351,8 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
     name = head_name(model)
     if name is None:
         raise ModelError(
-            f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer that makes"
-            " its logits; give it a method get_output_embeddings that returns it, or use 0"
+            f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer for"
+            " its logits; add a method get_output_embeddings that returns it, or use 0"
         )
 
     def run(model: nn.Module, batch: Any) -> Any:

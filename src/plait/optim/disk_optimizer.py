@@ -198,7 +198,7 @@ class DiskTier(StepHook):
         self._inner_step: Callable[..., Any]
         """The optimizer's original `step`."""
         self._factor: torch.Tensor | float = 1.0
-        """Factor of the gradients in the coming step."""
+        """Factor of the gradients in the next step."""
         self._places: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
         """Mapped states, keyed by parameter and name."""
         self._group_of: dict[nn.Parameter, int] = {}
@@ -213,7 +213,7 @@ class DiskTier(StepHook):
         units: Collection[str] = ("",),
         shards_of: Collection[str] = ("",),
     ) -> None:
-        """Map the gradients and shards of a model, and reserve room for optimizer states.
+        """Map the gradients and shards of a model, and reserve space for optimizer states.
 
         If the model is not sharded, its forward reads the parameters directly, so they stay in
         memory.
@@ -354,8 +354,8 @@ class DiskTier(StepHook):
     ) -> Iterator[T]:
         """Yield each chunk in order when its tensors are in memory, and evict them afterwards.
 
-        As many chunks are prefetched as there is room for, so that the reader never waits for the
-        computation. See Note [Streaming step].
+        As many chunks are prefetched as fit, so that the reader never waits for the computation.
+        See Note [Streaming step].
         """
 
         def fetch(uses: list[_TensorUse]) -> None:

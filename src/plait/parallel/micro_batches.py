@@ -70,7 +70,7 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
         if isinstance(batch, Iterable):
             raise InputError(
                 f"train_batch got a {type(batch).__name__}, which would restart at every step;"
-                " make `batches = iter(...)` of it once and pass that, or pass one batch or a list"
+                " create `batches = iter(...)` once and pass it, or pass one batch or a list"
                 " of micro-batches"
             )
         raise InputError(
@@ -125,7 +125,7 @@ def samples(batch: Any) -> int:
 def _require_count(batches: list[Any], count: int) -> list[Any]:
     if len(batches) != count:
         raise InputError(
-            f"train_batch got {len(batches)} micro-batches and a step has"
+            f"train_batch got {len(batches)} micro-batches, but a step has"
             f" gradient_accumulation_steps {count}; every step needs all of them"
         )
     return batches
@@ -154,7 +154,7 @@ def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
     if isinstance(entries[0], list):
         return False
     raise InputError(
-        f"train_batch got a list of {count} tensors of {length} rows and a step has"
+        f"train_batch got a list of {count} tensors of {length} rows, but a step has"
         f" gradient_accumulation_steps {count}, so it could be one batch of {count} fields or"
         f" {count} micro-batches; pass a tuple for one batch, or iter([...]) for micro-batches"
     )

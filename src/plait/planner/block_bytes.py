@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.planner.architecture import products_of, saved_columns, turns_fused
-from plait.planner.built import Counted, SavedBytes
+from plait.planner.built import CountedBytes, SavedBytes
 from plait.planner.hardware import DEVICE_FAMILIES, Numbers
 from plait.planner.job import Job, Layouts
 
@@ -116,7 +116,7 @@ def saved_by_recomputation(job: Job) -> tuple[Numbers, Numbers]:
     return none, np.choose(kind, np.broadcast_arrays(none, none, full, operators, mixed))
 
 
-def _dropout_of_scores(job: Job, counted: Counted) -> Numbers:
+def _dropout_of_scores(job: Job, counted: CountedBytes) -> Numbers:
     """Return the bytes per token of the masks and outputs of dropout on attention scores."""
     return counted.dropped_scores / np.asarray(job.attention_tp)
 

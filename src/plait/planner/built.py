@@ -228,7 +228,7 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedBytes:
     """Counted saved bytes of a block, averaged over a model's blocks."""
 
     none: SavedBytes
@@ -253,7 +253,7 @@ class Counted:
 
 def counted(
     section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool
-) -> Counted | None:
+) -> CountedBytes | None:
     """Count the saved bytes of a model.
 
     Args:
@@ -323,7 +323,7 @@ def _config_of_folder(path: Any) -> Mapping[str, Any] | None:
 
 
 @lru_cache(maxsize=64)
-def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Counted | None:
+def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> CountedBytes | None:
     try:
         with without_failed_operators():
             return _count(json.loads(config), sequence, precision, on_cores)
@@ -331,7 +331,7 @@ def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Coun
         return None
 
 
-def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool) -> Counted:
+def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool) -> CountedBytes:
     dropping = drops(config)
     if dropping and on_cores:
         return _count_model(built(config, dropout=True), sequence, precision, dropping=True)
@@ -348,14 +348,16 @@ def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool
     return replace(counted_model, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
 
 
-def _count_model(model: nn.Module, sequence: int, precision: str, *, dropping: bool) -> Counted:
+def _count_model(
+    model: nn.Module, sequence: int, precision: str, *, dropping: bool
+) -> CountedBytes:
     blocks, shares = _keep_one_block_per_kind(model)
     lengths = _lengths(model, blocks, sequence, precision)
     long = _run(model, blocks, "none", lengths[0], precision)
     short = _run(model, blocks, "none", lengths[1], precision)
     results = _run(model, blocks, "selective", lengths[0], precision)
     inputs = _run(model, blocks, "full", lengths[0], precision)
-    return Counted(
+    return CountedBytes(
         none=_extrapolate(long.saved(shares), short.saved(shares), lengths, sequence),
         operators=SavedBytes(results.saved(shares), 0.0),
         full=inputs.saved(shares),

@@ -85,21 +85,21 @@ def fit(
         spread: Noise of a row, as a logarithm.
     """
     names = tuple(names)
-    moves = Moves(names, known)
+    log_ratios = LogRatios(names, known)
     theta, covariance = most_probable(
-        lambda theta: predict(moves.rates(theta)),
-        lambda theta, predicted: moves.jacobian(predict, theta, predicted),
+        lambda theta: predict(log_ratios.rates(theta)),
+        lambda theta, predicted: log_ratios.jacobian(predict, theta, predicted),
         measured,
         np.zeros(len(names)),
-        widths=moves.widths,
-        bounds=moves.bounds,
+        widths=log_ratios.widths,
+        bounds=log_ratios.bounds,
         spread=spread,
     )
-    return Fit(names, moves.rates(theta), covariance, spread, len(measured))
+    return Fit(names, log_ratios.rates(theta), covariance, spread, len(measured))
 
 
 @dataclass(frozen=True)
-class Moves:
+class LogRatios:
     """Constants as a vector theta: logarithms of their ratios to the medians of their priors."""
 
     names: tuple[str, ...]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.architecture import Architecture
-from plait.planner.built import Counted
+from plait.planner.built import CountedBytes
 from plait.planner.hardware import PRECISIONS, DeviceSpec, Numbers, mapped
 
 ATTENTION = ("flash", "fused", "plain")
@@ -251,7 +251,7 @@ class Job:
 
     This is so for fused queries, keys and values.
     """
-    counted: Counted | None = None
+    counted: CountedBytes | None = None
     """Saved bytes of the blocks if they were counted, for families without exact formulas."""
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from plait.errors import InputError, Problem, raise_problems
-from plait.planner.built import Counted, counted, not_counted
+from plait.planner.built import CountedBytes, counted, not_counted
 from plait.planner.constants import Rates, knowledge
 from plait.planner.hardware import PRECISIONS, Cluster, Numbers
 from plait.planner.job import Job, Layouts, plait
@@ -169,7 +169,7 @@ def formula_notes(request: Request) -> list[str]:
     return [note for note in notes if note]
 
 
-def _count(request: Request) -> Counted | None:
+def _count(request: Request) -> CountedBytes | None:
     # Compiled blocks save other tensors than the eager ones that are counted.
     if request.compile:
         return None

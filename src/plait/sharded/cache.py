@@ -140,7 +140,7 @@ def _is_output_field(argument: str) -> bool:
 def requires_single_prefill(model: nn.Module) -> bool:
     """Return True if a model has to read a prompt in one forward.
 
-    Models with recurrent states do, and models whose tokens attend to later ones.
+    This applies to models with recurrent states, and to models whose tokens attend to later ones.
     """
     return attends_to_later_tokens(model) or has_recurrent_state(model)
 

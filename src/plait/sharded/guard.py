@@ -181,7 +181,7 @@ class Guard(StepHook):
         ):
             raise InputError(
                 f"{self._variable}.step() found gradients that {self._variable}.backward did not"
-                " make: loss.backward() does not divide by the number of micro-batches and ranks;"
+                " produce: loss.backward() does not divide by the number of micro-batches and ranks;"
                 f" call {self._variable}.backward(loss)"
             )
         if has_unreduced(self._parts.model):
@@ -314,7 +314,8 @@ def checked_loss(loss: Any, variable: str = "engine") -> torch.Tensor:
 class RunningForwards:
     """Counter of a model's running forwards, including nested ones.
 
-    It lets calls that need all ranks be refused in the middle of a forward, before they do harm.
+    Calls that need all ranks are refused while a forward runs, because they would deadlock or
+    change its state.
 
     Attributes:
         running: Number of forwards that are running.

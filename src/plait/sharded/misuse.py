@@ -171,7 +171,7 @@ def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
     pp = mesh.layout.pp
     if pp > 1 and not isinstance(cache, StageCaches):
         raise InputError(
-            f"parallel.pp = {pp}: predict(cache=...) got a {type(cache).__name__}, and each of "
+            f"parallel.pp = {pp}: predict(cache=...) got a {type(cache).__name__}, but each of "
             f"{pp} stages computes keys and values of its own blocks only; pass what "
             "engine.new_cache() returns"
         )

@@ -473,7 +473,7 @@ class ShardedModel:
         if self.region is None:
             yield
             return
-        self.region.serve(loss_fn)
+        self.region.split_logits_for(loss_fn)
         try:
             yield
         finally:

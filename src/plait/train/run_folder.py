@@ -183,6 +183,6 @@ def _refuse_differences(checkpoint: Place, old: dict[str, Any], new: dict[str, A
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             problems.append(
-                Problem(name, new[name], f"{checkpoint} was made with {old[name]!r}", remedy)
+                Problem(name, new[name], f"{checkpoint} was created with {old[name]!r}", remedy)
             )
     raise_problems(problems)

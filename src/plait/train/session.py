@@ -1,7 +1,7 @@
 """Complete training run of a configuration.
 
 `check` finds what can be wrong before any process exists: the command calls it without a process
-group. `run` is what every process then does. Both print nothing; they notify listeners. `cautions`
+group. `run` trains in every process. Both print nothing; they notify listeners. `run_warnings`
 returns warnings about settings that are valid but probably not intended.
 """
 
@@ -175,7 +175,7 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
             Problem(
                 "train_batch_size",
                 batch,
-                f"one step takes {batch} sequences and the text has {available} of"
+                f"one step takes {batch} sequences, but the text has {available} of"
                 f" {data.sequence_length} tokens",
                 "add more text to data.paths, or lower the batch or data.sequence_length",
             )
@@ -247,7 +247,7 @@ def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
         ConfigError: One of them, or `data.source`, is missing.
     """
     problems = []
-    rule = "the file does not have it, and plait train needs it"
+    rule = "the file does not have it, but plait train needs it"
     if config.model is None:
         example = '"model": {"config": {"model_type": "llama", "hidden_size": 320}}'
         problems.append(Problem("model", None, rule, f"add it, for example {example}"))
@@ -479,7 +479,7 @@ WARMUP_PARAMETERS = ("warmup_num_steps", "num_warmup_steps")
 """Names of the warm-up steps in schedulers of DeepSpeed and of Transformers."""
 
 
-def cautions(resolved: Resolved, *, processes: int, cores: int, on_gpus: bool) -> list[str]:
+def run_warnings(resolved: Resolved, *, processes: int, cores: int, on_gpus: bool) -> list[str]:
     """Return one line per questionable setting.
 
     Args:

@@ -40,7 +40,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TimedTrainer:
-    """A model with its optimizer."""
+    """Training step of a model with its optimizer, and how to release them."""
 
     step: Callable[[Batch], torch.Tensor]
     """Runs one optimizer step and returns the loss, 0-dimensional, on the device."""

@@ -66,7 +66,7 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
     that copies, wrappers and recomputation of the model are covered.
 
     Args:
-        model: The model. Nothing happens if it has no float64 parameters.
+        model: The model. One without float64 parameters is left unchanged.
         others: Optimizer classes whose `step` is treated the same, because it narrows on purpose
             (torch's Muon multiplies in bfloat16).
     """

@@ -3,7 +3,7 @@
 Sizes shrink. Properties that decide the code path stay: whether heads, key-value heads, widths and
 the vocabulary are divisible by each degree of the layout, grouped or multi-query attention, kinds
 of layers, experts per token. Every change is listed. The rules are arithmetic on a dictionary;
-`choose` tries whether the result builds and runs.
+`choose` checks that the result builds and runs.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def test_a_template_that_ends_no_turn(tmp_path):
         "paths": (str(tmp_path / "a.jsonl"),),
         "format": "chat",
     }
-    assert not prepared(tmp_path, **section).cautions
+    assert not prepared(tmp_path, **section).warnings
 
 
 def test_templates_that_cannot_be_used():

@@ -74,7 +74,7 @@ def read(folder: Path) -> ForeignCheckpoint:
     counts = count if isinstance(count, list | tuple) else [count]  # one per parameter group
     if max(counts) != len(ranks):
         raise CheckpointError(
-            f"{folder} was written by {count} ranks, and has the files of {len(ranks)}"
+            f"{folder} was written by {count} ranks, but has only the files of {len(ranks)}"
         )
     models = [read_torch(path) for path in _model_files(folder, stage, len(ranks))]
     model = models[0]

@@ -429,7 +429,7 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
     return get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d" if elastic else "static",
-            endpoint=settings.meeting_point,
+            endpoint=settings.rendezvous_address,
             run_id=settings.rdzv_id or "plait",
             min_nodes=settings.min_nodes,
             max_nodes=settings.max_nodes,
@@ -500,9 +500,10 @@ def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:
     place = "on this machine"
     unresolved = None
     if not settings.single_node:
-        place = f"at {settings.meeting_point}"
-        unresolved = _resolution_error(settings.meeting_point)
-    rule = f"{count} machine(s) did not meet {place} within {settings.timeout_seconds:.0f} s"
+        place = f"at {settings.rendezvous_address}"
+        unresolved = _resolution_error(settings.rendezvous_address)
+    rule = f"{count} machine(s) did not join the rendezvous {place} within"
+    rule = f"{rule} {settings.timeout_seconds:.0f} s"
     if unresolved is not None:
         return LaunchError(f"{rule}: {unresolved}")
     return LaunchError(

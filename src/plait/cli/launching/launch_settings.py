@@ -23,7 +23,7 @@ MAX_PROCESSES_PER_NODE = 4096
 DEFAULT_GRACE_SECONDS = 300
 DEFAULT_TIMEOUT_SECONDS = 900
 MEETING_OPTIONS = ("node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
-"""Fields of LaunchSettings that determine where the machines meet."""
+"""Fields of LaunchSettings that determine the rendezvous."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LaunchSettings:
         return self.max_nodes == 1
 
     @property
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """Rendezvous address `host:port` of the machines."""
         return self.rdzv_endpoint or f"{self.master_addr}:{self.master_port or DEFAULT_PORT}"
 
@@ -148,7 +148,7 @@ def check(settings: LaunchSettings) -> LaunchSettings:
     if settings.single_node:
         problems += _single_node_problems(settings)
     else:
-        problems += _meeting_problems(settings)
+        problems += _rendezvous_problems(settings)
     raise_problems(problems)
     return settings
 
@@ -263,7 +263,7 @@ def _single_node_problems(settings: LaunchSettings) -> list[Problem]:
     ]
 
 
-def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
+def _rendezvous_problems(settings: LaunchSettings) -> list[Problem]:
     """Return the problems of the rendezvous of several machines."""
     count = settings.node_range
     if settings.rdzv_endpoint is not None:
@@ -273,8 +273,8 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             "--master-port": settings.master_port,
         }
         rule = (
-            "given together with --rdzv-endpoint, where the machines meet and are numbered"
-            " automatically"
+            "given together with --rdzv-endpoint, which determines the rendezvous and the numbers"
+            " of the machines"
         )
         return [
             Problem(name, value, rule, "leave it out")
@@ -297,7 +297,7 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             Problem(
                 "--nnodes",
                 count,
-                "the machines do not know where to meet",
+                "the rendezvous address is not set",
                 "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST"
                 " with --node-rank",
             )

@@ -67,7 +67,7 @@ class Standby:
     def poll(self) -> None:
         """Start missing processes, and request new imports. Called while the ranks run.
 
-        Nothing happens until the first rank has listed its imports.
+        Does nothing until the first rank has listed its imports.
         """
         try:
             mtime_ns = self._import_list.stat().st_mtime_ns

@@ -107,7 +107,7 @@ def _default_processes(config: Config) -> int:
                 "parallel",
                 None,
                 f"its degrees take {count:,} processes, but there are at most {MAX_PROCESSES:,}",
-                "lower one",
+                "lower one of them",
             )
         )
     return count

@@ -164,7 +164,7 @@ class RankActivations:
             for action, _, after in _moments(self.schedule, self.rank)
         ]
 
-    def most(self, assignment: Assignment) -> int:
+    def peak_bytes(self, assignment: Assignment) -> int:
         """Return the peak that a budget limits.
 
         It consists of the saved tensors, and the tensors that the backward of one block recomputes

@@ -130,7 +130,7 @@ class Arena:
         """Release the memory of a mapped tensor, or of a slice of one.
 
         Args:
-            tensor: The tensor. Nothing happens if it is not mapped here.
+            tensor: The tensor. One that is not mapped in this arena is ignored.
             written: Whether it has changed, so that the system should start to write it to the
                 disk.
         """

@@ -27,7 +27,7 @@ import torch
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import expect_backward
 from plait._torch.tensors import local_tensor
-from plait.comm.messages import Arriving, Messenger
+from plait.comm.messages import Messenger, PendingReceive
 from plait.errors import InputError, ModelError
 from plait.model.stages import with_unavailable_entries
 from plait.parallel.experts.router_statistics import RouterStatistics
@@ -242,7 +242,7 @@ class _ScheduleRun:
         self.cached = [has_cache(batch) for batch in batches]
         self.activations: dict[tuple[int, int], _StageActivations] = {}
         self.local_messages: dict[Message, tuple[torch.Tensor, ...]] = {}
-        self.arriving: dict[Message, Arriving] = {}
+        self.arriving: dict[Message, PendingReceive] = {}
         self.expected = {
             source: list(row) for (source, to), row in messages(schedule).items() if to == self.rank
         }

@@ -43,8 +43,8 @@ _SCALE_BYTES = 4
 def block_of(shape: Sequence[int]) -> int:
     """Return the number of elements that share a scale.
 
-    It is the largest power of two from 16 to 256 that divides an eighth of a row. It is 0 if the
-    parameter keeps float32 moments, because it is small, a vector, or has no such power.
+    It is the largest power of two from 16 to 256 that divides an eighth of a row. The result is 0
+    for parameters that keep float32 moments: small ones, vectors, and those without such a power.
 
     Args:
         shape: The unsharded shape of a parameter.

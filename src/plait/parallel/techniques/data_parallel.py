@@ -472,7 +472,7 @@ def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda:
     Code that reads or writes the parameters of the model afterwards finds the shards.
 
     Args:
-        model: The root. Nothing happens if it is not sharded.
+        model: The root. A model that is not sharded is left unchanged.
         unless: Returns True if the parameters stay gathered.
     """
 

@@ -201,7 +201,9 @@ class Pipeline(Technique):
         assert mesh.reverse_pp is not None
 
         zero = StagedZero(staged, schedule, zero=parts.zero_stage, reducer=parts.reducer)
-        messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
+        messenger = Messenger(
+            [(forward_group, mesh.reverse_pp), *mesh.extra_pp], device=mesh.device
+        )
         check = CutCheck(plan.skeleton, plan.cut, parts.model)
         runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
         runtime.statistics = parts.router_statistics

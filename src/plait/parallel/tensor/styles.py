@@ -94,7 +94,7 @@ class Region:
     def __post_init__(self) -> None:
         self.stream = SplitStream(self.group.rank())
 
-    def serve(self, loss_fn: object) -> None:
+    def split_logits_for(self, loss_fn: object) -> None:
         """Keep the head's logits sharded if `loss_fn` supports it."""
         self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
 
@@ -524,7 +524,7 @@ class SplitStream:
     def leave(self) -> None:
         """End a split part, after which all ranks draw the same numbers again.
 
-        Nothing happens outside a part.
+        Does nothing outside a part.
         """
         if (
             self._generator is not None
