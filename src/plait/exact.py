@@ -218,7 +218,7 @@ def _decode_tensor(value: dict[str, Any], reference: Any) -> torch.Tensor:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     return dtype
 
 

@@ -115,7 +115,7 @@ def refuse_options(options: Mapping[str, object], rule: str, remedy: str) -> Non
     """Raise ConfigError for every option that has a value.
 
     Args:
-        options: Values by option. None stands for an option that was not used.
+        options: Values by option. None means an option that was not used.
         rule: Reason for which the options cannot be used.
         remedy: What the user can do.
     """

@@ -1,6 +1,6 @@
 """Environment variables of torchrun, DeepSpeed, OpenMPI, MPICH and Slurm.
 
-Every function receives the variables as a mapping, and nothing looks at this machine. A `Claim` has
+Every function receives the variables as a mapping, and none inspects this machine. A `Claim` has
 the values that a launcher set. `topology` completes it and checks it against the machine.
 """
 
@@ -15,7 +15,7 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Claim:
-    """Rank and sizes of this process according to a launcher's variables. None stands for unset.
+    """Rank and sizes of this process according to a launcher's variables. None means unset.
 
     Attributes:
         launcher: Name of the launcher for messages.

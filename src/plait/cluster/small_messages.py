@@ -1,7 +1,7 @@
 """Exchange of small values between ranks.
 
 Every function is a collective call over its group, and waits for the result. Except in
-`max_over_ranks`, None stands for the default group.
+`max_over_ranks`, None means the default group.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The module communicates nothing, and every choice has a reason.
 
 An algorithm that was measured costs what was measured. Any other algorithm costs the sum of its
-operations. Compression changes the training slightly, so it is no candidate. If candidates cost the
-same, the one with the fewest operations is chosen.
+operations. Compression changes the training slightly, so it is not a candidate. If candidates cost
+the same, the one with the fewest operations is chosen.
 
 A cost of a collective on a link is a fixed time plus a time per byte. It is fitted to measurements
 (`comm.measure`) or derived from the latency and the bandwidth of a link.
@@ -473,7 +473,7 @@ def _choose(
         candidates: Seconds by algorithm. The first of equal candidates is chosen.
         group: Costs of the links.
         in_buckets: Whether the messages overlap with a backward.
-        all_seconds: Seconds of all algorithms for the reason, if some of them are no candidates.
+        all_seconds: Seconds of all algorithms for the reason, if some of them are not candidates.
     """
     cheapest = min(candidates.values())
     is_measured = any(cost.samples for cost in group.whole.costs.values())

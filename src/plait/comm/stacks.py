@@ -139,8 +139,8 @@ def state(process: int) -> str:
 def machine() -> str:
     """Return an identifier that is equal for processes that see each other's `/proc`.
 
-    It consists of the boot and the PID namespace, because containers on one machine have the same
-    boot and different processes.
+    It consists of the boot id and the PID namespace, because containers on one machine share the
+    boot id but not their processes.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,11 +1,11 @@
 """Rows of conversations and instructions, and their tokens under the tokenizer's chat template.
 
-As a text, a row is hashed and chosen for validation like any other document. The text is JSON:
-`{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, with the other columns that the
-format reads (`COLUMNS`). A row with an unknown column is refused, because the column may change the
-meaning of the row.
+A row is hashed and chosen for validation like any other document. Its text is JSON: `{"messages":
+[...]}` or `{"prompt": ..., "completion": ...}`, with the other columns that the format reads
+(`COLUMNS`). A row with an unknown column is refused, because the column may change the meaning of
+the row.
 
-Tokenisation (`encoder`) also says which tokens the loss counts: the answers, or all of them.
+Tokenisation (`encoder`) also determines which tokens the loss counts: the answers, or all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _refuse_unread(row: Mapping[str, Any], read: Collection[str], where: str) ->
         shown = ", ".join(map(repr, unread[:8]))
         names = json.dumps(unread[:8])
         raise InputError(
-            f"{where}: nothing reads {shown}; a row has {', '.join(read)}; take the others out, or"
+            f"{where}: nothing reads {shown}; a row has {', '.join(read)}; remove the others, or"
             f" name them in data.ignored_columns = {names}"
         )
 

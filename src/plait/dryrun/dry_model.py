@@ -448,7 +448,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         if "DataDependent" not in type(error).__name__ and "data_ptr" not in str(error):
             raise
         raise ModelError(
-            f"{type(model).__name__} cannot be run without data: its code looks at values"
+            f"{type(model).__name__} cannot be run without data: its code reads values"
             f" ({type(error).__name__}), so what it keeps is not known beforehand; choose"
             " parallel.recompute.mode yourself in place of a budget"
         ) from error

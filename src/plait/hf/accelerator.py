@@ -133,7 +133,7 @@ class RanksAccelerator(accelerate.Accelerator):
         """Return a context in which `gather` reads from the first data-parallel ranks only.
 
         Args:
-            present: Number of data-parallel ranks that have a batch. None stands for all.
+            present: Number of data-parallel ranks that have a batch. None means all.
         """
         before = self.present
         self.present = present
@@ -310,8 +310,8 @@ class RanksAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Raise InputError, because the norm of a gradient shard is not the global norm."""
         raise InputError(
-            "accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; take the"
-            " call out"
+            "accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; remove"
+            " the call"
         )
 
     def _group(self) -> dist.ProcessGroup | None:

@@ -329,7 +329,7 @@ FIELDS: dict[str, ArgumentField] = {
     "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
     "debug": ArgumentField(
         "refused",
-        "its checks look at unsharded activations and have not been run with Plait",
+        "its checks read unsharded activations and have not been tested with Plait",
         "leave it out; faults of the file has Plait's",
     ),
     "skip_memory_metrics": _honoured(),

@@ -127,7 +127,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or not be split by the configuration.
+            ModelError: The model cannot be trained, or the configuration cannot split it.
             InputError: The arguments do not belong together.
         """
         loaders = [entry for entry in args if isinstance(entry, DataLoader)]

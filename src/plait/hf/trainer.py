@@ -215,7 +215,7 @@ class TrainerMixin(CheckpointMixin):
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or not be split by the configuration.
+            ModelError: The model cannot be trained, or the configuration cannot split it.
             InputError: Arguments of the Trainer are not supported together.
         """
         if self.engine is not None and owner_of(self.model) is self.engine.sharded:
@@ -356,7 +356,7 @@ class TrainerMixin(CheckpointMixin):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
             raise InputError(
-                "train_dataset has 0 samples, but training needs 1 at least; look at the split, the"
+                "train_dataset has 0 samples, but training needs at least 1; check the split, the"
                 " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]

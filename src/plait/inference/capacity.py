@@ -267,7 +267,7 @@ def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
 
     Args:
         model: The sharded model.
-        compute: Dtype that it computes in. None stands for the parameters' own dtypes.
+        compute: Dtype that it computes in. None means the parameters' own dtypes.
     """
     total = 0
     for unit in sharded_modules(model):

@@ -59,7 +59,7 @@ class Decoder:
         settings: Settings of the call.
         tokenizer: A tokenizer, or None.
         use_cache: Whether to keep keys and values between forwards.
-        prefill_tokens: Largest number of tokens of each prompt in one forward. None is no limit.
+        prefill_tokens: Largest number of tokens of each prompt in one forward. None means no limit.
         on_token: Callback of this rank.
         any_callback: Whether any rank has a callback.
     """

@@ -202,8 +202,8 @@ def deploy_streamed(
 
     Args:
         work: Model and requests.
-        gpu_budget: Memory of the GPU in bytes. None stands for the free memory.
-        cpu_budget: Host memory in bytes. None stands for the free memory.
+        gpu_budget: Memory of the GPU in bytes. None means the free memory.
+        cpu_budget: Host memory in bytes. None means the free memory.
         on: Other devices than those of this machine.
 
     Raises:
@@ -443,7 +443,7 @@ def devices_of(gpu: DeviceSpec, count: int | None) -> Devices:
 
     Args:
         gpu: The kind of device, from the planner's catalogue.
-        count: Number of devices. None stands for the usual number of devices per machine.
+        count: Number of devices. None means the usual number of devices per machine.
     """
     count = count or int(only(gpu.devices_per_node))
     return Devices(
@@ -660,7 +660,7 @@ def load_model(
         source: Source of the model.
         tp: Degree of tensor parallelism.
         pp: Number of pipeline stages.
-        dtype: Dtype of the model. None stands for the dtype that it was saved in.
+        dtype: Dtype of the model. None means the dtype that it was saved in.
 
     Raises:
         InputError: The number of processes is not tp x pp, or the model cannot be loaded.

@@ -161,7 +161,7 @@ def settings_of(
         _override(values, {name: value for name, value in config.items() if name in NAMES})
     _override(values, overrides)
 
-    # Transformers rejects a temperature of 0. Here it stands for greedy decoding.
+    # Transformers rejects a temperature of 0. Here it means greedy decoding.
     if values.get("temperature") == 0:
         values |= {"do_sample": False, "temperature": 1.0}
     elif "do_sample" not in overrides and any(name in overrides for name in SAMPLING):

@@ -97,7 +97,7 @@ class Predictor:
         Args:
             inputs: Arguments of the model. Those that it does not take are dropped.
             cache: KV cache, or None.
-            rows: Positions [requests]. None stands for the last position.
+            rows: Positions [requests]. None means the last position.
 
         Returns:
             A reader of the logits [requests, vocabulary].

@@ -122,7 +122,7 @@ def _parse_object(row: str, where: str) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     """Refuse NaN and infinity, which Python's `json` reads and would copy to the answers."""
-    raise ValueError(f"{name} is no number in JSON; write null")
+    raise ValueError(f"{name} is not a JSON number; write null")
 
 
 def _is_prompt(key: str, prompt: Any) -> bool:

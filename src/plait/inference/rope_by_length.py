@@ -104,7 +104,7 @@ def group_requests(
         rope: Rotary embedding of the model.
         lengths: Number of tokens of each prompt, and the largest number of tokens that the model
             reads of the request.
-        batch_size: Largest number of requests per batch. None is no limit.
+        batch_size: Largest number of requests per batch. None means no limit.
 
     Returns:
         Indices of the requests of each batch.

@@ -82,7 +82,7 @@ class Source:
         """Build the model on the meta device, with its generation settings and its adapter.
 
         Args:
-            dtype: Dtype of the model. None stands for the dtype that it was saved in.
+            dtype: Dtype of the model. None means the dtype that it was saved in.
 
         Raises:
             InputError: The model cannot be built, or the adapter belongs to another model.
@@ -226,7 +226,7 @@ def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | No
 
     Args:
         config: Fields of the configuration, a config.json, or a folder with one.
-        dtype: Dtype of the model. None stands for that of the configuration, or for that of the
+        dtype: Dtype of the model. None means that of the configuration, or for that of the
             folder's weights if the configuration has none.
 
     Raises:

@@ -214,8 +214,8 @@ def load_streamed(
         budget_bytes: See `plan_streaming`.
         other_bytes: See `plan_streaming`.
         host_bytes: See `plan_streaming`.
-        dtype: Dtype of the model. None stands for the dtype that it was saved in.
-        scratch: Folder of temporary files. None stands for the system's.
+        dtype: Dtype of the model. None means the dtype that it was saved in.
+        scratch: Folder of temporary files. None means the system's.
 
     Raises:
         InputError: The model cannot be loaded.
@@ -433,7 +433,7 @@ def _read_in_place(
 ) -> frozenset[str]:
     """Read resident tensors directly into their memory, and return their names.
 
-    A mapping of the file would take the memory twice. Tensors on another device, and tensors that
+    A mapping of the file would need the memory twice. Tensors on another device, and tensors that
     are stored in another dtype, are left out.
     """
     done = set()
@@ -563,7 +563,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
     Files that are open at the end can still be read. See Note [Unused scratch folders].
 
     Args:
-        folder: Parent folder. None stands for the system's folder for temporary files.
+        folder: Parent folder. None means the system's folder for temporary files.
         size: Number of free bytes that the folder must have.
 
     Raises:

@@ -89,7 +89,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return stored
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is no readable safetensors file: {error}; download or save the folder again"
+            f"{path} is not a readable safetensors file: {error}; download or save the folder again"
         ) from None
 
 

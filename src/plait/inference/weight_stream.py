@@ -135,7 +135,7 @@ class WeightStream:
         model: The model.
         blocks: Names of the streamed blocks, in the order in which they run.
         stored: Locations of their parameters, by full name.
-        device: Device on which they compute. None stands for the CPU.
+        device: Device on which they compute. None means the CPU.
         on_host: Names of the blocks that are kept in pinned host memory.
     """
 
@@ -300,7 +300,7 @@ class WeightStream:
                     ) from None
 
     def _prefetch(self, first: int) -> None:
-        """Fill the free slots for the next blocks, from block `first` on."""
+        """Fill the free slots for the next blocks, starting with block `first`."""
         for step in range(len(self.blocks)):
             if not self._free:
                 return

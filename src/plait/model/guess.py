@@ -146,7 +146,7 @@ def _owners_of_linear_layers(root: nn.Module, prefix: str) -> Iterator[tuple[str
 
 
 def _reads_weight(module_class: type, leaf: str) -> bool:
-    """Return True if the code of a class computes with the weight of a child itself.
+    """Return True if the code of a class reads the weight of a child instead of calling the child.
 
     It is also True if the source of a method is not available.
     """

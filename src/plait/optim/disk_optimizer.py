@@ -61,7 +61,7 @@ def build_disk_tier(
     Args:
         resolved: The configuration.
         model: The sharded model. It may not have its weights yet.
-        units: Paths of the units whose states are in files. "" stands for the full model.
+        units: Paths of the units whose states are in files. "" means the full model.
 
     Raises:
         ConfigError: The buffers are too small for the parameters that are gathered together.
@@ -221,8 +221,8 @@ class DiskTier(StepHook):
         Args:
             model: The model.
             states: Number of states per parameter that are shaped like it.
-            units: Paths of the units whose gradients and states are in files. "" stands for the
-                full model.
+            units: Paths of the units whose gradients and states are in files. "" means the full
+                model.
             shards_of: Paths of the units whose shards are in files.
 
         Raises:
@@ -403,7 +403,7 @@ class DiskTier(StepHook):
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError(
-                "optimizer.type = 'LBFGS' looks at all parameters at once; use another, or"
+                "optimizer.type = 'LBFGS' reads all parameters at once; use another, or"
                 ' offload_optimizer.device = "none"'
             )
         self._optimizer = optimizer

@@ -170,7 +170,7 @@ def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
         shown = ", ".join(f"{name}={value!r}" for name, value in params.items())
         rule = f"{kind.__name__}({shown}) says: {str(error) or type(error).__name__}"
         raise ConfigError(Problem("optimizer.params", None, rule, "correct the value")) from error
-    # Before other hooks of the step, which look at groups.
+    # Before other hooks of the step, which read the groups.
     step_by_placement(optimizer)
     if kind is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_late_momentum)
@@ -249,8 +249,8 @@ def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
 def _keep_kernel(optimizer: Optimizer) -> Optimizer:
     """Keep an optimizer's own choice of kernels when a state is loaded.
 
-    See Note [Choice of kernels]. The state is changed before torch looks at it, because a fused
-    kernel requires its step counts on the device of the parameters.
+    See Note [Choice of kernels]. The state is changed before torch reads it, because a fused kernel
+    requires its step counts on the device of the parameters.
     """
 
     def keep(receiver: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

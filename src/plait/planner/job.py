@@ -336,7 +336,7 @@ class Job:
         return self.mapped(lambda value: np.asarray(value)[index], self.layouts.take(index))
 
     def mapped(self, change: Callable[[Numbers], Numbers], layouts: Layouts) -> Job:
-        """Return a job with `change` applied to all numbers, and with other layouts."""
+        """Return a copy of the job with `change` applied to all numbers, and with new layouts."""
         return replace(
             self,
             model=mapped(self.model, change),

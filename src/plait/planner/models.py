@@ -138,7 +138,8 @@ def _config_class(kind: str) -> Any:
 def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | None:
     """Return the name and configuration of the language model inside a multimodal model.
 
-    As Transformers builds it from `config`. None for language models, and without Transformers.
+    The configuration is the one that Transformers builds from `config`. The result is None for
+    language models, and if Transformers is not installed.
     """
     config_class = _config_class(kind)
     if config_class is None:
@@ -525,7 +526,8 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     check_places(config, model_type, source)
     if model_type in _NOT_DECODERS:
         raise InputError(
-            f"{source}: {model_type!r} is no decoder-only transformer, which is what can be planned"
+            f"{source}: {model_type!r} is not a decoder-only transformer, the only"
+            " type that can be planned"
         )
     sizes = _required_sizes(config, model_type, source=source, vocab=vocab)
     check_sizes(config, f"{source}: ")

@@ -181,8 +181,8 @@ class Guard(StepHook):
         ):
             raise InputError(
                 f"{self._variable}.step() found gradients that {self._variable}.backward did not"
-                " produce: loss.backward() does not divide by the number of micro-batches and ranks;"
-                f" call {self._variable}.backward(loss)"
+                " produce: loss.backward() does not divide by the number of micro-batches and"
+                f" ranks; call {self._variable}.backward(loss)"
             )
         if has_unreduced(self._parts.model):
             self._refuse_unreduced_gradients()

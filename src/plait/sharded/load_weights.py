@@ -90,12 +90,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{index} is no index of safetensors ({type(error).__name__}: {error});"
+            f"{index} is not a safetensors index ({type(error).__name__}: {error});"
             f" {_DOWNLOAD_AGAIN}"
         ) from error
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(
-            f"{index} is no index of safetensors: weight_map is not tensors' names to files;"
+            f"{index} is not a safetensors index: weight_map does not map tensor names to files;"
             f" {_DOWNLOAD_AGAIN}"
         )
     return table
@@ -113,7 +113,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is no readable safetensors file ({error}); {_DOWNLOAD_AGAIN}"
+            f"{path} is not a readable safetensors file ({error}); {_DOWNLOAD_AGAIN}"
         ) from error
 
 

@@ -6,15 +6,15 @@ resumed run computes what an uninterrupted one would. The loop notifies listener
 itself.
 
 Note [Reading a step's numbers]
-    A GPU works behind the program. If the loop read the loss of a step at once, the device would
+    A GPU runs asynchronously. If the loop read the loss of a step immediately, the device would
     idle until the program has queued the next step. The numbers are therefore copied to pinned
-    memory behind the step, and read when the next step is queued. That wait ends with the copy
+    memory after the step, and read when the next step is queued. That wait ends with the copy
     (`.item()` would also wait for the next step), and it keeps the program at most one step ahead.
 
-    Listeners hear of a step one step late. Where something depends on the numbers (validation, a
-    checkpoint, the end), all of them are read first, so a checkpoint never holds a step whose
-    numbers nobody has looked at. All ranks read at the same positions, so they stop at the same
-    one.
+    Listeners receive the event of a step one step late. Where something depends on the numbers
+    (validation, a checkpoint, the end), all of them are read first, so a checkpoint never contains
+    a step whose numbers were not checked. All ranks read at the same positions, so they stop at the
+    same one.
 
 Note [Stopping together]
     A signal reaches the ranks at different moments, or only one of them. A single rank that stopped
@@ -61,7 +61,7 @@ from plait.events import (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 STOP_REQUESTED = 1
-"""Number that stands for a request of the program itself, in place of a signal.
+"""Code of a stop request by the program itself, instead of a signal number.
 
 It is less than any signal of `_SIGNALS`, so that the signal wins if both occur.
 """

@@ -299,8 +299,8 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     """
     resolved = checked.resolved
     section = checked.section
-    # The folder caches the measured links. Its path does not affect the run, so it is no setting of
-    # the configuration.
+    # The folder caches the measured links. Its path does not affect the run, so it is not a
+    # setting of the configuration.
     data_parallel = resolved.data_parallel.model_copy(
         update={"kept_links": str(checked.folder.links)}
     )
@@ -418,7 +418,7 @@ def _check_same_on_all_ranks(checked: ValidatedRun) -> None:
     """Raise InputError if ranks differ in model, text or position. Collective.
 
     Machines may have different copies of a file. Without this check the run would silently train on
-    inputs that nobody intended.
+    unintended inputs.
     """
     identity = {**checked.identity, "position": asdict(checked.position)}
     identities = all_gather_objects(identity)

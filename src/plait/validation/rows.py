@@ -224,7 +224,7 @@ def _profile(numbers: Numbers) -> str:
 def _memory(numbers: Numbers) -> str:
     errors = []
     measured = []
-    # Each case has a list with an entry per rank. The other numbers are no lists.
+    # Each case has a list with an entry per rank. The other numbers are not lists.
     for value in numbers.values():
         for rank in value if isinstance(value, list) else ():
             if isinstance(rank, Mapping) and "predicted" in rank:

@@ -277,8 +277,8 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
     names = list(inspect.signature(model.forward).parameters)
     if not embeddings or not names:
         raise InputError(
-            f"--model {path}: the module has no embedding, so it is no language model; return"
-            " (module, loss, micro_batch), where micro_batch(samples, generator) makes a"
+            f"--model {path}: the module has no embedding, so it is not a language model; return"
+            " (module, loss, micro_batch), where micro_batch(samples, generator) creates a"
             " micro-batch, and loss is as plait.initialize takes it"
         )
     return {

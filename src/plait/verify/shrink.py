@@ -358,7 +358,7 @@ def with_small_vocabulary(fields: Mapping[str, Any], layout: Layout) -> Fields:
         if name in _SPREADS and isinstance(value, float):
             result[name] = max(value, SPREAD)
         elif "drop" in name and isinstance(value, float | int) and value > 0 and value is not True:
-            # A field such as `use_dropout` is no probability.
+            # A field such as `use_dropout` is not a probability.
             result[name] = 0.0
     return result
 

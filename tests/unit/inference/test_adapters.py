@@ -178,7 +178,7 @@ def test_folders_that_are_none(base, plain, tmp_path):
         open_source(base, tmp_path)
     adapter = Path(shutil.copytree(plain, tmp_path / "adapter"))
     (adapter / "adapter_model.safetensors").write_bytes(b"no such file")
-    with pytest.raises(CheckpointError, match="is no readable safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a readable safetensors file"):
         open_source(base, adapter)
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(InputError, match=r"has no adapter_model\.safetensors"):

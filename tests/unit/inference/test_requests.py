@@ -56,7 +56,7 @@ def test_one_or_several():
         ([[True, False]], "prompt 0 is a list, not a string"),
         (torch.tensor([[True]]), "prompt 0 is a list, not a string"),
         ([torch.tensor([1.5])], "prompt 0 is a Tensor, not a string"),
-        ([{"role": "user"}], r"prompt 0 is a dict, and not a text, a conversation \(role and content\)"),
+        ([{"role": "user"}], r"prompt 0 is a dict, not a string, a conversation \(role and content\)"),
         ({"input_ids": [1]}, "takes strings, conversations or token ids, one or a list, not dict"),
         (torch.zeros(1, 1, 1), "not Tensor"),
     ],

@@ -291,7 +291,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         ),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0},
-            "num_experts_per_tok = 0: a layer has 4 experts, and a",
+            "num_experts_per_tok = 0: a layer has 4 experts, but a",
         ),
         (
             {"model_type": "gemma3"},

@@ -82,7 +82,7 @@ SUCCESS_CODES = {
     signal.SIGINT: (0, 128 + signal.SIGINT, -signal.SIGINT),
     signal.SIGTERM: (0, 128 + signal.SIGTERM, -signal.SIGTERM),
 }
-"""Exit codes of a rank that are no failure after the launcher sent it the signal."""
+"""Exit codes of a rank that are not failures after the launcher sent it the signal."""
 
 
 class LaunchError(PlaitError):

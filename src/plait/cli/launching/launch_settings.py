@@ -341,7 +341,7 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
     """Return the options of a launch, completed from the variables that torchrun reads.
 
     Args:
-        options: Values by torchrun's names, with underscores. None stands for an option that is not
+        options: Values by torchrun's names, with underscores. None means an option that is not
             used.
         environment: Variables of the environment.
 

@@ -107,7 +107,7 @@ def read_request(
             note.
         keeps_layout: Whether a complete layout of the file is run as it is, and fixes nothing.
 
-    The other arguments are the options of the command line; None stands for an unused option.
+    The other arguments are the options of the command line; None means an unused option.
 
     Raises:
         ConfigError: The file cannot be run, or an option is out of range.

@@ -380,7 +380,7 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
     elif kind in ("XLA", "TPU"):
         translation.refuse("distributed_type", value, "this release runs on GPUs and CPUs", remedy)
     elif kind not in _STAGES:
-        translation.refuse("distributed_type", value, "is no type that Accelerate has", remedy)
+        translation.refuse("distributed_type", value, "is not a type of Accelerate", remedy)
     else:
         if kind in REPLICATED:
             meaning = f"{STAGE} 0: a replica on every process"

@@ -139,7 +139,7 @@ def strategy_named(value: Any) -> str:
         return names[int(text) - 1]
     if text not in names:
         raise ValueError(
-            f"is no strategy of FSDP1; use {', '.join(names)}, or 1 to {len(names)} in this order"
+            f"is not an FSDP1 strategy; use {', '.join(names)}, or 1 to {len(names)} in this order"
         )
     return text
 
@@ -352,7 +352,7 @@ def _read_options(translation: Translation, value: Any, *, written: bool) -> lis
     unknown = [name for name in names if name not in _OPTIONS]
     if unknown:
         translation.refuse(
-            "fsdp", value, f"{unknown[0]!r} is no option of fsdp", f"use {', '.join(_OPTIONS)}"
+            "fsdp", value, f"{unknown[0]!r} is not an option of fsdp", f"use {', '.join(_OPTIONS)}"
         )
         return None
     if written:

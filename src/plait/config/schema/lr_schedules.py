@@ -5,8 +5,8 @@ from signatures. This module checks names and values; `plait.optim.lr_schedules`
 schedules.
 
 The defaults of DeepSpeed's schedules are those of DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A
-schedule counts only optimizer steps that were not skipped. A problem is a text of the form
-`rule; remedy`.
+schedule counts only optimizer steps that were not skipped. A problem is a string of the form `rule;
+remedy`.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ TORCH: Mapping[str, type[torch.optim.lr_scheduler.LRScheduler]] = MappingProxyTy
         for name, member in vars(torch.optim.lr_scheduler).items()
         if isinstance(member, type)
         and issubclass(member, torch.optim.lr_scheduler.LRScheduler)
-        # The base classes are no schedules.
+        # The base classes are not schedules.
         and name not in (*REFUSED, "LRScheduler", "_LRScheduler")
     }
 )

@@ -95,7 +95,7 @@ class OffloadedActivations(StepHook):
 
     Args:
         store: The store.
-        blocks: Number of blocks of the rank, from the first one on, that use the store.
+        blocks: Number of blocks of the rank, starting with the first, that use the store.
     """
 
     def __init__(self, store: ActivationStore, blocks: int) -> None:

@@ -300,7 +300,7 @@ def recording_contexts(inner: ContextFn | None) -> ContextFn:
 class _DecisionContext:
     """Context manager that can be entered several times, once for each recomputation.
 
-    Every recomputation reads the decisions from the first one on.
+    Every recomputation reads the decisions starting with the first.
     """
 
     begin: Callable[[], list[Any] | Iterator[Any]]

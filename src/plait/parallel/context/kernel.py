@@ -219,7 +219,7 @@ class PartialSoftmax:
         self._log_sum_exp: torch.Tensor | None = None
 
     def add(self, row: int, output: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
-        """Add the softmax over more keys for the queries from index `row` on.
+        """Add the softmax over more keys for the queries starting at index `row`.
 
         Both tensors belong to this object afterwards and may be changed in place.
         """
@@ -317,7 +317,7 @@ class GradientSum:
         self._total = total
 
     def add(self, start: int, gradient: torch.Tensor) -> None:
-        """Add a gradient of the tokens from index `start` on.
+        """Add a gradient of the tokens starting at index `start`.
 
         The tensor belongs to this object afterwards and may be changed in place.
         """

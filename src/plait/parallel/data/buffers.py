@@ -212,7 +212,7 @@ class ChangingBuffers(StepHook):
         for name, tensor, part in zip(names, tensors, parts, strict=True):
             # A part starts at any byte, and a view in another dtype needs alignment.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-            # The write of the broadcast itself is no change.
+            # The write of the broadcast itself is not a change.
             self._buffers[name].changed()
 
 

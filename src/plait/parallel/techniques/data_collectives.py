@@ -244,7 +244,7 @@ class BucketReduction:
     bucket_bytes: int
 
     def activate(self, reducer: Reducer, *, compressed: bool) -> None:
-        """Use it from the next step on. Collective."""
+        """Use it starting with the next step. Collective."""
         reducer.rebuild(
             self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=compressed
         )

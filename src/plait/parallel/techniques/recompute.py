@@ -1,6 +1,6 @@
 """Activation checkpointing: activations that a block does not keep are recomputed in backward.
 
-The recomputation is bitwise the same, dropout included. It is built on torch's non-reentrant
+The recomputation is bitwise identical, including dropout. It is built on torch's non-reentrant
 checkpoint.
 
 A block's own `forward` is replaced, in place. Names of parameters do not change, and what sharding
