@@ -440,7 +440,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except KernelWithoutMemory as error:
         raise ModelError(
             f"{type(model).__name__} cannot be run without data: {error}, so the memory that it"
-            " needs is not known beforehand; predict with the model before it gets this kernel"
+            " needs is not known beforehand; run the prediction on the model without this kernel"
         ) from error
     except Exception as error:
         # torch raises unrelated classes for this: DataDependentOutputException,

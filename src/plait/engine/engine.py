@@ -569,8 +569,8 @@ class Engine(EngineFacts):
             The path, once per checkpoint. None while it is being written.
 
         Raises:
-            CheckpointError: With `wait`, if it could not be written. Without it, the next step
-                raises the error on all ranks at once.
+            CheckpointError: The checkpoint could not be written, if `wait` is True. Without it, the
+                next step raises the error on all ranks at once.
         """
         return self._writer.wait() if wait else self._writer.finished()
 

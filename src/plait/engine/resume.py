@@ -355,7 +355,7 @@ def are_equal(left: Any, right: Any) -> bool:
 
 
 def _in_form_of(example: Any, value: Any) -> Any:
-    """Return a number in the form of `like`: a tensor on its device, or a number."""
+    """Return a number in the form of `example`: a tensor on its device, or a number."""
     if isinstance(example, torch.Tensor) and not isinstance(value, torch.Tensor):
         return torch.full_like(example, value)
     if isinstance(value, torch.Tensor) and isinstance(example, float | int):

@@ -286,8 +286,8 @@ class Codec(Protocol):
 class DynamicInt8:
     """Codec that rounds to the nearest of 256 levels.
 
-    The code is looked up by the upper 16 bits of an element. At most one border between two codes
-    lies among the values that share them, so one table look-up and one comparison replace a search.
+    The code is looked up by the upper 16 bits of an element. The values that share these bits span
+    at most two codes, so one table look-up and one comparison replace a search.
 
     Args:
         signed: Whether numbers may be negative.

@@ -80,7 +80,7 @@ class StepHook:
     def finish_reduction(self) -> None:
         """Finish the sums of gradients after the last backward. Collective.
 
-        Gradients are the sums over all ranks when all hooks have done this.
+        Gradients are the sums over all ranks after all hooks have run.
         """
 
     def before_update(self) -> None:

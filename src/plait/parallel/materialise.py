@@ -347,7 +347,7 @@ def _run(rule: _Rule, module: nn.Module, name: str, seed: int) -> None:
 
 
 def _allocate_poisoned(module: nn.Module, *, recurse: bool) -> None:
-    """Allocate CPU tensors, and fill them with values that no initialisation leaves."""
+    """Allocate CPU tensors, and fill them with values that no initialisation produces."""
     module.to_empty(device="cpu", recurse=recurse)
     with torch.no_grad():
         for _, tensor in _own_tensors(module, "", recurse=recurse):

@@ -113,7 +113,8 @@ def read_file(examined: ExaminedDocument) -> File:
     """Return an examined file as a configuration to plan for.
 
     Raises:
-        ConfigError: With all problems of the file, except options that the search chooses.
+        ConfigError: The file is invalid. The error lists all problems, except for options that the
+            search chooses.
     """
     return File(
         examined.raw,

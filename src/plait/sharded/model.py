@@ -356,7 +356,7 @@ class ShardedModel:
         """Raise InputError if a call comes from within a forward, a backward or a pipeline's step.
 
         Such a call would free the parameters that the outer computation has gathered, and the other
-        ranks are at other places.
+        ranks would not join its collectives.
 
         Args:
             call: Name of the call, for the message.

@@ -65,7 +65,7 @@ def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config
     """Return the Config that a source describes. Its provenance names the other program's keys.
 
     Raises:
-        ConfigError: All problems.
+        ConfigError: The source is invalid. The error lists all problems.
     """
     return build_config(*_examine_source(source, overrides))
 

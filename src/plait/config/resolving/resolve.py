@@ -70,7 +70,7 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
             the setting.
 
     Raises:
-        ConfigError: All problems.
+        ConfigError: The configuration is invalid. The error lists all problems.
     """
     if not isinstance(source, Config):
         return build_config(*examine_source(source, overrides))
@@ -114,7 +114,7 @@ def build_config(document: Document, examined: ExaminedDocument) -> Config:
     """Return the Config of a document: the second half of `load`.
 
     Raises:
-        ConfigError: All problems of keys and values.
+        ConfigError: Keys or values are invalid. The error lists all problems.
     """
     return validate_tree(examined, examined.tree).with_provenance(
         examined.provenance(document.name)
@@ -129,7 +129,7 @@ def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config
         tree: Tree of `examined`, or a part of it.
 
     Raises:
-        ConfigError: All problems of keys and values.
+        ConfigError: Keys or values are invalid. The error lists all problems.
     """
     problems = list(examined.problems)
     try:
@@ -343,7 +343,7 @@ def resolve(
             TrainingArguments do.
 
     Raises:
-        ConfigError: All problems.
+        ConfigError: The configuration is invalid. The error lists all problems.
     """
     draft = outline(
         config,

@@ -89,7 +89,7 @@ def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, layout: Layout) -
     """Refuse settings that cannot be combined with overlapped all-reduces.
 
     Raises:
-        ConfigError: All of these settings.
+        ConfigError: Such settings exist. The error lists all of them.
     """
     if layout.tp == 1 or not tensor.tensor_overlap:
         return
@@ -440,7 +440,7 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
     """Refuse settings with which low-precision optimizer states are not tested.
 
     Raises:
-        ConfigError: All of these settings.
+        ConfigError: Such settings exist. The error lists all of them.
     """
     if spec.states is None:
         return

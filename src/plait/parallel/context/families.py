@@ -93,7 +93,7 @@ def refuse_unknown_model(
 
     Raises:
         ModelError: The model, one of its settings or its attention kernel is not supported.
-        ConfigError: With `ulysses`, the number of heads is not divisible.
+        ConfigError: `ulysses` cannot divide the number of heads.
     """
     model = without_wrapper(model)
     config: Any = getattr(model, "config", None)
