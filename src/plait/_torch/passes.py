@@ -29,7 +29,7 @@ class GradientSnapshot:
     """Gradients of a sharded model at the time of construction, reduced and unreduced.
 
     Args:
-        model: The sharded root. Its units are read, and not changed before `restore`.
+        model: The sharded root. Its units are read, not changed before `restore`.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -58,7 +58,7 @@ def last_collective() -> str:
 
 
 class UnitOrder:
-    """Records the collectives of a sharded model's units, and fixes their order if `is_fixed`.
+    """Record of the collectives of a sharded model's units. Fixes their order if `is_fixed`.
 
     Args:
         root: The sharded model.

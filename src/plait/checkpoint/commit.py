@@ -172,7 +172,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
         token: Text by which the other ranks recognize the folder in `join`.
 
     Raises:
-        OSError: The folder cannot be made.
+        OSError: The folder cannot be created.
         CheckpointError: Something other than a checkpoint has the name.
     """
     if isinstance(folder, StorePath):

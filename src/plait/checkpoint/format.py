@@ -183,7 +183,7 @@ def _encode_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 class ShardReader:
-    """Reads tensors of one file.
+    """Reader of the tensors of one file.
 
     From a local file only the requested part of a tensor is read; from a store all of its bytes.
     Hashes are not compared. Entering the context and reading raise CheckpointError, also if the

@@ -55,7 +55,7 @@ _SAMPLE_STRIDE = 8
 
 
 class Reader:
-    """Reads the tensors and values of one checkpoint.
+    """Reader of the tensors and values of one checkpoint.
 
     Attributes:
         path: Folder of the checkpoint.

@@ -355,7 +355,7 @@ def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
 
 
 class Writer:
-    """Writes the checkpoints of one engine. See Note [Asynchronous save]."""
+    """Writer of the checkpoints of one engine. See Note [Asynchronous save]."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = typer.main.get_command(app).main(
             args=arguments, prog_name="plait", standalone_mode=False
         )
-        # Errors of buffered output are raised here, and not after this function has ended.
+        # Errors of buffered output are raised here, not after this function has ended.
         sys.stdout.flush()
     except PlaitError as error:
         print("\n".join(f"plait: {line}" for line in str(error).splitlines()), file=sys.stderr)

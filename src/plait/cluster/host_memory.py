@@ -98,7 +98,7 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
         environment: Environment variables. If they configure the allocator, nothing is changed.
 
     Returns:
-        Whether the settings were made. Other C libraries than glibc have none.
+        Whether the allocator was configured. Other C libraries than glibc have none.
     """
     if any(name in environment for name in USERS) or not _is_glibc():
         return False

@@ -549,7 +549,7 @@ def _make_default_group(
 ) -> None:
     is_single = rank_info.world_size == 1
     # Processes may start at different times, so they wait longer than a collective does. With a
-    # device torch creates NCCL's communicator now, and not in the first collective.
+    # device torch creates NCCL's communicator now, not in the first collective.
     start_timeout = timeout if is_single else max(timeout, DEFAULT_TIMEOUT)
     store = store_of_next_group(rank_info, start_timeout)
     if not is_single:

@@ -2,7 +2,7 @@
 
 `measure` takes the rates of matrix products, memory and links, and the times of a few steps of a
 small model on several layouts. The same processes run all layouts, and an engine is closed before
-the next is made. The model is built from a configuration of Transformers on meta, the data are
+the next is created. The model is built from a configuration of Transformers on meta, the data are
 random tokens, and the engine is that of any run (`time_steps`, which benchmarks use too). All
 operations are timed in turn, for several rounds, and the median of each counts, as in
 `comm.measure`. It takes minutes at most.

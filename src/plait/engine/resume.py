@@ -102,7 +102,7 @@ def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -
 
 @dataclass
 class Resume:
-    """Merges the values of a checkpoint with those of the configuration.
+    """Merge of the values of a checkpoint with those of the configuration.
 
     See Note [Values on resume]. `groups` is called first; `restore_schedule` after its result has
     been put into the optimizer.

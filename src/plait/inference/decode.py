@@ -49,7 +49,7 @@ OnToken = Callable[[int, int], None]
 
 @dataclass
 class Decoder:
-    """Decodes batches of requests on one rank.
+    """Decoder of batches of requests on one rank.
 
     All ranks that hold parts of one model (tp, pp) decode the same requests.
 
@@ -296,7 +296,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 class TokenSampler:
-    """Chooses the next tokens of the requests of one batch.
+    """Sampler of the next tokens of the requests of one batch.
 
     It exists only on the rank that reads the logits.
 

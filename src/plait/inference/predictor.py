@@ -42,7 +42,7 @@ _IDLE, _BUSY, _BROKEN = range(3)
 
 
 class Predictor:
-    """Runs forwards of a model on one rank.
+    """Runner of a model's forwards on one rank.
 
     All ranks that hold parts of one model (tp, pp) run the same forwards.
 

@@ -265,7 +265,7 @@ class AnswerFile:
             )
         if self.path.exists():
             with suppress(OSError):
-                # Created just now, and not by an earlier command.
+                # Created just now, not by an earlier command.
                 if not os.fstat(file.fileno()).st_size:
                     self.partial.unlink()
             file.close()

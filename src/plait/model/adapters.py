@@ -4,7 +4,7 @@ An adapted layer is a wrapper that holds the layer as `base_layer` and two matri
 B [out, r]. It computes base(x) + s B A x.
 
 Note [Plans with adapters]
-    The tensor-parallel plan is made for the model without wrappers, and then extended. If a layer
+    The tensor-parallel plan is created for the model without wrappers and then extended. If a layer
     is column-split, its B is split along the same columns, and every rank computes A x. If a layer
     is row-split, its A is split along the same rows, and the products of width r are summed over
     the ranks.

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers of a model: modules that hold experts, and routers.
 
-They are recognised by the attributes that Transformers' classes set on their modules, and not by
+They are recognised by the attributes that Transformers' classes set on their modules, not by
 the names of modules.
 """
 
@@ -19,7 +19,7 @@ from plait.model.adapters import without_wrapper
 SCORE_CORRECTION_BIAS = "e_score_correction_bias"
 """Transformers' name for the correction of a router's scores.
 
-It is added where experts are chosen, and not where their outputs are weighted.
+It is added where experts are chosen, not where their outputs are weighted.
 """
 SPLIT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """Model types whose other layers may be split by tensor parallelism.

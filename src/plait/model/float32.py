@@ -53,7 +53,7 @@ def float32_modules(
     Args:
         model: The model before it is sharded.
         patterns: Names of modules, or the last parts of names, with `*` and `?` as in file names.
-        is_float16: Whether the rest of the model computes in float16, and not in bfloat16.
+        is_float16: Whether the rest of the model computes in float16, not in bfloat16.
 
     Raises:
         ModelError: A pattern matches no module.

@@ -1,6 +1,6 @@
 """Tensor-parallel plan of one model for one degree.
 
-The plan has the style of every module and the split dimension of every parameter. It is made and
+The plan has the style of every module and the split dimension of every parameter. It is created and
 checked from shapes only, before any process group exists. `parallel.tensor` applies it.
 
 Splits follow the rule of `torch.chunk`, so widths and vocabularies need not be divisible by the
@@ -274,7 +274,7 @@ def small_split_warning(
 
     Args:
         plan: The plan.
-        model: The model that it was made for.
+        model: The model of the plan.
         besides: Names of parameters that do not count, because other axes split them.
 
     Returns:

@@ -159,7 +159,7 @@ def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) ->
 class DiskTier(StepHook):
     """Files with the optimizer states, gradients and parameters of one model.
 
-    It is made before the model has its weights (`adopt`), and receives the optimizer later
+    It is created before the model has its weights (`adopt`), and receives the optimizer later
     (`drive`).
 
     Args:

@@ -155,7 +155,7 @@ class SmallStateAdam(Optimizer):
     def _codec(self, signed: bool, device: torch.device) -> Codec:
         if self.states == "float8":
             return Float8(signed=signed)
-        # Its tables are made once per sign and device.
+        # Its tables are created once per sign and device.
         key = (signed, device)
         if key not in self._codecs:
             self._codecs[key] = DynamicInt8(signed=signed, device=device)
@@ -265,7 +265,7 @@ class _StoredMoment:
 
 
 class Codec(Protocol):
-    """Quantizes blocks of elements and dequantizes them."""
+    """Quantization of blocks of elements, and its inverse."""
 
     def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a flat tensor.

@@ -3,7 +3,7 @@
 They are bitwise equal to DeepSpeed 0.19.8 (`runtime/lr_schedules.py`).
 
 Note [Index and order of operations]
-    `index` is DeepSpeed's `last_batch_iteration`: -1 when the schedule is made (for the first
+    `index` is DeepSpeed's `last_batch_iteration`: -1 when the schedule is created (for the first
     optimizer step), and 0 after its first `step()`. The first two optimizer steps of a warm-up
     therefore both run at its lowest rate. The order of operations is DeepSpeed's, because any other
     order would round differently.

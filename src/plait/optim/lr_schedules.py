@@ -2,7 +2,7 @@
 
 All of them are torch `LRScheduler`s. The caller calls `step()` once after every optimizer step that
 was not skipped, which sets the rate of the next step. The rate of the first step is set when the
-schedule is made.
+schedule is created.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _momenta(
     """Return a function from the index to the first of `betas` of every parameter group.
 
     A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
-    DeepSpeed allows it. Here it is refused: when the schedule is made if the length of the run is
+    DeepSpeed allows it. Plait refuses it: when the schedule is created if the length of the run is
     known, and at that step otherwise.
 
     Returns:

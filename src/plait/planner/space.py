@@ -301,7 +301,7 @@ def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
 
     proposed = [fixed["pp"]] if "pp" in fixed else divisors(ranks)
     if "pp" not in fixed and not builder.split.pipeline:
-        # More stages than layers are obviously impossible, and not worth a note.
+        # More stages than layers are obviously impossible, not worth a note.
         proposed = [pp for pp in proposed if pp <= builder.model.layers]
     return builder.without_refused(proposed, lambda pp: _refuse_stages(builder, pp, ranks))
 

@@ -235,7 +235,7 @@ def split(
 ) -> tuple[Mesh, Parts, int]:
     """Build the mesh, and apply every technique to the model in place. Collective.
 
-    A model on meta stays there. Refusals come before the process group is made, except for
+    A model on meta stays there. Refusals come before the process group is created, except for
     differences between ranks.
 
     Args:

@@ -2,7 +2,7 @@
 
 Transformers' sliding-window layers keep their last tokens as a view of all tokens of a forward, so
 after a long prompt every layer would hold the full prompt in memory until the next token. The
-caches that are made here copy the window instead (`_copy_windows`).
+caches that are created here copy the window instead (`_copy_windows`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In float64 the reference is one process on the CPU, which shares no kernel with 
 configured precision the layout may be 1.2 times as far from float64 as one process on the device is
 (`verify.report`).
 
-References depend on the model, the data and the optimizer, and not on the layout. Single-process
+References depend on the model, the data and the optimizer, not on the layout. Single-process
 rows with the same model, data and optimizer share them, so the trace on the CPU is computed once.
 """
 

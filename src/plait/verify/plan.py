@@ -1,8 +1,8 @@
 """Plan of a verification: small model, processes, batch and changed settings.
 
-The plan is made before any process exists, and every process gets it. Degrees of tensor, sequence
-and pipeline parallelism are never changed. Degrees of data parallelism, the batch and the buckets
-shrink with the model, and a line of the report names each change.
+The plan is created before any process exists, and every process receives it. Degrees of tensor,
+sequence and pipeline parallelism are never changed. Degrees of data parallelism, the batch and the
+buckets shrink with the model, and a line of the report names each change.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _LOST_PEER = re.compile(
 )
 """Messages of collectives and stores after another process has ended.
 
-They are the effect of a failure, and not its cause.
+They are the effect of a failure, not its cause.
 """
 
 
@@ -147,7 +147,7 @@ def _print(text: str) -> None:
 
 
 class Reporter:
-    """Reports failures from the error files of the ranks on this machine.
+    """Reporter of failures from the error files of the ranks on this machine.
 
     The cause of each attempt is reported once, as soon as it is certain.
     """

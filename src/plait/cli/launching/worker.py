@@ -310,7 +310,7 @@ def _stand_by(descriptor: int) -> list[str]:
     for number, received in zip(order["files"], files, strict=True):
         os.dup2(received, number)
         os.close(received)
-    # The rank gets the environment of the launch, and not that of this process.
+    # The rank gets the environment of the launch, not that of this process.
     os.environ.clear()
     os.environ.update(order["environment"])
     arguments: list[str] = order["arguments"]

@@ -236,7 +236,7 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 class _ProgressPrinter:
-    """Prints a line about every ten seconds, and one at the end."""
+    """Printer of a progress line about every ten seconds, and of one at the end."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -42,7 +42,7 @@ DEFAULT_BUCKET_BYTES = 25 * MIB
 """Bucket size of DistributedDataParallel."""
 _SCHEMES = ("int8", "int4", "powersgd")
 """Compression schemes, from the least to the most lossy."""
-_BY_GROUP = ": auto, decided by each group when it is made"
+_BY_GROUP = ": auto, decided by each group when it is created"
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 

@@ -5,7 +5,7 @@ that differ between models are attached to their modules (`install`).
 
 The keys that each token may see are those before it in its own document, as Transformers decides
 it. They are described by one number per token, the position at which its document begins, so that
-no mask [seq, seq] exists. The description is made from the full batch (`document_starts`). A
+no mask [seq, seq] exists. The description is derived from the full batch (`document_starts`). A
 sliding window is not part of it, because layers of one model may have different ones. Padding on
 the right is not either: no token follows it, and its own results enter no loss.
 """

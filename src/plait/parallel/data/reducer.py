@@ -68,7 +68,7 @@ from plait.parallel.parameter_layout import (
 
 @dataclass
 class Reducer(StepHook):
-    """All-reduces the gradients of a model over a group. See Note [Life of a gradient].
+    """All-reduce of the gradients of a model over a group. See Note [Life of a gradient].
 
     `attach` allocates the buckets and registers the hooks. In the last backward of a step buckets
     are launched as they become complete, and `finish_reduction` waits for their sums.

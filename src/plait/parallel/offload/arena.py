@@ -3,7 +3,7 @@
 A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it
 unchanged. The order of accesses bounds the memory: `fetch` reads a range before it is used, and
 `evict` starts to write it to the disk and releases its pages. Disk space is reserved when a tensor
-is made, so a full disk raises an error there and never faults in the middle of a step. The files
+is created, so a full disk raises an error there and never faults in the middle of a step. The files
 have no name: a process that dies leaves nothing behind.
 
 A training step gathers its units in the same order every time. `ShardPrefetcher` therefore reads
