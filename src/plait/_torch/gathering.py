@@ -1,13 +1,13 @@
-"""Patched behaviour of `fully_shard`: how units are gathered, and those outside of the blocks.
+"""Patched behaviour of `fully_shard`: the gathering of units, and units outside the blocks.
 
 `unshard`, `wait_for_unshard` and `reshard` of its groups are replaced.
 
-All ranks gather outer units (units outside of the blocks) in every forward, as they gather the root
+All ranks gather outer units (units outside the blocks) in every forward, as they gather the root
 unit. Outer units are freed earlier than the root.
 
 Note [Life of an outer unit]
     The root unit of `fully_shard` is gathered in every forward of the model, whichever layers run.
-    Ranks may therefore use different layers outside of the blocks. An ordinary unit is gathered
+    Ranks may therefore use different layers outside the blocks. An ordinary unit is gathered
     when its own forward runs, so ranks that run different layers would deadlock. Outer units are
     gathered in every forward, as the root is: an embedding together with the root, and a head at
     the end of the model's forward at the latest.
@@ -115,7 +115,7 @@ def gather_in_place(
             the ranks. This rank's shards are views of it (`replace_shard_buffers`).
         begin: Called when a gather starts.
         finish: Called when a gather is waited for.
-        release: Called after a reshard outside of training.
+        release: Called after a reshard outside training.
     """
     group = parameter_groups(module)[0]
     for p, buffer in zip(group.fsdp_params, full_buffers, strict=True):
@@ -226,14 +226,14 @@ class _OuterUnits:
 
 
 class _OuterUnit:
-    """Unit outside of the blocks, with its state in the running forward of the model."""
+    """Unit outside the blocks, with its state in the running forward of the model."""
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
         self._state: Any = module._get_fsdp_state()
         (self.group,) = parameter_groups(module)
         self.is_read_elsewhere = False
-        """True if code outside of the unit's own forward reads its parameters."""
+        """True if code outside the unit's own forward reads its parameters."""
         self.has_run = False
         """True after the unit's forward has run in this forward of the model."""
         self._model_runs = False

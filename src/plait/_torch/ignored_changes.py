@@ -256,7 +256,7 @@ def _name(p: Any) -> str:
 
 
 class GatheredWrites:
-    """Compares gathered parameters between the gathering and the sharding of their unit.
+    """Comparison of gathered parameters between the gathering and the resharding of their unit.
 
     Args:
         root: The sharded model, before its first forward.

@@ -72,7 +72,7 @@ class KernelWithoutMemory(RuntimeError):
 
 @contextmanager
 def refusing_triton_kernels() -> Iterator[None]:
-    """Raise KernelWithoutMemory inside the block if a Triton kernel gets fake or meta tensors.
+    """Raise KernelWithoutMemory if the block calls a Triton kernel with fake or meta tensors.
 
     Their data pointer is 0. The kernel would write there, and a later and innocent call on the
     device would fail with an illegal memory access.

@@ -108,7 +108,7 @@ def _shape_of(p: Any) -> ShardShape:
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Return (sharded, unsharded) pairs of the unit's parameters that have been gathered before.
+    """Return (sharded, unsharded) pairs of the parameters of a unit that has been gathered before.
 
     Autograd accumulates gradients into the unsharded parameter. The reduction writes to the
     sharded one.
@@ -121,7 +121,7 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 
 
 def has_unreduced(model: nn.Module) -> bool:
-    """Return whether a unit has gradients of micro-batches that are not reduced over all ranks."""
+    """Return whether a unit has micro-batch gradients that are not yet reduced over all ranks."""
     has_partial = any(g._partial_reduce_output is not None for g in all_parameter_groups(model))
     return has_partial or any(_unsharded_gradients(p) for p in _gathered(model))
 

@@ -1,4 +1,4 @@
-"""Tokenizer of a run: the user's, that of the pretrained model, or one trained on the text.
+"""Tokenizer of a run: specified by the user, from the pretrained model, or trained on the text.
 
 All three are Transformers tokenizers, so that the tokenizer that a run saves can be opened with
 `AutoTokenizer.from_pretrained`. A tokenizer without an end-of-text token is refused, because

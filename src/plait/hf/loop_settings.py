@@ -131,7 +131,7 @@ def _contradiction(path: str, value: Any, argument: str, argument_value: Any) ->
 
 
 def _unsupported(resolved: Resolved) -> list[Problem]:
-    """Return a problem for each setting that does not support a loop."""
+    """Return a problem for each setting that Accelerate loops do not support."""
     layout = resolved.layout
     problems = []
     rules = (

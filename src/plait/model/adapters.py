@@ -4,7 +4,7 @@ An adapted layer is a wrapper that holds the layer as `base_layer` and two matri
 B [out, r]. It computes base(x) + s B A x.
 
 Note [Plans with adapters]
-    The tensor-parallel plan is made for the model without wrappers, and then extended. If a layer
+    The tensor-parallel plan is created for the model without wrappers and then extended. If a layer
     is column-split, its B is split along the same columns, and every rank computes A x. If a layer
     is row-split, its A is split along the same rows, and the products of width r are summed over
     the ranks.
@@ -56,7 +56,7 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
     for name, wrapper in adapted_parameters(model).items():
         raise ModelError(
             f"parallel.tp: {name} has an adapter on its parameter {wrapper.parameter_name}"
-            " (target_parameters), and only LoRA on linear layers is split; use parallel.tp = 1,"
+            " (target_parameters), but only LoRA on linear layers is split; use parallel.tp = 1,"
             " with ZeRO, a pipeline or parallel.ep"
         )
 
@@ -91,7 +91,7 @@ def without_wrapper(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Replace the wrappers of a model by the layers that they wrap, inside of the context.
+    """Replace the wrappers in a model with the layers that they wrap, inside the context.
 
     Args:
         model: The model, which is changed in place and restored at the end.
@@ -108,9 +108,9 @@ def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Ite
 
 @contextmanager
 def with_adapters_enabled(model: nn.Module) -> Iterator[None]:
-    """Enable the adapters that PEFT's `disable_adapter` has disabled, inside of the context.
+    """Enable the adapters that PEFT's `disable_adapter` has disabled, inside the context.
 
-    The gradients of their parameters are enabled as well. Modules may be replaced inside of the
+    The gradients of their parameters are enabled as well. Modules may be replaced inside the
     context. At its end, the adapters are disabled again.
     """
     disabled = [name for name, module in model.named_modules() if _is_disabled(module)]
@@ -128,7 +128,7 @@ def _is_disabled(module: nn.Module) -> bool:
 def _enable_adapters(model: nn.Module, names: Iterable[str], *, enabled: bool) -> None:
     modules = dict(model.named_modules())
     for name in names:
-        # A pipeline stage removes the blocks of other stages inside of the context.
+        # A pipeline stage removes the blocks of other stages inside the context.
         if name in modules:
             cast("Any", modules[name]).enable_adapters(enabled)
 
@@ -139,7 +139,7 @@ def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def base_name(name: str, wrappers: Mapping[str, nn.Module]) -> str:
-    """Translate a name of the model without adapters to the model with adapters.
+    """Translate a name in the model without adapters to the model with adapters.
 
     Args:
         name: Full name of a module or parameter in the model without adapters.
@@ -210,7 +210,7 @@ def _check_adapter(name: str, wrapper: nn.Module) -> None:
         type(matrix) is not nn.Linear for matrix in _matrices(wrapper)
     ):
         raise ModelError(
-            f"parallel.tp: {name} is {kind}, an adapter around a layer, and only LoRA on linear"
+            f"parallel.tp: {name} is {kind}, an adapter around a layer, but only LoRA on linear"
             f" layers is split; {_REMEDY}"
         )
     if others := sorted(children - {_BASE, "lora_A", "lora_B"}):

@@ -111,7 +111,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
             Problem(
                 "parallel.loss_chunk_tokens",
                 resolved.loss_chunk_tokens,
-                "only plait.causal_lm_loss is computed in chunks, and no loss is given",
+                "only plait.causal_lm_loss is computed in chunks, but no loss is given",
                 "use 0, and call plait.chunked_causal_lm_loss in your own training loop",
             )
         )
@@ -147,7 +147,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
 
 
 def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:
-    """Refuse auxiliary losses of routers, which the loss of your own loop would leave out."""
+    """Refuse auxiliary losses of routers, which the loss of a user's loop would omit."""
     rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
     remedy = "use plait.initialize and engine.train_batch"
     raise_problems(
@@ -234,7 +234,7 @@ class ParallelModel(ShardedModel):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate the gradients of the backwards inside of the context.
+        """Accumulate the gradients of the backwards inside the context.
 
         The forward and backward of every micro-batch but the last go inside; the last goes outside.
         Where the ZeRO stage allows it, nothing is communicated inside. An exception inside ends the
@@ -395,7 +395,7 @@ class ParallelModel(ShardedModel):
         """Prepare an optimizer before its first step, and return its stepper."""
         if self.why_called is not None and len(self._steppers):
             raise InputError(
-                f"{self.why_called}: a step ends for all parameters at once, and a second"
+                f"{self.why_called}: a step ends for all parameters at once, but a second"
                 " optimizer would find no gradients; use one optimizer with several parameter"
                 " groups"
             )
@@ -416,7 +416,7 @@ class ParallelModel(ShardedModel):
 
 
 class _WithUnitWeight:
-    """A mean loss in the form (loss, weight) that the checks of a pipeline call."""
+    """A mean loss as (loss, weight), the form that the checks of a pipeline require."""
 
     def __init__(self, loss_fn: MeanLoss) -> None:
         self._loss_fn = loss_fn
@@ -426,7 +426,7 @@ class _WithUnitWeight:
 
 
 class StepWatch(StepHook):
-    """Checks every step of every torch optimizer in this process that holds the model's parameters.
+    """Hook on the steps of all torch optimizers in this process that hold the model's parameters.
 
     It ends when the model is deleted or passed to another engine.
 
@@ -497,7 +497,7 @@ class StepWatch(StepHook):
 
         if graph_task() is not None and (self._reducer is not None or sharded_modules(model)):
             raise InputError(
-                "optimizer.step() was called inside of loss.backward(), where gradients are not"
+                "optimizer.step() was called inside loss.backward(), where gradients are not"
                 " complete; call it after the backward, or use plait.initialize with"
                 " parallel.optimizer_in_backward = true"
             )
@@ -520,7 +520,7 @@ class StepWatch(StepHook):
             raise InputError(
                 "optimizer.step() was called after backwards inside accumulate() only, which does"
                 " not reduce gradients; run the forward and backward of a step's last micro-batch"
-                " outside of it"
+                " outside it"
             )
 
         self.has_accumulated = False
@@ -560,7 +560,7 @@ class StepWatch(StepHook):
         """Return True if an optimizer holds parameters of the model.
 
         Raises:
-            InputError: It holds parameters that sharding has replaced.
+            InputError: The optimizer holds parameters that sharding has replaced.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:

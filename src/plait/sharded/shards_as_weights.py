@@ -1,4 +1,4 @@
-"""Refusals of calls that would take the shards of a model for its full weights.
+"""Refusal of calls that would treat the shards of a model as its full weights.
 
 torch pickles a DTensor as the local shard with the full shape. The names and shapes in a file of
 `torch.save(model.state_dict())` look complete, although it holds one rank's part of every weight.
@@ -101,7 +101,7 @@ def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None
 
 
 def _reduce_shard(tensor: DTensor) -> Any:
-    """Reduce a DTensor for pickle, in place of torch's own method."""
+    """Reduce a DTensor for pickle. Replaces torch's own method."""
     if tensor.device_mesh not in _REMEDIES or _is_called_from("copy", _TORCH_CHECKPOINT):
         return tensor.__reduce_ex__(2)
     if is_full_here(tensor):
@@ -114,7 +114,7 @@ def _reduce_shard(tensor: DTensor) -> Any:
 
 
 def is_full_here(tensor: DTensor) -> bool:
-    """Return True if every rank holds all of a tensor, as at ZeRO stage 0."""
+    """Return True if every rank holds the full tensor, as at ZeRO stage 0."""
     sizes = (tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim))
     return all(
         placement.is_replicate() or size == 1
@@ -125,7 +125,7 @@ def is_full_here(tensor: DTensor) -> bool:
 def _is_called_from(*packages: str) -> bool:
     """Return True if a module of one of the packages is on the stack.
 
-    The search starts at the caller, and ends at the first module outside of torch.
+    The search starts at the caller, and ends at the first module outside torch.
     """
     # Two frames up: the caller of the function that calls this one.
     frame: FrameType | None = sys._getframe(2)
@@ -262,7 +262,7 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules the classes that they had before they were sharded, inside of the context.
+    """Restore the classes that modules had before they were sharded, inside the context.
 
     For some models (LLaVA, Qwen2-VL) Transformers looks up the names of parameters in files by the
     name of the class.

@@ -213,6 +213,6 @@ def test_what_stays_in_memory(tmp_path, saved):
     assert len(plan_streaming(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
     with pytest.raises(
         InputError,
-        match="is too small: weights outside of the repeated layers and adapters take 0 B, 2 layers .* pass at least",
+        match="is too small: weights outside the repeated layers and adapters take 0 B, 2 layers .* pass at least",
     ):
         plan_streaming(model, stored, budget_bytes=least - 1, other_bytes=100)

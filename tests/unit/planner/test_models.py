@@ -287,11 +287,11 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': not true or false"),
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8},
-            "a token goes to 8 experts, and a layer has 4",
+            "a token goes to 8 experts, but a layer has 4",
         ),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0},
-            "num_experts_per_tok = 0: a layer has 4 experts, and a",
+            "num_experts_per_tok = 0: a layer has 4 experts, but a",
         ),
         (
             {"model_type": "gemma3"},

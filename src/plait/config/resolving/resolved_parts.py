@@ -77,7 +77,7 @@ _COMMAND_LINE = "is what Transformers' TrainingArguments say"
 
 @dataclass
 class Findings:
-    """Sources and problems, collected while a Config is resolved."""
+    """Sources and problems that are collected while a Config is resolved."""
 
     config: Config
     auto: Mapping[str, Any]
@@ -177,7 +177,7 @@ def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> 
             Problem(
                 "parallel.pp",
                 solved.pp,
-                f"a pipeline stage has at least one layer, and the model has {layers}",
+                f"a pipeline stage has at least one layer, but the model has {layers}",
                 f"use {layers} or fewer",
             )
         )
@@ -250,7 +250,7 @@ def format_processes(count: int) -> str:
 
 
 def smallest_world(parallel: ParallelSection) -> int:
-    """Return the smallest number of processes that satisfies all degrees that are given."""
+    """Return the smallest number of processes that satisfies all given degrees."""
     data = [
         degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)
     ]
@@ -301,7 +301,7 @@ def _data_degrees(
             Problem(
                 "parallel",
                 None,
-                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, and"
+                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but"
                 f" {format_processes(world_size)} leave {dp} for data parallelism",
                 f"start {possible}, or leave {' or '.join(left_out) or 'both'} out",
             )
@@ -322,7 +322,7 @@ def _data_degrees(
 
 
 def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
-    """Return the other degree of data parallelism, where `degree` is that of `name`."""
+    """Return the other degree of data parallelism, if that of `name` is `degree`."""
     if dp % degree == 0:
         return dp // degree
 
@@ -380,7 +380,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE}, and none are here",
+                    f"{_COMMAND_LINE}, but none are here",
                     f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
                 )
             )
@@ -504,7 +504,7 @@ def precision(findings: Findings) -> Precision:
             Problem(
                 "fp16.enabled and bf16.enabled",
                 None,
-                "are both true, and a model computes in one dtype",
+                "are both true, but a model computes in one dtype",
                 "set one of them to false",
             )
         )
@@ -572,7 +572,7 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE} (--{name}), and none are here",
+                    f"{_COMMAND_LINE} (--{name}), but none are here",
                     "write true or false",
                 )
             )
@@ -581,7 +581,7 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
 
 
 def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDtype | None:
-    """Return the dtype of the gradient reduction; None is the dtype of the gradients."""
+    """Return the dtype of the gradient reduction, or None for the dtype of the gradients."""
     config = findings.config
     reduce = config.communication_data_type
     accumulate = config.data_types.grad_accum_dtype
@@ -668,7 +668,7 @@ def optimizer(findings: Findings) -> OptimizerSpec:
 def scheduler(
     findings: Findings, optimizer_spec: OptimizerSpec, *, total_steps: int | None
 ) -> SchedulerSpec | None:
-    """Return the learning rate schedule; None is a constant rate.
+    """Return the learning rate schedule, or None for a constant rate.
 
     Args:
         findings: Sources and problems.
@@ -735,7 +735,7 @@ def _caller_values(
 
 
 def _learning_rate(spec: OptimizerSpec) -> float | None:
-    """Return the optimizer's learning rate or its default, or None if that is not known."""
+    """Return the optimizer's learning rate or its default, or None if it is unknown."""
     if "lr" in spec.params:
         return float(spec.params["lr"])
     if spec.type == "Lion":

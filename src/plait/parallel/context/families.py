@@ -1,4 +1,4 @@
-"""Models whose sequences can be split, decided from the class and the configuration of a model.
+"""Models whose sequences can be split, according to their class and configuration.
 
 Between the parts of a sequence only attention may pass information, and the model must call it
 through Transformers' attention interface, with masks that are causal, of a window or of documents.
@@ -82,7 +82,7 @@ _LAYERS = ("full_attention", "sliding_attention")
 def refuse_unknown_model(
     model: nn.Module, *, cp: int, kind: Kind, tp: int, device_type: str
 ) -> None:
-    """Check that a model would compute the same as in one process.
+    """Check that a model would compute the same results as in one process.
 
     Args:
         model: The model.
@@ -93,7 +93,7 @@ def refuse_unknown_model(
 
     Raises:
         ModelError: The model, one of its settings or its attention kernel is not supported.
-        ConfigError: With `ulysses`, the number of heads is not divisible.
+        ConfigError: `ulysses` cannot divide the number of heads.
     """
     model = without_wrapper(model)
     config: Any = getattr(model, "config", None)
@@ -235,14 +235,14 @@ def implementation_of(model: nn.Module) -> str:
 
 
 def kernel_named(implementation: str) -> Kernel:
-    """Return the kernel that a result of `implementation_of` stands for."""
+    """Return the kernel for a result of `implementation_of`."""
     return _KERNEL_NAMES.get(implementation, "sdpa")
 
 
 def why_in_tiles(
     config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool
 ) -> str:
-    """Return the reason why attention is computed in tiles of matrix products on a GPU.
+    """Return the reason why attention on a GPU uses tiled matrix multiplications.
 
     Args:
         config: Configuration of the model.

@@ -1,4 +1,4 @@
-"""Parameters that a step did not use, under `fully_shard`.
+"""Handling of parameters that a step did not use, under `fully_shard`.
 
 In a single process the gradient of an unused parameter stays None, and the optimizer skips the
 parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
@@ -41,10 +41,10 @@ from plait.parallel.parameter_layout import parameter_name
 
 
 class UnusedTracker(StepHook):
-    """Restores None as the gradient of parameters that no rank used.
+    """Hook that restores None as the gradient of parameters that no rank used.
 
     An engine calls `finish_reduction` once per step, after the last backward and before gradients
-    are read. In the user's own training loop, the end of every backward outside of `accumulate`
+    are read. In the user's own training loop, the end of every backward outside `accumulate`
     calls it instead, and gradients from before that backward are kept.
     """
 
@@ -57,7 +57,7 @@ class UnusedTracker(StepHook):
         order: UnitOrder | None = None,
         finishes_backward: bool = False,
     ) -> None:
-        """Listen to the parameters of a sharded model.
+        """Register gradient hooks on the parameters of a sharded model.
 
         Args:
             model: The root.
@@ -112,7 +112,7 @@ class UnusedTracker(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context for a backward of a step. Gradients outside of it are refused."""
+        """Return a context for a backward of a step. Gradients outside it are refused."""
         self.expects_gradients = True
         try:
             yield
@@ -196,7 +196,7 @@ class UnusedTracker(StepHook):
         self.drop_gradients()
 
     def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
-        """Refuse to drop a gradient that is not zero: its parameter would silently not train."""
+        """Refuse to drop a non-zero gradient, which would silently not train its parameter."""
         gradient = parameter.grad
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):
@@ -226,7 +226,7 @@ _DELAY_STEPS = 2
 
 
 class _OrderComparison:
-    """Comparison of the order of the units' collectives between the ranks of a group.
+    """Check that the ranks of a group issue the units' collectives in the same order.
 
     Ranks exchange the bytes of their digest and of its complement by an all-reduce with MAX. The
     two maxima are each other's complement only if all digests are equal.

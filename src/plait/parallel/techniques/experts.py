@@ -1,4 +1,4 @@
-"""Mixtures of experts: expert parallelism, balance of the tokens, and updates of routing biases.
+"""Mixture of experts: expert parallelism, load balancing, and updates of routing biases.
 
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
 are sent to the ranks of the experts that they are routed to. The axis is a second view of the ranks
@@ -86,10 +86,10 @@ Balance = Literal["micro_batch", "global"]
 
 
 class ExpertParallel(Technique):
-    """Expert parallelism. Its degree is that of the layout."""
+    """Expert parallelism. The layout defines its degree."""
 
     def check(self, context: TechniqueContext) -> None:
-        """Refuse models and settings that are not computed as in one process, or not tested to be.
+        """Refuse models and settings whose results may differ from those of one process.
 
         Raises:
             ConfigError: A setting is not supported.
@@ -177,7 +177,7 @@ class ExpertParallel(Technique):
 
 
 class ExpertGradients(StepHook):
-    """Sums the gradients of experts over the ranks that have the same ones."""
+    """Hook that sums the gradients of experts over the ranks that have the same experts."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
         first = first_names.setdefault(id(parameter), second)
         if first != second and {first, second} & expert_names:
             raise ModelError(
-                f"parallel.ep = {ep}: {first} and {second} are one parameter, and experts are"
+                f"parallel.ep = {ep}: {first} and {second} are one parameter, but experts are"
                 " split; use 1"
             )
     config = getattr(model, "config", None)
@@ -372,7 +372,7 @@ def _traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
 
 
 class Routing(Technique):
-    """Balance of the tokens between experts."""
+    """Load balancing between experts."""
 
     bias_update_rate: float = 0.0
     """Change of an expert's bias after a step. 0 leaves biases as they are."""
@@ -399,7 +399,7 @@ class Routing(Technique):
         return settings
 
     def check(self, context: TechniqueContext) -> None:
-        """Refuse settings that would count a part of the tokens, or nothing.
+        """Refuse settings that would count only some or none of the tokens.
 
         Raises:
             ConfigError: The model does not support a setting.
@@ -474,12 +474,12 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged: a few numbers per expert are counted as control."""
+        """Return the ledger unchanged. The few numbers per expert count as control traffic."""
         return ledger
 
 
 class RecordedBalance(StepHook):
-    """Restores the model's own balance loss when the model is released."""
+    """Hook that restores the model's own balance loss when the model is released."""
 
     def __init__(self, statistics: RouterStatistics) -> None:
         self.statistics = statistics
@@ -490,7 +490,7 @@ class RecordedBalance(StepHook):
 
 
 class BiasUpdate(StepHook):
-    """Counts the tokens of each expert in a step, and updates the biases once per step.
+    """Hook that counts the tokens of each expert and updates the biases once per step.
 
     The count is the sum over micro-batches and over ranks with different tokens. Padding,
     evaluations, recomputed blocks and skipped steps do not count.
@@ -504,7 +504,7 @@ class BiasUpdate(StepHook):
         rate: float,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Listen to the routers of a model.
+        """Register hooks on the routers of a model.
 
         Args:
             model: The model on this rank.
@@ -531,7 +531,7 @@ class BiasUpdate(StepHook):
         return bias
 
     def _count(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
-        # A forward inside of a backward is a recomputation.
+        # A forward inside a backward is a recomputation.
         if not router.training or not torch.is_grad_enabled() or graph_task() is not None:
             return
         chosen = chosen_experts(output)  # [tokens, k]
@@ -559,7 +559,7 @@ class BiasUpdate(StepHook):
         self._totals = list(summed.split([len(counts) for counts in self._counts]))
 
     def after_step(self, end: StepEnd) -> str:
-        """Move every bias by the rate, unless the step was skipped."""
+        """Change every bias by the rate, unless the step was skipped."""
         for router, counts in zip(self._routers, self._totals, strict=True):
             if not end.skipped:
                 wide = counts.to(torch.float64)
@@ -569,7 +569,7 @@ class BiasUpdate(StepHook):
         return ""
 
     def drop_gradients(self) -> None:
-        """Reset the counts, because the step starts again."""
+        """Reset the counts, because the step restarts."""
         for counts in self._counts:
             counts.zero_()
 
@@ -587,7 +587,7 @@ def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
     )
     if not has_numbers or not recorded_routers(model):
         raise ModelError(
-            f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does"
+            f"{setting}: model.config.output_router_logits is true, but {type(model).__name__} does"
             " not say which modules its routers are, so their balance cannot be summed over ranks;"
             f" {remedy}"
         )

@@ -34,7 +34,7 @@ from plait.sizes import dtype_name
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    """Shard the blocks and the parameters outside of them, in place.
+    """Shard the blocks and the parameters outside them, in place.
 
     Args:
         parts: The model, with the outer units that `DataParallel.check` returned.
@@ -96,7 +96,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
         if name not in parts.shard.float32_modules:
             shard(name, dp_mesh, policy, free=free_after_forward)
 
-    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so
+    # A pipeline gathers the parameters outside the blocks for each computation of a stage, so
     # they stay one unit.
     outer = OuterUnits()
     if mesh.layout.pp == 1 and parts.plans.outer_units is not None:
@@ -149,10 +149,10 @@ def _refuse_scalar(name: str, parts: Parts, *, is_pipeline: bool) -> None:
 def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
     """Refuse units with parameters of several dtypes, which torch cannot shard.
 
-    A unit is a block, or all parameters outside of the blocks.
+    A unit is a block, or all parameters outside the blocks.
 
     Raises:
-        ModelError: It names two parameters of a unit.
+        ModelError: The dtypes of a unit differ. The error names two of its parameters.
     """
     first: dict[str, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
@@ -162,14 +162,14 @@ def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
             if dtype != parameter.dtype:
                 raise ModelError(
                     f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
-                    f" and what is sharded together ({unit or 'all outside of the blocks'}) has to"
+                    f" but what is sharded together ({unit or 'all outside the blocks'}) has to"
                     " be of one dtype; convert one of them, name modules of one dtype each in"
                     " parallel.blocks, or use ZeRO stage 0"
                 )
 
 
 def _block_of(blocks: Sequence[str], name: str) -> str:
-    """Return the block that is called `name` or has it inside, or an empty string."""
+    """Return the block that is, or contains, the module `name`, or an empty string."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
 
 
@@ -203,7 +203,8 @@ def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool
         several: Whether there are other processes.
 
     Raises:
-        ModelError: It names the first such weight, with a remedy.
+        ModelError: The layout would break a quantised weight. The error names the first, and a
+            remedy.
     """
     for name, parameter in quantised_by_bitsandbytes(model).items():
         if moved:
@@ -229,7 +230,7 @@ def refuse_complex(model: nn.Module) -> None:
     """Refuse complex parameters that would be cast to real numbers of 16 or 32 bits.
 
     Raises:
-        ModelError: It names the first complex parameter.
+        ModelError: A parameter is complex. The error names the first one.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
@@ -252,7 +253,7 @@ def refuse_unusable_parameters(
         summed: Whether gradients are summed over ranks.
 
     Raises:
-        ModelError: It names the first such parameter, with a remedy.
+        ModelError: A parameter cannot be trained. The error names the first one, and a remedy.
     """
     for name, parameter in model.named_parameters():
         if (
@@ -291,8 +292,8 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
             and module.weight.requires_grad
         ):
             raise ModelError(
-                f"{name or 'the model'} makes sparse gradients ({type(module).__name__},"
-                " sparse=True), and only dense gradients can be reduced; build it with"
+                f"{name or 'the model'} produces sparse gradients ({type(module).__name__},"
+                " sparse=True), but only dense gradients can be reduced; build it with"
                 " sparse=False"
             )
 

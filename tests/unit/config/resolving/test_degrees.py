@@ -92,10 +92,10 @@ REFUSALS = """
     world_size=6 stage=0 tp=4 -> parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree
     world_size=2 stage=0 tp=2 pp=2 -> parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree
     world_size=8 stage=2 dp_shard=3 -> parallel.dp_shard = 3: 8 processes leave 8 for data parallelism and 8 % 3 = 2; use 2, 4, 8, or start 6 processes
-    world_size=8 stage=2 dp_shard=2 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 2 = 4, and 8 processes leave 8 for data parallelism; start 4 processes, or leave dp_replicate or dp_shard out
+    world_size=8 stage=2 dp_shard=2 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 2 = 4, but 8 processes leave 8 for data parallelism; start 4 processes, or leave dp_replicate or dp_shard out
     world_size=4 stage=0 dp_shard=2 -> parallel.dp_shard = 2: zero_optimization.stage is 0, which shards nothing; set zero_optimization.stage to 1, 2 or 3, or leave dp_shard and dp_replicate out (dp_replicate becomes 4)
     world_size=4 stage=1 dp_replicate=4 -> parallel.dp_shard = 1: zero_optimization.stage is 1, which shards over dp_shard, and all 4 data-parallel processes are dp_replicate; leave dp_shard and dp_replicate out (dp_shard becomes 4), or set zero_optimization.stage to 0
-    world_size=4 stage=0 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 1 = 2, and 4 processes leave 4 for data parallelism; start 2 processes, or leave dp_replicate out
+    world_size=4 stage=0 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 1 = 2, but 4 processes leave 4 for data parallelism; start 2 processes, or leave dp_replicate out
 """
 
 
