@@ -326,14 +326,11 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
     if dp % degree == 0:
         return dp // degree
 
-    # ZeRO needs more than one process to shard over.
+    # ZeRO needs more than one process to shard over, unless there is only one.
     divisors = [str(number) for number in range(1, dp + 1) if dp % number == 0]
-    least = 1
-    if dp > 1 and name == "dp_shard":
-        divisors.remove("1")
-    elif dp > 1:
-        divisors.pop()
-        least = 2
+    least_others = 1 if name == "dp_shard" else 2
+    if dp > 1:
+        divisors.remove("1" if name == "dp_shard" else str(dp))
     if len(divisors) > _MAX_LISTED:
         divisors = [*divisors[:6], "...", *divisors[-3:]]
     rule = (
@@ -341,7 +338,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
         f" {dp % degree}"
     )
     # The next lower number of processes that the degree divides, or the lowest of all.
-    possible = world_size // dp * degree * max(least, dp // degree)
+    possible = world_size // dp * degree * max(least_others, dp // degree)
     raise ConfigError(
         Problem(
             f"parallel.{name}",
