@@ -310,8 +310,8 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         "it offloads a part of the optimizer and of the activations in a way of its own",
-        "leave it out, and set zero_optimization.offload_optimizer or parallel.activation_offload in"
-        " the converted file",
+        "leave it out, and set zero_optimization.offload_optimizer, or parallel.activation_offload,"
+        " in the converted file",
         "optimizer_cpu_offload cpu_offloading",
         "switch",
     ),
