@@ -148,7 +148,10 @@ def test_a_chat_goes_on_after_a_line_that_is_too_long(folder, monkeypatch, capsy
             ["--prompt", "a", "--adapter", "x" * 300],
             "'x{100}': File name too long; pass another path",
         ),
-        (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is not a folder; create it first"),
+        (
+            ["--prompts", __file__, "--out", "no/c"],
+            "--out no/c: no is not a folder; create it first",
+        ),
     ],
 )
 def test_a_wrong_input(arguments, words, folder, capsys):

@@ -44,5 +44,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r": no space for .* \(No space left on device\).* TMPDIR$"):
+    with pytest.raises(
+        InputError, match=r": no space for .* \(No space left on device\).* TMPDIR$"
+    ):
         Board(rank=0, timeout_seconds=5, path=tmp_path / "board")

@@ -28,7 +28,7 @@ Takes = Literal["switch", "value", "values"]
 
 @dataclass(frozen=True)
 class Flag:
-    """Megatron-LM flag."""
+    """Flag of Megatron-LM."""
 
     status: Status
     why: str = ""
@@ -112,7 +112,7 @@ _DECAY_STYLES = {
 _WSD_DECAY_STYLES = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DISTRIBUTED = "--use-distributed-optimizer"
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-"""Targets of flags whose meaning depends on other flags. `megatron` replaces them with settings."""
+"""Targets of flags whose meaning depends on other flags. `megatron` replaces them by settings."""
 
 DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
 """Megatron-LM's defaults that differ from Plait's."""
@@ -310,7 +310,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         "it offloads a part of the optimizer and of the activations in a way of its own",
-        "leave it out, and set zero_optimization.offload_optimizer or parallel.activation_offload"
+        "leave it out, and set zero_optimization.offload_optimizer, or parallel.activation_offload,"
         " in the converted file",
         "optimizer_cpu_offload cpu_offloading",
         "switch",
@@ -534,7 +534,7 @@ def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
     for token in tokens:
         if not isinstance(token, str):
             raise ConfigError(
-                Problem("the command line", token, "flags and their values are strings", "quote it")
+                Problem("the command line", token, "flags and their values are texts", "quote it")
             )
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token.partition("=")
@@ -562,7 +562,7 @@ def _parse_value(flag: Flag, values: list[str]) -> Any:
     elif flag.takes == "values":
         parsed = values
     elif len(values) != 1:
-        raise ValueError(f"takes one value, but {len(values)} are given; write one after it")
+        raise ValueError(f"takes one value and {len(values)} are given; write one after it")
     else:
         # Parsed as a value of --set, so that `1e-4` is a number.
         parsed = scalar(values[0])

@@ -78,12 +78,16 @@ def test_a_budget_is_kept_with_the_least_work(budget, count):
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
     technique = Recompute(mode="budget", budget_bytes=GIB, sequence_length=8)
-    large = rank_of(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, head=0)
+    # A byte more than the rule shows.
+    large = rank_of(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, head=1)
     with pytest.raises(
         ConfigError,
         match=r"budget_gib = 1.0: with every block recomputed a micro-batch holds 4 GiB",
-    ):
+    ) as error:
         technique.solved([large])
+    sufficient = float(error.value.problems[0].remedy.split()[1])
+    with_it = technique.model_copy(update={"budget_bytes": round(sufficient * GIB)})
+    assert with_it.solved([large]).modes(2) == ("full", "full")
     assert technique.solved([rank_of(2, kept=KEPT, flops=FLOPS)]).modes(2) == ("none", "none")
 
 
