@@ -130,7 +130,7 @@ def test_headers_that_are_not_what_they_say(tmp_path, saved):
         (b"", "not a readable"),
         (whole[:20], "header would"),
         (_with_header(b'["a"]'), "not a readable"),
-        (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "no readable.*data_offsets"),
+        (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "not a readable.*data_offsets"),
         (
             _with_header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', 8),
             "a is F32 .3. in bytes 0 to 8",
