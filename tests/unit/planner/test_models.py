@@ -279,7 +279,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
                 "num_attention_heads": 4,
             }
         )
-    with pytest.raises(InputError, match="no decoder-only transformer"):
+    with pytest.raises(InputError, match="not a decoder-only transformer"):
         from_config({"model_type": "t5", "hidden_size": 64})
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     for more, words in (
