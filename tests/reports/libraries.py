@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,40 @@ def on_plaits_accelerator(rank, world, loop, *case):
             return f"{type(error).__name__}: {error}"
 
 
+def rates_after_metrics(accelerator):
+    """Rates of a schedule that follows a metric, after each of six equal values."""
+    model = trainers.model(DTYPE)
+    optimizer = optimizer_of(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    model, optimizer, loader, schedule = accelerator.prepare(
+        model, optimizer, single_samples(), schedule
+    )
+    rates = []
+    for _, batch in zip(range(6), loader, strict=False):
+        del batch["index"]
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    accelerator.free_memory()
+    return rates
+
+
+def rates_on_plait(rank, world):
+    """The rates with Plait's Accelerator. Runs in a worker."""
+    with trainers.launched(rank, world):
+        return rates_after_metrics(
+            accelerator_of(world, 1, {}, {"zero_optimization": {"stage": 2}})
+        )
+
+
+def rates_on_accelerate():
+    """The rates with Accelerate in one process."""
+    with trainers.launched_alone():
+        return rates_after_metrics(accelerator_of(1, 1, {}, None))
+
+
 def optimizer_prepared_alone(rank, world):
     """The model is left out of `prepare`. Runs in a worker."""
     with trainers.launched(rank, world):
@@ -277,7 +312,25 @@ def with_trained_biases(dtype=torch.float32):
     return get_peft_model(base, config)
 
 
+def with_adapter(kind, dtype=torch.float32, **fields):
+    """A model with an adapter of another kind than LoRA."""
+    import peft
+
+    torch.manual_seed(11)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **fields)
+    return peft.get_peft_model(trainers.model(dtype), config).to(dtype)
+
+
+def with_vera(dtype=torch.float32):
+    """Vectors for two projections that all layers share, which the file has too."""
+    fields = {"r": 4, "target_modules": ["q_proj", "up_proj"], "save_projection": True}
+    return with_adapter("VeraConfig", dtype, **fields)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
+    "prompts": partial(with_adapter, "PromptTuningConfig", num_virtual_tokens=4),
+    "prefixes": partial(with_adapter, "PrefixTuningConfig", num_virtual_tokens=4),
+    "vera": with_vera,
     "llama": trainers.model,
     "without items": WithoutItems(),
     "trained biases": with_trained_biases,
