@@ -327,7 +327,21 @@ def with_vera(dtype=torch.float32):
     return with_adapter("VeraConfig", dtype, **fields)
 
 
+def with_adalora(dtype=torch.float32):
+    """Adapters with a penalty on all of their weights in the loss."""
+    schedule = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "total_step": 8}
+    targets = ["q_proj", "v_proj"]
+    model = with_adapter("AdaLoraConfig", dtype, target_modules=targets, **schedule)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_E" in name:
+                parameter.normal_(std=0.3, generator=draw)
+    return model
+
+
 MODELS: dict[str, Callable[..., Any]] = {
+    "adalora": with_adalora,
     "prompts": partial(with_adapter, "PromptTuningConfig", num_virtual_tokens=4),
     "prefixes": partial(with_adapter, "PrefixTuningConfig", num_virtual_tokens=4),
     "vera": with_vera,
@@ -361,3 +375,12 @@ def on_plaits_trainer(rank, world, folder, made, settings):
         from plait.hf import Trainer, TrainingArguments
 
         return trainer_run((Trainer, TrainingArguments), folder, made, settings)
+
+
+def message_of_plaits_trainer(rank, world, folder, made, settings):
+    """What the run with Plait's Trainer is refused with. Runs in a worker."""
+    try:
+        on_plaits_trainer(rank, world, folder, made, settings)
+    except PlaitError as error:
+        return str(error)
+    return ""

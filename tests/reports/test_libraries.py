@@ -111,6 +111,7 @@ TRAINER_CASES = [
     TrainerCase("peft-3306", {"learning_rate": 3e-2}, "trained biases"),
     TrainerCase("peft-206", {"learning_rate": 3e-2, "prediction_loss_only": True}, "prompts"),
     TrainerCase("peft-869", {"learning_rate": 3e-2}, "prefixes", layouts=("zero2", "zero3", "pp2")),
+    TrainerCase("peft-432", {"learning_rate": 3e-2}, "adalora", layouts=("zero2",)),
     TrainerCase("peft-1564", {"learning_rate": 3e-2}, "vera", layouts=("zero2", "zero3", "pp2")),
 ]
 CONFIGS: dict[str, tuple[int, Any]] = {
@@ -180,6 +181,15 @@ def test_report_accelerate_3797(pool):
     assert min(wanted) < max(wanted)
     for found in pool.run(2, libraries.rates_on_plait, timeout=90):
         assert found == wanted
+
+
+def test_report_peft_432_zero3(pool, tmp_path):
+    """The penalty on weights that are shards after the forward is refused."""
+    pytest.importorskip("peft")
+    arguments = (str(tmp_path), "adalora", {"deepspeed": zero(3)})
+    for message in pool.run(2, libraries.message_of_plaits_trainer, *arguments, timeout=120):
+        assert "type ADALORA" in message
+        assert "use ZeRO stage 2" in message
 
 
 def test_report_peft_869_where_ranks_have_parts():

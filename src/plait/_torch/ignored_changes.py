@@ -57,7 +57,9 @@ def _search_objects(module: FSDPModule) -> None:
 
     def register_in_objects(output: Any) -> Any:
         if torch.is_grad_enabled():
-            hidden = list(_tensors_of_objects(output, set()))
+            # An output with tensors may have a cache with those of other units as well.
+            has_tensors = any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output))
+            hidden = list(_tensors_of_objects(output, set(), only_dataclasses=has_tensors))
             if hidden:
                 register(hidden)
         return register(output)
@@ -65,24 +67,28 @@ def _search_objects(module: FSDPModule) -> None:
     state._register_pre_backward_hook = register_in_objects
 
 
-def _tensors_of_objects(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors_of_objects(
+    value: Any, seen: set[int], *, only_dataclasses: bool
+) -> Iterator[torch.Tensor]:
     """Yield the tensors in attributes of the objects of a nested value.
 
     Args:
         value: The value.
         seen: Identities of the objects that were searched already.
+        only_dataclasses: Whether other objects are left out.
     """
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor | nn.Module | type) or id(leaf) in seen:
             continue
+        seen.add(id(leaf))
+        attributes: list[Any] = []
         if dataclasses.is_dataclass(leaf):
             # A dataclass with slots has no `__dict__`.
             attributes = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
-        else:
+        elif not only_dataclasses:
             attributes = list(getattr(leaf, "__dict__", {}).values())
-        seen.add(id(leaf))
         yield from (entry for entry in tree_leaves(attributes) if isinstance(entry, torch.Tensor))
-        yield from _tensors_of_objects(attributes, seen)
+        yield from _tensors_of_objects(attributes, seen, only_dataclasses=only_dataclasses)
 
 
 class _RefuseLossGradient:
