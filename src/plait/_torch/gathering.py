@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from plait._torch.operators import tree_leaves
+from plait._torch.operators import outside_of_transforms, tree_leaves
 from plait._torch.units import parameter_groups
 
 Moment = tuple[str, bool]
@@ -139,9 +139,10 @@ def gather_in_place(
             return
         group._all_gather_result = None
         finish()
-        for p in group.fsdp_params:
-            p.init_unsharded_param()
-        group._to_unsharded()
+        with outside_of_transforms():
+            for p in group.fsdp_params:
+                p.init_unsharded_param()
+            group._to_unsharded()
 
     def reshard_and_release() -> None:
         state = group._training_state
@@ -259,7 +260,7 @@ class _OuterUnit:
             # That is harmless here: a head stays gathered, and an embedding's backward needs no
             # weight.
             if torch.is_grad_enabled():
-                # A list on torch 2.11, where `watch_shards` passes the tensors of the output.
+                # `watch_shards` passes the tensors of objects in a list.
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                         leaf.register_hook(state._pre_backward)

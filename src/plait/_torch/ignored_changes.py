@@ -2,8 +2,8 @@
 
 Patched behaviour: `pre_forward`, `reshard`, `unshard` and `wait_for_unshard` of a unit's groups are
 replaced. The replacements also make gathering in inference mode usable for later training steps,
-and find the tensors of dataclasses that a unit returns. `unwrap_to_op_info` of DTensor's
-dispatcher is replaced for the rest of the process.
+and find the tensors of objects that a unit returns. `unwrap_to_op_info` of DTensor's dispatcher is
+replaced for the rest of the process.
 
 `GatheredWrites` detects writes to gathered parameters. A gathered parameter is a copy that exists
 until its unit is sharded again. A module that writes to it, such as a hook that masks
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -44,37 +44,55 @@ def watch_shards(module: FSDPModule) -> None:
     shard, a loss that reads a shard, and a write into the gathered copy. Parameters that are
     gathered in inference mode serve the next training step too.
     """
-    _search_dataclasses(module)
+    _search_objects(module)
     for group in parameter_groups(module):
         _WatchedGroup(group)
 
 
-def _search_dataclasses(module: FSDPModule) -> None:
-    """Make the backward of a unit gather its parameters if its forward returns a dataclass.
+def _search_objects(module: FSDPModule) -> None:
+    """Make the backward of a unit gather its parameters if its forward returns an object.
 
-    The backward gathers a unit when a gradient of its output arrives. torch 2.11 finds tensors in
-    an output with pytree functions only, which treat unregistered dataclasses as leaves. The
-    backward would then compute with freed memory. Later releases search dataclasses.
+    The backward gathers a unit when a gradient of its output arrives. torch finds the tensors of
+    containers, and those of dataclasses since torch 2.12, but of no other objects. The backward
+    would then compute with freed memory.
     """
-    if hasattr(_common_utils, "collect_grad_tensors"):
-        return
     state: Any = module._get_fsdp_state()
     register = state._register_pre_backward_hook
 
-    def register_in_dataclasses(output: Any) -> Any:
+    def register_in_objects(output: Any) -> Any:
         if torch.is_grad_enabled():
-            register(list(_leaves(output)))
-        return output
+            # An output with tensors may have a cache with those of other units as well.
+            has_tensors = any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output))
+            hidden = list(_tensors_of_objects(output, set(), only_dataclasses=has_tensors))
+            if hidden:
+                register(hidden)
+        return register(output)
 
-    state._register_pre_backward_hook = register_in_dataclasses
+    state._register_pre_backward_hook = register_in_objects
 
 
-def _leaves(output: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        else:
-            yield leaf
+def _tensors_of_objects(
+    value: Any, seen: set[int], *, only_dataclasses: bool
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors in attributes of the objects of a nested value.
+
+    Args:
+        value: The value.
+        seen: Identities of the objects that were searched already.
+        only_dataclasses: Whether other objects are left out.
+    """
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor | nn.Module | type) or id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        attributes: list[Any] = []
+        if dataclasses.is_dataclass(leaf):
+            # A dataclass with slots has no `__dict__`.
+            attributes = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+        elif not only_dataclasses:
+            attributes = list(getattr(leaf, "__dict__", {}).values())
+        yield from (entry for entry in tree_leaves(attributes) if isinstance(entry, torch.Tensor))
+        yield from _tensors_of_objects(attributes, seen, only_dataclasses=only_dataclasses)
 
 
 class _RefuseLossGradient:

@@ -26,7 +26,7 @@ from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, unsplit_model
 from plait.errors import CheckpointError, InputError, warn
 from plait.hf.accelerator import FULL_WEIGHTS
-from plait.model.adapters import adapter_names
+from plait.model.adapters import adapter_names, with_full_prompts
 from plait.sharded.shards_as_weights import refuse_given_shards
 
 TAG = "plait"
@@ -104,7 +104,8 @@ class CheckpointMixin:
                 # PEFT reads names from the modules, and a pipeline stage does not have all.
                 self.model = unsplit_model(self.engine)
             try:
-                self._save(output_dir or self.args.output_dir, state_dict=weights)
+                with with_full_prompts(self.model, weights):
+                    self._save(output_dir or self.args.output_dir, state_dict=weights)
             finally:
                 self.model = model
         self.accelerator.wait_for_everyone()

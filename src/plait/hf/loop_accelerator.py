@@ -16,7 +16,7 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, recursively_apply
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.checkpoint.states import save_trained_only
@@ -545,11 +545,18 @@ class LoopScheduler(AcceleratedScheduler):
     times = 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule once per data-parallel rank, if the optimizer has stepped."""
+        """Step the schedule once per data-parallel rank, if the optimizer has stepped.
+
+        A schedule that follows a metric is stepped once.
+        """
         if not (self.step_with_optimizer and self.gradient_state.sync_gradients):
             super().step(*args, **kwargs)
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            # It counts the values of a metric, of which there is one per call.
+            self.scheduler.step(*args, **kwargs)
             return
         for _ in range(self.times):
             # Schedules with a fixed end, such as OneCycleLR, raise an error after it.

@@ -18,13 +18,18 @@ Attributes are recognised by PEFT's names, so that PEFT need not be installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import nn
 
+from plait._torch.modules import direct_parameters
 from plait.errors import ModelError
+
+LEARNED_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Types of adapters that learn keys and values. Other prompts are embeddings."""
 
 _BASE = "base_layer"
 _REMEDY = "use parallel.tp = 1, with ZeRO or a pipeline"
@@ -59,6 +64,42 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
             " (target_parameters), but only LoRA on linear layers is split; use parallel.tp = 1,"
             " with ZeRO, a pipeline or parallel.ep"
         )
+
+
+def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = None) -> None:
+    """Raise ModelError for an adapter of PEFT that puts learned tokens before the sequence.
+
+    Args:
+        model: The model.
+        axis: Field of the parallelism that does not support it, for the message.
+        kinds: Types of adapters that are refused. None: all that learn prompts.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if not getattr(config, "is_prompt_learning", False):
+            continue
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kinds is None:
+            reason = "every rank would put them before its own part of the sequence"
+        elif kind in kinds:
+            reason = "their keys and values are of all heads, and each rank has some"
+        else:
+            continue
+        raise ModelError(
+            f"{axis}: the adapter {name} is of type {kind}, whose learned tokens precede the"
+            f" sequence, and {reason}; use {axis} = 1, with ZeRO or a pipeline"
+        )
+
+
+def refuse_rank_allocation(model: nn.Module) -> None:
+    """Raise ModelError for AdaLoRA, whose loss reads all adapters after the forward."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        kind = getattr(config, "peft_type", None)
+        if getattr(kind, "value", kind) == "ADALORA":
+            raise ModelError(
+                f"zero_optimization.stage = 3: the adapter {name} is of type ADALORA, which adds a"
+                " penalty on all of its weights to the loss, and these are shards after the"
+                " forward; use ZeRO stage 2, or LoraConfig"
+            )
 
 
 def copied_layers(model: nn.Module) -> tuple[str, ...]:
@@ -104,6 +145,33 @@ def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Ite
     finally:
         for name, wrapper in wrappers.items():
             _replace_module(model, name, wrapper)
+
+
+@contextmanager
+def with_full_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give the prompt encoders of a model their full weights, inside of the context.
+
+    PEFT computes the prompts that it writes to a file from the modules, not from a state dict.
+
+    Args:
+        model: A model of PEFT. Other models are not changed.
+        weights: Full weights by name.
+    """
+    encoders = getattr(model, "prompt_encoder", None)
+    modules = encoders.named_modules(prefix="prompt_encoder") if encoders is not None else ()
+    replaced: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter | None]]] = []
+    for name, module in modules:
+        parameters = direct_parameters(module)
+        replaced.append((parameters, dict(parameters)))
+        for leaf in parameters:
+            full = weights.get(f"{name}.{leaf}")
+            if full is not None:
+                parameters[leaf] = nn.Parameter(full, requires_grad=False)
+    try:
+        yield
+    finally:
+        for parameters, sharded in replaced:
+            parameters.update(sharded)
 
 
 @contextmanager

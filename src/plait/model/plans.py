@@ -29,11 +29,13 @@ from torch import nn
 from plait.cluster.layout import shard_length, shard_lengths
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.adapters import (
+    LEARNED_KEYS,
     adapted_layers,
     adapter_matrices,
     base_name,
     copied_layers,
     refuse_adapted_parameters,
+    refuse_prompts,
     split_adapters,
     without_adapters,
 )
@@ -164,6 +166,7 @@ def make_plan(
         ModelError: The rules do not fit the model.
         ConfigError: The degree does not fit the sizes of the model.
     """
+    refuse_prompts(model, "parallel.tp", LEARNED_KEYS)
     wrappers = adapted_layers(model)
     if not wrappers:
         return _plan_without_adapters(model, tp=tp, user=user, blocks=blocks)

@@ -19,6 +19,7 @@ from plait.cluster.topology import discover, place
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.losses.loss import PerSample
+from plait.model.adapters import refuse_rank_allocation
 from plait.optim.optimizer import needs_closure, refuse_sharded
 from plait.parallel.hooks import StepHook
 from plait.parallel.parts import Parts
@@ -37,11 +38,13 @@ GATHERED_AT_ONCE = 2**24
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
-    """Raise ModelError for layers whose weight or gradient depends on the batch of one process.
+    """Raise ModelError for layers whose weight or gradient would be that of one process alone.
 
     Needs no process group.
     """
     ranks = resolved.layout.dp * resolved.layout.cp
+    if resolved.data_parallel.stage == 3 and ranks > 1:
+        refuse_rank_allocation(model)
     is_copied = (
         resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
     )

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait._torch.tensors import local_tensor
 from plait.errors import InputError
+from plait.model.adapters import with_full_prompts
 
 FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
@@ -214,7 +215,7 @@ def _save_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
             f"{type(self).__name__}.save_pretrained, or push_to_hub: each process holds a part of"
             f" the weights; call {_REMEDY}"
         )
-    with own_classes(self):
+    with own_classes(self), with_full_prompts(self, weights):
         return type(self).save_pretrained(self, *args, **settings)
 
 

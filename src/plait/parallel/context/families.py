@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
-from plait.model.adapters import without_wrapper
+from plait.model.adapters import refuse_prompts, without_wrapper
 from plait.parallel.context.kernel import AttentionRule, Kernel, kernel_for
 from plait.parallel.context.kinds import Kind
 
@@ -95,6 +95,7 @@ def refuse_unknown_model(
         ModelError: The model, one of its settings or its attention kernel is not supported.
         ConfigError: `ulysses` cannot divide the number of heads.
     """
+    refuse_prompts(model, "parallel.cp")
     model = without_wrapper(model)
     config: Any = getattr(model, "config", None)
     reason = (

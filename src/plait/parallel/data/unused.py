@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.operators import allowing_requires_grad
 from plait._torch.passes import around_backward
 from plait._torch.tensors import local_tensor
 from plait._torch.unit_order import DIGEST_BITS, UnitOrder
@@ -215,10 +216,12 @@ def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor]
     The parameter may be frozen now and unfrozen later.
     """
     # torch refuses the hook for a frozen parameter, but keeps it if the parameter is frozen later.
+    # The first forward, which gathers the parameter, may run inside of torch.func.jvp.
     requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(function)
-    parameter.requires_grad_(requires_grad)
+    with allowing_requires_grad():
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(function)
+        parameter.requires_grad_(requires_grad)
 
 
 _DELAY_STEPS = 2

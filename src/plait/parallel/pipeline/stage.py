@@ -304,7 +304,9 @@ def _drop_parameters(
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
         parameter = direct_parameters(module)[leaf]
-        assert parameter is not None
+        if parameter is None:
+            # Another name of a module whose parameter was removed already.
+            continue
         direct_parameters(module)[leaf] = None
         local = local_tensor(parameter.detach())
         if cut.first_use(name) < begin:

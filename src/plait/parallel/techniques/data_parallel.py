@@ -83,6 +83,7 @@ from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
 from plait.parallel.techniques.shard_units import (
     refuse_complex,
     refuse_quantised,
+    refuse_uneven_complex,
     refuse_unusable_parameters,
     shard_units,
 )
@@ -139,6 +140,7 @@ class DataParallel(CollectiveSettings):
         refuse_unusable_parameters(
             context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1
         )
+        refuse_uneven_complex(context.model, layout.dp_shard)
         return Plans(outer_units=outer_units(context.model, context.blocks))
 
     def groups(self, context: TechniqueContext) -> Groups:

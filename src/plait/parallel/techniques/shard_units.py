@@ -240,6 +240,30 @@ def refuse_complex(model: nn.Module) -> None:
             )
 
 
+def refuse_uneven_complex(model: nn.Module, shards: int) -> None:
+    """Refuse complex vectors whose shards have different lengths.
+
+    torch's Adam updates a complex tensor through a view of its real numbers. Of a DTensor that is
+    split unevenly along its last dimension, `view_as_real` returns a copy.
+
+    Args:
+        model: The model.
+        shards: Number of ranks over which parameters are sharded.
+
+    Raises:
+        ModelError: It names the first such parameter, with a remedy.
+    """
+    for name, parameter in model.named_parameters():
+        is_vector = parameter.is_complex() and parameter.ndim == 1
+        if parameter.requires_grad and is_vector and parameter.numel() % shards:
+            raise ModelError(
+                f"{name} is {dtype_name(parameter.dtype)} with {parameter.numel()} elements, and"
+                f" {shards} ranks hold shards of different lengths, which torch's Adam would not"
+                f" update; make its length a multiple of {shards}, keep its real numbers as the"
+                " parameter (torch.view_as_complex(parameter) in the forward), or use ZeRO stage 0"
+            )
+
+
 def refuse_unusable_parameters(
     model: nn.Module, *, sharded: bool, moved: bool, summed: bool
 ) -> None:
