@@ -290,20 +290,22 @@ def _data_degrees(
         replicate = _remaining("dp_shard", shard, dp, world_size)
 
     if replicate * shard != dp:
-        possible = format_processes(world_size // dp * replicate * shard)
         # ZeRO needs more than one process to shard over.
         left_out = []
         if dp % shard == 0 and (shard > 1 or stage == 0):
             left_out.append("dp_replicate")
         if stage and dp % replicate == 0 and replicate < dp:
             left_out.append("dp_shard")
+        start = ""
+        if stage == 0 or shard > 1 or replicate == 1:
+            start = f"start {format_processes(world_size // dp * replicate * shard)}, or "
         raise ConfigError(
             Problem(
                 "parallel",
                 None,
                 f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but"
                 f" {format_processes(world_size)} leave {dp} for data parallelism",
-                f"start {possible}, or leave {' or '.join(left_out) or 'both'} out",
+                f"{start}leave {' or '.join(left_out) or 'both'} out",
             )
         )
     # ZeRO would shard over one process, which is stage 0 under another name.

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plait.cluster.layout import Layout
@@ -62,6 +62,8 @@ def alternatives(problem):
     st.none() | degree,
     st.none() | degree,
 )
+@example(1, 1, 1, 1, 1, 2, 1)
+@example(4, 1, 1, 2, 2, 2, None)
 def test_the_product_is_the_world_or_it_is_refused(world, stage, pp, cp, tp, replicate, shard):
     try:
         layout = solve(world, stage, pp=pp, cp=cp, tp=tp, dp_replicate=replicate, dp_shard=shard)
