@@ -179,6 +179,9 @@ def quick_starts():
     """A context of multiprocessing whose processes have everything imported when they start."""
     # MKL's sums otherwise follow the alignment of memory, which is another from run to run; tests compare bits.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    # The watch of every worker reads torch's record of collectives twice a second: 0.1 s for the
+    # 2,000 entries that it has by default, a sixth of the time of these tests.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context

@@ -236,7 +236,7 @@ def budgets() -> Iterator[list[str]]:
                     ),
                 )
                 at = ranks[rank]
-                plain, least = at.most(("none",) * at.blocks), at.least()[0]
+                plain, least = at.peak_bytes(("none",) * at.blocks), at.least()[0]
                 budget = max((plain + least) // 2, *(one.least()[0] for one in ranks))
                 file["parallel"]["recompute"] = {
                     "budget_gib": budget / GIB,
@@ -259,7 +259,7 @@ def budgets() -> Iterator[list[str]]:
                 if mode in modes
             )
             held = max(held for _, held in at.held_after(modes))
-            row = [plain, least, budget, at.most(modes), held, measured]
+            row = [plain, least, budget, at.peak_bytes(modes), held, measured]
             yield [
                 schedule,
                 str(rank),

@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 import plait
-from plait.cli.main import NESTED_VERBS, VERBS, load_app
+from plait.cli.main import COMMANDS, NESTED_COMMANDS, load_app
 from plait.config.resolving.json_schema import json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -139,11 +139,12 @@ def command_line() -> str:
     """Return the page of commands and options."""
     text = [
         f"{HEADER}# Command line\n",
-        "`plait COMMAND --help` prints the same texts. `plait --version` prints the version.\n",
+        "`plait COMMAND --help` prints the same text. `plait --version` prints the version.\n",
         "| command | purpose |\n|---|---|",
     ]
     text.extend(
-        f"| [`plait {verb}`](#plait-{verb}) | {cell(line)} |" for verb, (_, line) in VERBS.items()
+        f"| [`plait {command}`](#plait-{command}) | {cell(line)} |"
+        for command, (_, line) in COMMANDS.items()
     )
     text.append(
         "\nExit codes: 0 done; 1 a rank failed or nothing fits; 2 wrong command line or file;"
@@ -151,16 +152,16 @@ def command_line() -> str:
         "\n5 a collective cannot complete because a rank hangs or ended; 6 no GPU to validate;"
         "\n7 numbers that are not finite; 128 + N ended by signal N.\n"
     )
-    for verb, (target, _) in VERBS.items():
-        text.extend(_command(f"plait {verb}", load(target)))
-        for words, second in NESTED_VERBS.items():
-            if words[0] == verb:
+    for command, (target, _) in COMMANDS.items():
+        text.extend(_command(f"plait {command}", load(target)))
+        for words, second in NESTED_COMMANDS.items():
+            if words[0] == command:
                 text.extend(_command(f"plait {' '.join(words)}", load(second)))
     return "\n".join(text)
 
 
 def load(target: str) -> Any:
-    """Return the command of a verb, whose app is given as `module:name`."""
+    """Return the command whose app is given as `module:name`."""
     return typer.main.get_command(load_app(target))
 
 

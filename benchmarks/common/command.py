@@ -13,6 +13,8 @@ def command(name: str, description: str | None) -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes, to see that all runs; writes nothing"
+        "--quick",
+        action="store_true",
+        help="small sizes, to check that everything runs; writes nothing",
     )
     return parser

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from plait.planner.calibrate import Fit, Moves, most_probable
+from plait.planner.calibrate import Fit, LogRatios, most_probable
 from plait.planner.constants import Constant, Rates
 
 
@@ -39,36 +39,42 @@ def grouped_fit(
     Returns:
         The fit, and the offset of each group.
     """
-    moves = Moves(tuple(names), known)
-    constants, count = len(moves.names), int(groups.max()) + 1
+    log_ratios = LogRatios(tuple(names), known)
+    constants, count = len(log_ratios.names), int(groups.max()) + 1
     indicator = np.zeros((len(measured), count))
     indicator[np.arange(len(measured)), groups] = 1
     start = np.zeros(constants + count)
     if begin is not None:
         start[:constants] = [
-            math.log(float(begin[name]) / known[name].median) for name in moves.names
+            math.log(float(begin[name]) / known[name].median) for name in log_ratios.names
         ]
 
     def predict_at(theta: np.ndarray) -> np.ndarray:
-        return predict(moves.rates(theta)) + indicator @ theta[constants:]
+        return predict(log_ratios.rates(theta)) + indicator @ theta[constants:]
 
     def jacobian_at(theta: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        of_constants = moves.jacobian(predict, theta, predicted - indicator @ theta[constants:])
+        of_constants = log_ratios.jacobian(
+            predict, theta, predicted - indicator @ theta[constants:]
+        )
         return np.concatenate([of_constants, indicator], axis=1)
 
     open_ends = np.full(count, math.inf)
-    least, most = moves.bounds
+    least, most = log_ratios.bounds
     theta, covariance = most_probable(
         predict_at,
         jacobian_at,
         measured,
         start,
-        widths=np.concatenate([moves.widths, np.full(count, group_width)]),
+        widths=np.concatenate([log_ratios.widths, np.full(count, group_width)]),
         bounds=(np.concatenate([least, -open_ends]), np.concatenate([most, open_ends])),
         spread=spread,
         weights=weights,
     )
     fitted = Fit(
-        moves.names, moves.rates(theta), covariance[:constants, :constants], spread, len(measured)
+        log_ratios.names,
+        log_ratios.rates(theta),
+        covariance[:constants, :constants],
+        spread,
+        len(measured),
     )
     return fitted, theta[constants:]

@@ -20,7 +20,7 @@ _MAX_MESSAGE_CHARACTERS = 10_000
 
 @dataclass(frozen=True)
 class Problem:
-    """Violation of one rule. It is printed as `field = value: rule; remedy`."""
+    """Violation of one rule, printed as `field = value: rule; remedy`."""
 
     field: str
     value: object
@@ -40,14 +40,14 @@ def _format_value(value: object) -> str:
 
 
 def shorten(text: str, max_characters: int = 400) -> str:
-    """Return a text of at most `max_characters`, with an ellipsis if its end is cut off."""
+    """Return a string truncated to `max_characters`, with an ellipsis if its end is cut off."""
     if len(text) <= max_characters:
         return text
     return text[: max_characters - 3] + "..."
 
 
 class PlaitError(Exception):
-    """Mistake of the user, or a condition outside of Plait, with a message that can be acted on.
+    """User error, or a condition outside Plait, with an actionable message.
 
     The message contains no control characters besides line breaks and tabs. Otherwise a name in a
     file could change what a terminal shows.
@@ -60,7 +60,7 @@ class PlaitError(Exception):
 
 
 def printable(text: str) -> str:
-    """Return a text of bounded length with escaped control characters."""
+    """Return a string of bounded length with escaped control characters."""
     if len(text) > _MAX_MESSAGE_CHARACTERS:
         text = f"{text[:_MAX_MESSAGE_CHARACTERS]}... ({len(text):,} characters)"
     if text.isprintable():
@@ -108,7 +108,7 @@ class ModelError(PlaitError):
 
 
 class ParityError(PlaitError):
-    """Results of a layout that differ from those of a single process."""
+    """Results of a layout differ from those of a single process."""
 
     exit_code = 3
 
@@ -126,13 +126,13 @@ class CommunicationError(PlaitError):
 
 
 class DeviceError(PlaitError):
-    """Missing device of the required kind."""
+    """No device of the required type exists."""
 
     exit_code = 6
 
 
 class NumbersError(PlaitError):
-    """Non-finite loss or gradient, or replicas whose numbers differ."""
+    """Non-finite loss or gradient, or replicas with different values."""
 
     exit_code = 7
     caused_by_batch = True
@@ -142,7 +142,7 @@ class NumbersError(PlaitError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of another library's error in one line of bounded length.
+    """Return another library's error message as one line of bounded length.
 
     It is the first line, with the second one if the first ends in a colon, or the error's type if
     it has no message. Some messages are long: Transformers lists all of its classes.
@@ -168,7 +168,7 @@ def first_lone_surrogate(text: str) -> str | None:
 
 
 def warn(message: str) -> None:
-    """Issue a warning at the line of the user's code that called Plait."""
+    """Issue a warning at the line of user code that called Plait."""
     package = os.path.dirname(__file__) + os.sep
     frame = sys._getframe(1)
     stack_level = 2

@@ -55,7 +55,7 @@ class StepDone:
 class CommunicationSelected:
     """Algorithm of the gradient exchange that the first steps selected.
 
-    It is used from the step after `step` on.
+    It is used in the steps after `step`.
     """
 
     step: int

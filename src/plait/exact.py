@@ -1,4 +1,4 @@
-"""Python values as JSON and back, exactly.
+"""Exact conversion of Python values to JSON and back.
 
 Values that JSON cannot represent (tuples, integer keys, counters, tensors) are marked and decoded
 with their type. Nothing is unpickled, so reading a file runs no code of its author.
@@ -38,7 +38,7 @@ _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functo
 
 
 def encode(value: Any, where: str = "value") -> Any:
-    """Return a value in the types of JSON.
+    """Return a value as JSON types.
 
     Args:
         value: Plain data, small tensors and functions, nested in any way.
@@ -102,7 +102,7 @@ def _encode_items(items: Iterable[Any], where: str) -> list[Any]:
 
 
 def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
-    """Return the value that `encode` was given.
+    """Return the value from the result of `encode`.
 
     Args:
         value: Result of `encode`.
@@ -185,7 +185,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() > _MAX_ELEMENTS:
         form = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         raise CheckpointError(
-            f"{where} is a {form}, and a checkpoint keeps plain tensors of at most"
+            f"{where} is a {form}, but a checkpoint keeps plain tensors of at most"
             f" {_MAX_ELEMENTS:,} elements there"
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -218,7 +218,7 @@ def _decode_tensor(value: dict[str, Any], reference: Any) -> torch.Tensor:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     return dtype
 
 

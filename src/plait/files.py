@@ -1,4 +1,4 @@
-"""Paths that users write, checks of folders, file locks and atomic writes of small files."""
+"""User-specified paths, checks of folders, file locks and atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def names_open_file(path: Path, opened: IO[bytes] | IO[str] | int) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: under another name, which is then renamed.
+    """Write a file atomically, by renaming a temporary file.
 
     A reader sees the old text or the new one, even after a crash.
 
@@ -107,7 +107,7 @@ def write_atomically_in_folder(path: Path, text: str) -> None:
 
 
 def is_url(text: str | Path) -> bool:
-    """Return True if a text names a location in an object store, for example `s3://bucket/run`.
+    """Return True if a string names a location in an object store, for example `s3://bucket/run`.
 
     A `Path` of it is recognised too, although pathlib turns it into `s3:/bucket/run`.
     """
@@ -134,7 +134,7 @@ def user_path(text: str | Path, field: str) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name can only be a path: names on the hub are `name` or `owner/name`.
+    """Return True if a name can only be a path. Names on the hub are `name` or `owner/name`.
 
     It tells a mistyped path from a name on the hub if no file or folder of that name exists.
     """
@@ -142,7 +142,7 @@ def is_path(name: str) -> bool:
 
 
 def is_file(text: str) -> bool:
-    """Return True if a text is the path of an existing file."""
+    """Return True if a string is the path of an existing file."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):

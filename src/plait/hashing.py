@@ -11,12 +11,12 @@ WORD_MASK = (1 << 64) - 1
 
 
 def sha256_of(text: str) -> str:
-    """Return the sha256 of a text in hexadecimal."""
+    """Return the SHA-256 of a string in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def seed_of(text: str) -> int:
-    """Return a seed that depends on all of a text. torch accepts 63 bits."""
+    """Return a seed of 63 bits, as many as torch accepts, from the hash of a string."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -56,7 +56,7 @@ def install_line(extra: str) -> str:
 
 
 class NamedImportError(Exception):
-    """Name of a user that cannot be imported.
+    """User-specified name that cannot be imported.
 
     Attributes:
         rule: What is wrong with the name.
@@ -87,7 +87,7 @@ def import_named(named: str, *, form: str, example: str) -> tuple[ModuleType, st
     try:
         return importlib.import_module(path), attribute
     except ModuleNotFoundError as error:
-        # Another name belongs to a failing import inside of the user's module.
+        # Another name belongs to a failing import inside the user's module.
         if error.name is not None and (path == error.name or path.startswith(f"{error.name}.")):
             raise NamedImportError(
                 f"there is no module {error.name!r} here", "run from its folder, or install it"

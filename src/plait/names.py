@@ -9,7 +9,7 @@ from difflib import get_close_matches
 def similar_names(
     name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6
 ) -> list[str]:
-    """Return the known names that are most similar to `name`, the most similar one first.
+    """Return the known names that are most similar to `name`, most similar first.
 
     The comparison ignores the case of the letters.
 
@@ -26,7 +26,7 @@ def similar_names(
 
 
 def did_you_mean(name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
-    """Return the question for similar names and a space, or "" if there are none.
+    """Return "did you mean ...?" for similar names, followed by a space, or "" without any.
 
     The arguments are those of `similar_names`.
     """

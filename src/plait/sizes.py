@@ -34,7 +34,7 @@ SHORT_NAMES: dict[str, str] = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name: `bf16` and `bfloat16` give `torch.bfloat16`.
+    """Return the dtype for a name: `torch.bfloat16` for `bf16` and `bfloat16`.
 
     Raises:
         KeyError: The name is unknown.
@@ -58,7 +58,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of `dtype` are summed: float64, or else float32."""
+    """Return the dtype in which `dtype` is accumulated: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

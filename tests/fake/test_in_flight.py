@@ -23,7 +23,7 @@ def check(start, world, rank, config, share):
     start(world, rank)
     ranks = foretold(config, world)
     at = ranks[resolve(load(config), world_size=world).layout.coordinates(rank)["pp"]]
-    least, plain = at.least()[0], at.most(("none",) * at.blocks)
+    least, plain = at.least()[0], at.peak_bytes(("none",) * at.blocks)
     budget = round(least + share * (plain - least))
     engine, *_ = pipelines.build(
         with_budget(config, max(budget, *(one.least()[0] for one in ranks))),
@@ -32,7 +32,7 @@ def check(start, world, rank, config, share):
         length=LENGTH,
     )
     chosen, data = engine.parts.recompute_modes, batch(4, length=LENGTH)
-    assert at.most(chosen) <= engine.config.recompute.budget_bytes
+    assert at.peak_bytes(chosen) <= engine.config.recompute.budget_bytes
     with delivered_at_once():
         measured = measure_in_flight(engine, data).after
     predicted = at.held_after(chosen)
@@ -41,7 +41,7 @@ def check(start, world, rank, config, share):
     numbers_bytes = 16 * len(data["input_ids"])
     excess = [held - expected for (_, held), (_, expected) in zip(measured, predicted, strict=True)]
     assert min(excess) >= 0 and max(excess) <= numbers_bytes, excess
-    assert max(held for _, held in measured) <= at.most(chosen) + numbers_bytes
+    assert max(held for _, held in measured) <= at.peak_bytes(chosen) + numbers_bytes
     if share < 1 and engine.config.recompute.budget_bytes < plain:
         assert set(chosen) != {"none"}
 
@@ -83,10 +83,12 @@ def test_a_rank_with_more_in_flight_recomputes_more(fake_world):
     fake_world(4, 0)
     ranks = foretold(settings(0, 8, "1f1b", pp=4), 4)
     assert [round(rank.most_in_flight()) for rank in ranks] == [4, 3, 2, 1]
-    budget = ranks[2].most(("none",))
+    budget = ranks[2].peak_bytes(("none",))
     work = [rank.repeated(rank.solve(budget) or ()) for rank in ranks]
     assert work[0] >= work[1] > work[2] == work[3] == 0
-    assert ranks[0].most(ranks[0].solve(budget) or ()) <= budget < ranks[0].most(("none",))
+    assert (
+        ranks[0].peak_bytes(ranks[0].solve(budget) or ()) <= budget < ranks[0].peak_bytes(("none",))
+    )
 
 
 def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world):

@@ -148,7 +148,10 @@ def test_a_chat_goes_on_after_a_line_that_is_too_long(folder, monkeypatch, capsy
             ["--prompt", "a", "--adapter", "x" * 300],
             "'x{100}': File name too long; pass another path",
         ),
-        (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is no folder; make it first"),
+        (
+            ["--prompts", __file__, "--out", "no/c"],
+            "--out no/c: no is not a folder; create it first",
+        ),
     ],
 )
 def test_a_wrong_input(arguments, words, folder, capsys):
@@ -160,7 +163,7 @@ def test_a_wrong_input(arguments, words, folder, capsys):
     ("line", "words"),
     [
         ("{", "line 2: is not JSON"),
-        ('{"prompt": "a", "id": NaN}', "line 2: is not JSON: NaN is no number in JSON; write null"),
+        ('{"prompt": "a", "id": NaN}', "line 2: is not JSON: NaN is not a JSON number; write null"),
         ("[]", "line 2: needs exactly one of prompt, token_ids, messages"),
         ('{"prompt": "a", "token_ids": [1]}', "needs exactly one"),
         ('{"prompt": "a", "id": 1, "id": 2}', "line 2: has id twice; leave one of them out"),
@@ -238,19 +241,19 @@ def _miscounted(path):
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard that is cut off": (
         lambda path: _cut(path / "model.safetensors"),
-        "model.safetensors is no readable safetensors file",
+        "model.safetensors is not a readable safetensors file",
     ),
     "a shard of other bytes": (
         lambda path: (path / "model.safetensors").write_bytes(b"\xa5" * 5000),
-        "model.safetensors is no readable safetensors file",
+        "model.safetensors is not a readable safetensors file",
     ),
     "an index that is no JSON": (
         lambda path: (path / "model.safetensors.index.json").write_text("{"),
-        "model.safetensors.index.json is no index of safetensors",
+        "model.safetensors.index.json is not a safetensors index",
     ),
     "an index without names": (
         lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-        "weight_map is not tensors' names to files",
+        "weight_map does not map tensor names to files",
     ),
     "an index of other files": (
         lambda path: (
@@ -301,7 +304,7 @@ def test_an_index_of_wrong_files(folder, tmp_path, capsys):
     (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
     run("--model", str(broken), "--prompt", "a", code=4)
     assert (
-        "second.safetensors is no readable safetensors file (File does not contain tensor lm_head.weight"
+        "second.safetensors is not a readable safetensors file (File does not contain tensor lm_head.weight"
         in capsys.readouterr().err
     )
 
@@ -361,7 +364,7 @@ def test_an_adapter(folder, tmp_path, capsys):
         )
     assert said["one"] == said["its own folder"] == said["tp"] == said["streamed"] != said["base"]
     run("--model", str(folder), "--adapter", adapter, "--adapter", adapter, "--prompt", "a", code=2)
-    assert "--adapter: 2 were given, and at most one is supported" in capsys.readouterr().err
+    assert "--adapter: 2 were given, but at most one is supported" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(
             [
@@ -536,7 +539,7 @@ def test_the_folder_of_a_run(folder, tmp_path, capsys):
     assert streamed.out.rstrip("\n") == answer
     run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
     assert (
-        "--scratch: stores layers that are converted before they are streamed, and this model"
+        "--scratch: stores layers that are converted before they are streamed, but this model"
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):

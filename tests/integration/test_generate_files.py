@@ -43,13 +43,13 @@ def run(folder, *arguments, code=0):
 @pytest.mark.parametrize(
     ("line", "options", "words"),
     [
-        ({"token_ids": [5, 300]}, [], "line 3 has token 300, and the model's tokens are 0 to 299"),
+        ({"token_ids": [5, 300]}, [], "line 3 has token 300, but the model's tokens are 0 to 299"),
         ({"prompt": "a " * 300}, [], "line 3: the longest request may have"),
         ({"prompt": ""}, [], "line 3 has no token"),
         (
             {"messages": [{"role": "user", "content": "a"}]},
             [],
-            "line 3 is a conversation, and the tokenizer has no chat template",
+            "line 3 is a conversation, but the tokenizer has no chat template",
         ),
         ({"prompt": "a"}, ["--top-p", "3"], "top_p = 3.0 must be"),
         ({"prompt": "a"}, ["--seed", "-1"], "--seed = '-1'"),

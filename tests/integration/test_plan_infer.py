@@ -154,7 +154,7 @@ def test_a_damaged_file_among_several(folder, tmp_path, budget, capsys):
     content = second.read_bytes()
     for damaged, words in (
         (content[:-1], "the file is cut off"),
-        (b"\xff" * len(content), "is no readable safetensors file"),
+        (b"\xff" * len(content), "is not a readable safetensors file"),
     ):
         second.write_bytes(damaged)
         run("--model", str(tmp_path / "model"), "--prompt-tokens", "8", *budget, code=4)

@@ -403,7 +403,7 @@ def _refused(place, capsys, *settings):
         (["data.paths=[empty.txt]"], "there is no text to train on"),
         (
             ["train_batch_size=100000"],
-            "train_batch_size = 100000: one step takes 100000 sequences and the text has",
+            "train_batch_size = 100000: one step takes 100000 sequences, but the text has",
         ),
         (["model.config.vocab_size=300"], "model vocab_size = 300: the tokenizer has 400 tokens"),
         (
@@ -455,7 +455,7 @@ def test_another_model_does_not_go_on(place, whole, capsys):
     )
     assert "model.hidden_size = 32" in err
     assert "run.seed = 1" in err
-    assert "was made with 64" in err
+    assert "was created with 64" in err
     assert "--fresh" in err
 
 

@@ -16,7 +16,7 @@ from plait._torch.units import (
     unsharded_parameter_bytes,
     unsharded_parameters,
 )
-from plait.comm.messages import Arriving
+from plait.comm.messages import PendingReceive
 from plait.dryrun.recorder import BACKWARD, LiveStorages, Recorder, watch
 from plait.parallel.accounting.ledger import MEMORY_KINDS
 from plait.parallel.accounting.peak import HEAD, OUTSIDE
@@ -126,7 +126,7 @@ _APART = -3
 
 
 @dataclass(frozen=True)
-class _Taken(Arriving):
+class _Taken(PendingReceive):
     """A message that counts from when it is taken on."""
 
     live: LiveStorages

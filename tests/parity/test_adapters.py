@@ -144,7 +144,7 @@ def test_adapters_go_on_elsewhere(pool, tmp_path):
             "lora_dropout=0",
             "lora_magnitude_vector (DoRA)",
             "its output is split over the vocabulary",
-            "Embedding, an adapter around a layer, and only LoRA on linear layers",
+            "Embedding, an adapter around a layer, but only LoRA on linear layers",
             "trained in full (modules_to_save)",
         )
         assert all(word in text for word, text in zip(words, refused, strict=True)), refused

@@ -6,9 +6,7 @@ The cases of one table run in one task of the workers, because their engines are
 from __future__ import annotations
 
 import copy
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,45 +14,11 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import plait
-from plait.errors import PlaitError
-from tests.parity import cases, pipelines
+from tests.advice import Case, each, failures
+from tests.parity import cases, pipelines, trainers
 from tests.parity.data_parallel import settings
 
 LOSS = plait.causal_lm_loss
-
-
-@dataclass(frozen=True)
-class Case:
-    """A mistake and its remedy.
-
-    Attributes:
-        words: Text of the message, from the rule to the remedy.
-        mistake: Function that raises.
-        remedy: Function that does what the message says. It returns whether that had an effect.
-    """
-
-    words: tuple[str, ...]
-    mistake: Callable[[], Any]
-    remedy: Callable[[], bool]
-
-
-def failures(table):
-    """Messages that are not raised, and remedies that fail."""
-    found = []
-    for case in table:
-        try:
-            case.mistake()
-            found.append(f"{case.words[0]}: nothing was raised")
-        except PlaitError as error:
-            found += [
-                f"{words!r} not in: {error}" for words in case.words if words not in str(error)
-            ]
-        try:
-            if not case.remedy():
-                found.append(f"{case.words[0]}: the remedy has no effect")
-        except Exception:
-            found.append(f"{case.words[0]}: {traceback.format_exc(limit=-3)}")
-    return found
 
 
 def batch():
@@ -443,13 +407,98 @@ TILES = (
 )
 
 
-def followed(rank, world):
+def renormalised(max_norm, by_frequency=False):
+    """Train an embedding whose rows stay short."""
+    model = nn.Sequential(nn.Embedding(12, 2, max_norm=max_norm, scale_grad_by_freq=by_frequency))
+    engine = plait.initialize(model, settings(2, 2, 1, 1))
+    weight = engine.model[0].weight
+    for _ in range(2):
+        engine.backward((engine(torch.arange(12)) - 3).square().mean())
+        engine.step()
+        with torch.no_grad():
+            weight.div_(weight.norm(dim=1, keepdim=True).clamp(min=1))
+    return bool((weight.full_tensor().norm(dim=1) < 1 + 1e-6).all())
+
+
+def weights_of(micro_batches):
+    """Run a step of two micro-batches, of which some are given with their weight."""
+    engine = plait.initialize(plain(), settings(2, 1, 1, 2), loss_fn=LOSS)
+    for index in range(2):
+        total, weight = LOSS(engine(batch()["input_ids"], side=True), batch())
+        if index in micro_batches:
+            engine.backward(total, weight=weight)
+        else:
+            engine.backward(total / weight)
+    engine.step()
+
+
+class Encoder(cases.PlainModel):
+    """A model with a second forward, as a method and by a flag."""
+
+    def encode(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+    def forward(self, input_ids, encode=False):  # type: ignore[override]
+        return self.encode(input_ids) if encode else super().forward(input_ids)
+
+
+def encoded(by_flag):
+    engine = engine_of(Encoder(tied=True))
+    ids = batch()["input_ids"]
+    shape = engine(ids, encode=True).shape if by_flag else engine.model.encode(ids).shape
+    return shape == (2, 8, cases.VOCABULARY)
+
+
+def on_another_stage(folder, built_again):
+    """Train at ZeRO 1 and go on at ZeRO 3."""
+    engine = engine_of(plain())
+    engine.train_batch(batch())
+    engine.save_checkpoint(folder, tag="one")
+    model = engine.model
+    if built_again:
+        with torch.device("meta"):
+            model = plain()
+    other = plait.initialize(model, settings(2, 3, 1, 1), loss_fn=LOSS)
+    other.load_checkpoint(folder, tag="one")
+    same = torch.equal(
+        other.model.head.weight.full_tensor(), engine.model.head.weight.full_tensor()
+    )
+    return same and trains(other)
+
+
+DIFFERENT_RANKS = (
+    Case(("has max_norm = 1", "renormalise the weight between steps"), lambda: renormalised(1.0), lambda: renormalised(None)),
+    Case(("use scale_grad_by_freq=False",), lambda: renormalised(None, True), lambda: renormalised(None, False)),
+    Case(("every backward of a step, on every rank, or for none",), lambda: weights_of([0]), each(weights_of, [0, 1], [])),
+    Case(("Encoder.encode computes with parameters that are shards", "call it from forward()"), lambda: encoded(False), lambda: encoded(True)),
+)  # fmt: skip
+
+
+def of_rows(rank):
+    """Cases of rows that ranks have in different numbers."""
+    from plait.hf import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = plain()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    wide, long = torch.ones(2, 3 + rank), torch.ones(2 + rank)
+    padded = partial(accelerator.pad_across_processes, wide, dim=1)
+    yield Case(("call accelerator.pad_across_processes(tensor, dim=1)",), lambda: accelerator.gather(wide), lambda: accelerator.gather(padded()).shape == (4, 4))  # fmt: skip
+    yield Case(("or use accelerator.gather, whose rows may differ",), lambda: accelerator.reduce(long), lambda: accelerator.gather(long).shape == (5,))  # fmt: skip
+    accelerator.free_memory()
+
+
+def followed(rank, world, folder):
     """Runs in a worker."""
-    return failures([*DATA_PARALLEL, *PIPELINES, *TILES])
+    again = partial(on_another_stage, folder)
+    words = ("was already sharded by Plait", "build it again", "and load its checkpoint")
+    found = failures([*DATA_PARALLEL, *PIPELINES, *TILES, *DIFFERENT_RANKS, Case(words, lambda: again(False), lambda: again(True))])  # fmt: skip
+    with trainers.launched(rank, world):
+        return found + failures(of_rows(rank))
 
 
-def test_advice_works_when_it_is_followed(pool):
-    """After a refusal by name, what the message says trains. Kinds: decisions, pipelines, own loops, shapes."""
-    first, second = pool.run(2, followed)
+def test_advice_works_when_it_is_followed(pool, tmp_path):
+    """After a refusal by name, what the message says trains. Kinds: decisions, ranks, pipelines, own loops, shapes, changed models."""
+    first, second = pool.run(2, followed, str(tmp_path))
     assert not first, "\n".join(first)
     assert not second, "\n".join(second)

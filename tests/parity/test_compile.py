@@ -4,6 +4,7 @@ the code generation, which takes minutes on a CPU)."""
 import pytest
 
 import plait
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.covers import proof_after
 from tests.parity import cases
@@ -29,6 +30,21 @@ def test_compiled_blocks(pool, stage, mode):
     config = settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
     config["parallel"]["recompute"] = {"mode": mode}
     found, compiled, _ = pool.run(2, train, config)[0]
+    assert compiled
+    assert_same(reference("plain", True, 2), found)
+
+
+def train_in_verification(rank, world, config):
+    """What a process of `plait verify` runs: a mode that skips casts, which breaks the graph. Runs in a worker."""
+    with keeping_float64(cases.build("plain", tied=True)):
+        return train(rank, world, config)
+
+
+def test_recomputed_blocks_of_plait_verify(pool):
+    """A compiled block that is recomputed resumes after a break of its graph."""
+    config = settings(2, 0, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
+    config["parallel"]["recompute"] = {"mode": "full"}
+    found, compiled, _ = pool.run(2, train_in_verification, config)[0]
     assert compiled
     assert_same(reference("plain", True, 2), found)
 

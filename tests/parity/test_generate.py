@@ -333,7 +333,7 @@ def caught_in_a_hook(rank, world, names, who):
         said = (
             ["while the pipeline runs"] * 2
             if name == "pp"
-            else ["inside of the model's forward", "inside of the model's backward"]
+            else ["inside the model's forward", "inside the model's backward"]
         )
         assert len(heard) == (8 if who in (None, rank) else 0) and all(
             said[at // 4] in one for at, one in enumerate(heard)
@@ -415,7 +415,7 @@ def wrong(rank, world):
 def test_an_error_of_one_rank_is_raised_by_all(pool):
     for empty, long, text, token, seed in pool.run(2, wrong):
         assert (
-            "prompt 0 has token 101, and the model's tokens are 0 to 100" in token
+            "prompt 0 has token 101, but the model's tokens are 0 to 100" in token
             and "seed = -1 must be" in seed
         )
         assert "rank 1, generate: prompt 0 has no token" in empty

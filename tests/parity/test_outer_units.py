@@ -337,6 +337,24 @@ def test_a_loss_that_reads_a_freed_embedding_is_refused(pool):
         assert isinstance(found, str) and "embed.weight is read by the loss itself" in found
 
 
+def early_penalty(rank, world, stage):
+    """The error of a penalty that is computed before the forward. Runs in a worker."""
+    model = model_of("Base")
+    plait.parallelize(model, settings(2, stage, 1, 1))
+    penalty = model.embed.weight.square().sum()
+    with pytest.raises(InputError) as refused:
+        (0.3 * penalty + model(steps(2)[0][rank]["input_ids"]).logits.square().mean()).backward()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_penalty_before_the_forward_is_refused(pool, stage):
+    """Its advice is followed by `test_a_loss_that_reads_a_weight`."""
+    for message in pool.run(2, early_penalty, stage):
+        assert message.startswith("embed.weight is read by the loss itself (a penalty on weights?)")
+        assert "read it after the model was called (below ZeRO stage 3 it is unsharded" in message
+
+
 def test_which_layers_are_units():
     """Tied weights and layers that compute something else stay in the root unit."""
     model = model_of("Base")

@@ -252,4 +252,4 @@ def step_in_a_hook(rank, world, stage):
 def test_a_step_inside_of_a_backward_is_refused(pool, stage):
     """Parameters that no rank used would be decayed, and stage 0 has not reduced anything."""
     for message in pool.run(2, step_in_a_hook, stage):
-        assert message.startswith("optimizer.step() was called inside of loss.backward()")
+        assert message.startswith("optimizer.step() was called inside loss.backward()")

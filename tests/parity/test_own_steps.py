@@ -4,7 +4,7 @@ import pytest
 import torch.nn.functional as F
 
 from plait.errors import InputError
-from plait.hf.transformers_trainer import cautions_about_loss
+from plait.hf.transformers_trainer import warnings_about_loss
 from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
@@ -175,8 +175,8 @@ def test_cautions_about_losses(wraps):
         made = plait.hf.wrap(made) if wraps else made
         trainer = made.__new__(made)
         trainer.model_accepts_loss_kwargs = True
-        found[kind] = " ".join(cautions_about_loss(trainer, ranks=2, accumulation=4))
-        assert not cautions_about_loss(trainer, ranks=1, accumulation=1)
+        found[kind] = " ".join(warnings_about_loss(trainer, ranks=2, accumulation=4))
+        assert not warnings_about_loss(trainer, ranks=1, accumulation=1)
     assert (
         "Mean.compute_loss does not read num_items_in_batch" in found["Mean"]
         and "4 micro-batches" in found["Mean"]

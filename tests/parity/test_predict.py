@@ -71,12 +71,12 @@ def test_where_there_is_no_place_for_a_cache():
     refuse_cache(*at(Layout(tp=2)), object())
     with pytest.raises(
         InputError,
-        match="parallel.pp = 2: predict.* got a object, and each of 2 stages .* pass what engine.new_cache",
+        match="parallel.pp = 2: predict.* got a object, but each of 2 stages .* pass what engine.new_cache",
     ):
         refuse_cache(*at(Layout(pp=2)), object())
     with pytest.raises(
         InputError,
-        match="passes a batch to the model unchanged, and Cuts must transform every micro-batch",
+        match="passes a batch to the model unchanged, but Cuts must transform every micro-batch",
     ):
         refuse_cache(*at(Layout(), Cuts()), object())
     with pytest.raises(InputError, match=r"engine\(...\) passes a batch to the model"):

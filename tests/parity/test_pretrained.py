@@ -187,7 +187,7 @@ def test_each_rank_reads_its_experts(pool, tmp_path, family):
 
 
 def test_what_is_built(tmp_path):
-    """Fields and dtype; a head that the files lack; a model inside of another one."""
+    """Fields and dtype; a head that the files lack; a model inside another one."""
     saved(tmp_path)
     model: Any = plait.from_pretrained(tmp_path, dtype=torch.bfloat16, use_cache=False)
     assert (
@@ -197,7 +197,7 @@ def test_what_is_built(tmp_path):
         and model.generation_config.max_length == 7
     )
     assert weights_of(model) == tmp_path
-    with pytest.raises(InputError, match="inside of another one"):
+    with pytest.raises(InputError, match="inside another one"):
         weights_of(torch.nn.Sequential(model, torch.nn.Linear(2, 2)))
     with pytest.raises(InputError, match="no such field"):
         plait.from_pretrained(tmp_path, hiden_size=3)

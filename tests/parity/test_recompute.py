@@ -121,7 +121,7 @@ def in_pipeline(rank, world, config, modes):
         mode = dict(more)
         if mode.get("mode") == "budget":
             bounds = [
-                (at.least()[0], at.most(("none",) * at.blocks))
+                (at.least()[0], at.peak_bytes(("none",) * at.blocks))
                 for at in foretold(config, world, torch.float64)
             ]
             mode |= {
@@ -180,10 +180,10 @@ def with_uneven_slices(rank, world, pp):
         (foretold_rank,) = rank_activations(
             Parts(model, find_blocks(model)), mesh=mesh, batch=batch
         )
-        own = foretold_rank.most(("none", "none")) - 1
+        own = foretold_rank.peak_bytes(("none", "none")) - 1
     else:
         config = pipeline_settings(0, 2, "1f1b", pp=2, tp=2)
-        own = foretold(config, world)[1].most(("none", "none")) - 1
+        own = foretold(config, world)[1].peak_bytes(("none", "none")) - 1
     asked = torch.tensor(own)
     dist.broadcast(asked, src=1)
     section = {"budget_gib": int(asked) / GIB, "sequence_length": LENGTH}

@@ -304,7 +304,7 @@ def test_what_the_configuration_says_now_wins(pool, tmp_path):
     assert found.pop("by hand") == [0.123]
     assert "amsgrad = True: it needs `max_exp_avg_sq`" in found.pop("amsgrad")
     assert (
-        "holds the states of torch.optim.AdamW, and this run's optimizer is torch.optim.SGD"
+        "holds the states of torch.optim.AdamW, but this run's optimizer is torch.optim.SGD"
         in found.pop("class")
     )
     decay, betas, notes = found.pop("decay")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -155,30 +156,34 @@ def test_parts_are_no_weights(pool, tmp_path, config):
     )
 
 
-def part_of_a_pipeline(rank, world, folder):
+def part_of_a_model(rank, world, axis, folder):
     """What a script saves of an engine's model, and what the refusal advises. Runs in a worker."""
     config = {
         "train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "parallel": {"pp": 2},
+        "parallel": {axis: 2},
     }
     engine = plait.initialize(trainers.model(), config, loss_fn=plait.causal_lm_loss)
-    refusal = said(lambda: torch.save(engine.model.state_dict(), f"{folder}/{rank}.pt"))
+    refusals = [said(lambda: torch.save(engine.model, f"{folder}/{rank}.pt"))]
+    if axis == "pp":
+        refusals.append(said(lambda: torch.save(engine.model.state_dict(), f"{folder}/{rank}.pt")))
     weights = {}
     for bucket in plait.iterate_weights(engine.sharded):
         weights |= {name: tensor.clone() for name, tensor in bucket.items()}
     engine.close()
-    return refusal, weights
+    return refusals, weights
 
 
-def test_a_stage_is_not_the_model(pool, tmp_path):
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_a_part_is_not_the_model(pool, tmp_path, axis):
     wanted = trainers.model().state_dict()
-    for refusal, weights in pool.run(2, part_of_a_pipeline, str(tmp_path)):
-        assert (
-            "each process holds a part" in refusal
-            and "plait.iterate_weights(engine.sharded)" in refusal
-        )
+    for (whole, *others), weights in pool.run(2, part_of_a_model, axis, str(tmp_path)):
+        assert whole.startswith("LlamaForCausalLM cannot be pickled (by torch.save(model), for")
+        for refusal in others:
+            assert "each process holds a part" in refusal
+        for refusal in (whole, *others):
+            assert "plait.iterate_weights(engine.sharded)" in refusal
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
 
@@ -284,6 +289,9 @@ class Net(nn.Module):
         return x
 
 
+WHOLE_MODEL = "cannot be pickled (by torch.save(model), for example): it was split or wrapped"
+
+
 def saved_without_a_trainer(rank, world, which, folder):
     """Runs in a worker: what torch.save says, and whether the advice gives the full weights."""
     torch.manual_seed(1)
@@ -296,6 +304,8 @@ def saved_without_a_trainer(rank, world, which, folder):
         else plait.initialize(model, config)
     )
     file = f"{folder}/{rank}.pt"
+    for call in (lambda: torch.save(model, file), lambda: pickle.dumps({"model": model})):
+        assert WHOLE_MODEL in said(call)
     refusal = said(lambda: torch.save(model.state_dict(), file))
     torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), file)
     found = torch.load(file)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import plait
+from plait.errors import ModelError
 from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import assert_same, plain_trace, settings
@@ -54,6 +55,42 @@ def test_scalars_train_at_every_stage(pool, stage, accumulation):
     trace = pool.run(2, train, settings(2, stage, 1, accumulation))[0]
     expected = plain_trace(build(), steps(2 * accumulation))
     assert_same(expected, trace)
+
+
+def in_a_pipeline(rank, world):
+    """(refusals, losses of a pipeline). Runs in a worker."""
+    refusals = []
+    for stage, parallel, more in (
+        (1, {"pp": 2, "dp_shard": 2}, {}),
+        (0, {"pp": 2, "dp_replicate": 2}, {"bf16": {"enabled": True}}),
+    ):
+        config = settings(1, stage, 1, 2) | {"parallel": parallel} | more
+        with pytest.raises(ModelError) as refused:
+            plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
+        refusals.append(str(refused.value))
+
+    # What the messages advise.
+    config = settings(1, 0, 1, 2) | {"parallel": {"pp": 2, "dp_replicate": 2}}
+    engine = plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
+    index = engine.dp_rank * 2
+    return refusals, [
+        float(engine.train_batch(step[index : index + 2]).loss) for step in plain_steps()
+    ]
+
+
+def plain_steps():
+    """Steps that do not use the scalars of blocks."""
+    return cases.ragged_steps(4, steps=3, keys=())
+
+
+def test_pipelines(pool):
+    """They train at ZeRO 0 in the model's own dtype, and are refused elsewhere."""
+    expected = plain_trace(build(), plain_steps())
+    for refusals, losses in pool.run(4, in_a_pipeline):
+        for message in refusals:
+            assert "is a 0-dimensional parameter" in message
+            assert "use ZeRO stage 0 without bf16, fp16 and offloading" in message
+        assert losses == pytest.approx(expected.losses, rel=1e-10)
 
 
 def mean_of(model, piece):

@@ -160,7 +160,7 @@ def resumed(rank, world, folder):
         best = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
         again = first.evaluate()["eval_loss"]
         another = made(zero(0), 3)
-        with pytest.raises(InputError, match=r"8 samples per step, and this run has 12"):
+        with pytest.raises(InputError, match=r"8 samples per step, but this run has 12"):
             another.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
         another.engine.close()
         others = []

@@ -58,7 +58,7 @@ def mistakes(rank, world, folder):
             ):
                 copy.deepcopy(part)
         with pytest.raises(
-            InputError, match="train_dataset has 0 samples.*1 at least; look at the split"
+            InputError, match="train_dataset has 0 samples.*at least 1; check the split"
         ):
             trainers.trainer_of(folder, zero(3), {"train_dataset": []}, **saving).train()
         state = Path(folder) / "checkpoint-1" / "trainer_state.json"

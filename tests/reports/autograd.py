@@ -467,3 +467,91 @@ def weights_perturbed_between_two_backwards(run):
             for parameter, move in zip(parameters, moves, strict=True):
                 parameter.sub_(move)
         run.step()
+
+
+def tangents_of_the_forward(run):
+    """The loss contains a derivative of the forward along the inputs, as MeanFlow has."""
+    call = run.start(build(Net))
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            sample, direction = inputs(step, rank), inputs(step, rank, micro=1)
+            output, slope = torch.func.jvp(call, (sample,), (direction,))
+            run.backward((output - slope.detach()).square().mean() + slope.square().mean())
+        run.step()
+
+
+def hooks_on_gradients_of_modules(run):
+    """Full backward hooks see each module's gradients, and one changes them."""
+    model = build(Net)
+
+    def keep(module, incoming, outgoing):
+        for gradient in (incoming[0], outgoing[0]):
+            if gradient is not None:
+                run.note(gradient / gradient.abs().max())  # without the scale of the loss
+
+    def halve(module, incoming, outgoing):
+        return tuple(None if gradient is None else gradient / 2 for gradient in incoming)
+
+    for module in (model.blocks[0], model.blocks[1].linear, model.head):
+        module.register_full_backward_hook(keep)
+    model.blocks[2].register_full_backward_hook(halve)
+    model.blocks[1].register_full_backward_pre_hook(lambda module, outgoing: (outgoing[0] * 2,))
+    call = run.start(model)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank)).square().mean())
+        run.step()
+
+
+class Wrapped:
+    """A tensor with a label, which is no pytree."""
+
+    def __init__(self, tensor, label):
+        self.tensor = tensor
+        self.label = label
+
+
+class WrappingLayer(Layer):
+    """A layer that takes and returns an object around its tensor."""
+
+    def forward(self, hidden):
+        return Wrapped(super().forward(hidden.tensor), hidden.label + 1)
+
+
+class WrappingNet(Net):
+    """A model whose blocks hand on objects."""
+
+    def body(self, inputs):
+        hidden = Wrapped(self.stem(inputs), 0)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.tensor
+
+
+def objects_between_blocks(run):
+    """Blocks hand on objects that are no pytrees."""
+    train(run, build(WrappingNet, WrappingLayer))
+
+
+class CarryingNet(Net):
+    """A recurrent model that gets its last state."""
+
+    def forward(self, inputs, state=None):
+        hidden = self.stem(inputs)
+        if state is not None:
+            hidden = hidden + state
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden), hidden
+
+
+def backward_through_the_last_call(run):
+    """A second backward goes on into the retained graph of the call before."""
+    call = run.start(build(CarryingNet), sgd)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            output, state = call(inputs(step, rank))
+            run.backward(output.square().mean(), retain_graph=True)
+            output, _ = call(inputs(step, rank, micro=1), state)
+            run.backward(output.square().mean())
+        run.step()

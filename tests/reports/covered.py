@@ -19,6 +19,7 @@ COVERED = {
     "PaddleFormers-3010": "test_experts.py::test_equals_one_process",
     "accelerate-952": "test_accelerator.py::test_a_layout_is_one_process",
     "accelerate-4177": "test_context_parallel.py::test_equals_one_process",
+    "accelerate-4242": "test_skipped_step.py::test_a_skipped_step_changes_nothing",
     "ao-3314": "test_small_states.py::test_equals_one_process",
     "build-nanogpt-30": "test_migration.py::test_a_loop",
     "datasets-7538": "test_loader_state.py::test_in_the_middle_of_an_epoch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,40 @@ def on_plaits_accelerator(rank, world, loop, *case):
             return f"{type(error).__name__}: {error}"
 
 
+def rates_after_metrics(accelerator):
+    """Rates of a schedule that follows a metric, after each of six equal values."""
+    model = trainers.model(DTYPE)
+    optimizer = optimizer_of(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    model, optimizer, loader, schedule = accelerator.prepare(
+        model, optimizer, single_samples(), schedule
+    )
+    rates = []
+    for _, batch in zip(range(6), loader, strict=False):
+        del batch["index"]
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    accelerator.free_memory()
+    return rates
+
+
+def rates_on_plait(rank, world):
+    """The rates with Plait's Accelerator. Runs in a worker."""
+    with trainers.launched(rank, world):
+        return rates_after_metrics(
+            accelerator_of(world, 1, {}, {"zero_optimization": {"stage": 2}})
+        )
+
+
+def rates_on_accelerate():
+    """The rates with Accelerate in one process."""
+    with trainers.launched_alone():
+        return rates_after_metrics(accelerator_of(1, 1, {}, None))
+
+
 def optimizer_prepared_alone(rank, world):
     """The model is left out of `prepare`. Runs in a worker."""
     with trainers.launched(rank, world):
@@ -277,7 +312,39 @@ def with_trained_biases(dtype=torch.float32):
     return get_peft_model(base, config)
 
 
+def with_adapter(kind, dtype=torch.float32, **fields):
+    """A model with an adapter of another kind than LoRA."""
+    import peft
+
+    torch.manual_seed(11)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **fields)
+    return peft.get_peft_model(trainers.model(dtype), config).to(dtype)
+
+
+def with_vera(dtype=torch.float32):
+    """Vectors for two projections that all layers share, which the file has too."""
+    fields = {"r": 4, "target_modules": ["q_proj", "up_proj"], "save_projection": True}
+    return with_adapter("VeraConfig", dtype, **fields)
+
+
+def with_adalora(dtype=torch.float32):
+    """Adapters with a penalty on all of their weights in the loss."""
+    schedule = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "total_step": 8}
+    targets = ["q_proj", "v_proj"]
+    model = with_adapter("AdaLoraConfig", dtype, target_modules=targets, **schedule)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_E" in name:
+                parameter.normal_(std=0.3, generator=draw)
+    return model
+
+
 MODELS: dict[str, Callable[..., Any]] = {
+    "adalora": with_adalora,
+    "prompts": partial(with_adapter, "PromptTuningConfig", num_virtual_tokens=4),
+    "prefixes": partial(with_adapter, "PrefixTuningConfig", num_virtual_tokens=4),
+    "vera": with_vera,
     "llama": trainers.model,
     "without items": WithoutItems(),
     "trained biases": with_trained_biases,
@@ -308,3 +375,12 @@ def on_plaits_trainer(rank, world, folder, made, settings):
         from plait.hf import Trainer, TrainingArguments
 
         return trainer_run((Trainer, TrainingArguments), folder, made, settings)
+
+
+def message_of_plaits_trainer(rank, world, folder, made, settings):
+    """What the run with Plait's Trainer is refused with. Runs in a worker."""
+    try:
+        on_plaits_trainer(rank, world, folder, made, settings)
+    except PlaitError as error:
+        return str(error)
+    return ""

@@ -476,3 +476,100 @@ def weights_masked_by_parametrize(run):
 def weights_masked_before_the_forward(run):
     """A forward pre-hook writes to a block's weight."""
     train(run, build(PrunedNet))
+
+
+class SpectralLayer(Layer):
+    """A layer with a complex weight for each frequency, besides its real ones."""
+
+    def __init__(self):
+        super().__init__()
+        count = WIDTH // 2 + 1
+        self.spectrum = nn.Parameter(torch.randn(3, count, dtype=torch.complex128) * 0.3)
+
+    def forward(self, hidden):
+        frequencies = torch.fft.rfft(hidden)
+        turned = torch.fft.irfft((frequencies.unsqueeze(1) * self.spectrum).sum(1), n=WIDTH)
+        return super().forward(hidden + turned)
+
+
+class ComplexLayer(nn.Module):
+    """A layer of complex weights alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+
+    def forward(self, hidden):
+        return hidden + torch.tanh(self.linear(hidden))
+
+
+class ComplexNet(Net):
+    """A complex model of a real output."""
+
+    def __init__(self, classes):
+        super().__init__(ComplexLayer)
+        self.stem = nn.Linear(FEATURES, WIDTH, dtype=torch.complex128)
+        self.head = nn.Linear(WIDTH, classes, dtype=torch.complex128)
+
+    def forward(self, sample):
+        return torch.view_as_real(super().forward(torch.complex(sample, sample.flip(1))))
+
+
+def complex_parameters(run):
+    """A complex model, clipped."""
+    torch.manual_seed(7)
+    train(run, ComplexNet(4), clipping=0.3)
+
+
+def complex_vector_of_uneven_shards(run):
+    """A complex bias whose length the ranks do not divide."""
+    torch.manual_seed(7)
+    train(run, ComplexNet(3))
+
+
+def complex_and_real_parameters(run):
+    """Complex weights of a Fourier layer next to real ones, clipped."""
+    torch.manual_seed(7)
+    # `to(torch.float64)` would drop the imaginary parts.
+    train(run, Net(SpectralLayer).double(), clipping=0.3)
+
+
+def statistics_of_weights(run):
+    """Statistics of weights and gradients, of which ranks have other numbers of rows."""
+    call = run.start(build(Net, features=5), sgd)
+    for step in range(2):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank, width=5)).square().mean())
+        for parameter in run.module.parameters():
+            for tensor in (parameter.detach(), parameter.grad.detach()):
+                found = [tensor.mean(), tensor.std(), tensor.abs().max(), tensor.min()]
+                found += [tensor.norm(), tensor.norm(1), (tensor > 0).sum(), tensor.var()]
+                run.note([float(plain(number)) for number in found], everywhere=True)
+        run.step()
+
+
+def averaged_model(run):
+    """`AveragedModel` follows the weights, and its output is compared."""
+    call = run.start(build(Net))
+    average = torch.optim.swa_utils.AveragedModel(run.module)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank)).square().mean())
+        run.step()
+        average.update_parameters(run.module)
+    for rank in run.each_rank():
+        with torch.no_grad():
+            run.note(average(inputs(9, rank)))
+
+
+def weights_assigned(run):
+    """`load_state_dict(assign=True)` replaces the parameters after the first step."""
+    call = run.start(build(Net), sgd)
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank)).square().mean())
+        run.step()
+        if step == 0:
+            saved = {name: t.clone() * 0.5 for name, t in run.module.state_dict().items()}
+            run.module.load_state_dict(saved, assign=True)
+            run.record()

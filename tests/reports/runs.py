@@ -222,9 +222,9 @@ class EngineRun(RankRun):
         self.engine.close()
 
 
-def train(run, model, *, optimizer=adamw, rows=4):
+def train(run, model, *, optimizer=adamw, rows=4, clipping=0.0):
     """Three steps of a model that maps features to logits."""
-    call = run.start(model, optimizer)
+    call = run.start(model, optimizer, clipping=clipping)
     for step in range(3):
         for rank in run.each_rank():
             run.backward(call(inputs(step, rank, rows=rows)).square().mean())
@@ -288,5 +288,7 @@ def _error(wanted, found):
         return float("inf")
     if torch.equal(wanted, found):  # also without elements, and infinities
         return 0.0
-    largest = max(float(wanted.double().abs().max()), 1e-2)
-    return float((wanted.double() - found.double()).abs().max()) / largest
+    if not wanted.is_complex():
+        wanted, found = wanted.double(), found.double()
+    largest = max(float(wanted.abs().max()), 1e-2)
+    return float((wanted - found).abs().max()) / largest

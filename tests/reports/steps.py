@@ -9,7 +9,8 @@ from torch import nn
 
 import plait
 from plait.verify.parity import full_tensor_on_cpu
-from tests.reports.models import Net, build, inputs
+from tests.reports.autograd import BranchNet
+from tests.reports.models import Layer, Net, build, inputs
 from tests.reports.runs import adamw, plain, sgd
 
 STEPS = 3
@@ -509,3 +510,111 @@ def repeat_failed_forward(run):
         for rank in run.each_rank():
             run.backward(loss_of(call, step, rank, 1))
         run.step()
+
+
+def group_added_later(run):
+    """A block is thawed and its parameters are added to the optimizer as a group."""
+    model = build(Net)
+    model.blocks[1].requires_grad_(False)
+    call = run.start(model, lambda ps: adamw([p for p in ps if p.requires_grad]))
+    for step in range(4):
+        if step == 2:
+            run.module.blocks[1].requires_grad_(True)
+            added = list(run.module.blocks[1].parameters())
+            run.optimizer.add_param_group({"params": added, "lr": 5e-3})
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def states_dropped(run):
+    """Moments are dropped and scaled in the middle of a run, as ReLoRA does."""
+    call = run.start(build(Net))
+    for step in range(4):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+        if step == 1:
+            run.optimizer.state.clear()
+        if step == 2:
+            for state in run.optimizer.state.values():
+                state["exp_avg"].mul_(0.1)
+
+
+def closure_of_lbfgs(run):
+    """L-BFGS calls its closure several times per step."""
+    call = run.start(build(Net), lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3))
+    for step in range(2):
+
+        def closure(step=step):
+            run.optimizer.zero_grad()
+            losses = []
+            for rank in run.each_rank():
+                loss = loss_of(call, step, rank)
+                run.backward(loss)
+                losses.append(loss.detach())
+            return torch.stack(losses).mean()
+
+        run.optimizer.step(closure)
+        run.optimizer.zero_grad()
+        run.record()
+
+
+def factored_optimizer(run):
+    """Adafactor keeps means over rows and columns."""
+    call = run.start(build(Net), lambda ps: torch.optim.Adafactor(ps, lr=1e-2))
+    for step in range(STEPS):
+        for rank in run.each_rank():
+            run.backward(loss_of(call, step, rank))
+        run.step()
+
+
+def gradients_zeroed_in_place(run):
+    """Gradients are zeroed, not dropped, and a block is left out of later steps."""
+    call = run.start(build(BranchNet))
+    for step in range(4):
+        for rank in run.each_rank():
+            run.backward(call(inputs(step, rank), step < 2).square().mean())
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+        run.record()
+
+
+class CountingLayer(Layer):
+    """A layer that counts its training forwards in a state of its own, and scales by the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, hidden):
+        self.count += int(self.training)
+        return super().forward(hidden) / (1 + 0.1 * self.count)
+
+    def get_extra_state(self):
+        return {"count": self.count, "name": "counter"}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def resumed_with_extra_state(rank, world, stage, folder):
+    """Weights of four steps, the last two after a checkpoint was loaded. Runs in a worker."""
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+
+    def steps(engine, first):
+        for step in (first, first + 1):
+            engine.backward(engine(inputs(step, rank)).square().mean())
+            engine.step()
+        return {n: full_tensor_on_cpu(p) for n, p in engine.model.named_parameters()}
+
+    engine = plait.initialize(build(Net, CountingLayer), config, optimizer=adamw)
+    steps(engine, 0)
+    engine.save_checkpoint(folder)
+    wanted = steps(engine, 2)
+    engine.close()
+    engine = plait.initialize(build(Net, CountingLayer), config, optimizer=adamw)
+    engine.load_checkpoint(folder)
+    found = steps(engine, 2)
+    engine.close()
+    return wanted, found

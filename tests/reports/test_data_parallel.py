@@ -29,9 +29,11 @@ LAYOUTS = [
 """Mode, ZeRO stage, and torch's transport in place of shared memory, as between GPUs."""
 OWN = [layout for layout in LAYOUTS if layout.startswith("own")]
 SHARDED = [layout for layout in LAYOUTS if "-0" not in layout]
+ENGINES = [layout for layout in LAYOUTS if layout.startswith("engine")]
 TORCH = [layout for layout in LAYOUTS if layout.endswith("torch")]
 UNREDUCED = "torch names a tensor without a gradient: parameters are shards outside of the forward"
 MIXED = "torch's words about mixed tensors name neither the parameter nor the remedy"
+FLATTENED = "torch's words about an operator on shards name neither the optimizer nor the remedy"
 FREED = "the second backward reads a gathered weight whose memory the first one freed"
 
 
@@ -119,6 +121,14 @@ CASES = [
         defects=on(SHARDED, "a view of a unit's input cannot be changed in place; torch's words"),
     ),
     Case("pytorch-61519", autograd.hooks_on_activations),
+    Case("pytorch-182641", autograd.tangents_of_the_forward),
+    Case("torchtitan-734", autograd.hooks_on_gradients_of_modules),
+    Case("pytorch-168143", autograd.objects_between_blocks),
+    Case(
+        "pytorch-47260",
+        autograd.backward_through_the_last_call,
+        defects=on(["engine-1-torch", "own-2-torch"], FREED),
+    ),
     Case("fairscale-989", autograd.weights_perturbed_between_two_backwards, OWN),
     Case("pytorch-176076", parameters.tied_weights_of_uneven_shards),
     Case("pytorch-176076-three", parameters.tied_weights_of_uneven_shards, world=3),
@@ -176,6 +186,28 @@ CASES = [
         refused=on(TORCH, "the model writes to this parameter"),
     ),
     Case("pytorch-103958-remedy", parameters.weights_masked_by_parametrize),
+    Case("pytorch-158753", parameters.complex_parameters),
+    Case(
+        "pytorch-158753-uneven",
+        parameters.complex_vector_of_uneven_shards,
+        refused=on(SHARDED, "make its length a multiple of 2"),
+    ),
+    Case(
+        "pytorch-158753-mixed",
+        parameters.complex_and_real_parameters,
+        refused=on(SHARDED, "has to be of one dtype"),
+    ),
+    Case("pytorch-162692", parameters.statistics_of_weights),
+    Case(
+        "pytorch-149138",
+        parameters.averaged_model,
+        refused=on(SHARDED, "copy the model before plait.initialize"),
+    ),
+    Case(
+        "Megatron-LM-6087",
+        parameters.weights_assigned,
+        refused=on(SHARDED, "load_state_dict(assign=True)"),
+    ),
     Case("DeepSpeed-7718", steps.clipped_accumulation),
     Case("ColossalAI-2496", steps.logits_after_accumulated_steps),
     Case("DeepSpeed-1823", steps.many_groups_of_adam),
@@ -191,6 +223,27 @@ CASES = [
     Case("lightning-19626", steps.two_optimizers_in_turn, OWN),
     Case("torchrec-4268", steps.hooks_after_accumulation, OWN),
     Case("pytorch-115710", steps.scaler_of_the_loop, OWN),
+    Case(
+        "lightning-8933",
+        steps.group_added_later,
+        refused={"own-0": "was frozen when plait.parallelize was called"},
+    ),
+    Case("DeepSpeed-5615", steps.states_dropped),
+    Case(
+        "DeepSpeed-2935",
+        steps.closure_of_lbfgs,
+        refused=on(ENGINES, "use an optimizer that needs one gradient per step"),
+        defects=on([layout for layout in OWN if layout in SHARDED], FLATTENED),
+    ),
+    Case(
+        "pytorch-109581",
+        steps.factored_optimizer,
+        refused=on(
+            [layout for layout in ENGINES if layout in SHARDED], "takes norms of full parameters"
+        ),
+        defects=on([layout for layout in OWN if layout in SHARDED], FLATTENED),
+    ),
+    Case("pytorch-41101", steps.gradients_zeroed_in_place),
     Case("DeepSpeed-3830", steps.weights_clamped_after_the_step),
     Case("DeepSpeed-2056", steps.weights_loaded_between_steps),
     Case("DeepSpeed-6411", steps.weights_reloaded),
@@ -298,3 +351,11 @@ def test_report_pytorch_187732(pool):
         for ours, theirs in zip(wanted.weights, found, strict=True):
             for name, tensor in ours.items():
                 torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.proof) for s in (0, 2))])
+def test_report_transformerengine_1860(pool, tmp_path, stage):
+    """State that a module keeps by `get_extra_state` goes on from a checkpoint."""
+    for wanted, found in pool.run(2, steps.resumed_with_extra_state, stage, str(tmp_path)):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)

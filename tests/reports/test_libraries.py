@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from plait.errors import ModelError
+from plait.model.blocks import find_blocks
+from plait.model.plans import make_plan
+from plait.parallel.context.families import refuse_unknown_model
 from tests.covers import cover
 from tests.parity.trainers import zero
 from tests.reports import libraries
@@ -105,6 +109,10 @@ TRAINER_CASES = [
         "adapters",
     ),
     TrainerCase("peft-3306", {"learning_rate": 3e-2}, "trained biases"),
+    TrainerCase("peft-206", {"learning_rate": 3e-2, "prediction_loss_only": True}, "prompts"),
+    TrainerCase("peft-869", {"learning_rate": 3e-2}, "prefixes", layouts=("zero2", "zero3", "pp2")),
+    TrainerCase("peft-432", {"learning_rate": 3e-2}, "adalora", layouts=("zero2",)),
+    TrainerCase("peft-1564", {"learning_rate": 3e-2}, "vera", layouts=("zero2", "zero3", "pp2")),
 ]
 CONFIGS: dict[str, tuple[int, Any]] = {
     "zero2": (2, zero(2)),
@@ -167,6 +175,33 @@ def test_report_accelerate_3256(pool):
         assert "prepare both in one call" in message
 
 
+def test_report_accelerate_3797(pool):
+    """A schedule that follows a metric counts each value once, whatever the number of ranks."""
+    wanted = libraries.rates_on_accelerate()
+    assert min(wanted) < max(wanted)
+    for found in pool.run(2, libraries.rates_on_plait, timeout=90):
+        assert found == wanted
+
+
+def test_report_peft_432_zero3(pool, tmp_path):
+    """The penalty on weights that are shards after the forward is refused."""
+    pytest.importorskip("peft")
+    arguments = (str(tmp_path), "adalora", {"deepspeed": zero(3)})
+    for message in pool.run(2, libraries.message_of_plaits_trainer, *arguments, timeout=120):
+        assert "type ADALORA" in message
+        assert "use ZeRO stage 2" in message
+
+
+def test_report_peft_869_where_ranks_have_parts():
+    """Learned keys and values are refused if ranks have parts of the heads or of a sequence."""
+    pytest.importorskip("peft")
+    model = libraries.MODELS["prefixes"]()
+    with pytest.raises(ModelError, match="parallel.tp: .* PREFIX_TUNING"):
+        make_plan(model, tp=2, blocks=find_blocks(model))
+    with pytest.raises(ModelError, match="parallel.cp: .* PREFIX_TUNING"):
+        refuse_unknown_model(model, cp=2, kind="ring", tp=1, device_type="cpu")
+
+
 def test_report_accelerate_4289(pool, tmp_path):
     """Loading leaves the loss scale and its counter as they were saved."""
     for wanted, found in pool.run(2, libraries.scale_after_loading, str(tmp_path), timeout=90):
@@ -177,7 +212,7 @@ def test_report_accelerate_4289(pool, tmp_path):
 @pytest.mark.parametrize(("case", "layout"), trainer_runs())
 def test_report_of_the_trainer(pool, tmp_path, case, layout):
     """Losses, norms, rates, epochs, checkpoints and saved weights are those of Transformers."""
-    if case.made in ("adapters", "trained biases"):
+    if case.made not in ("llama", "without items"):
         pytest.importorskip("peft")
     dp, config = CONFIGS[layout]
     settings = {**case.settings, "deepspeed": config}

@@ -34,6 +34,7 @@ from plait._torch import (
     starting,
     unit_order,
     units,
+    zeroing,
 )
 from plait._torch import tensors as dtensor
 from plait._torch import tensors as storage
@@ -205,31 +206,39 @@ class Hidden:
     others: list[torch.Tensor]
 
 
-class ReturnsDataclass(nn.Module):
-    """Returns tensors in a dataclass, some of them in a list, as pytrees do not open it."""
+class Envelope:
+    def __init__(self, states, others):
+        self.states, self.others = states, others
+        self.sender = self  # a cycle
 
-    def __init__(self):
+
+class ReturnsObject(nn.Module):
+    """Returns tensors in an object, some of them in a list, as pytrees do not open it."""
+
+    def __init__(self, kind):
         super().__init__()
+        self.kind = kind
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
-        return Hidden(self.first(x).cos(), [self.second(x).cos()])
+        return self.kind(self.first(x).cos(), [self.second(x).cos()])
 
 
-class ReadsDataclass(nn.Module):
-    def __init__(self):
+class ReadsObject(nn.Module):
+    def __init__(self, kind):
         super().__init__()
-        self.inner, self.head = ReturnsDataclass(), nn.Linear(4, 4)
+        self.inner, self.head = ReturnsObject(kind), nn.Linear(4, 4)
 
     def forward(self, x, *, nested):
         hidden = self.inner(x * self.head.weight.sum())
         return Hidden(hidden.others[0] if nested else hidden.states, [])
 
 
+@pytest.mark.parametrize("kind", [Hidden, Envelope])
 @pytest.mark.parametrize("nested", [False, True])
-def test_outputs_in_dataclasses(nested):
-    """The backward of a unit that returned a dataclass gathers the unit before it computes."""
-    model, mesh = ReadsDataclass(), init_device_mesh("cpu", (2,))
+def test_outputs_in_objects(nested, kind):
+    """The backward of a unit that returned an object gathers the unit before it computes."""
+    model, mesh = ReadsObject(kind), init_device_mesh("cpu", (2,))
     fully_shard(model.inner, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     seen: list[str] = []
@@ -332,6 +341,23 @@ def test_function_modes_that_are_on():
         assert operators.function_modes() == [mode]
         torch.zeros(1).sin()
     assert seen[-1] == []  # off where it runs itself
+
+
+def test_transforms_of_torch_func():
+    """A parameter that a forward inside of jvp makes or changes is one of the model's."""
+
+    def forward(x):
+        with operators.outside_of_transforms():
+            found.append(nn.Parameter(torch.ones(2).clone()))
+        with operators.allowing_requires_grad():
+            frozen.requires_grad_(True)
+        return (found[0] * frozen * x).sum()
+
+    found, frozen = list[nn.Parameter](), torch.ones(2)
+    output, _ = torch.func.jvp(forward, (torch.ones(2),), (torch.ones(2),))
+    output.backward()
+    assert found[0].grad is not None
+    assert frozen.grad is not None
 
 
 def test_failed_operators_of_fake_tensors_are_not_logged(caplog):
@@ -881,6 +907,8 @@ def test_watch_shards():
     shard = model[0].weight  # type: ignore[index]
     with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
         shard.full_tensor().square().sum().backward()
+    with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
+        torch.ones((), requires_grad=True) + shard.square().sum()
     handle = shard.register_hook(lambda grad: grad)
     with pytest.raises(InputError, match="has a hook on its gradient"):
         model(torch.ones(1, 4))
@@ -924,6 +952,28 @@ def test_gradients_of_uneven_splits(dim):
     assert gradient.stride() == parameter.stride()
     assert gradient.to_local().is_contiguous()
     assert torch.equal(gradient.to_local(), 2 * torch.arange(9.0).view(3, 3).t())
+
+
+def test_zero_grad_tells_its_observers():
+    """After the gradients are zeroed, for subclasses too, and for as long as the observer lives."""
+
+    class Observer:
+        def after_zero_grad(self, owner, *, set_to_none):
+            calls.append((owner, set_to_none, module.weight.grad))
+
+    calls = []
+    module = nn.Sequential(nn.Linear(2, 2))[0]
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2)).sum().backward()
+    observer = Observer()
+    zeroing.observe_zero_grad(observer.after_zero_grad)
+    zeroing.observe_zero_grad(observer.after_zero_grad)
+    optimizer.zero_grad()
+    module.zero_grad(set_to_none=False)
+    assert calls == [(optimizer, True, None), (module, False, None)]
+    del observer
+    optimizer.zero_grad()
+    assert len(calls) == 2
 
 
 def test_forget_meshes():

@@ -1,13 +1,13 @@
-"""Patched behaviour of `fully_shard`: how units are gathered, and those outside of the blocks.
+"""Patched behaviour of `fully_shard`: the gathering of units, and units outside the blocks.
 
 `unshard`, `wait_for_unshard` and `reshard` of its groups are replaced.
 
-All ranks gather outer units (units outside of the blocks) in every forward, as they gather the root
+All ranks gather outer units (units outside the blocks) in every forward, as they gather the root
 unit. Outer units are freed earlier than the root.
 
 Note [Life of an outer unit]
     The root unit of `fully_shard` is gathered in every forward of the model, whichever layers run.
-    Ranks may therefore use different layers outside of the blocks. An ordinary unit is gathered
+    Ranks may therefore use different layers outside the blocks. An ordinary unit is gathered
     when its own forward runs, so ranks that run different layers would deadlock. Outer units are
     gathered in every forward, as the root is: an embedding together with the root, and a head at
     the end of the model's forward at the latest.
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from plait._torch.operators import tree_leaves
+from plait._torch.operators import outside_of_transforms, tree_leaves
 from plait._torch.units import parameter_groups
 
 Moment = tuple[str, bool]
@@ -115,7 +115,7 @@ def gather_in_place(
             the ranks. This rank's shards are views of it (`replace_shard_buffers`).
         begin: Called when a gather starts.
         finish: Called when a gather is waited for.
-        release: Called after a reshard outside of training.
+        release: Called after a reshard outside training.
     """
     group = parameter_groups(module)[0]
     for p, buffer in zip(group.fsdp_params, full_buffers, strict=True):
@@ -139,9 +139,10 @@ def gather_in_place(
             return
         group._all_gather_result = None
         finish()
-        for p in group.fsdp_params:
-            p.init_unsharded_param()
-        group._to_unsharded()
+        with outside_of_transforms():
+            for p in group.fsdp_params:
+                p.init_unsharded_param()
+            group._to_unsharded()
 
     def reshard_and_release() -> None:
         state = group._training_state
@@ -226,14 +227,14 @@ class _OuterUnits:
 
 
 class _OuterUnit:
-    """Unit outside of the blocks, with its state in the running forward of the model."""
+    """Unit outside the blocks, with its state in the running forward of the model."""
 
     def __init__(self, module: FSDPModule) -> None:
         assert isinstance(module, nn.Module)
         self._state: Any = module._get_fsdp_state()
         (self.group,) = parameter_groups(module)
         self.is_read_elsewhere = False
-        """True if code outside of the unit's own forward reads its parameters."""
+        """True if code outside the unit's own forward reads its parameters."""
         self.has_run = False
         """True after the unit's forward has run in this forward of the model."""
         self._model_runs = False
@@ -259,7 +260,7 @@ class _OuterUnit:
             # That is harmless here: a head stays gathered, and an embedding's backward needs no
             # weight.
             if torch.is_grad_enabled():
-                # A list on torch 2.11, where `watch_shards` passes the tensors of the output.
+                # `watch_shards` passes the tensors of objects in a list.
                 for leaf in tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                         leaf.register_hook(state._pre_backward)

@@ -1,4 +1,4 @@
-"""Process groups: backends, timeouts, names, collectives into one tensor, and unfinished ones.
+"""Process groups: backends, timeouts, names, single-tensor collectives, and unfinished collectives.
 
 Patched behaviour: `delivered_at_once` and `consistent_split_names` replace functions of torch
 inside their blocks.
@@ -115,7 +115,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def default_store() -> dist.Store:
-    """Return the store in which the ranks of the default group met."""
+    """Return the rendezvous store of the default group."""
     return distributed_c10d._get_default_store()
 
 
@@ -139,7 +139,7 @@ def copy_timeout(group: dist.ProcessGroup, source: dist.ProcessGroup) -> None:
 
 
 def _backend_options(group: dist.ProcessGroup) -> list[Any]:
-    """Return the options of the group's backends that have options."""
+    """Return the options of those of the group's backends that have any."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     return [backend.options for backend in backends if hasattr(backend, "options")]
 
@@ -209,7 +209,7 @@ def reduce_scatter_single(
 
 @dataclass(frozen=True)
 class UnfinishedCollective:
-    """A collective of this process that has begun and has not ended.
+    """A collective of this process that has started and has not finished.
 
     Attributes:
         operation: Name without that of the backend, for example `all_reduce`.

@@ -2,7 +2,8 @@
 
 Patched behaviour: `pre_forward`, `reshard`, `unshard` and `wait_for_unshard` of a unit's groups are
 replaced. The replacements also make gathering in inference mode usable for later training steps,
-and find the tensors of dataclasses that a unit returns.
+and find the tensors of objects that a unit returns. `unwrap_to_op_info` of DTensor's dispatcher is
+replaced for the rest of the process.
 
 `GatheredWrites` detects writes to gathered parameters. A gathered parameter is a copy that exists
 until its unit is sharded again. A module that writes to it, such as a hook that masks
@@ -13,17 +14,20 @@ and `.data` bypasses the version counter of the parameter.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from plait._torch.passes import leaves_of_graph
 from plait._torch.tensors import local_tensor
 from plait._torch.units import all_parameter_groups, parameter_groups
 from plait.errors import InputError
@@ -40,37 +44,55 @@ def watch_shards(module: FSDPModule) -> None:
     shard, a loss that reads a shard, and a write into the gathered copy. Parameters that are
     gathered in inference mode serve the next training step too.
     """
-    _search_dataclasses(module)
+    _search_objects(module)
     for group in parameter_groups(module):
         _WatchedGroup(group)
 
 
-def _search_dataclasses(module: FSDPModule) -> None:
-    """Make the backward of a unit gather its parameters if its forward returns a dataclass.
+def _search_objects(module: FSDPModule) -> None:
+    """Make the backward of a unit gather its parameters if its forward returns an object.
 
-    The backward gathers a unit when a gradient of its output arrives. torch 2.11 finds tensors in
-    an output with pytree functions only, which treat unregistered dataclasses as leaves. The
-    backward would then compute with freed memory. Later releases search dataclasses.
+    The backward gathers a unit when a gradient of its output arrives. torch finds the tensors of
+    containers, and those of dataclasses since torch 2.12, but of no other objects. The backward
+    would then compute with freed memory.
     """
-    if hasattr(_common_utils, "collect_grad_tensors"):
-        return
     state: Any = module._get_fsdp_state()
     register = state._register_pre_backward_hook
 
-    def register_in_dataclasses(output: Any) -> Any:
+    def register_in_objects(output: Any) -> Any:
         if torch.is_grad_enabled():
-            register(list(_leaves(output)))
-        return output
+            # An output with tensors may have a cache with those of other units as well.
+            has_tensors = any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output))
+            hidden = list(_tensors_of_objects(output, set(), only_dataclasses=has_tensors))
+            if hidden:
+                register(hidden)
+        return register(output)
 
-    state._register_pre_backward_hook = register_in_dataclasses
+    state._register_pre_backward_hook = register_in_objects
 
 
-def _leaves(output: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        else:
-            yield leaf
+def _tensors_of_objects(
+    value: Any, seen: set[int], *, only_dataclasses: bool
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors in attributes of the objects of a nested value.
+
+    Args:
+        value: The value.
+        seen: Identities of the objects that were searched already.
+        only_dataclasses: Whether other objects are left out.
+    """
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor | nn.Module | type) or id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        attributes: list[Any] = []
+        if dataclasses.is_dataclass(leaf):
+            # A dataclass with slots has no `__dict__`.
+            attributes = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+        elif not only_dataclasses:
+            attributes = list(getattr(leaf, "__dict__", {}).values())
+        yield from (entry for entry in tree_leaves(attributes) if isinstance(entry, torch.Tensor))
+        yield from _tensors_of_objects(attributes, seen, only_dataclasses=only_dataclasses)
 
 
 class _RefuseLossGradient:
@@ -84,13 +106,50 @@ class _RefuseLossGradient:
         # late. The reference is weak because the shard refers to this hook.
         self.parameter = weakref.ref(p)
 
-    def __call__(self, _gradient: torch.Tensor) -> None:
+    def __call__(self, _gradient: torch.Tensor | None) -> None:
         raise InputError(
             f"{_name(self.parameter())} is read by the loss itself (a penalty on weights?) while it"
             " is a shard, so its gradient from there would be that of this rank only: read it after"
-            " the model was called (at ZeRO stages 1 and 2 it is unsharded then), leave a penalty"
-            " on squares to the optimizer's weight_decay, or use ZeRO stage 0"
+            " the model was called (below ZeRO stage 3 it is unsharded then), leave a penalty on"
+            " squares to the optimizer's weight_decay, or use ZeRO stage 0 in the model's own dtype"
         )
+
+
+_SHARD_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+"""Meshes of all shards with the hook."""
+
+
+@functools.cache
+def _refuse_sums_with_shards() -> None:
+    """Refuse a sum of a term that was computed from a shard and one that was not.
+
+    torch computes it if the full tensor has one element. The backward of a loss that contains a
+    penalty on weights would then reach the model first, if the penalty was computed before the
+    forward, and fail in an operator that has nothing to do with the penalty.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    unwrap = dispatcher.unwrap_to_op_info
+
+    def refuse_and_unwrap(operator: Any, args: Any, *rest: Any, **settings: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_sum(tree_leaves(args))
+        return unwrap(operator, args, *rest, **settings)
+
+    dispatcher.unwrap_to_op_info = refuse_and_unwrap
+
+
+def _refuse_sum(arguments: Iterable[Any]) -> None:
+    trained = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    if all(isinstance(tensor, DTensor) for tensor in trained):
+        return
+    for tensor in trained:
+        # With tensor parallelism activations are DTensors too, of another mesh.
+        if not isinstance(tensor, DTensor) or tensor.device_mesh not in _SHARD_MESHES:
+            continue
+        for leaf in leaves_of_graph(tensor):
+            for hook in _hooks(leaf):
+                if isinstance(hook, _RefuseLossGradient):
+                    hook(None)
 
 
 class _WatchedGroup:
@@ -121,6 +180,8 @@ class _WatchedGroup:
             refuses = any(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard))
             if shard.requires_grad and not refuses:
                 shard.register_hook(_RefuseLossGradient(p))
+                _SHARD_MESHES.add(shard.device_mesh)
+                _refuse_sums_with_shards()
 
     def _check_and_run_forward(self, *args: Any) -> Any:
         # A parameter that was frozen before may train now.
@@ -161,7 +222,7 @@ def _content(shard: DTensor) -> tuple[torch.UntypedStorage, torch.Tensor]:
     return shard.untyped_storage(), shard._local_tensor
 
 
-def _hooks(shard: DTensor) -> list[Any]:
+def _hooks(shard: torch.Tensor) -> list[Any]:
     return list((shard._backward_hooks or {}).values())
 
 
@@ -213,7 +274,7 @@ def _name(p: Any) -> str:
 
 
 class GatheredWrites:
-    """Compares gathered parameters between the gathering and the sharding of their unit.
+    """Comparison of gathered parameters between the gathering and the resharding of their unit.
 
     Args:
         root: The sharded model, before its first forward.

@@ -39,7 +39,7 @@ def is_unversioned(module: nn.Module, buffer: str) -> bool:
 
 
 def direct_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are no parameter, buffer, child or state of torch."""
+    """Return a module's attributes without parameters, buffers, children and torch's own state."""
     return {name: value for name, value in vars(module).items() if not is_of_torch(name)}
 
 
@@ -92,7 +92,7 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether `register_hook` put a hook on the gradient of a tensor."""
+    """Return whether a tensor has hooks that `register_hook` added."""
     return bool(tensor._backward_hooks)
 
 

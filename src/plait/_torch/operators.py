@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
@@ -58,6 +59,27 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+def allowing_requires_grad() -> AbstractContextManager[None]:
+    """Allow `requires_grad_` inside of the block, which torch.func.jvp and vmap refuse.
+
+    They refuse it for every tensor, also for those that they do not transform.
+    """
+    return enable_inplace_requires_grad(True)
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Leave the transforms of torch.func (jvp, vmap, grad) inside the block.
+
+    They wrap the tensors that an operator returns, and a wrapped parameter does not train.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    with torch._C._DisableFuncTorch():
+        yield
+
+
 def without_failed_operators() -> AbstractContextManager[None]:
     """Suppress log messages about operators that fail on fake tensors inside the block.
 
@@ -72,7 +94,7 @@ class KernelWithoutMemory(RuntimeError):
 
 @contextmanager
 def refusing_triton_kernels() -> Iterator[None]:
-    """Raise KernelWithoutMemory inside the block if a Triton kernel gets fake or meta tensors.
+    """Raise KernelWithoutMemory if the block calls a Triton kernel with fake or meta tensors.
 
     Their data pointer is 0. The kernel would write there, and a later and innocent call on the
     device would fail with an illegal memory access.

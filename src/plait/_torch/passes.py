@@ -29,7 +29,7 @@ class GradientSnapshot:
     """Gradients of a sharded model at the time of construction, reduced and unreduced.
 
     Args:
-        model: The sharded root. Its units are read, and not changed before `restore`.
+        model: The sharded root. Its units are read, not changed before `restore`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -143,10 +143,10 @@ def begin_sharded(model: nn.Module) -> None:
 
 
 def leave_forward(model: nn.Module, output: Any) -> Any:
-    """End the forward of a sharded root that an exception has interrupted.
+    """Leave the forward state of a sharded root after an exception interrupted its forward.
 
     Args:
-        model: The root. Nothing happens to a model that is not sharded.
+        model: The root. A model that is not sharded is left unchanged.
         output: Replaces the result of the interrupted forward.
 
     Returns:
@@ -172,7 +172,7 @@ def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
     """Reduce the gradients of `units` and free their parameters, as at the end of a backward.
 
     Collective. The flags of each unit (`set_requires_gradient_sync`, for example) are respected.
-    Call this outside of a backward pass only.
+    Call this outside a backward pass only.
 
     Args:
         model: The sharded root.
@@ -201,13 +201,13 @@ def backward_was_interrupted(model: nn.Module) -> bool:
 
 
 def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
-    """Bring a sharded root back to the state between two micro-batches after a failed pass.
+    """Restore the state of a sharded root between two micro-batches after a failed pass.
 
     Call this on all ranks after an exception left the forward or the backward. Afterwards every
     unit is sharded and no collective is awaited.
 
     Args:
-        model: The root. Nothing happens to a model that is not sharded or has not run.
+        model: The root. A model that is not sharded or has not run is left unchanged.
         keep_gradients: Whether gradients of earlier micro-batches stay, reduced or not. Otherwise
             the caller must drop them.
     """

@@ -49,7 +49,7 @@ _LAST_ISSUER: list[weakref.ref[UnitOrder]] = []
 
 
 def last_collective() -> str:
-    """Return the unit collective that any model began last, e.g. `gathering of blocks.1`.
+    """Return the unit collective that was started last in any model, e.g. `gathering of blocks.1`.
 
     The result is empty before the first one.
     """
@@ -58,7 +58,7 @@ def last_collective() -> str:
 
 
 class UnitOrder:
-    """Records the collectives of a sharded model's units, and fixes their order if `is_fixed`.
+    """Record of the collectives of a sharded model's units. Fixes their order if `is_fixed`.
 
     Args:
         root: The sharded model.
@@ -85,9 +85,7 @@ class UnitOrder:
         modules = [root, *embeddings, *blocks, *heads]
         pairs = [(module, group) for module in modules for group in parameter_groups(module)]
         names: dict[Any, str] = {module: name for name, module in root.named_modules()}
-        self._names = [
-            names[module] or "the parameters outside of the blocks" for module, _ in pairs
-        ]
+        self._names = [names[module] or "the parameters outside the blocks" for module, _ in pairs]
         self._states: list[Any] = [module._get_fsdp_state() for module, _ in pairs]
         self._groups = [group for _, group in pairs]
         self._reductions: list[Callable[..., None]] = [
@@ -123,7 +121,7 @@ class UnitOrder:
 
     @property
     def last(self) -> str:
-        """Collective that began last, e.g. `gathering of blocks.1`. Empty before the first one."""
+        """Collective that was started last, e.g. `gathering of blocks.1`. Initially empty."""
         if not self._collectives:
             return ""
         return self._description(self._collectives[-1])
@@ -160,7 +158,7 @@ class UnitOrder:
         return f"{'reduction' if is_reduction else 'gathering'} of {self._names[index]}"
 
     def _record(self, code: int) -> None:
-        """Record that a collective begins."""
+        """Record the start of a collective."""
         _LAST_ISSUER[:] = [self._reference]
         self._collectives.append(code)
         self._digest = (self._digest * _MULTIPLIER + code + 1) % (1 << DIGEST_BITS)
@@ -262,7 +260,7 @@ class UnitOrder:
                 self._reduce(index)
 
     def _reduce_remaining(self) -> None:
-        """Reduce the units whose backward did not run, or not for all of their calls."""
+        """Reduce the units whose backward did not run, or ran for only some of their calls."""
         self._calls = [0] * len(self._groups)
         for index in reversed(range(len(self._groups))):
             if index < self._unreduced and self._states[index]._is_root is not None:

@@ -93,10 +93,13 @@ def reduced_shapes(module: FSDPModule) -> list[ShardShape]:
     Since torch 2.15 parameters are grouped by the dtype of their gradients (`Tensor.grad_dtype`),
     in the order in which the dtypes appear. Before 2.15 the order is that of the all-gather.
     """
-    parameters = sharded_parameters(module)
+    return [_shape_of(p) for p in _reduction_order(sharded_parameters(module))]
+
+
+def _reduction_order(parameters: list[Any]) -> list[Any]:
     dtypes = [getattr(p, "sharded_grad_dtype", None) for p in parameters]
     order = sorted(range(len(parameters)), key=lambda index: dtypes.index(dtypes[index]))
-    return [_shape_of(parameters[index]) for index in order]
+    return [parameters[index] for index in order]
 
 
 def _shape_of(p: Any) -> ShardShape:
@@ -105,7 +108,7 @@ def _shape_of(p: Any) -> ShardShape:
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Return (sharded, unsharded) pairs of the unit's parameters that have been gathered before.
+    """Return (sharded, unsharded) pairs of the parameters of a unit that has been gathered before.
 
     Autograd accumulates gradients into the unsharded parameter. The reduction writes to the
     sharded one.
@@ -118,7 +121,7 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
 
 
 def has_unreduced(model: nn.Module) -> bool:
-    """Return whether a unit has gradients of micro-batches that are not reduced over all ranks."""
+    """Return whether a unit has micro-batch gradients that are not yet reduced over all ranks."""
     has_partial = any(g._partial_reduce_output is not None for g in all_parameter_groups(model))
     return has_partial or any(_unsharded_gradients(p) for p in _gathered(model))
 
@@ -130,11 +133,67 @@ def drop_gradients(model: nn.Module) -> None:
     for group in all_parameter_groups(model):
         group._partial_reduce_output = None
         for p in group.fsdp_params:
-            p.sharded_param.grad = None
-            if _HAS_SEPARATE_SUM:
-                p.unsharded_accumulated_grad = None
-            if hasattr(p, "_unsharded_param"):
-                p._unsharded_param.grad = None
+            _drop_gradients_of(p)
+
+
+def _drop_gradients_of(p: Any) -> None:
+    p.sharded_param.grad = None
+    if _HAS_SEPARATE_SUM:
+        p.unsharded_accumulated_grad = None
+    if hasattr(p, "_unsharded_param"):
+        p._unsharded_param.grad = None
+
+
+@torch.no_grad()
+def zero_gradients(
+    model: nn.Module, parameters: Iterable[torch.Tensor], *, set_to_none: bool
+) -> list[nn.Parameter]:
+    """Drop the gradients of parameters of sharded units, reduced and unreduced.
+
+    Args:
+        model: The root.
+        parameters: Shards or gathered parameters. Those of other modules are ignored.
+        set_to_none: Whether to drop the gradients, or to fill them with zeros.
+
+    Returns:
+        The shards of the parameters.
+    """
+    requested = set(parameters)
+    zeroed: set[nn.Parameter] = set()
+    for group in all_parameter_groups(model):
+        for p in group.fsdp_params:
+            gathered = getattr(p, "_unsharded_param", None)
+            if p.sharded_param not in requested and gathered not in requested:
+                continue
+            zeroed.add(p.sharded_param)
+            if set_to_none:
+                _drop_gradients_of(p)
+            elif p.sharded_param.grad is not None:
+                p.sharded_param.grad.zero_()
+            for gradient in _unsharded_gradients(p):
+                gradient.zero_()
+        if group._partial_reduce_output is not None:
+            _zero_partial_reduction(group, zeroed, set_to_none=set_to_none)
+    return list(zeroed)
+
+
+def _zero_partial_reduction(group: Any, zeroed: set[nn.Parameter], *, set_to_none: bool) -> None:
+    """Drop or zero the gradients that a group has reduced over some of the ranks."""
+    trainable = [p for p in _reduction_order(group.fsdp_params) if p.sharded_param.requires_grad]
+    if set_to_none and all(p.sharded_param in zeroed for p in trainable):
+        group._partial_reduce_output = None
+        return
+
+    sizes = [p.padded_sharded_param_size.numel() for p in trainable]
+    gradients = group._partial_reduce_output.split(sizes)
+    for p, gradient in zip(trainable, gradients, strict=True):
+        if p.sharded_param in zeroed:
+            gradient.zero_()
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Return whether `model.parameters()` has a gathered parameter in place of its shard."""
+    return any(group.is_unsharded for group in all_parameter_groups(model))
 
 
 def _gathered(model: nn.Module) -> list[Any]:
@@ -148,6 +207,8 @@ def _gathered(model: nn.Module) -> list[Any]:
 
 def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
     """Return the unreduced gradients in torch's record of a parameter."""
+    if not hasattr(p, "_unsharded_param"):
+        return []
     gradients = [p._unsharded_param.grad]
     if _HAS_SEPARATE_SUM:
         gradients.append(p.unsharded_accumulated_grad)

@@ -164,7 +164,7 @@ class StoreCommit(Commit):
 
 
 def begin(folder: Place, tag: str, token: str) -> Commit:
-    """Make the folder that the ranks write to. Called by rank 0.
+    """Create the folder that the ranks write to. Called by rank 0.
 
     Args:
         folder: Folder of checkpoints. It is created if necessary.
@@ -172,7 +172,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
         token: Text by which the other ranks recognize the folder in `join`.
 
     Raises:
-        OSError: The folder cannot be made.
+        OSError: The folder cannot be created.
         CheckpointError: Something other than a checkpoint has the name.
     """
     if isinstance(folder, StorePath):
@@ -200,7 +200,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
 
 
 def join(folder: Place, tag: str, token: str) -> Commit | None:
-    """Open the folder that rank 0 made with `begin`; None if this rank does not see it yet."""
+    """Open the folder that rank 0 created with `begin`, or return None if it is not visible yet."""
     if isinstance(folder, StorePath):
         for name in folder.sizes():
             if is_name_of_tag(name, tag) and _read_token(folder / name) == token:
@@ -222,7 +222,7 @@ def is_unfinished(path: Place) -> bool:
 
 
 def has_only_saved_files(path: Place) -> bool:
-    """Return True if every file of a folder has a name that a save gives to its files."""
+    """Return True if every file in a folder has a name that a save would use."""
     if isinstance(path, StorePath):
         return _are_saved_files(path.sizes())
     return _are_saved_files(entry.name for entry in path.iterdir())
@@ -233,7 +233,7 @@ def _are_saved_files(names: Iterable[str]) -> bool:
 
 
 def delete_checkpoint(path: Place) -> None:
-    """Delete a checkpoint so that an interrupted deletion leaves either all of it or none.
+    """Delete a checkpoint. An interrupted deletion leaves either all of it or an unfinished folder.
 
     Raises:
         OSError: A file cannot be deleted.

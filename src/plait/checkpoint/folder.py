@@ -1,4 +1,4 @@
-"""Folder of checkpoints: list complete ones, choose the one to resume from, delete old ones.
+"""Folder of checkpoints: lists complete ones, chooses the one to resume from, deletes old ones.
 
 Note [Layout of a folder]
     step-00000100/             manifest.json, manifest.sha256, and per rank 00000.json and
@@ -48,17 +48,17 @@ class CheckpointFolder:
     """Reasons why it was chosen if LATEST does not simply name it."""
 
     def rank_manifest(self, rank: int) -> RankManifest:
-        """Read the list of tensors of a rank.
+        """Read the manifest of a rank.
 
         Raises:
-            CheckpointError: It is missing or damaged.
+            CheckpointError: The manifest is missing or damaged.
         """
         return read_json(
             RankManifest, self.path / rank_file(rank, "json"), sha256=self.manifest.ranks[rank]
         )
 
     def check_sizes(self, ranks: Iterable[int]) -> None:
-        """Compare the sizes of the files of some ranks with the lists of their tensors.
+        """Compare the file sizes of some ranks with their manifests.
 
         Raises:
             CheckpointError: A file is missing, or has another size than when it was written.
@@ -68,7 +68,7 @@ class CheckpointFolder:
 
 
 def list_complete(folder: Place) -> list[CheckpointFolder]:
-    """Return all checkpoints with a valid manifest, the newest first.
+    """Return all checkpoints with a valid manifest, newest first.
 
     Raises:
         CheckpointError: The folder cannot be read.
@@ -159,7 +159,7 @@ def _candidates_without_pointer(
     damaged = _damaged(folder)
     if not problem and not damaged:
         return []
-    # Training must not silently start anew in a folder whose checkpoints were lost.
+    # Training must not silently restart in a folder whose checkpoints were lost.
     problem = problem or f"{folder / LATEST} is missing"
     unreadable = f"; {', '.join(damaged[:3])} cannot be read" if damaged else ""
     raise CheckpointError(
@@ -259,7 +259,7 @@ def _is_truncated(checkpoint: CheckpointFolder) -> bool:
 
 
 def _damaged(folder: Place) -> list[str]:
-    """Return the names of folders that were complete checkpoints once."""
+    """Return the names of folders that were once complete checkpoints."""
     if not folder.is_dir():
         return []
     saved_files = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))

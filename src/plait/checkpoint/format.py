@@ -116,7 +116,7 @@ def write_shards(
     tensors: Mapping[str, torch.Tensor],
     observers: Mapping[str, Observer] | None = None,
 ) -> FileManifest:
-    """Write plain tensors to a new file and wait until it is on the disk.
+    """Write plain tensors to a new file and wait until it is on disk.
 
     Args:
         path: The file.
@@ -183,7 +183,7 @@ def _encode_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 class ShardReader:
-    """Reads tensors of one file.
+    """Reader of the tensors of one file.
 
     From a local file only the requested part of a tensor is read; from a store all of its bytes.
     Hashes are not compared. Entering the context and reading raise CheckpointError, also if the
@@ -255,7 +255,7 @@ class ShardReader:
             return view[part] if part else self._file.get_tensor(name)
 
     def _read_unchecked(self, name: str) -> torch.Tensor:
-        """Return all of a tensor with the dtype and shape that the file's header says."""
+        """Return a complete tensor with the dtype and shape in the file's header."""
         if self._store is None:
             tensor: torch.Tensor = self._file.get_tensor(name)
             return tensor
@@ -266,11 +266,11 @@ class ShardReader:
         return _read_from_store(self._store, self._manifest.entries[name], dtype, entry["shape"])
 
     def _read_header(self, store: StorePath) -> dict[str, Any]:
-        """Return the header of a file in a store, if it agrees with the list."""
+        """Return the header of a file in a store, if it matches the list."""
         length = int.from_bytes(store.read_bytes(0, 8), "little")
         if length > self._manifest.size:
             raise CheckpointError(
-                f"{self._path}: its header has {length:,} bytes, and the file"
+                f"{self._path}: its header has {length:,} bytes, but the file"
                 f" {self._manifest.size:,}"
             )
         header: dict[str, Any] = json.loads(store.read_bytes(8, 8 + length))
@@ -278,7 +278,7 @@ class ShardReader:
         return header
 
     def _check_offsets(self, header: dict[str, Any], start: int) -> None:
-        """Raise CheckpointError unless the header and the list place every tensor equally.
+        """Raise CheckpointError unless header and list agree on the position of every tensor.
 
         Hashes cover the ranges of the list, but tensors are read from the ranges of the header.
 
@@ -352,7 +352,7 @@ def check_size(path: Place, manifest: FileManifest) -> None:
         )
     if size != manifest.size:
         raise CheckpointError(
-            f"{path} has {size:,} bytes, and {manifest.size:,} were written; it was cut, or it is"
+            f"{path} has {size:,} bytes, but {manifest.size:,} were written; it was cut, or it is"
             " another file"
         )
 

@@ -55,7 +55,7 @@ class CheckpointRow:
 
 
 def summarize(folder: Place) -> list[CheckpointRow]:
-    """Return a summary of every checkpoint in a folder, the newest first, damaged ones last.
+    """Return a summary of every checkpoint in a folder, newest first and damaged ones last.
 
     Raises:
         InputError: The folder does not exist.
@@ -116,7 +116,7 @@ def open_checkpoint(place: Place) -> CheckpointFolder:
 
     Raises:
         InputError: The folder does not exist.
-        CheckpointError: It has no complete checkpoint.
+        CheckpointError: The folder has no complete checkpoint.
     """
     with reading(place):
         if not place.is_dir():
@@ -250,9 +250,9 @@ def prune(folder: Place, *, keep: int) -> list[str]:
 
 @contextmanager
 def _run_lock(folder: Place) -> Iterator[None]:
-    """Hold the lock of the run that owns the checkpoints of a folder, so that it cannot be saving.
+    """Hold the lock of the run that owns a folder's checkpoints, so that it cannot save meanwhile.
 
-    A folder outside of a run has no lock.
+    A folder outside a run has no lock.
     """
     lock = folder.parent / RUN_LOCK if isinstance(folder, Path) else None
     if lock is None or not lock.is_file():
@@ -268,7 +268,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Place) -> None:
-    """Delete what a killed save left, except a replaced checkpoint whose successor is missing."""
+    """Delete what a killed save left behind, except a checkpoint whose replacement is missing."""
     for path in entries(folder):
         successor = folder / path.name[1:].removesuffix(".replaced")
         # Without its manifest the successor is incomplete, and the replaced one is still loaded.

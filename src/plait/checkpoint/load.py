@@ -35,10 +35,10 @@ from plait.checkpoint.windows import (
     TensorRecord,
     Window,
     dtype_of,
-    inside,
     merge_stages,
     overlap,
     record_of,
+    slices_within,
     tensor_blocks,
     window_of,
 )
@@ -55,7 +55,7 @@ _SAMPLE_STRIDE = 8
 
 
 class Reader:
-    """Reads the tensors and values of one checkpoint.
+    """Reader of the tensors and values of one checkpoint.
 
     Attributes:
         path: Folder of the checkpoint.
@@ -203,8 +203,8 @@ class Reader:
                     record,
                     file_window,
                     local,
-                    source=inside(shared, file_window),
-                    target=inside(shared, target_window),
+                    source=slices_within(shared, file_window),
+                    target=slices_within(shared, target_window),
                 )
                 copies.setdefault(rank, []).append(copy)
 
@@ -283,8 +283,8 @@ def load_trained(
     tensors, _ = model_content(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise InputError(
-            "plait.load_trained fills a model that has memory, and this one is on the meta device;"
-            " build it outside of the meta device"
+            "plait.load_trained fills a model that has memory, but this one is on the meta device;"
+            " build it outside the meta device"
         )
     # Nothing is written before the comparison, so a refused model keeps its weights.
     compare_model(reader, model_shapes(tensors))

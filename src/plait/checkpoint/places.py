@@ -5,7 +5,7 @@ the methods of `pathlib.Path` that checkpoints need. Listings are never cached, 
 processes write to the same folders. Errors of a store's library become OSError. Credentials,
 regions and endpoints are configured as that library documents.
 
-All calls of the file system go through `FILES`. Tests replace it by a file system that is full,
+All calls of the file system go through `FILES`. Tests replace it with a file system that is full,
 slow or read-only, that fails, or that ends the process at one of the calls. No other module of
 `plait.checkpoint` changes files, so that a power loss leaves complete checkpoints intact.
 
@@ -212,7 +212,7 @@ class Files:
     """File system of this machine. Every method raises OSError."""
 
     def make_folder(self, path: Path, *, parents: bool = False) -> None:
-        """Make a new folder.
+        """Create a new folder.
 
         Args:
             path: The folder.
@@ -229,12 +229,12 @@ class Files:
         stream.write(data)
 
     def sync(self, stream: IO[bytes]) -> None:
-        """Wait until the data that was written is on the disk."""
+        """Wait until the written data is on disk."""
         stream.flush()
         os.fsync(stream.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until a folder's list of names is on the disk."""
+        """Wait until a folder's directory entries are on disk."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -267,7 +267,7 @@ FILES: Files = Files()
 
 
 class ByteSink(Protocol):
-    """Stream that content is written to."""
+    """Writable stream."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Write all of `data`, or raise OSError."""
@@ -279,7 +279,7 @@ def is_temporary(path: Place) -> bool:
 
 
 def write_file(path: Place, content: Callable[[ByteSink], object]) -> None:
-    """Write a new file and wait until it is on the disk.
+    """Write a new file and wait until it is on disk.
 
     Args:
         path: File that does not exist.
@@ -318,7 +318,7 @@ def _add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Place, text: str) -> None:
-    """Write a new file of text and wait until it is on the disk. Raises OSError."""
+    """Write a new text file and wait until it is on disk. Raises OSError."""
     if isinstance(path, StorePath):
         path.put(text.encode())
     else:
@@ -395,7 +395,7 @@ def remove_if_possible(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until a folder's list of names is on the disk. Raises OSError."""
+    """Wait until a folder's directory entries are on disk. Raises OSError."""
     with _add_path_to_errors(path):
         FILES.sync_folder(path)
 

@@ -3,7 +3,7 @@
 Note [Life of a save]
     1. `snapshot` selects the tensors that this rank writes. Replicated tensors are written by one
        rank only. No tensor is copied.
-    2. Rank 0 makes an unpublished folder and puts a random token into it (`commit.begin`). The
+    2. Rank 0 creates an unpublished folder and writes a random token to it (`commit.begin`). The
        other ranks receive the token and open the folder that holds it (`commit.join`). The token
        tells this folder from one that a killed save left under the same name, which a shared file
        system may still list.
@@ -57,7 +57,7 @@ from plait.hashing import seed_of, sha256_of
 
 T = TypeVar("T")
 VISIBLE_WITHIN_SECONDS = 5.0
-"""Seconds to wait until all ranks see the folder that rank 0 made. File systems between machines
+"""Seconds to wait until all ranks see the folder that rank 0 created. File systems between machines
 cache directory listings for a while.
 """
 RANK_START = "rank."
@@ -103,7 +103,7 @@ def snapshot(
     values: Mapping[str, Any],
     metadata: Mapping[str, Any],
 ) -> Snapshot:
-    """Select what this rank writes of a checkpoint. No tensor is copied.
+    """Select the part of a checkpoint that this rank writes. No tensor is copied.
 
     Args:
         folder: Folder of checkpoints.
@@ -184,7 +184,7 @@ class _Save:
             )
             self._agree(lambda: self._publish(digests))
         except CheckpointError:
-            # Raised on all ranks, so none of them writes to the folder any more.
+            # Raised on all ranks, so none of them writes to the folder after this.
             if self._mesh.rank == 0 and self._commit is not None:
                 self._commit.abandon()
             raise
@@ -211,7 +211,7 @@ class _Save:
             ) from error
 
     def _unwritten_files(self) -> list[str]:
-        """Return the shard files that ranks have not finished. A rank writes its list last."""
+        """Return the shard files that ranks have not finished. A rank writes its manifest last."""
         if self._commit is None:
             return []
         files = self._commit.files
@@ -232,7 +232,7 @@ class _Save:
         """Write this rank's files.
 
         Args:
-            token: Token of the folder that rank 0 made.
+            token: Token of the folder that rank 0 created.
             counted: Tensors that an earlier pipeline stage adds to the content hash.
 
         Returns:
@@ -336,7 +336,7 @@ class _Save:
 
 
 def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
-    """Wait until the folder that rank 0 made is visible, and return this rank's `Commit`.
+    """Wait until the folder that rank 0 created is visible, and return this rank's `Commit`.
 
     Raises:
         CheckpointError: The folder has not become visible in time.
@@ -348,14 +348,14 @@ def _wait_and_join(folder: Place, tag: str, token: str) -> Commit:
             return commit
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"this machine does not see the folder that rank 0 has made for {tag} in {folder};"
+                f"this machine does not see the folder that rank 0 created for {tag} in {folder};"
                 " use a folder on a file system that all machines share, or a store's URL"
             )
         time.sleep(0.05)
 
 
 class Writer:
-    """Writes the checkpoints of one engine. See Note [Asynchronous save]."""
+    """Writer of the checkpoints of one engine. See Note [Asynchronous save]."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -372,7 +372,7 @@ class Writer:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def begin(self, snapshot: Snapshot, *, asynchronous: bool = True) -> None:
-        """Start to write a checkpoint, after the previous one has been written. Collective.
+        """Start writing a checkpoint after the previous one has been written. Collective.
 
         Args:
             snapshot: Part of the checkpoint that this rank writes.
@@ -487,7 +487,7 @@ class Writer:
         return written
 
     def _has_memory(self, snapshot: Snapshot) -> bool:
-        """Return True if the buffers that are missing for a copy fit into host memory."""
+        """Return True if the missing buffers for a copy fit into host memory."""
         existing = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
         free = free_host_bytes()
         if free is None:

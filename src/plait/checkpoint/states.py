@@ -48,7 +48,7 @@ StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
 
 
 def save_trained_only(model: nn.Module) -> None:
-    """Restrict checkpoints of a model to the parameters that are not frozen at this moment.
+    """Restrict checkpoints of a model to the parameters that are currently not frozen.
 
     Used for adapters: the base model has a folder of its own, from which a resumed run loads it.
     """
@@ -263,7 +263,7 @@ def _is_alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Fill:
-    """Allocated states, which are filled from a checkpoint and then given to the optimizer."""
+    """Allocated states that are filled from a checkpoint and then passed to the optimizer."""
 
     states: dict[nn.Parameter, dict[str, torch.Tensor]]
     tensors: dict[str, torch.Tensor]
@@ -381,7 +381,7 @@ def load_states(
 
 
 def stored_states(stored: Mapping[str, TensorRecord]) -> dict[str, dict[str, TensorRecord]]:
-    """Return the records of a checkpoint's states by parameter name and name of the state."""
+    """Return the records of a checkpoint's states by parameter name and state name."""
     states: dict[str, dict[str, TensorRecord]] = {}
     for key, record in stored.items():
         if key.startswith(OPTIMIZER_START):
@@ -434,7 +434,7 @@ def _refuse_tensor_subclass(optimizer: Optimizer, value: torch.Tensor, state_nam
 def _refuse_rank_local_state(
     optimizer: Optimizer, parameter: nn.Parameter, value: torch.Tensor, state_name: str
 ) -> None:
-    """Refuse a plain tensor of the shape of a sharded parameter's local shard.
+    """Refuse a plain tensor with the shape of a sharded parameter's local shard.
 
     Its values differ between ranks, and a checkpoint would contain only one of the ranks' tensors.
     """
@@ -449,12 +449,12 @@ def _refuse_rank_local_state(
 
 
 def _refuse_other_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
-    """Return True if the saved class is the current one. Forms of Adam may replace each other."""
+    """Return True if this class saved the states. Refuse others, except among Adam variants."""
     saved = record["type"]
     current = class_name(optimizer)
     if saved != current and not {saved, current} <= set(_ADAM_CLASSES):
         raise CheckpointError(
-            f"the checkpoint holds the states of {saved}, and this run's optimizer is {current};"
+            f"the checkpoint holds the states of {saved}, but this run's optimizer is {current};"
             " set optimizer.type to what the run was saved with"
         )
     return bool(saved == current)
@@ -465,7 +465,7 @@ def _refuse_missing_states(
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     names: Mapping[nn.Parameter, list[str]],
 ) -> None:
-    """Refuse a checkpoint without states that torch would not create any more after its load."""
+    """Refuse a checkpoint that lacks states that torch would not create after loading it."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     for option, (class_names, state) in _STATES_OF_OPTIONS.items():
@@ -478,7 +478,7 @@ def _refuse_missing_states(
                 if parameter in states and state not in states[parameter]:
                     raise CheckpointError(
                         f"optimizer.params.{option} = {group[option]}: it needs `{state}` of every"
-                        f" parameter, and the checkpoint has none of {names[parameter][0]}; set"
+                        f" parameter, but the checkpoint has none of {names[parameter][0]}; set"
                         f" {option} to what the run was saved with"
                     )
 
@@ -489,7 +489,7 @@ def _refuse_other_moments(name: str, saved: Iterable[str], current: Iterable[str
     if saved_moments != current_moments:
         raise CheckpointError(
             f"the checkpoint keeps the optimizer's states of {name} as"
-            f" {', '.join(sorted(saved_moments))}, and this run as"
+            f" {', '.join(sorted(saved_moments))}, but this run as"
             f" {', '.join(sorted(current_moments))}; set optimizer.states to what the run was saved"
             " with"
         )

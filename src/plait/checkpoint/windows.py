@@ -1,4 +1,4 @@
-"""Windows of tensors: which ranks have which part, and a hash that is equal on every layout.
+"""Windows of tensors: the part of each rank, and a hash that is equal for every layout.
 
 Note [Windows]
     A window is the (start, length) of a rank's part in every dimension. A tensor is split along
@@ -97,7 +97,7 @@ class TensorRecord(Policy):
         return Reduction(axes, stages=self.stages[:1]).is_written_by(coordinates)
 
     def begins_at(self, coordinates: Mapping[str, int]) -> bool:
-        """Return True if the rank at the coordinates has the first part, or all of the tensor."""
+        """Return True if the rank at the coordinates has the first part or the full tensor."""
         return all(coordinates.get(axis, 0) == 0 for axis, _ in self.cuts)
 
     def parts(self, layout: Layout, target: Window) -> Iterator[tuple[int, Window]]:
@@ -175,7 +175,7 @@ def overlap(first: Window, second: Window) -> Window | None:
     return tuple(window)
 
 
-def inside(part: Window, container: Window) -> tuple[slice, ...]:
+def slices_within(part: Window, container: Window) -> tuple[slice, ...]:
     """Return the slices that select the window `part` from a tensor of the window `container`."""
     return tuple(
         slice(start - origin, start - origin + length)
@@ -200,7 +200,7 @@ def merge_stages(
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """Contiguous part of a tensor: several of its rows, or a part of one row."""
+    """Contiguous part of a tensor: several rows, or part of one row."""
 
     name: str
     row: int
@@ -295,7 +295,7 @@ def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
 
 
 def _keys(seed: np.uint64, indices: Keys) -> Keys:
-    """Return odd pseudo-random numbers by SplitMix64."""
+    """Return odd pseudo-random numbers that SplitMix64 generates."""
     return mix_bits(indices * np.uint64(GOLDEN_RATIO) + seed) | np.uint64(1)
 
 

@@ -1,4 +1,4 @@
-"""Command line of Plait: one module per verb.
+"""Command line of Plait: one module per command.
 
 No other package of Plait imports this one.
 """

@@ -1,4 +1,4 @@
-"""Verb `plait calibrate`: fits the planner's constants to this machine and writes them to a file.
+"""Command `plait calibrate`: fits the planner's constants to this machine and writes a file.
 
 The command starts processes (under a launcher they exist already), measures rates, links and a few
 real training steps, and fits the constants. `plait plan --calibrate FILE` reads the file. The

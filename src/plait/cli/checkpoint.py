@@ -1,4 +1,4 @@
-"""Verbs for checkpoints: `plait checkpoint`, `plait export` and `plait import`.
+"""Commands for checkpoints: `plait checkpoint`, `plait export` and `plait import`.
 
 The operations are in `plait.checkpoint.inspect`, `plait.train.export` and
 `plait.checkpoint.foreign.convert`.
@@ -40,7 +40,7 @@ Folder = Annotated[
 
 @app.command("ls")
 def ls_command(folder: Folder, as_json: Json = False) -> None:
-    """List the checkpoints of FOLDER, the newest first.
+    """List the checkpoints of FOLDER, newest first.
 
     `*` marks the one that a run resumes from. Exit code 4 if one is damaged.
     """
@@ -109,7 +109,7 @@ def diff_command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the tensors that are not bit for bit equal in two checkpoints of any layouts.
+    """Print the tensors that are not bitwise equal in two checkpoints of any layouts.
 
     Exit code 1 if there are any, 4 if the content hashes contradict the tensors: a file is
     damaged then.
@@ -207,7 +207,7 @@ def export_command(
         ),
     ] = False,
 ) -> None:
-    """Write the model of a run of `plait train` as a folder of Transformers.
+    """Export the model of a `plait train` run to a folder that Transformers can load.
 
     The folder has config.json, safetensors and the tokenizer. The run may have any layout.
 
@@ -301,7 +301,7 @@ def import_command(
         typer.Option(metavar="NAME", help="Name of the checkpoint. (default: step-NNNNNNNN)"),
     ] = None,
 ) -> None:
-    """Convert a checkpoint of DeepSpeed or torch to one that `engine.load_checkpoint` loads.
+    """Convert a DeepSpeed or torch checkpoint to one that `engine.load_checkpoint` loads.
 
     The result has weights, buffers and the states of Adam, and loads on any layout.
 

@@ -1,4 +1,4 @@
-"""Verb `plait config`: explains and converts configuration files, and prints their schema.
+"""Command `plait config`: explains and converts configuration files, and prints their schema.
 
 The results come from `plait.config`.
 """
@@ -117,7 +117,7 @@ def convert_command(
 
 
 def _converted_key(row: KeyReport) -> tuple[str, str]:
-    """Return the key of Plait and a note for a key of the converted file."""
+    """Return Plait's key and a note for a key of the converted file."""
     if row.status in (Status.SUPPORTED, Status.RENAMED):
         note = row.meaning.removeprefix(row.path).strip(" ,")
         if note.startswith("("):
@@ -129,10 +129,10 @@ def _converted_key(row: KeyReport) -> tuple[str, str]:
 
 
 def _parse_source(source: list[str]) -> str | list[str]:
-    """Return the name of the file, or the flags of Megatron."""
+    """Return the name of the file, or the Megatron-LM flags."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(
-            f"one FILE is read at a time and {len(source)} are given: {' '.join(source)}",
+            f"one FILE is read at a time, but {len(source)} are given: {' '.join(source)}",
             param_hint="FILE",
         )
     return source if source[0].startswith("--") else source[0]

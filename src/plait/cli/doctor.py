@@ -1,4 +1,4 @@
-"""Verb `plait doctor`: describes the environment, measures links, and checks Plait on GPUs.
+"""Command `plait doctor`: describes the environment, measures links, and checks Plait on GPUs.
 
 Without options it prints versions, devices and communication backends, and with `--nccl` the
 settings of NCCL. `--links` starts processes (under a launcher they exist already), times
@@ -80,7 +80,7 @@ def doctor(
     6 without a GPU.
     """
     if sum((links, nccl, validate)) > 1:
-        raise InputError("--links, --nccl, --validate: one of them at a time")
+        raise InputError("--links, --nccl, --validate: pass only one of them")
     if validate:
         _refuse({"--seconds": seconds}, "is for the measurement of links; use --minutes")
         if list_rows:

@@ -1,10 +1,10 @@
-"""Verb `plait generate`: generates text with a Transformers folder or a checkpoint of Plait.
+"""Command `plait generate`: generates text from a Transformers folder or a Plait checkpoint.
 
 The command checks everything, chooses the layout and starts the processes if there are several.
 Each of them runs this module again. Generation itself is in `plait.inference`.
 
 Prompts come from an option, from a file or from the terminal. Answers to a file are saved in
-batches, so that a command which is repeated after an interruption continues after them.
+batches, so that a command that is repeated after an interruption continues where it stopped.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def generate_command(
         deployment = deploy(work, tp=tp_degree, pp=pp_degree, devices=nproc_per_node)
     if scratch is not None and not deployment.written:
         raise InputError(
-            "--scratch: stores layers that are converted before they are streamed, and this model"
+            "--scratch: stores layers that are converted before they are streamed, but this model"
             " has none; leave it out"
         )
     print(deployment.why, file=sys.stderr)
@@ -304,8 +304,8 @@ def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> 
         raise InputError(f"--out {out}: exists; pass another name, or remove it first")
     if out is not None and not out.parent.is_dir():
         raise InputError(
-            f"--out {out}: {out.parent} is no folder; make it first, or pass a file in an existing"
-            " folder"
+            f"--out {out}: {out.parent} is not a folder; create it first, or pass a file in an"
+            " existing folder"
         )
 
 
@@ -329,7 +329,7 @@ def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Ite
         except OSError as error:
             raise InputError(
                 f"the folder for temporary files: {error.strerror}; several processes read their"
-                " arguments there: make room, or name another folder with TMPDIR"
+                " arguments there: free some space, or name another folder with TMPDIR"
             ) from None
         yield file
 
@@ -458,7 +458,7 @@ def _load(arguments: GenerateArguments, source: Source) -> ShardedModel:
 
 
 def _describe_command(arguments: GenerateArguments, source: Source) -> dict[str, Any]:
-    """Return everything that the tokens of an answer depend on, keyed by names for the user."""
+    """Return all settings that determine the tokens of an answer, keyed by names for the user."""
     adapter = _optional_path(arguments.adapter)
     description = {
         "--model": str(Path(source.name).resolve()),

@@ -1,8 +1,8 @@
-"""Verb `plait launch`: runs a script on every device of one or several machines.
+"""Command `plait launch`: runs a script on every device of one or several machines.
 
 It uses the elastic launcher of torchrun. The script does not have to use Plait, and a script that
-uses Plait also runs under plain `torchrun`. The other verbs start their processes with `run`. torch
-is imported only when ranks are started on this machine.
+uses Plait also runs under plain `torchrun`. The other commands start their processes with `run`.
+torch is imported only when ranks are started on this machine.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
 
 
 def _command(arguments: Sequence[str], module: bool) -> list[str]:
-    """Return the command of the ranks. A missing script is refused before any process starts."""
+    """Return the command of the ranks. Refuse a missing script before any process starts."""
     if not arguments or not arguments[0]:
         kind = "script"
         example = "script.py"
@@ -344,7 +344,7 @@ def _names_localhost(device_filter: str) -> bool:
 def _refuse_contradictions(
     options: Mapping[str, object], *, standalone: bool, several: bool
 ) -> None:
-    """Raise ConfigError for options of torchrun that contradict others.
+    """Raise ConfigError for torchrun options that contradict each other.
 
     Args:
         options: Values by name, with underscores.
@@ -370,7 +370,7 @@ def _refuse_contradictions(
             Problem(
                 "--rdzv-backend",
                 backend,
-                f"machines meet by {' or '.join(backends)}",
+                f"the rendezvous backend must be {' or '.join(backends)}",
                 "leave it out",
             )
         )

@@ -1,4 +1,4 @@
-"""Verbs that draw without devices: the layout of a run, and a pipeline schedule.
+"""Commands that draw the layout of a run or a pipeline schedule. They need no devices.
 
 `plait layout` prints the ranks on the machines, the shards of every parameter and the memory of a
 rank. Only the shapes of the model are needed, not its weights. A run on fake tensors predicts the
@@ -120,7 +120,7 @@ def layout(
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Facts of a model, and the way in which a layout splits it."""
+    """Facts of a model, and how a layout splits it."""
 
     facts: Any
     tensor_plan: Any
@@ -137,7 +137,7 @@ def _topology(nodes: int, devices: int | None, *, required: int) -> Topology:
     per_node = devices or max(1, -(-required // nodes))
     if nodes * per_node > MAX_DEVICES:
         raise InputError(
-            f"--nnodes {nodes} x --nproc-per-node {per_node}: {nodes * per_node:,} devices, and at"
+            f"--nnodes {nodes} x --nproc-per-node {per_node}: {nodes * per_node:,} devices, but at"
             f" most {MAX_DEVICES:,} are shown; pass fewer"
         )
     machines = tuple(Node(f"node{index}", per_node) for index in range(nodes))
@@ -194,7 +194,7 @@ def _model_states(resolved: Resolved, model_layout: ModelLayout) -> dict[str, in
 def _predict_peaks(
     module: Any, resolved: Resolved, length: int | None
 ) -> tuple[dict[int, Peak], str | None]:
-    """Return the peak of the first rank of every pipeline rank, or the reason why there is none.
+    """Return the predicted peak per pipeline rank, or the reason why there is no prediction.
 
     The first rank holds the largest shards of its pipeline rank.
     """
@@ -385,7 +385,7 @@ def schedule(
         return
     if pp * microbatches * (stages_per_rank or 2) > _MAX_ACTIONS:
         raise InputError(
-            f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, and at most"
+            f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, but at most"
             f" {_MAX_ACTIONS // 2:,} can be drawn; pass fewer"
         )
     table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)

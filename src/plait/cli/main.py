@@ -1,4 +1,4 @@
-"""Command `plait`: a table of verbs, whose modules are imported when they are used.
+"""Command `plait`: a table of subcommands, whose modules are imported when they are used.
 
 `plait --help` reads only the table, so that it is quick and does not import torch. The message of a
 `PlaitError` goes to standard error without a traceback, and the command exits with its exit code.
@@ -22,7 +22,7 @@ from plait.cli.terminal import close_stdout
 from plait.errors import PlaitError
 from plait.version import __version__
 
-VERBS = {
+COMMANDS = {
     "plan": (
         "plait.cli.plan:app",
         "Find the layout that fits and is fastest, before you rent GPUs.",
@@ -71,21 +71,21 @@ VERBS = {
         "Explain or convert a configuration file, or print the schema.",
     ),
 }
-"""Typer app of each verb, as `module:name`, and the line of `plait --help`."""
+"""Typer app of each subcommand, as `module:name`, and the line of `plait --help`."""
 
-NESTED_VERBS = {("plan", "infer"): "plait.cli.plan:infer_app"}
-"""Apps of verbs with two words, whose first word is also a verb with a positional argument."""
+NESTED_COMMANDS = {("plan", "infer"): "plait.cli.plan:infer_app"}
+"""Apps of two-word subcommands whose first word is also a subcommand with a positional argument."""
 
 
 def load_app(target: str) -> typer.Typer:
-    """Import the app of a verb, given as `module:name`."""
+    """Import the app of a subcommand, given as `module:name`."""
     module, _, name = target.partition(":")
     app: typer.Typer = getattr(importlib.import_module(module), name)
     return app
 
 
 def _hide_types_of_flags() -> None:
-    """Show no type for options without a value.
+    """Hide the type of options without a value.
 
     Typer 0.29 shows `--fresh <bool>`, although it refuses `--fresh true`.
     """
@@ -104,15 +104,15 @@ def _hide_types_of_flags() -> None:
 _hide_types_of_flags()
 
 
-class _LazyVerb(TyperCommand):
-    """Verb whose module is imported when its arguments are parsed."""
+class _LazyCommand(TyperCommand):
+    """Subcommand whose module is imported when its arguments are parsed."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
         assert self.name is not None
-        target = VERBS[self.name][0]
-        nested = NESTED_VERBS.get((self.name, args[0])) if args else None
+        target = COMMANDS[self.name][0]
+        nested = NESTED_COMMANDS.get((self.name, args[0])) if args else None
         if nested is not None:
             target = nested
             info_name = f"{info_name} {args[0]}"
@@ -130,7 +130,7 @@ def _with_dashes(name: str) -> str:
 class _Verbs(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         settings["commands"] = {
-            name: _LazyVerb(name=name, help=line) for name, (_, line) in VERBS.items()
+            name: _LazyCommand(name=name, help=line) for name, (_, line) in COMMANDS.items()
         }
         super().__init__(**settings)
 
@@ -165,7 +165,7 @@ def _plait(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with 0, the exit code of the verb, or 2 for a wrong command line."""
+    """Run a command and exit with 0, the subcommand's exit code, or 2 for a wrong command line."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
     # Characters that the terminal cannot encode are escaped. They would raise otherwise.
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = typer.main.get_command(app).main(
             args=arguments, prog_name="plait", standalone_mode=False
         )
-        # Errors of buffered output are raised here, and not after this function has ended.
+        # Errors of buffered output are raised here, not after this function has ended.
         sys.stdout.flush()
     except PlaitError as error:
         print("\n".join(f"plait: {line}" for line in str(error).splitlines()), file=sys.stderr)

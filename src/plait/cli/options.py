@@ -1,4 +1,4 @@
-"""Options that several verbs share, under one name and with one meaning.
+"""Options that several commands share.
 
 The options for processes and machines are those of torchrun: `--nproc-per-node` counts the
 processes of one machine, `--nnodes` machines, and `--world-size` all processes or devices. Every
@@ -28,7 +28,7 @@ _MACHINES_PANEL = "Several machines"
 
 
 class WeightDtype(StrEnum):
-    """Dtype of the weights of a model that a verb loads."""
+    """Dtype of the weights of a model that a command loads."""
 
     stored = "stored"
     float32 = "float32"
@@ -49,7 +49,7 @@ Adapters = Annotated[
     list[Path] | None,
     typer.Option(metavar="FOLDER", help="LoRA adapter of PEFT to apply to the model."),
 ]
-"""Option `--adapter` of the verbs that run a model."""
+"""Option `--adapter` of the commands that run a model."""
 
 
 def count(*names: str, help: str, panel: str | None = None) -> Any:
@@ -60,7 +60,7 @@ def count(*names: str, help: str, panel: str | None = None) -> Any:
 
 
 def in_panel(panel: str) -> Callable[..., Any]:
-    """Return `typer.Option` for a panel of the help of a verb."""
+    """Return a `typer.Option` that the help of a command shows in a panel."""
     return partial(typer.Option, rich_help_panel=panel)
 
 
@@ -115,7 +115,7 @@ def refuse_options(options: Mapping[str, object], rule: str, remedy: str) -> Non
     """Raise ConfigError for every option that has a value.
 
     Args:
-        options: Values by option. None stands for an option that was not used.
+        options: Values by option. None means an option that was not used.
         rule: Reason for which the options cannot be used.
         remedy: What the user can do.
     """
@@ -134,7 +134,7 @@ def parse_budget(text: str | None, name: str) -> int | None:
 
 
 def require_writable(option: str, path: Path | None, *, make_folder: bool = False) -> None:
-    """Check that a file can be written, before a command does work that takes time.
+    """Check that a file can be written before a command starts long-running work.
 
     Args:
         option: Name of the option, for the message.
@@ -153,7 +153,7 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
             path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.is_dir():
             raise InputError(
-                f"{option} {path}: there is no folder {path.parent}; make it first (mkdir -p"
+                f"{option} {path}: there is no folder {path.parent}; create it first (mkdir -p"
                 f" {path.parent})"
             )
         existed = path.exists()
@@ -188,7 +188,7 @@ def single_adapter(adapters: list[Path] | None) -> Path | None:
         return None
     if len(adapters) > 1:
         raise InputError(
-            f"--adapter: {len(adapters)} were given, and at most one is supported; combine them"
+            f"--adapter: {len(adapters)} were given, but at most one is supported; combine them"
             " with PEFT (add_weighted_adapter), or merge one into the model"
         )
     return adapters[0]

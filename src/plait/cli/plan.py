@@ -1,4 +1,4 @@
-"""Verbs that plan: `plait plan`, `plait plan infer` and `plait dryrun`.
+"""Commands that plan: `plait plan`, `plait plan infer` and `plait dryrun`.
 
 `plait plan` finds the fastest layout that fits, and explains it (`plait.planner`). If no GPU is
 named, it plans for the devices of this machine. `plait plan infer` prints the placement that `plait
@@ -208,7 +208,7 @@ def _to_json(result: Plan, query: PlanQuery, reasons: list[Comparison]) -> dict[
 
 
 def _check_out(file: Path | None, out: Path | None) -> None:
-    """Check --out before the search. A file that was edited by hand is not replaced."""
+    """Check --out before the search. A manually edited file is not replaced."""
     if out is None:
         return
     if out.suffix != ".json":
@@ -401,7 +401,7 @@ def _open_model(
         return source, model
     if adapter is not None:
         raise InputError(
-            f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none"
+            f"--adapter {adapter}: needs a folder with weights as --model, but {name} has none"
         )
     if has_only_config or path.is_file():
         return None, model_of_config(path, dtype=torch_dtype)

@@ -106,9 +106,9 @@ def on_signals(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers,
     numbers: Sequence[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
-    """Handle those of the signals that are not ignored, and restore the old handlers at exit.
+    """Handle the signals that are not ignored, and restore the old handlers at exit.
 
-    Nothing happens outside of the main thread, where Python does not allow handlers.
+    Does nothing outside the main thread, where Python does not allow handlers.
 
     Args:
         handler: The handler.
@@ -153,7 +153,7 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def close_stdout(error: OSError) -> int:
-    """Close standard output after an error of writing to it, and return the exit code.
+    """Close standard output after a write to it failed, and return the exit code.
 
     The reader may be gone, as with `| head -1`, or the disk may be full, which is printed.
     """

@@ -1,4 +1,4 @@
-"""Verb `plait train`: checks the run, starts the processes, and trains.
+"""Command `plait train`: checks the run, starts the processes, and trains.
 
 The command itself only checks the run and starts processes. Each of them runs this module again,
 recognises the launcher by its variables, and trains. A process of torchrun, `plait launch` or srun
@@ -109,7 +109,7 @@ def train(
         meeting = {name: launch_options[name] for name in meeting}
     nodes = parse_nodes(nnodes or "1")
     max_restarts = max_restarts or 0
-    meeting_options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
+    rendezvous_options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
     if is_rank:
         if fresh:
             raise InputError(
@@ -120,7 +120,7 @@ def train(
             {
                 "--nproc-per-node": nproc_per_node,
                 "--nnodes": None if nodes == (1, 1) else nnodes,
-                **meeting_options,
+                **rendezvous_options,
                 "--max-restarts": max_restarts or None,
                 "--standby": standby or None,
             },
@@ -147,8 +147,8 @@ def train(
     # Kubeflow sets PET_NNODES together with an address even for a single machine.
     if os.environ.get("PET_NNODES") is None:
         refuse_options(
-            meeting_options,
-            "sets where machines meet, and --nnodes is 1",
+            rendezvous_options,
+            "sets the rendezvous of several machines, but --nnodes is 1",
             "add --nnodes, or leave it out",
         )
     raise typer.Exit(
@@ -418,7 +418,7 @@ def _residuals(
 
 def _announce(checked: ValidatedRun, console: Console, config: Config, *, processes: int) -> None:
     from plait.observe.progress import describe_run
-    from plait.train.session import cautions
+    from plait.train.session import run_warnings
 
     for note in (config.provenance.warning(), checked.resolved.assumed()):
         if note is not None:
@@ -427,14 +427,14 @@ def _announce(checked: ValidatedRun, console: Console, config: Config, *, proces
     local_processes = processes
     if claim(os.environ) is not None:
         local_processes = min(processes, place().local_world_size)
-    run_cautions = cautions(
+    session_warnings = run_warnings(
         checked.resolved,
         processes=local_processes,
         cores=cpu_count(),
         on_gpus=bool(device_count()),
     )
-    for caution in (*run_cautions, *checked.data.cautions):
-        console.print(f"warning: {caution}", soft_wrap=True, style="yellow")
+    for warning in (*session_warnings, *checked.data.warnings):
+        console.print(f"warning: {warning}", soft_wrap=True, style="yellow")
     for name, text in describe_run(checked, processes=processes):
         console.print(f"{name:<8}{text}", soft_wrap=True)
     for change in checked.changes:
@@ -442,7 +442,7 @@ def _announce(checked: ValidatedRun, console: Console, config: Config, *, proces
 
 
 def _completed(checked: ValidatedRun, file: Path, overrides: list[str]) -> str:
-    """Return the message about a run whose steps are all done."""
+    """Return the message for a run that has finished all of its steps."""
     steps = checked.position.step
     folder = checked.folder.path
     other_overrides = [text for text in overrides if not text.startswith("run.steps=")]

@@ -1,4 +1,4 @@
-"""Verb `plait verify`: checks that a layout computes what a single process computes.
+"""Command `plait verify`: checks that a layout computes what a single process computes.
 
 The check uses a smaller version of the user's model, and little data. The command starts the
 processes of the layout, computes the references in its own process, and compares. Under a launcher

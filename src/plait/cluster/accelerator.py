@@ -1,4 +1,4 @@
-"""Accelerator: the kind of device besides the CPU that Plait supports.
+"""Accelerator: the type of device that Plait supports besides the CPU.
 
 No other module names it, so that support for another kind only changes this file.
 `torch.accelerator` is used if it has a function, and otherwise the module of the kind
@@ -50,7 +50,7 @@ NCCL reads them when it creates a communicator, so set them before the launch.
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is an accelerator, and not the CPU or meta."""
+    """Return whether a device is an accelerator rather than the CPU or meta."""
     return device.type == NAME
 
 
@@ -95,7 +95,7 @@ def model_name(device: torch.device | int | None = None) -> str:
 
 
 def capacity_bytes(index: int) -> int:
-    """Return the memory of an accelerator, whether free or used."""
+    """Return the total memory of an accelerator."""
     return int(_module().get_device_properties(index).total_memory)
 
 
@@ -140,7 +140,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished all queued work. Nothing on a CPU."""
+    """Wait until a device has finished all queued work. No-op on a CPU."""
     import torch
 
     if is_accelerator(device):
@@ -149,10 +149,10 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def warning_of_waits(device: torch.device) -> Iterator[None]:
-    """Let torch warn of operations in the block that make the host wait for the device.
+    """Make torch warn about operations in the block that make the host wait for the device.
 
     It detects copies to and from memory that is not pinned, reading a number, and waits for a
-    stream. It does not detect `synchronize` of a device or an event. Nothing happens on a CPU.
+    stream. It does not detect `synchronize` of a device or an event. No-op on a CPU.
     """
     if not is_accelerator(device):
         yield
@@ -199,7 +199,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the statistics of peak memory. This does nothing on a CPU."""
+    """Reset the statistics of peak memory. No-op on a CPU."""
     import torch
 
     if is_accelerator(device):
@@ -223,19 +223,19 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory of a device that no process uses."""
+    """Return the unused memory of a device."""
     free, _ = _module().mem_get_info(device)
     return int(free)
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Free the memory that torch's allocator caches for reuse. Nothing on a CPU."""
+    """Free the memory that torch's allocator caches for reuse. No-op on a CPU."""
     if is_accelerator(device):
         _module().empty_cache()
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Let allocations of this process fail if it would use more than `nbytes` of a device."""
+    """Make allocations fail if this process would use more than `nbytes` of a device."""
     # torch takes the limit as a fraction of the device's memory.
     _module().set_per_process_memory_fraction(nbytes / capacity_bytes(device.index), device)
 
@@ -250,7 +250,7 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def _module() -> Any:
-    """Return torch's module of the kind, `torch.cuda`."""
+    """Return torch's module for the accelerator, `torch.cuda`."""
     import torch
 
     return torch.get_device_module(NAME)

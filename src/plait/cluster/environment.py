@@ -47,7 +47,7 @@ PREFIXES = (*accelerator.PREFIXES, "GLOO_", "PLAIT_")
 
 
 def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the facts by section and name, as values for JSON. Nothing is changed or measured.
+    """Return the facts by section and name as JSON values, without changing or measuring anything.
 
     Args:
         environment: Environment variables.

@@ -3,7 +3,7 @@
 Note [Freed memory]
     A training step frees and allocates the same activations, gradients and gathered parameters
     again and again. glibc returns free memory at the end of its heap to the system, which has to
-    zero every page anew. At ZeRO 2 this takes a third of a step
+    zero every page again. At ZeRO 2 this takes a third of a step
     (`benchmarks/results/host_memory.json`). `keep_freed_memory` lets the process keep the memory,
     as torch's allocator for GPUs does.
 
@@ -63,7 +63,7 @@ def free_host_bytes() -> int | None:
 
 
 def process_bytes(process: int) -> int:
-    """Return the memory of a process, with its part of memory that processes share.
+    """Return the memory of a process, including its proportional part of shared memory.
 
     The result is 0 if the kernel does not report it.
     """
@@ -83,7 +83,7 @@ def _field(path: Path, name: str) -> int:
 
 
 def trim_heap() -> None:
-    """Give freed heap memory, which the C library keeps for reuse, back to the system.
+    """Return freed heap memory, which the C library keeps for reuse, to the system.
 
     This does nothing if the C library has no `malloc_trim`.
     """
@@ -98,7 +98,7 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
         environment: Environment variables. If they configure the allocator, nothing is changed.
 
     Returns:
-        Whether the settings were made. Other C libraries than glibc have none.
+        Whether the allocator was configured. Other C libraries than glibc have none.
     """
     if any(name in environment for name in USERS) or not _is_glibc():
         return False
@@ -139,7 +139,7 @@ def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 @torch.no_grad()
 def move_to_huge_pages(model: nn.Module) -> None:
-    """Replace the memory of this rank's CPU parameters by huge pages.
+    """Move this rank's CPU parameters to huge pages.
 
     Values are not copied, so call this before the parameters are initialised.
     """

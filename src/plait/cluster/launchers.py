@@ -1,6 +1,6 @@
 """Environment variables of torchrun, DeepSpeed, OpenMPI, MPICH and Slurm.
 
-Every function receives the variables as a mapping, and nothing looks at this machine. A `Claim` has
+Every function receives the variables as a mapping, and none inspects this machine. A `Claim` has
 the values that a launcher set. `topology` completes it and checks it against the machine.
 """
 
@@ -15,7 +15,7 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Claim:
-    """Rank and sizes of this process according to a launcher's variables. None stands for unset.
+    """Rank and sizes of this process according to a launcher's variables. None means unset.
 
     Attributes:
         launcher: Name of the launcher for messages.
@@ -25,7 +25,7 @@ class Claim:
         local_world_size: Number of processes of this machine.
         node_rank: Rank of this machine among the machines.
         names: Variables for rank, size, local rank and local size, for messages.
-        meeting_point: `host:port` at which the processes meet, if the launcher implies one.
+        rendezvous_address: `host:port` at which the processes meet, if the launcher implies one.
     """
 
     launcher: str
@@ -35,12 +35,12 @@ class Claim:
     local_world_size: int | None = None
     node_rank: int | None = None
     names: tuple[str, str, str, str] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    meeting_point: str | None = None
+    rendezvous_address: str | None = None
 
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """Names of a launcher's variables. If a number has several, the first one that is set counts.
+    """Names of a launcher's variables. If a number has several, the first that is set is used.
 
     Attributes:
         launcher: Name of the launcher for messages.
@@ -105,7 +105,7 @@ An inner launcher (torchrun under srun, mpirun under srun) precedes the outer on
 
 
 def claim(environment: Mapping[str, str]) -> Claim | None:
-    """Return the place of this process according to its launcher, or None without a launcher.
+    """Return the rank and sizes that the launcher of this process set, or None without a launcher.
 
     Raises:
         ConfigError: Only some of a launcher's variables are set, or one is not a number.
@@ -139,14 +139,16 @@ def _claim(environment: Mapping[str, str], names: LauncherVariables, size_name: 
     node_rank = _integer_or_none(environment, _first_set(environment, names.node_rank))
     local_size_name = _first_set(environment, names.local_world_size)
     local_world_size = _integer_or_none(environment, local_size_name)
-    meeting_point = None
+    rendezvous_address = None
     if names.launcher == "srun":
         # Slurm lists the numbers of tasks of all machines in one variable.
         local_size_name = "SLURM_STEP_TASKS_PER_NODE"
         if local_size_name in environment and node_rank is not None:
             counts = tasks_per_node(environment[local_size_name])
             local_world_size = counts[node_rank] if node_rank < len(counts) else None
-        meeting_point = f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_port(environment)}"
+        rendezvous_address = (
+            f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_port(environment)}"
+        )
     return Claim(
         launcher=names.launcher,
         rank=_integer(environment, names.rank),
@@ -160,7 +162,7 @@ def _claim(environment: Mapping[str, str], names: LauncherVariables, size_name: 
             names.local_rank,
             local_size_name or (*names.local_world_size, "LOCAL_WORLD_SIZE")[0],
         ),
-        meeting_point=meeting_point,
+        rendezvous_address=rendezvous_address,
     )
 
 
@@ -219,7 +221,7 @@ def first_host(text: str) -> str:
     Raises:
         ConfigError: The text is not a node list.
     """
-    # Characters outside of brackets and bracketed lists, up to the first comma between names.
+    # Characters outside brackets and bracketed lists, up to the first comma between names.
     match = re.match(r"(?:[^,\[\]]|\[\w+[^\[\]]*\])+", text.strip())
     if match is None or not re.match(r"[^,\[]", text.strip()):
         raise ConfigError(

@@ -159,7 +159,7 @@ class Layout:
         Dimensions that are not passed are 0.
         """
         if not coordinates.keys().isdisjoint(EXPERT_AXES):
-            # Replace the coordinates along EXPERT_AXES by those along STAGE_AXES.
+            # Replace the coordinates along EXPERT_AXES with those along STAGE_AXES.
             stage_rank = coordinates.get("edp", 0) * self.ep + coordinates.get("ep", 0)
             for axis in reversed(STAGE_AXES):
                 stage_rank, coordinates[axis] = divmod(stage_rank, getattr(self, axis))

@@ -1,6 +1,7 @@
 """Description of the machines of a run.
 
-Nothing here looks at this machine. A planner on a laptop gets the same Topology as on the cluster.
+This module does not inspect the machine. A planner on a laptop gets the same Topology as on the
+cluster.
 
 DeepSpeed's hostfile has one `name slots=N` per line, and include and exclude filters. Names are not
 looked up on the network. A slot is a device of the machine, numbered from 0. The order of the file

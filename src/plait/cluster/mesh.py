@@ -66,7 +66,7 @@ _mesh_count = 0
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups that a run needs besides one per dimension and those of COMBINED.
+    """Groups that a run needs in addition to one per dimension and those of COMBINED.
 
     See Note [Creation of groups].
 
@@ -103,7 +103,7 @@ class Levels:
 
 
 class GroupUse:
-    """Use of a default group by one mesh, if Plait created the group.
+    """Use by one mesh of a default group that Plait created.
 
     Args:
         users: Uses of the same group. The new one is added.
@@ -129,7 +129,7 @@ class Mesh:
         expert_mesh: Mesh of the same ranks with `edp` and `ep` instead of all dimensions but `pp`.
             None if experts are not split.
         reverse_pp: Second group over pp for messages to lower stages. None without a pipeline.
-        more_pp: Further groups over pp for messages to higher and to lower stages, if messages in
+        extra_pp: Further groups over pp for messages to higher and to lower stages, if messages in
             one group would wait for each other (`comm.messages`).
         combined: Groups over several dimensions.
         stages: Groups of some stages by their coordinates along pp. None on other ranks.
@@ -144,7 +144,7 @@ class Mesh:
     use: GroupUse | None
     expert_mesh: DeviceMesh | None = None
     reverse_pp: dist.ProcessGroup | None = None
-    more_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
+    extra_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
     node_levels: Mapping[str, tuple[Levels | None, int]] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class Mesh:
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
         if self.layout.pp > 2 and accelerator.is_accelerator(self.device) and not is_fake():
             # NCCL executes the operations of a communicator in order, even if their peers differ.
-            mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
+            mesh = replace(mesh, extra_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in groups.stages})
 
         if not groups.levels:
@@ -286,7 +286,7 @@ class Mesh:
         return place().local_world_size
 
     def levels(self, axis: str) -> Levels | None:
-        """Return the parts by machine of the group over a dimension.
+        """Return the groups within and across machines of the group over a dimension.
 
         Args:
             axis: Name of the dimension.
@@ -314,7 +314,7 @@ class Mesh:
         return self.node_levels[axis][1]
 
     def _split_by_node(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
-        """Return the parts by machine and the number of machines of a dimension's group.
+        """Return a dimension's groups within and across machines, and its number of machines.
 
         Collective over all ranks.
 
@@ -334,7 +334,7 @@ class Mesh:
         return levels, len(ranks_per_node)
 
     def _adopt(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Register a group that was created for this mesh, which destroys it later."""
+        """Register a group that this mesh created and will destroy."""
         # torch uses the default group for a dimension with all ranks.
         if group is not dist.group.WORLD:
             self.created_groups.append(group)
@@ -387,7 +387,7 @@ def split_by_node(groups: Sequence[Sequence[int]], nodes: Sequence[int]) -> Leve
 
 
 def _ranks_by_node(ranks: Sequence[int], nodes: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of a group by machine, or nothing if `split_by_node` does not split it."""
+    """Return a group's ranks by machine, or an empty list if `split_by_node` does not split it."""
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(nodes[rank], []).append(rank)
@@ -408,7 +408,7 @@ def _node_of_each_rank() -> list[int]:
 
 
 def _with_default_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Give a group the timeout of the default group, which the user may have set."""
+    """Set the timeout of a group to that of the default group, which the user may have set."""
     if not is_fake(group):
         copy_timeout(group, _world())
     return group
@@ -508,7 +508,7 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Create the default group of the launcher's processes, as `build_mesh` would. Collective.
 
     This is for code that needs the group before there is a model. The caller may destroy the group.
-    Nothing happens if there is one already.
+    Does nothing if the default group already exists.
 
     Raises:
         ConfigError: No rendezvous address is configured.
@@ -549,7 +549,7 @@ def _make_default_group(
 ) -> None:
     is_single = rank_info.world_size == 1
     # Processes may start at different times, so they wait longer than a collective does. With a
-    # device torch creates NCCL's communicator now, and not in the first collective.
+    # device torch creates NCCL's communicator now, not in the first collective.
     start_timeout = timeout if is_single else max(timeout, DEFAULT_TIMEOUT)
     store = store_of_next_group(rank_info, start_timeout)
     if not is_single:

@@ -1,8 +1,8 @@
-"""Check that every process may open the files of its connections, before it creates any.
+"""Check of the limit of open files, before processes open connections to each other.
 
 A process that reaches its limit of open files fails while it connects to the others, which would
 then wait for it until their timeout. The processes therefore exchange the result of the check
-through the store in which they meet.
+through the rendezvous store.
 """
 
 from __future__ import annotations

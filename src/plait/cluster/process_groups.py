@@ -1,4 +1,4 @@
-"""Default process group: where the processes meet, groups without other ranks, and the end.
+"""Default process group: its store, fake groups, and its destruction.
 
 The processes of a launch meet in a store. A default group that was destroyed leaves its addresses
 in the store, and its sockets still answer. A rank that read them for the next group would wait in
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from plait._torch.tensors import forget_meshes
-from plait.cluster.topology import RankInfo, init_method, meeting_address
+from plait.cluster.topology import RankInfo, address_of_method, init_method
 
 _met: dict[str, _SharedStore] = {}
 """Stores by address."""
@@ -64,7 +64,7 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
     if rank_info.world_size == 1:
         return dist.HashStore()
     method = init_method()
-    address = meeting_address(method)
+    address = address_of_method(method)
     if address not in _met:
         store, _, _ = next(
             rendezvous(method, rank_info.rank, rank_info.world_size, timeout=timeout)
@@ -79,7 +79,7 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
 
 @dataclass
 class _SharedStore:
-    """Store of all default groups that met at one address.
+    """Store of all default groups with the same rendezvous address.
 
     Attributes:
         store: The store.
@@ -91,7 +91,7 @@ class _SharedStore:
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether a group has no other ranks. None means the default group.
+    """Return whether a group, by default the default group, is torch's fake process group.
 
     The result is False if there is no process group.
     """
@@ -99,7 +99,7 @@ def is_fake(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process after its output was written, without the interpreter's shutdown.
+    """Flush the output and end this process without the interpreter's shutdown.
 
     Functions that are registered with `atexit` are not called.
 

@@ -1,7 +1,7 @@
 """Exchange of small values between ranks.
 
 Every function is a collective call over its group, and waits for the result. Except in
-`max_over_ranks`, None stands for the default group.
+`max_over_ranks`, None means the default group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Number = TypeVar("Number", int, float)
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the objects of all ranks, which are pickled. Collective."""
+    """Return the objects of all ranks. They must be picklable. Collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Machines of a run and the place of this process, from the launcher's variables and this machine.
+"""Machines of a run and the ranks of this process, from the launcher's variables and this machine.
 
 Only this module and `plait.cli` read environment variables. It creates no process group. If a
 default group exists, its rank and size count, and variables that contradict it are errors. Nothing
@@ -28,7 +28,7 @@ WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process among all processes, and among those of its machine.
+    """Rank of this process among all processes, and among those of its machine.
 
     Attributes:
         rank: Global rank.
@@ -126,7 +126,7 @@ def share_gpus(count: int) -> bool:
 
 
 def keep_host_memory() -> bool:
-    """Let this process keep memory that it frees, unless its environment configures the allocator.
+    """Keep freed memory in this process, unless the environment configures the allocator.
 
     Returns:
         Whether the settings of `cluster.host_memory` were made.
@@ -183,7 +183,7 @@ def cpu_count() -> int:
 
 
 def processor_name() -> str:
-    """Return the name of the processor from the kernel, or else from the platform."""
+    """Return the name of the processor from the kernel, with the platform as a fallback."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -209,7 +209,7 @@ def machine_name(processes: int) -> str:
 
 
 def thread_count(processes: int) -> int:
-    """Return the threads of each process of a machine: an equal share of the cores, at least 1."""
+    """Return the threads per process on a machine: an equal share of the cores, at least 1."""
     return max(1, cpu_count() // processes)
 
 
@@ -241,21 +241,21 @@ def init_method() -> str:
     claimed = claim(os.environ)
     # If one of the variables is set, the other one was forgotten, and a derived address would not
     # fit.
-    if claimed is not None and claimed.meeting_point is not None and len(missing) == 2:
-        return f"tcp://{claimed.meeting_point}"
+    if claimed is not None and claimed.rendezvous_address is not None and len(missing) == 2:
+        return f"tcp://{claimed.rendezvous_address}"
     raise ConfigError(
         Problem(
             missing[0],
             None,
-            "not set, so the processes do not know where to meet",
+            "not set, so the processes have no rendezvous address",
             "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's"
             " host and MASTER_PORT to a free port there",
         )
     )
 
 
-def meeting_address(method: str) -> str:
-    """Return the address that an `init_method` stands for."""
+def address_of_method(method: str) -> str:
+    """Return the address in an `init_method`."""
     if method != "env://":
         return method
     return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -290,9 +290,9 @@ def _check_against_group(claimed: Claim | None, rank: int, world_size: int, back
             Problem(
                 claimed.names[0],
                 claimed.rank,
-                f"{claimed.launcher} says rank {claimed.rank} of {claimed.world_size}, and the"
+                f"{claimed.launcher} says rank {claimed.rank} of {claimed.world_size}, but the"
                 f" existing {backend} process group says rank {rank} of {world_size}",
-                "make the process group with the launcher's rank and world size, or unset the"
+                "create the process group with the launcher's rank and world size, or unset the"
                 " launcher's variables",
             )
         )
@@ -300,7 +300,7 @@ def _check_against_group(claimed: Claim | None, rank: int, world_size: int, back
 
 
 def _complete(claimed: Claim, devices: int) -> RankInfo:
-    """Add the values of this machine that a launcher does not set, if only one is possible."""
+    """Add values that the launcher did not set, if only one value is possible on this machine."""
     local_rank = claimed.local_rank
     local_world_size = claimed.local_world_size
     if local_rank is None:
@@ -335,7 +335,7 @@ def _complete(claimed: Claim, devices: int) -> RankInfo:
 
 
 def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
-    """Raise ConfigError if ranks are not below the sizes that they belong to."""
+    """Raise ConfigError if a rank is not below its world size."""
     rank, world, local, local_world = claimed.names
     rules = (
         (

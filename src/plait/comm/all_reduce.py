@@ -53,7 +53,7 @@ Started = tuple[Steps, list[dist.Work]]
 
 
 def run(steps: Steps) -> None:
-    """Perform an algorithm to its end. Collective."""
+    """Run an algorithm to completion. Collective."""
     for works in steps:
         for work in works:
             work.wait()
@@ -62,7 +62,7 @@ def run(steps: Steps) -> None:
 def sum_over(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, algorithm: Name, levels: Levels | None = None
 ) -> Steps:
-    """Return the steps that replace a tensor by its sum over the group.
+    """Return the steps that replace a tensor with its sum over the group.
 
     Args:
         tensor: Contiguous tensor [n], changed in place.
@@ -79,7 +79,7 @@ def sum_over(
 def wire_bytes(
     algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_node: int = 1
 ) -> tuple[int, int]:
-    """Return the most bytes that any rank sends, inside its machine and to other machines.
+    """Return the most bytes that one rank sends, inside its machine and to other machines.
 
     The table in the module docstring has the formulas. All bytes of a flat algorithm count as sent
     to other machines if the group spans machines.
@@ -135,7 +135,7 @@ def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
 
 
 def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Send chunks around the ring, where each rank adds its own, then send the sums around."""
+    """Send chunks around the ring, each rank adding its own, and then send the sums around."""
     ranks = group.size()
     rank = group.rank()
     following = (rank + 1) % ranks
@@ -259,7 +259,7 @@ def receive(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> l
 
 
 def launched(work: dist.Work | None) -> dist.Work:
-    """Return the work of an asynchronous call, which torch declares as optional."""
+    """Return the work of an asynchronous call. torch annotates it as optional."""
     assert work is not None
     return work
 

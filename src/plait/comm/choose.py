@@ -3,8 +3,8 @@
 The module communicates nothing, and every choice has a reason.
 
 An algorithm that was measured costs what was measured. Any other algorithm costs the sum of its
-operations. Compression changes the training slightly, so it is no candidate. If candidates cost the
-same, the one with the fewest operations is chosen.
+operations. Compression changes the training slightly, so it is not a candidate. If candidates cost
+the same, the one with the fewest operations is chosen.
 
 A cost of a collective on a link is a fixed time plus a time per byte. It is fitted to measurements
 (`comm.measure`) or derived from the latency and the bandwidth of a link.
@@ -98,7 +98,7 @@ class Cost:
 
 
 def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Return a cost that is fitted to measurements of (bytes, seconds) and contains them.
+    """Return a cost that is fitted to (bytes, seconds) measurements and stores them.
 
     Disturbances only add time. If a larger tensor took less time than a smaller one, the smaller
     measurement was disturbed and is lowered to the larger one's time.
@@ -324,7 +324,7 @@ class AlgorithmChoice:
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The selected algorithm, and those that may be as good."""
+        """The selected algorithm, and those that may be equally fast."""
         limit = NEAR * self.seconds
         return self.algorithm, *(name for name, seconds in self.others if seconds <= limit)
 
@@ -393,7 +393,7 @@ def choose_all_reduce(nbytes: int, group: GroupLinks) -> AlgorithmChoice:
 def refined(
     choice: AlgorithmChoice, group: GroupLinks, times: Mapping[str, float]
 ) -> AlgorithmChoice:
-    """Return the choice among algorithms that were timed at the choice's message size.
+    """Return the choice revised by times that were measured at its message size.
 
     Args:
         choice: Choice by the costs of the links.
@@ -441,7 +441,7 @@ def choose_buckets(
         }
 
     def end_seconds(count: int) -> float:
-        """Return the time from the start of the backward to the last sum."""
+        """Return the seconds from the start of the backward to the end of the last sum."""
         return min(
             single_message[name] / count + seconds for name, seconds in price_all(count).items()
         )
@@ -473,7 +473,7 @@ def _choose(
         candidates: Seconds by algorithm. The first of equal candidates is chosen.
         group: Costs of the links.
         in_buckets: Whether the messages overlap with a backward.
-        all_seconds: Seconds of all algorithms for the reason, if some of them are no candidates.
+        all_seconds: Seconds of all algorithms for the reason, if some of them are not candidates.
     """
     cheapest = min(candidates.values())
     is_measured = any(cost.samples for cost in group.whole.costs.values())
@@ -504,7 +504,7 @@ def _choose(
 
 
 def _why(algorithm: str, group: GroupLinks) -> str:
-    """Return the advantage of an algorithm on the links of a group."""
+    """Return why an algorithm is the fastest on the links of a group."""
     if algorithm == "hierarchical":
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
     if algorithm == "recursive-doubling":

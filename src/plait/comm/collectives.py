@@ -119,7 +119,7 @@ def add_in_order(addends: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 
 
 class SynchronousReduceScatter(ReduceScatter):
-    """Base class of reduce-scatters of `fully_shard` that have ended when the call returns."""
+    """Base class of synchronous reduce-scatters for `fully_shard`."""
 
     @abstractmethod
     def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -69,7 +69,7 @@ class PersistentTensors:
     """Memory for the new values of the next step."""
 
     def now(self, name: str) -> torch.Tensor:
-        """Return the value of a tensor, with the changes of the running step so far."""
+        """Return the value of a tensor, including changes in the current step."""
         return self._changed.get(name, self.state[name])
 
     def change(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +88,7 @@ class PersistentTensors:
 
     @property
     def spare_tensors(self) -> list[torch.Tensor]:
-        """Tensors that are kept in memory besides `state`: new values and spare buffers."""
+        """Tensors that are in memory in addition to `state`: new values and spare buffers."""
         return [*self._changed.values(), *self._spare.values()]
 
     def end_step(self, *, skipped: bool) -> None:
@@ -265,16 +265,16 @@ class _FactoredMatrix:
 class PowerSGDBuckets(_TwoMessageBuckets):
     """Buckets whose matrices are sent as two factors, with error feedback and warm start.
 
-    The results are those of torch's DDP hook. Unlike there, the thread of the caller issues every
-    collective, in one order, and the left factors overlap with the backward. A matrix whose factors
-    are more than half as large is sent uncompressed.
+    The results are those of torch's DDP hook. Unlike the hook, the caller's thread issues every
+    collective, in a fixed order, and the left factors overlap with the backward. A matrix is sent
+    uncompressed if its factors have more than half of its elements.
 
     Args:
         group: The process group.
         flats: Content of the buckets.
         device: Device of the buckets.
         rank: Columns of the factors.
-        uncompressed_steps: Number of first steps that are summed uncompressed.
+        uncompressed_steps: Number of initial steps in which gradients are summed uncompressed.
         revocable: Whether steps may be skipped.
 
     Attributes:
@@ -322,7 +322,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
             )
 
     def _add_bucket(self, index: int, flat: Flat, rank: int, *, seed: int) -> None:
-        """Decide how each tensor of a bucket is sent, and draw the first factors."""
+        """Decide whether each tensor of a bucket is factored, and draw the initial factors."""
         # All ranks draw the same factors.
         generator = torch.Generator().manual_seed(seed)
         device = self.buffers[index].device
@@ -545,7 +545,7 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
         output.view(-1).copy_(total)
 
     def _ensure_error(self, packing: Packing, rows: torch.Tensor) -> None:
-        """Create the residual. It starts again from zeros if the size of the rows has changed."""
+        """Create the residual, or reset it to zeros if the size of the rows has changed."""
         shape = (rows.shape[0], packing.padded)
         error = self.carried.state.get("error")
         if error is None or error.shape != shape:

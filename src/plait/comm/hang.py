@@ -1,7 +1,7 @@
-"""Hangs: boards on which ranks publish their progress, and the search for the late ranks.
+"""Hang detection: boards on which ranks publish their progress, and the search for late ranks.
 
 A board is a small file with the step and the phase of a rank, the collectives that it waits for,
-and a sign of life. The rank maps the file into memory. A write is a store to memory, so it is cheap
+and a heartbeat. The rank maps the file into memory. A write is a store to memory, so it is cheap
 and needs no lock. Other processes (`comm.watch`, the launcher) can read the board while the rank is
 stopped, holds the interpreter's lock or has ended. Times are those of the monotonic clock, which
 all processes of a machine share.
@@ -41,26 +41,26 @@ _HEAD = struct.Struct("<8sqqd")
 _PROGRESS = struct.Struct("<qqd")
 # Time at which the wait began (0 if there is none), length of the JSON text behind it.
 _WAIT = struct.Struct("<dH")
-# Time of the last sign of life, length of the JSON text behind it.
-_SIGN = struct.Struct("<dH")
+# Time of the last heartbeat, length of the JSON text behind it.
+_HEARTBEAT = struct.Struct("<dH")
 _PROGRESS_OFFSET = 64
 _WAIT_OFFSET = 128
-_SIGN_OFFSET = 1024
+_HEARTBEAT_OFFSET = 1024
 _WAIT_TEXT_OFFSET = _WAIT_OFFSET + _WAIT.size
-_SIGN_TEXT_OFFSET = _SIGN_OFFSET + _SIGN.size
-_WAIT_TEXT_BYTES = _SIGN_OFFSET - _WAIT_TEXT_OFFSET
+_SIGN_TEXT_OFFSET = _HEARTBEAT_OFFSET + _HEARTBEAT.size
+_WAIT_TEXT_BYTES = _HEARTBEAT_OFFSET - _WAIT_TEXT_OFFSET
 _SIGN_TEXT_BYTES = BYTES - _SIGN_TEXT_OFFSET
 
 PHASES = ("start", "between steps", "forward", "backward", "update", "evaluation", "checkpoint")
 """Phases of a rank, as messages name them."""
 START, BETWEEN, FORWARD, BACKWARD, UPDATE, EVALUATION, CHECKPOINT = range(len(PHASES))
-SIGN_SECONDS = 3.0
+HEARTBEAT_SECONDS = 3.0
 """Silence after which an interpreter counts as stopped, or its lock as held by a call."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective that a rank has begun and that has not ended.
+    """A collective that a rank has started and that has not finished.
 
     Attributes:
         operation: For example `all-reduce`.
@@ -104,8 +104,8 @@ class BoardContent:
         step: Step of the training.
         phase: Index in `PHASES`.
         since: Time at which the phase began.
-        sign: Time at which the interpreter last ran the watching thread, or at which the board was
-            created.
+        heartbeat: Time at which the interpreter last ran the watching thread, or at which the
+            board was created.
         waits: Unfinished collectives. The one of the main thread is first.
         line: Line of user code that the main thread was at, for example `train.py:33`.
     """
@@ -116,7 +116,7 @@ class BoardContent:
     step: int
     phase: int
     since: float
-    sign: float
+    heartbeat: float
     waits: tuple[Wait, ...] = ()
     line: str = ""
 
@@ -140,7 +140,7 @@ class Board:
         timeout_seconds: Longest time that a wait may take.
 
     Raises:
-        InputError: There is no room for the file.
+        InputError: There is not enough space for the file.
     """
 
     def __init__(self, *, rank: int, timeout_seconds: float, path: Path | None = None) -> None:
@@ -162,22 +162,22 @@ class Board:
         self.timeout_seconds = timeout_seconds
         self.progress(0, START)
         # If the watching thread never runs, the silence counts from now on.
-        self.sign()
+        self.heartbeat()
         # Readers ignore a board without this head, so it is written last.
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, timeout_seconds)
 
     def progress(self, step: int, phase: int) -> None:
-        """Record that a phase of a step begins."""
+        """Record the start of a phase of a step."""
         self.step = step
         _PROGRESS.pack_into(self._memory, _PROGRESS_OFFSET, step, phase, time.monotonic())
 
     def phase(self, phase: int) -> None:
-        """Record that another phase of the same step begins."""
+        """Record the start of another phase of the same step."""
         self.progress(self.step, phase)
 
     @property
     def now(self) -> tuple[int, int, float]:
-        """Step, phase, and the time at which the phase began."""
+        """Step, phase, and start time of the phase."""
         return _PROGRESS.unpack_from(self._memory, _PROGRESS_OFFSET)
 
     def wait(self, wait: Wait) -> None:
@@ -187,7 +187,7 @@ class Board:
         _WAIT.pack_into(self._memory, _WAIT_OFFSET, wait.since, len(text))
 
     def waited(self) -> None:
-        """Record that the main thread does not wait any more."""
+        """Record that the main thread no longer waits."""
         _WAIT.pack_into(self._memory, _WAIT_OFFSET, 0.0, 0)
 
     @property
@@ -195,13 +195,13 @@ class Board:
         """Time at which the main thread's recorded wait began, or 0 if there is none."""
         return float(_WAIT.unpack_from(self._memory, _WAIT_OFFSET)[0])
 
-    def sign(self, waits: Sequence[Wait] = (), *, line: str = "", seen: float = 0.0) -> None:
-        """Record a sign of life, with the observations of the watching thread.
+    def heartbeat(self, waits: Sequence[Wait] = (), *, line: str = "", seen: float = 0.0) -> None:
+        """Record a heartbeat, with the observations of the watching thread.
 
         Args:
-            waits: Unfinished collectives that torch recorded. The last ones are left out if there
-                is no room for all.
-            line: Line of user code that the main thread is at.
+            waits: Unfinished collectives that torch recorded. The last ones are omitted if not all
+                of them fit.
+            line: Line of user code that the main thread executes.
             seen: Time of the observation.
         """
         for count in range(len(waits), -1, -1):
@@ -210,7 +210,7 @@ class Board:
             if len(text) <= _SIGN_TEXT_BYTES:
                 break
         self._memory[_SIGN_TEXT_OFFSET : _SIGN_TEXT_OFFSET + len(text)] = text
-        _SIGN.pack_into(self._memory, _SIGN_OFFSET, time.monotonic(), len(text))
+        _HEARTBEAT.pack_into(self._memory, _HEARTBEAT_OFFSET, time.monotonic(), len(text))
 
     def close(self) -> None:
         """Unmap the board and close its file."""
@@ -228,14 +228,14 @@ def _no_room(error: OSError, path: Path | None) -> InputError:
         )
         return InputError(f"ulimit -f: {rule}; raise the limit: ulimit -f unlimited")
     folder = "memory" if path is None else str(path.parent)
-    remedy = "make room, or name another folder for temporary files with TMPDIR"
+    remedy = "free some space, or name another folder for temporary files with TMPDIR"
     return InputError(
-        f"{folder}: no room for {BYTES:,} bytes ({error.strerror}), {purpose}; {remedy}"
+        f"{folder}: no space for {BYTES:,} bytes ({error.strerror}), {purpose}; {remedy}"
     )
 
 
 def read_board(path: Path) -> BoardContent | None:
-    """Return the content of a board, or None if there is none or it is being written."""
+    """Return the content of a board, or None if it does not exist or is being written."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -261,17 +261,17 @@ def _reading(data: bytes) -> BoardContent | None:
     _, process, rank, timeout = _HEAD.unpack_from(data, 0)
     step, phase, since = _PROGRESS.unpack_from(data, _PROGRESS_OFFSET)
     waiting_since, length = _WAIT.unpack_from(data, _WAIT_OFFSET)
-    sign, sign_length = _SIGN.unpack_from(data, _SIGN_OFFSET)
+    heartbeat, heartbeat_length = _HEARTBEAT.unpack_from(data, _HEARTBEAT_OFFSET)
 
     observed: dict[str, Any] = {}
-    if sign:
-        observed = json.loads(data[_SIGN_TEXT_OFFSET:][:sign_length])
+    if heartbeat:
+        observed = json.loads(data[_SIGN_TEXT_OFFSET:][:heartbeat_length])
     waits = [_parsed_wait(plain, seen=observed["seen"]) for plain in observed.get("waits", ())]
     if waiting_since:
         plain = json.loads(data[_WAIT_TEXT_OFFSET:][:length])
         waits.insert(0, _parsed_wait(plain, seen=math.inf))
     line = observed.get("line", "")
-    return BoardContent(rank, process, timeout, step, phase, since, sign, tuple(waits), line)
+    return BoardContent(rank, process, timeout, step, phase, since, heartbeat, tuple(waits), line)
 
 
 def _plain(wait: Wait) -> dict[str, Any]:
@@ -325,18 +325,18 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Hang:
-    """A wait that has taken its timeout, and the ranks that may be the cause.
+    """A wait that has reached its timeout, and the ranks that may be the cause.
 
     Attributes:
         waiting: Ranks that wait for the same collective. The first one has exceeded the timeout.
         late: Ranks that are the cause. Empty if the ranks wait for each other.
-        circle: Ranks that wait for each other in different collectives.
+        cycle: Ranks that wait for each other in different collectives.
         timeout_seconds: Longest time that a wait may take.
     """
 
     waiting: tuple[Waiting, ...]
     late: tuple[int, ...]
-    circle: tuple[Waiting, ...]
+    cycle: tuple[Waiting, ...]
     timeout_seconds: float
 
     @property
@@ -344,11 +344,11 @@ class Hang:
         """Ranks whose stacks are of interest."""
         if self.late:
             return self.late
-        return tuple(waiting.rank for waiting in self.circle or self.waiting)
+        return tuple(waiting.rank for waiting in self.cycle or self.waiting)
 
 
 def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
-    """Return the hang if a wait of a rank has taken its timeout, else None.
+    """Return the hang if a rank's wait has reached its timeout, else None.
 
     Args:
         readings: Boards by global rank.
@@ -362,7 +362,7 @@ def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
     if not overdue:
         return None
     first = min(overdue, key=lambda waiting: _detail_order(waiting.wait))
-    late, circle = _find_late(first, readings, now)
+    late, cycle = _find_late(first, readings, now)
     others = [
         waiting
         for waiting in _waiting_ranks(readings, now)
@@ -370,7 +370,7 @@ def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
         and waiting.wait.is_same_collective(first.wait)
         and waiting.rank not in late
     ]
-    return Hang((first, *others), late, circle, readings[first.rank].timeout_seconds)
+    return Hang((first, *others), late, cycle, readings[first.rank].timeout_seconds)
 
 
 def _waiting_ranks(readings: Mapping[int, BoardContent], now: float) -> list[Waiting]:
@@ -414,7 +414,7 @@ def _find_late(
 
 
 def _missing_ranks(waiting: Waiting, readings: Mapping[int, BoardContent]) -> Sequence[int]:
-    """Return the members of a collective that have not begun it."""
+    """Return the members of a collective that have not started it."""
     if waiting.wait.missing is not None:
         return waiting.wait.missing
     participants = set()
@@ -438,10 +438,10 @@ def describe_cause(
     """
     first = hang.waiting[0]
     limit = f"the timeout is {hang.timeout_seconds:g} s"
-    if hang.circle:
+    if hang.cycle:
         waits = "; ".join(
             f"rank {waiting.rank} for {waiting.seconds:.1f} s in {_collective(waiting)}"
-            for waiting in hang.circle
+            for waiting in hang.cycle
         )
         return f"the ranks wait for each other in different collectives: {waits}; {limit}"
 
@@ -513,14 +513,14 @@ def condition(
     if place:
         text += f", at {place}"
 
-    silent_seconds = now - reading.sign
+    silent_seconds = now - reading.heartbeat
     if state in ("T", "t"):
         text += "; its process is stopped (SIGSTOP, or a debugger)"
     elif state in ("", "Z", "X"):
         text += "; its process has ended"
     elif state == "D":
         text += "; its process waits for a disk or a device"
-    elif reading.sign and silent_seconds > SIGN_SECONDS:
+    elif reading.heartbeat and silent_seconds > HEARTBEAT_SECONDS:
         text += (
             f"; its interpreter has run no other thread for {silent_seconds:.1f} s: a call holds"
             " the interpreter's lock"
@@ -531,7 +531,7 @@ def condition(
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text with runs shortened, for example `rank 3` or `ranks 0-2, 5`."""
+    """Return ranks as text with ranges, for example `rank 3` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

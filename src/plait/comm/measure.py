@@ -1,4 +1,4 @@
-"""Measurement of collectives between the running processes, fitted to costs.
+"""Measurement of collectives between the running processes, and the costs fitted to them.
 
 All functions here are collective.
 
@@ -364,7 +364,7 @@ def _affordable_sizes(
     operations: int,
     largest_bytes: int,
 ) -> tuple[int, ...]:
-    """Return the sizes that one round can measure in its fraction of the time. Collective.
+    """Return the sizes that fit into one round's share of the time. Collective.
 
     The time is estimated from all-reduces of two sizes. The result is the same on all ranks.
     """
@@ -524,7 +524,7 @@ def _difference_from_probe(
 
 
 def _deviation(times: tuple[float, float]) -> float:
-    """Return the factor, 1 or more, by which two times differ."""
+    """Return the ratio of two times, 1 or more."""
     return max(times[0] / times[1], times[1] / times[0])
 
 

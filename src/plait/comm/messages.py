@@ -35,8 +35,8 @@ from plait.errors import CommunicationError
 
 
 @dataclass(frozen=True)
-class Arriving:
-    """Tensors that are being received. They have their values after `wait`.
+class PendingReceive:
+    """Tensors that are being received. Their values are valid after `wait`.
 
     Attributes:
         tensors: Buffers of the tensors.
@@ -102,15 +102,17 @@ class Messenger:
         self._has_begun = False
 
     def send(self, tensors: Iterable[torch.Tensor], *, to: int) -> None:
-        """Start to send tensors, each as a message of its own."""
+        """Start sending tensors, each in a separate message."""
         self.forget_delivered()
         for tensor in tensors:
             contiguous = tensor.detach().contiguous()
             self.sent_bytes += contiguous.numel() * contiguous.element_size()
             self._sending.append((self._isend(contiguous, to), contiguous))
 
-    def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
-        """Start to receive tensors.
+    def receive(
+        self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int
+    ) -> PendingReceive:
+        """Start receiving tensors.
 
         Args:
             like: Shape and dtype of each tensor.
@@ -121,10 +123,10 @@ class Messenger:
         )
         works = tuple(self._irecv(buffer, source) for buffer in buffers)
         group = self._group_between(source, self.rank)
-        return Arriving(buffers, works, dist.get_global_rank(group, source))
+        return PendingReceive(buffers, works, dist.get_global_rank(group, source))
 
     def send_object(self, value: object, *, to: int) -> None:
-        """Start to send an object that can be pickled."""
+        """Start sending a picklable object."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
         for tensor in (length, data):

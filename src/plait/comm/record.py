@@ -1,4 +1,4 @@
-"""Bytes that collective operators send, for counters of traffic.
+"""Bytes that collective operators send, for traffic counters.
 
 Counters (`engine.single_rank` and those of tests) are dispatch modes that call `call_of` for every
 operator. Data that moves without one of torch's collectives is announced with `record`, which
@@ -17,7 +17,7 @@ from plait._torch.operators import operator_name, tree_leaves
 
 
 def _do_nothing(kind: str, full_bytes: int, dtype: torch.dtype, ranks: int) -> None:
-    """Implement `plait::collective`, which only dispatch modes look at."""
+    """Implement `plait::collective`, an operator that exists only for dispatch modes."""
 
 
 _LIBRARY = torch.library.Library("plait", "FRAGMENT")
@@ -26,7 +26,7 @@ _LIBRARY.impl("collective", _do_nothing, "CompositeExplicitAutograd")
 
 
 def record(kind: str, *, full_bytes: int, dtype: torch.dtype, ranks: int) -> None:
-    """Announce a collective of this rank that torch does not see to counters of traffic.
+    """Report a collective that bypasses torch to the traffic counters of this rank.
 
     Args:
         kind: `all_gather`, `reduce_scatter` or `all_reduce`.

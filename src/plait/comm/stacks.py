@@ -41,7 +41,7 @@ _LIBRARIES = _library_folders()
 
 
 def is_users(path: str) -> bool:
-    """Return whether a source file belongs neither to Plait nor to a library."""
+    """Return whether a source file is user code: part of neither Plait nor a library."""
     return not path.startswith(_PACKAGE) and not is_library(path)
 
 
@@ -117,7 +117,7 @@ def collect(process: int, written: Path, copy: Path, seconds: float) -> Path | N
 
 
 def new_folder() -> Path:
-    """Make a folder for stack files that stay after the run.
+    """Create a folder for stack files that are kept after the run.
 
     Only this user can enter it. Its name cannot be predicted, so that no other user of the machine
     can put a link there first, through which this process would overwrite a file of its own user.
@@ -137,10 +137,10 @@ def state(process: int) -> str:
 
 
 def machine() -> str:
-    """Return a text that is equal for processes that see each other's `/proc`.
+    """Return an identifier that is equal for processes that see each other's `/proc`.
 
-    It consists of the boot and the PID namespace, because containers on one machine have the same
-    boot and different processes.
+    It consists of the boot id and the PID namespace, because containers on one machine share the
+    boot id but not their processes.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""Transport of a group's data-parallel collectives: shared memory or torch.
+"""Transport of a data-parallel group's collectives: shared memory or torch.
 
 `connect` decides once per group, with the same result on every rank, and records the reason. Shared
 memory is for tensors on the CPU. gloo sends them through loopback sockets, which is several times

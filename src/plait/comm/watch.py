@@ -1,4 +1,4 @@
-"""Watch of this process over its waits for other ranks.
+"""Hang watch: observes the waits of this process for other ranks.
 
 The process publishes its progress and its waits on a board (`comm.hang.Board`). A thread observes
 the collectives that torch has recorded.
@@ -66,7 +66,7 @@ _EXIT_CODE = 5
 
 
 class Watch:
-    """Watch of one process. `WATCH` is the only instance outside of tests.
+    """Hang watch of one process. `WATCH` is the only instance outside tests.
 
     Attributes:
         board: Board of the process. None while nothing is watched. A single process is not
@@ -94,12 +94,12 @@ class Watch:
         self._reported = False
 
     def progress(self, step: int, phase: int) -> None:
-        """Record that a phase of a step begins."""
+        """Record the start of a phase of a step."""
         if self.board is not None:
             self.board.progress(step, phase)
 
     def phase(self, phase: int) -> None:
-        """Record that another phase of the same step begins."""
+        """Record the start of another phase of the same step."""
         if self.board is not None:
             self.board.phase(phase)
 
@@ -118,7 +118,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Publish a wait that torch does not record while the block runs."""
+        """Publish, while the block runs, a wait that torch does not record."""
         if self.board is None:
             yield
             return
@@ -129,14 +129,14 @@ class Watch:
             self.board.waited()
 
     def update_wait(self, wait: Wait) -> None:
-        """Publish a change of the wait inside of `waiting`."""
+        """Publish a change of the wait. Called inside `waiting`."""
         if self.board is not None:
             self.board.wait(wait)
 
     def arm(self) -> None:
-        """Start to watch the waits of the default group's ranks. Collective.
+        """Start watching the waits of the default group's ranks. Collective.
 
-        Call this once per default group. Nothing happens for a single rank or a fake group.
+        Call this once per default group. Does nothing for a single rank or a fake group.
         """
         group = dist.group.WORLD
         if group is None or group is self._group or group.size() == 1 or is_fake():
@@ -226,7 +226,7 @@ class Watch:
         _, _, since = board.now
         if now - since < _UNSEEN_SECONDS and not board.waiting_since:
             # The process makes progress.
-            board.sign()
+            board.heartbeat()
             return
 
         waits = self._publish(board, now, since)
@@ -264,7 +264,7 @@ class Watch:
             waits = self._recorded_waits(now)
             line = self._line()
             self._observed = (since, waits, line)
-        board.sign(waits, line=line, seen=self._looked)
+        board.heartbeat(waits, line=line, seen=self._looked)
 
         # Read once, because the main thread may remove its wait at any time.
         waiting_since = board.waiting_since
@@ -273,7 +273,7 @@ class Watch:
         return list(waits)
 
     def _recorded_waits(self, now: float) -> tuple[Wait, ...]:
-        """Return the recorded collectives that have taken longer than `_UNSEEN_SECONDS`."""
+        """Return the recorded collectives that have been running longer than `_UNSEEN_SECONDS`."""
         waits = []
         for collective, start in self._unfinished.items():
             if now - start >= _UNSEEN_SECONDS:
@@ -293,7 +293,7 @@ class Watch:
     def _starts(
         self, collectives: Sequence[UnfinishedCollective], *, after: float
     ) -> dict[UnfinishedCollective, float]:
-        """Return the start of each collective by the monotonic clock.
+        """Return the start time of each collective on the monotonic clock.
 
         The recorder uses the system clock, which may be set while a collective waits. A collective
         that was seen before therefore keeps its start, and a new one began `after` the last look.
@@ -310,7 +310,7 @@ class Watch:
         return starts
 
     def _line(self) -> str:
-        """Return the line of user code that the main thread is at, and the last unit collective."""
+        """Return the user code line that the main thread executes, and the last unit collective."""
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return ""
@@ -405,7 +405,7 @@ WATCH = Watch()
 
 
 def _leave_board_to_parent() -> None:
-    """Drop the board after a fork. The child shares its memory and must not write to it."""
+    """Drop the board in a forked child, which shares its memory and must not write to it."""
     WATCH.board = None
 
 

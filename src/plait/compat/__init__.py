@@ -1,1 +1,1 @@
-"""APIs of other libraries on Plait's engine, for scripts that were written for them."""
+"""Other libraries' APIs on top of Plait's engine, for scripts written for those libraries."""

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel on `plait.parallelize`.
+"""torch's DistributedDataParallel interface on top of `plait.parallelize`.
 
 Calls and numbers are those of torch. A configuration adds any ZeRO stage and tensor parallelism.
 """
@@ -105,7 +105,7 @@ class DistributedDataParallel(nn.Module):
         return self.sharded(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context for the micro-batches of a step that do not end it.
+        """Return a context for all micro-batches of a step except the last.
 
         Both forward and backward of these micro-batches belong inside the context.
         """
@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.Module):
         )
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise InputError. All ranks take part in every step."""
+        """Raise InputError. All ranks must participate in every step."""
         raise InputError(
             "DistributedDataParallel.join: every rank takes part in every step; on a rank without"
             " data, pass another rank's batch and multiply the loss by 0"

@@ -39,7 +39,7 @@ _MAX_SHOWN = 200
 
 
 class TooLong(str):
-    """Digits of a number that exceeds `MAX_DIGITS`."""
+    """Number with more than `MAX_DIGITS` digits."""
 
 
 Source = str | Path | Mapping[str, Any]
@@ -62,7 +62,7 @@ Python itself.
 
 @dataclass(frozen=True)
 class Document:
-    """Configuration that was read, before its keys are interpreted."""
+    """Configuration that has been read and whose keys are not interpreted yet."""
 
     name: str
     """Name for messages: the path of the file, or a phrase if there is none."""
@@ -140,7 +140,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def scalar(text: str) -> Any:
-    """Parse a value of the command line: JSON, a scalar of YAML, or text."""
+    """Parse a value from the command line: JSON, a YAML scalar, or text."""
     try:
         # JSON first, because YAML accepts almost every text.
         return json.loads(text, parse_int=_parse_int)
@@ -198,7 +198,7 @@ def _as_tree(value: Any, name: str) -> dict[str, Any]:
             Problem(
                 name,
                 None,
-                f"is {kind}, and {_ROOT_RULE}",
+                f"is {kind}, but {_ROOT_RULE}",
                 'write for example {"zero_optimization": {"stage": 2}}',
             )
         )
@@ -209,10 +209,10 @@ def _as_tree(value: Any, name: str) -> dict[str, Any]:
 _KINDS = {
     type(None): "empty",
     list: "a list",
-    str: "a text",
+    str: "a string",
     int: "a number",
     float: "a number",
-    bool: "a truth value",
+    bool: "a boolean",
     TooLong: "a number",
 }
 
@@ -238,7 +238,7 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
 def _blank(match: re.Match[str]) -> str:
     """Replace a comment or comma with spaces, so that lines and columns in messages stay correct.
 
-    The expressions also match strings, so that a `//` inside of a string is no comment.
+    The expressions also match strings, so that a `//` inside a string is not a comment.
     """
     if match[0].startswith('"'):
         return match[0]
@@ -337,7 +337,9 @@ def _construct_mapping(
         value = loader.construct_object(value_node, deep=True)
         line = f"line {key_node.start_mark.line + 1}"
         if not isinstance(key, str):
-            raise ConfigError(Problem(f"{line}, key {key!r}", None, "keys are text", "quote it"))
+            raise ConfigError(
+                Problem(f"{line}, key {key!r}", None, "keys must be strings", "quote it")
+            )
         if key in items:
             problem = _duplicate_key(key, items[key], value)
             raise ConfigError(Problem(f"{line}, {key}", None, problem.rule, problem.remedy))
@@ -433,7 +435,7 @@ def _key_problem(path: str, key: Any) -> Problem | None:
         return Problem(
             _printable(path),
             None,
-            f"the key is a {type(key).__name__}, and keys are texts",
+            f"the key is a {type(key).__name__}, but keys are strings",
             "quote it",
         )
     if rule := _text_rule(key):
@@ -460,13 +462,13 @@ def _value_problem(path: str, value: Any) -> Problem | None:
             _printable(path),
             None,
             f"is of the type {type(value).__name__}",
-            "write a text, a number, a list or an object",
+            "write a string, a number, a list or an object",
         )
     return None
 
 
 def _text_rule(text: str) -> str:
-    """Return the rule that a text violates, or an empty string."""
+    """Return the rule that a string violates, or ""."""
     if "\0" in text:
         return "holds a zero byte"
     try:

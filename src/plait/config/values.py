@@ -119,7 +119,7 @@ _RULES = {
     "bool_parsing": _BOOLEAN,
     "bool_type": _BOOLEAN,
     "string_type": ("text", "write text in quotes"),
-    "string_too_short": ("some text", "write a text"),
+    "string_too_short": ("a non-empty string", "write a string"),
     "tuple_type": _LIST,
     "list_type": _LIST,
     "dict_type": _OBJECT,
@@ -139,7 +139,7 @@ _RULES = {
 
 
 def describe_error(error: ErrorDetails) -> tuple[str, str]:
-    """Return (rule, remedy) for an error of pydantic.
+    """Return (rule, remedy) for a pydantic error.
 
     Args:
         error: An item of `ValidationError.errors()`.

@@ -1,11 +1,11 @@
-"""Conversations and instructions: their rows, and their tokens with the tokenizer's chat template.
+"""Rows of conversations and instructions, and their tokens under the tokenizer's chat template.
 
-As a text, a row is hashed and chosen for validation like any other document. The text is JSON:
-`{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, with the other columns that the
-format reads (`COLUMNS`). A row with an unknown column is refused, because the column may change the
-meaning of the row.
+A row is hashed and chosen for validation like any other document. Its text is JSON: `{"messages":
+[...]}` or `{"prompt": ..., "completion": ...}`, with the other columns that the format reads
+(`COLUMNS`). A row with an unknown column is refused, because the column may change the meaning of
+the row.
 
-Tokenisation (`encoder`) also says which tokens the loss counts: the answers, or all of them.
+Tokenisation (`encoder`) also determines which tokens the loss counts: the answers, or all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _refuse_unread(row: Mapping[str, Any], read: Collection[str], where: str) ->
         shown = ", ".join(map(repr, unread[:8]))
         names = json.dumps(unread[:8])
         raise InputError(
-            f"{where}: nothing reads {shown}; a row has {', '.join(read)}; take the others out, or"
+            f"{where}: nothing reads {shown}; a row has {', '.join(read)}; remove the others, or"
             f" name them in data.ignored_columns = {names}"
         )
 
@@ -127,7 +127,7 @@ def _parse_message(message: Any, number: int, where: str) -> dict[str, Any]:
         content = ""
     if not isinstance(fields.get("role"), str) or not isinstance(content, str):
         raise InputError(
-            f"{where}: message {number} is not an object with the texts `role` and `content`;"
+            f"{where}: message {number} is not an object with the strings `role` and `content`;"
             " correct it"
         )
     if fields.get("weight", 1) not in (0, 1):
@@ -158,8 +158,8 @@ def _parse_pair(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not all(isinstance(text, str) for text in texts):
         shown = ", ".join(map(repr, row)) or "none"
         raise InputError(
-            f"{where}: an instruction has the texts prompt and completion, or instruction and"
-            f" output, and it has {shown}"
+            f"{where}: an instruction has the strings prompt and completion, or instruction and"
+            f" output, but it has {shown}"
         )
     _refuse_unread(row, read, where)
 
@@ -180,7 +180,7 @@ def _parse_pair(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if history:
         if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
             raise InputError(
-                f"{where}: 'history' is not a list of pairs of texts, a prompt and its answer;"
+                f"{where}: 'history' is not a list of pairs of strings, a prompt and its answer;"
                 " correct it, or leave it out"
             )
         parsed["history"] = history
@@ -214,7 +214,7 @@ def encoder(
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise InputError(
             f'data.format = "chat": {name} has no chat template; set data.tokenizer to a tokenizer'
-            ' with a chat template, or use "instruct"'
+            ' with a chat template, or "instruct" with rows of a prompt and its completion'
         )
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
@@ -241,7 +241,7 @@ def encoder(
 
 
 def template_warnings(tokenizer: PreTrainedTokenizerBase, *, append_end_of_text: bool) -> list[str]:
-    """Return warnings about a chat template before a model is trained with it, one line each."""
+    """Return warnings about training with a chat template, one line each."""
     if not getattr(tokenizer, "chat_template", None):
         return []
     warnings = []
@@ -293,7 +293,7 @@ def _beginning(row: dict[str, Any]) -> str:
 
 
 def _to_messages(row: dict[str, Any]) -> list[Message]:
-    """Return an instruction as a conversation, with its system prompt and its earlier turns."""
+    """Return an instruction as a conversation with its system prompt and earlier turns."""
     messages = []
     if row.get("system"):
         messages.append({"role": "system", "content": row["system"]})
@@ -362,7 +362,7 @@ def _encode_with_template(
 def _spans(
     template: ChatTemplate, messages: list[Message], numbers: list[int]
 ) -> tuple[str, list[tuple[int, int] | None]]:
-    """Return the text of a conversation, and the spans of its answers, the messages `numbers`.
+    """Return the text of a conversation, and the spans of its answers (messages `numbers`).
 
     The span is None for an answer that the template writes differently when later turns follow, for
     example because it removes earlier thinking. A model never generates such an answer.
@@ -409,7 +409,7 @@ def _without_common_prefix(text: str, other: str) -> str:
 
 
 def _tokenize_with_scores(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Encoded:
-    """Return the tokens of `text`, and which of them begin in one of the spans.
+    """Return the tokens of `text`, and whether each of them begins in one of the spans.
 
     In generation, the prompt and the answer are tokenized separately. The text is therefore split
     at the edges of spans, so that no token covers the end of a prompt and the beginning of an
@@ -429,9 +429,9 @@ def _tokenize_with_scores(tokenizer: PreTrainedTokenizerBase, text: str, spans: 
         if tokenizer.decode(ids) != tokenizer.decode(uncut_ids):
             seam = text[max(cuts[0] - 8, 0) : cuts[0] + 8]
             raise InputError(
-                "the tokenizer makes one token of the end of a prompt and the beginning of its"
-                f" answer, {seam!r}, and other text if the two are tokenised separately; end the"
-                " prompt with a line break or a space"
+                "the tokenizer merges the end of a prompt and the beginning of its answer into"
+                f" one token, {seam!r}, so the two cannot be tokenised separately; end the"
+                " prompt with a line break"
             )
     return ids, [any(first <= begin < last for first, last in spans) for begin, _ in offsets]
 

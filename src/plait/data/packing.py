@@ -1,4 +1,4 @@
-"""Tokenised documents on disk, and the sequences of one length that they are divided into.
+"""Tokenised documents on disk, and their division into sequences of equal length.
 
 Documents are joined to one stream of tokens, with an end-of-text token after each text. The stream
 is written once and read through a memory map, so that the memory of a process does not depend on
@@ -250,7 +250,7 @@ class SequenceSource(Protocol):
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences that begin at multiples of the length, across documents.
+    """Sequences that begin at multiples of the length and may span documents.
 
     Sequence `i` consists of the tokens `i * length` to `(i + 1) * length`. Only the last sequence
     may be shorter; its padding is not scored.
@@ -346,7 +346,7 @@ def _map_file(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Arra
 
 @dataclass(frozen=True)
 class Documents:
-    """Sequences that are filled with as many documents as fit."""
+    """Sequences of packed documents, as many as fit into each."""
 
     stream: Stream
     length: int

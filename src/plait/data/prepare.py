@@ -63,7 +63,7 @@ class PreparedData:
 
     They describe the text and the tokenizer, with digests of their content.
     """
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """Warnings about the data that are shown before training, one line each."""
 
     @property
@@ -158,7 +158,7 @@ def prepare(
         identity=_identity(
             section, f"{corpus.description} ({corpus.fingerprint[:12]})", tokenizer, encoding_key
         ),
-        cautions=_cautions(section, tokenizer),
+        warnings=_warnings(section, tokenizer),
     )
 
 
@@ -210,16 +210,16 @@ def _prepare_streamed(
         train=sequences,
         validation=make_sequences(block.validation, section.sequence_length, padding),
         identity=identity | {"data.buffer_sequences": str(section.buffer_sequences)},
-        cautions=_cautions(section, tokenizer),
+        warnings=_warnings(section, tokenizer),
     )
 
 
 def _encoding(
     section: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Encode | None, str]:
-    """Return the function that tokenises rows, and a text of everything that it depends on.
+    """Return the function that tokenises rows, and a string that identifies all of its settings.
 
-    Texts need no such function, and the result is (None, "").
+    Plain text needs no such function; the result is then (None, "").
     """
     if section.format == "text":
         return None, ""
@@ -237,7 +237,7 @@ def _encoding(
     return encode, encoding_key
 
 
-def _cautions(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def _warnings(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     if section.format == "text":
         return ()
     return tuple(template_warnings(tokenizer, append_end_of_text=section.append_end_of_text))

@@ -1,4 +1,4 @@
-"""Split of a user's rows between data-parallel ranks, and refusal of rows that are split already.
+"""Division of a data set between data-parallel ranks, and checks that it is not divided already.
 
 A sampler has fields that show the split. A map-style data set has none, so the ranks compare the
 first rows that they read.
@@ -86,7 +86,7 @@ def split_sampler(batch_sampler: Any, *, ranks: int, index: int) -> bool:
     """Return whether a batch sampler yields only the batches of this data-parallel rank.
 
     Raises:
-        InputError: It yields another rank's batches, or the class of its sampler is unknown.
+        InputError: The sampler yields another rank's batches, or its class is unknown.
     """
     source = batch_sampler
     while source is not None:
@@ -317,7 +317,7 @@ class StreamPart(IterableDataset[Any]):
         """Number of the last round, and of the ranks that have a batch in it, if not all have."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch. Shuffled data sets have another order in every epoch."""
+        """Set the epoch, which determines the order of shuffled data sets."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -385,7 +385,7 @@ class StreamPart(IterableDataset[Any]):
         return None
 
     def present(self, position: int) -> int:
-        """Return how many ranks have a batch of their own at a position of the current epoch."""
+        """Return the number of ranks with their own batch at a position of the current epoch."""
         if self._last_round is not None and position == self._last_round[0]:
             return self._last_round[1]
         return self.ranks

@@ -46,7 +46,7 @@ Blocks end after such a call, so the number decides which documents are in a blo
 
 @dataclass(frozen=True)
 class StreamedText:
-    """Documents of a run, in the order in which the library reads them."""
+    """Documents of a run, in the order in which the `datasets` library yields them."""
 
     section: DataSection
 
@@ -325,7 +325,7 @@ class StreamedLoader:
         return selected
 
     def _read_next_block(self) -> TextBlock:
-        """Read the next block. After the end of the text it is the first block of the next epoch.
+        """Read the next block, which is the first block of the next epoch at the end of the text.
 
         Raises:
             InputError: The text has no sequence, or a row cannot be read.

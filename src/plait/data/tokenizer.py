@@ -1,4 +1,4 @@
-"""Tokenizer of a run: the user's, that of the pretrained model, or one trained on the text.
+"""Tokenizer of a run: specified by the user, from the pretrained model, or trained on the text.
 
 All three are Transformers tokenizers, so that the tokenizer that a run saves can be opened with
 `AutoTokenizer.from_pretrained`. A tokenizer without an end-of-text token is refused, because
@@ -121,9 +121,11 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
             " folder with a tokenizer, a tokenizer.json, or a name on the hub"
         ) from error
     if tokenizer.eos_token_id is None:
+        remedy = "set eos_token in its tokenizer_config.json"
+        if path.is_file():
+            remedy = "name its folder, with eos_token in a tokenizer_config.json there"
         raise InputError(
-            f"data.tokenizer: {name!r} has no end-of-text token to separate documents; set"
-            " eos_token in its tokenizer_config.json"
+            f"data.tokenizer: {name!r} has no end-of-text token to separate documents; {remedy}"
         )
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""Run a micro-batch through a stage of a model on fake tensors: forward, loss and backward.
+"""Forward, loss and backward of one micro-batch through a model stage on fake tensors.
 
 Everything that the real run applies to blocks is applied here too (tensor parallelism,
 recomputation, the dtype of computation), except what moves parameters. Collectives return at once.
@@ -70,7 +70,7 @@ from plait.sizes import dtype_of
 
 @contextmanager
 def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Iterator[None]:
-    """Create a process group whose other ranks do not exist, and destroy it at the end.
+    """Create a fake process group for one rank, and destroy it at exit.
 
     Args:
         resolved: Configuration, whose layout determines the number of ranks.
@@ -82,8 +82,7 @@ def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Ite
     """
     if dist.is_initialized():
         raise InputError(
-            f"{purpose} makes a process group of ranks that do not exist, and this process has one"
-            " already"
+            f"{purpose} creates a fake process group, but this process already has a group"
         )
     dist.init_process_group(
         FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
@@ -102,7 +101,7 @@ def loss_of(resolved: Resolved) -> Loss:
 
 
 def forward_of(resolved: Resolved, model: nn.Module) -> Forward:
-    """Return the forward that belongs to `loss_of`."""
+    """Return the forward that `loss_of` requires."""
     if resolved.loss_chunk_tokens:
         return chunked_loss.deferred(default_forward, model)
     return default_forward
@@ -177,7 +176,7 @@ class DryModel:
         self.forward = forward(fake)
         region = self.parts.region
         if region is not None:
-            region.serve(loss_fn)
+            region.split_logits_for(loss_fn)
 
     def trace(
         self,
@@ -288,7 +287,7 @@ class DryModel:
     def _forward(
         self, stage: Stage | None, received: Any, length: int, recorder: DryRecorder
     ) -> tuple[list[torch.Tensor], Any]:
-        """Return the tensors at which the backward starts, and the boundary activations."""
+        """Return the root tensors of the backward, and the boundary activations."""
         if stage is None:
             output = self.forward(self.parts.model, self.batch)
         else:
@@ -406,7 +405,7 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _fake_copy(
     model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None
 ) -> nn.Module:
-    """Return a copy with fake tensors; must run under a FakeTensorMode.
+    """Return a copy with fake tensors. Requires an active FakeTensorMode.
 
     Floating-point parameters get the dtype of computation, to which `fully_shard` casts them.
     """
@@ -434,14 +433,14 @@ def _fake_copy(
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Turn errors of models whose code reads values into ModelError."""
+    """Convert the errors of models that read tensor values to ModelError."""
     try:
         with refusing_triton_kernels():
             yield
     except KernelWithoutMemory as error:
         raise ModelError(
             f"{type(model).__name__} cannot be run without data: {error}, so the memory that it"
-            " needs is not known beforehand; predict with the model before it gets this kernel"
+            " needs is not known beforehand; run the prediction on the model without this kernel"
         ) from error
     except Exception as error:
         # torch raises unrelated classes for this: DataDependentOutputException,
@@ -449,7 +448,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         if "DataDependent" not in type(error).__name__ and "data_ptr" not in str(error):
             raise
         raise ModelError(
-            f"{type(model).__name__} cannot be run without data: its code looks at values"
+            f"{type(model).__name__} cannot be run without data: its code reads values"
             f" ({type(error).__name__}), so what it keeps is not known beforehand; choose"
             " parallel.recompute.mode yourself in place of a budget"
         ) from error
@@ -461,7 +460,7 @@ MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
 def solved_recompute(
     resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
-    """Return the recomputation settings of a configuration, with the modes that fit its budget.
+    """Return a configuration's recompute settings with modes that fit its budget.
 
     Args:
         resolved: The configuration.
@@ -561,7 +560,7 @@ def rank_activations(
     def measure(
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
-        """Run every stage; return its trace and the bytes that its blocks store."""
+        """Run every stage, and return its trace and the bytes that its blocks store."""
         # The sort is stable, so stored and other blocks keep their order.
         order = tuple(sorted(blocks, key=lambda name: name not in stored))
         # Every block gets the same mode. `RankActivations` combines the figures of the modes by

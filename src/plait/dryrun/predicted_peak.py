@@ -1,4 +1,4 @@
-"""Predict the peak memory of a rank in a training step, and where it occurs, without a device.
+"""Prediction of a rank's peak memory in a training step, and of where it occurs.
 
 One micro-batch runs through each of the rank's stages on fake tensors, and the optimizer takes one
 step on fake shards. The ledger of the layout (`parallel.accounting.ledger`,
@@ -59,7 +59,7 @@ class PredictedPeak:
 
 
 def why_not_predicted(resolved: Resolved) -> str | None:
-    """Return the setting whose memory is not modelled yet, or None."""
+    """Return the first setting whose memory is not modelled, or None."""
     data = resolved.data_parallel
     reasons = (
         (

@@ -1,4 +1,4 @@
-"""Record live memory by block and by point of the timeline, during a forward and a backward.
+"""Recorder of live memory per block and over time, during a forward and a backward.
 
 `Recorder` observes any run. `DryRecorder` observes a run on fake tensors: it also counts FLOPs and
 traffic, and its collectives return at once.
@@ -6,7 +6,7 @@ traffic, and its collectives return at once.
 `LiveStorages` tracks which storages are alive, their sizes, and the part of the model that created
 them. It is a dispatch mode for real and fake tensors. A storage belongs to the unit (a block, or an
 end of the model) during whose forward it appeared, unless it is claimed for another. Only storages
-that pass torch's dispatcher are visible; temporary memory inside of kernels is not.
+that pass torch's dispatcher are visible; temporary memory inside kernels is not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.utils.flop_counter import flop_registry
 from plait._torch.groups import finished_work, process_group_of
 from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
 from plait._torch.tensors import around_shape_inference, local_tensor, on_resize, storage_id
-from plait.parallel.accounting.peak import HEAD, OUTSIDE, Alive, Direction, Moment
+from plait.parallel.accounting.peak import HEAD, OUTSIDE, Direction, LiveBytes, Moment
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the storages that appear within its context.
+    """Counter of the storages that are created within its context.
 
     Args:
         known: Tensors that are never counted, such as parameters and the batch.
@@ -162,7 +162,7 @@ In its backward, block i has the unit BACKWARD - 1 - i.
 
 
 class Recorder(LiveStorages):
-    """Live storages by unit, and the moments between the points where another unit begins.
+    """Recorder of live storages by unit, with one moment per period in which a unit runs.
 
     A unit is the index of a block, OUTSIDE, HEAD, or a unit of the backward.
 
@@ -181,7 +181,7 @@ class Recorder(LiveStorages):
         self.drops_gradients = drops_gradients
         self._done: list[Moment] = []
         self._now: tuple[Direction, int] | None = None
-        self._peak = self._peak_with = Alive()
+        self._peak = self._peak_with = LiveBytes()
 
     def begin_forward(self, unit: int) -> None:
         """Assign new storages to `unit`."""
@@ -198,7 +198,7 @@ class Recorder(LiveStorages):
         return self.bytes[index] + self.bytes[BACKWARD - 1 - index]
 
     def mark(self, direction: Direction, unit: int) -> None:
-        """Begin a moment, unless the same direction and unit are recorded already."""
+        """Begin a moment, unless the current one has the same direction and unit."""
         if self._now == (direction, unit):
             return
         self._close()
@@ -214,7 +214,7 @@ class Recorder(LiveStorages):
         return done
 
     def accumulated(self, parameter: nn.Parameter, unit: int) -> None:
-        """Count the gradient of a parameter, which has been computed."""
+        """Count the gradient of a parameter that has just been computed."""
         assert parameter.grad is not None
         before = self.total
         # Gradients are counted separately, because the ZeRO stage determines how long they stay.
@@ -242,14 +242,14 @@ class Recorder(LiveStorages):
         if self.total + self.gradients.total() > self._peak_with.total:
             self._peak_with = self._alive()
 
-    def _alive(self, *, with_gradients: bool = True) -> Alive:
+    def _alive(self, *, with_gradients: bool = True) -> LiveBytes:
         logits = self.bytes[HEAD]
         temporaries = sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
         root = self.gradients[OUTSIDE]
         gradients = self.gradients.total() - root
         if not with_gradients:
             gradients = root = 0
-        return Alive(
+        return LiveBytes(
             activations=self.total - logits - temporaries,
             logits=logits,
             temporaries=temporaries,
@@ -319,7 +319,7 @@ def watch(
     last: bool = True,
     head: str | None = None,
 ) -> Callable[[], None]:
-    """Record which block runs, forward and backward, and which gradients are computed.
+    """Record the running block in forward and backward, and the gradients that are computed.
 
     The input of a block counts as part of the block, even if another module computes it.
 

@@ -96,7 +96,7 @@ def initialize(
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
     refuse_loss_of_samples(loss_fn, resolved)
     check_trackers(resolved)
-    # From here on a previous owner of the model cannot be used any more.
+    # From here on, a previous owner of the model can no longer be used.
     take_over(model)
     arguments = InitializeArguments(loss_fn, forward, optimizer, lr_scheduler, weights, total_steps)
     engine = build_engine(checked_model(model, resolved), arguments)
@@ -120,7 +120,7 @@ def _start_trackers(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class InitializeArguments:
-    """Arguments of `initialize` besides the model and the configuration."""
+    """Arguments of `initialize` other than the model and the configuration."""
 
     loss_fn: Loss | None = None
     forward: Forward = default_forward
@@ -221,7 +221,7 @@ def _chunked_loss(loss: Loss | None, tokens: int) -> Loss:
         Problem(
             "parallel.loss_chunk_tokens",
             tokens,
-            f"only plait.causal_lm_loss is computed in chunks, and {reason}",
+            f"only plait.causal_lm_loss is computed in chunks, but {reason}",
             "pass loss_fn=plait.causal_lm_loss, or use 0; in your own training loop call"
             " plait.chunked_causal_lm_loss",
         )

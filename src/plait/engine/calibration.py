@@ -2,7 +2,7 @@
 
 `measure` takes the rates of matrix products, memory and links, and the times of a few steps of a
 small model on several layouts. The same processes run all layouts, and an engine is closed before
-the next is made. The model is built from a configuration of Transformers on meta, the data are
+the next is created. The model is built from a configuration of Transformers on meta, the data are
 random tokens, and the engine is that of any run (`time_steps`, which benchmarks use too). All
 operations are timed in turn, for several rounds, and the median of each counts, as in
 `comm.measure`. It takes minutes at most.
@@ -77,7 +77,7 @@ _ROUNDS = 7
 
 @dataclass(frozen=True)
 class Pace:
-    """Amount of work of a calibration.
+    """Number of repetitions in a calibration.
 
     Attributes:
         rounds: Number of times that each layout is measured.
@@ -126,7 +126,7 @@ def calibration_request(cluster: Cluster) -> Request:
 
 
 def measurements(request: Request, pace: Pace) -> int:
-    """Return the number of times that `measure` calls back."""
+    """Return the number of calls that `measure` makes to its callback."""
     return 2 + pace.rounds * len(_layouts(request))
 
 
@@ -186,7 +186,7 @@ def _measure_products(request: Request, device: torch.device) -> dict[str, float
 def measure_products(
     shapes: list[tuple[int, int, int]], *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Return the FLOP/s of matrix products on the slowest rank. Collective.
+    """Return the FLOP/s of matrix multiplications on the slowest rank. Collective.
 
     Args:
         shapes: (rows, inner, columns) of each product [rows, inner] x [inner, columns].
@@ -280,7 +280,7 @@ def time_layout(request: Request, layout: Mapping[str, Any], *, steps: int) -> T
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Times of steps, without the first one, which makes buffers and optimizer states.
+    """Times of steps, without the first one, which allocates buffers and optimizer states.
 
     Attributes:
         seconds: Wall-clock seconds of each step on the slowest rank.
@@ -339,7 +339,7 @@ def time_steps(
 
 def _time_step(engine: Engine, batch: Any) -> tuple[float, float]:
     """Return the largest wall-clock and processor seconds over all ranks. Collective."""
-    # All ranks start together, so that none waits for a late one inside of the measured time.
+    # All ranks start together, so that none waits for a late one inside the measured time.
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
     start = time.perf_counter()
@@ -393,7 +393,7 @@ def measured_of(
 
 
 def waiting_share(times: Sequence[TimedSteps]) -> float:
-    """Return the share of time in which the busiest rank's processor did not run the step."""
+    """Return the fraction of time in which the busiest rank's processor did not run the step."""
     wall_seconds = sum(sum(timed.seconds) for timed in times)
     used_seconds = sum(sum(timed.processor_seconds) for timed in times)
     return max(0.0, 1 - used_seconds / wall_seconds)

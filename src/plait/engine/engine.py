@@ -1,4 +1,4 @@
-"""The engine, which trains a model on a layout.
+"""Engine that trains a model on a layout.
 
 A training loop takes full optimizer steps with `train_batch`, or makes DeepSpeed's three calls
 (`engine(...)`, `backward`, `step`).
@@ -213,7 +213,7 @@ class Engine(EngineFacts):
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
-        """Evaluate one micro-batch per rank, without dropout and without any change. Collective.
+        """Evaluate one micro-batch per rank, without dropout or side effects. Collective.
 
         Returns:
             The sum of the loss and the sum of the weights over all ranks.
@@ -235,7 +235,7 @@ class Engine(EngineFacts):
     def predict(self, batch: Any, *, cache: Any = None) -> Any:
         """Return the model's output for one micro-batch in evaluation mode. Collective.
 
-        Several calls in a row are faster inside of `evaluating`.
+        Several calls in a row are faster inside `evaluating`.
 
         Args:
             batch: One micro-batch.
@@ -252,7 +252,7 @@ class Engine(EngineFacts):
         return self.sharded.new_cache()
 
     def generate(self, prompts: Any, **settings: Any) -> list[Generation]:
-        """Generate continuations of prompts on the layout of the training. Collective.
+        """Generate continuations of prompts on the training layout. Collective.
 
         It does not change the training. See `inference.generate.generate` for all arguments.
         """
@@ -270,7 +270,7 @@ class Engine(EngineFacts):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set evaluation mode inside of the context.
+        """Set evaluation mode inside the context.
 
         Parameters that `predict` gathers stay gathered until its end.
         """
@@ -331,12 +331,12 @@ class Engine(EngineFacts):
             )
 
     def _recover(self) -> None:
-        """Clear what a failed step left. See Note [Clearing a failed step] in `sharded.guard`."""
+        """Clear a failed step's state. See Note [Clearing a failed step] in `sharded.guard`."""
         if self._guard.recover():
             self._restart_step()
 
     def _restart_step(self) -> None:
-        """Start the step of the three calls again, with its first micro-batch."""
+        """Restart the step of the three calls at its first micro-batch."""
         self._micro_step = self._step_start
         self._boundary = None
         self._drop_losses()
@@ -476,7 +476,7 @@ class Engine(EngineFacts):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def zero_grad(self, *, restart: bool = True) -> None:
-        """Drop the gradients of the step's micro-batches so far, and begin the step again.
+        """Drop the gradients of the step's micro-batches so far, and restart the step.
 
         `step` drops the gradients that it has used, so a loop need not call this.
 
@@ -528,8 +528,8 @@ class Engine(EngineFacts):
             loader: This rank's data loader, whose `state_dict()` is saved, such as torchdata's
                 StatefulDataLoader.
             wait: False returns when the state has been copied, and a thread writes the copy. See
-                `checkpoint_written`. If there is no room for a copy, or if states are in files, the
-                checkpoint is written before the call returns.
+                `checkpoint_written`. If a copy does not fit into host memory, or if states are in
+                files, the checkpoint is written before the call returns.
 
         Returns:
             The path of the checkpoint.
@@ -560,7 +560,7 @@ class Engine(EngineFacts):
         return written or snapshot.folder / snapshot.tag
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """Return the checkpoint of `save_checkpoint(wait=False)` that has reached the disk.
+        """Return the checkpoint of `save_checkpoint(wait=False)` that has been written to disk.
 
         Args:
             wait: Wait until it is written.
@@ -569,8 +569,8 @@ class Engine(EngineFacts):
             The path, once per checkpoint. None while it is being written.
 
         Raises:
-            CheckpointError: With `wait`, if it could not be written. Without it, the next step
-                raises the error on all ranks at once.
+            CheckpointError: The checkpoint could not be written, if `wait` is True. Without it, the
+                next step raises the error on all ranks at once.
         """
         return self._writer.wait() if wait else self._writer.finished()
 
@@ -622,7 +622,7 @@ class Engine(EngineFacts):
         return loaded
 
     def close(self) -> None:
-        """Release the model, and end the process group if `initialize` made it.
+        """Release the model, and destroy the process group if `initialize` created it.
 
         A replicated model may be passed to Plait again.
 
@@ -647,7 +647,7 @@ _ROUNDING = 1e-6
 
 
 class WeightCheck:
-    """Comparison of the weight that a loss returns with the one that its step was divided by.
+    """Check that a loss returns the weight by which its step was divided.
 
     `train_batch` divides before the first backward by `Loss.weight` of the batch (Note [Weight of a
     loss]). A loss that returns another weight would be scaled wrongly, without any visible sign.
@@ -662,7 +662,7 @@ class WeightCheck:
         """Weights of the previous step and its number."""
 
     def applies_to(self, loss_fn: Loss) -> bool:
-        """Return True if a loss may return another weight than its `weight` function."""
+        """Return True if a loss may return a weight that differs from its `weight` function."""
         return type(loss_fn) not in _CONSISTENT
 
     def note(self, weight: Any) -> None:
@@ -679,7 +679,7 @@ class WeightCheck:
             step: Number of the step.
 
         Raises:
-            InputError: They differ. It is raised on all ranks.
+            InputError: The weights differ. Raised on all ranks.
         """
         # On a CPU reading the numbers waits for nothing.
         if divided_by.device.type == "cpu":
@@ -703,7 +703,7 @@ class WeightCheck:
 
 
 class OptimizerProxy(torch.optim.Optimizer):
-    """Proxy of an engine's optimizer, over which LR schedulers of torch can be built.
+    """Proxy of an engine's optimizer for the construction of torch LR schedulers.
 
     Attributes:
         engine: The engine.

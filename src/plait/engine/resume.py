@@ -1,4 +1,4 @@
-"""Values that apply when a run resumes: those of the checkpoint, or those of the configuration.
+"""Values after a resume: those of the checkpoint, or those of the configuration.
 
 Note [Values on resume]
     A value of an optimizer's parameter group is that of the configuration if the configuration has
@@ -66,15 +66,15 @@ def configured_groups(optimizer: Optimizer) -> list[Group]:
 
 
 def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
-    """Refuse a schedule of the caller that needs a metric, or whose state cannot be saved.
+    """Refuse a caller's schedule that needs a metric, or whose state cannot be saved.
 
     Raises:
-        InputError: It names the reason, with a remedy.
+        InputError: The schedule is not supported. The error names the reason and a remedy.
     """
     candidate: object = scheduler
     if isinstance(candidate, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "lr_scheduler: ReduceLROnPlateau follows a metric, and a schedule here is stepped"
+            "lr_scheduler: ReduceLROnPlateau follows a metric, but a schedule here is stepped"
             " without one; leave it out, build it over engine.optimizer, call its step(metric)"
             " after each validation, and keep its state_dict() in client_state"
         )
@@ -102,7 +102,7 @@ def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -
 
 @dataclass
 class Resume:
-    """Merges the values of a checkpoint with those of the configuration.
+    """Merge of the values of a checkpoint with those of the configuration.
 
     See Note [Values on resume]. `groups` is called first; `restore_schedule` after its result has
     been put into the optimizer.
@@ -196,7 +196,7 @@ class Resume:
         }
 
     def _schedule_changed(self) -> bool:
-        """Return True if the schedule of the configuration is another than the checkpoint's."""
+        """Return True if the configuration's schedule differs from the checkpoint's."""
         saved = self.saved_schedule
         if self.source is not None:
             return saved is None or saved["source"] != self.source.facts
@@ -211,7 +211,7 @@ class Resume:
             )
         elif saved["type"] != type(self.scheduler).__qualname__:
             raise CheckpointError(
-                f"the checkpoint was written with lr_scheduler = {saved['type']}, and a"
+                f"the checkpoint was written with lr_scheduler = {saved['type']}, but a"
                 f" {type(self.scheduler).__qualname__} was passed, which cannot take over its"
                 " position; pass the same, or describe the schedule in the configuration, where it"
                 " may change"
@@ -219,7 +219,7 @@ class Resume:
         return False
 
     def _replay(self, groups: Sequence[Group]) -> list[Group]:
-        """Step a new schedule from the start to the position, on groups without parameters."""
+        """Step a new schedule up to the saved position, on groups without parameters."""
         assert self.source is not None
         state = self.saved_schedule["state"] if self.saved_schedule is not None else {}
         position = self.steps
@@ -243,7 +243,7 @@ class Resume:
         return merged
 
     def _scale_rates(self, groups: Sequence[Group], saved_rates: Sequence[Any]) -> list[Group]:
-        """Scale the rates of a passed schedule by the change of the configured learning rate."""
+        """Scale the rates of a caller's schedule by the change of the configured learning rate."""
         if not hasattr(self.scheduler, "base_lrs"):
             # Not a schedule of torch's form: its rates continue as they were saved.
             return [
@@ -324,7 +324,7 @@ class Resume:
 
 
 class _GroupsOnly(Optimizer):
-    """An optimizer without parameters to update, whose groups a schedule changes."""
+    """Optimizer without parameters, whose groups a schedule changes."""
 
     def __init__(self, groups: Sequence[Group], defaults: Mapping[str, Any]) -> None:
         # torch refuses a group without parameters.
@@ -355,7 +355,7 @@ def are_equal(left: Any, right: Any) -> bool:
 
 
 def _in_form_of(example: Any, value: Any) -> Any:
-    """Return a number in the form of another one: a tensor on its device, or a number."""
+    """Return a number in the form of `example`: a tensor on its device, or a number."""
     if isinstance(example, torch.Tensor) and not isinstance(value, torch.Tensor):
         return torch.full_like(example, value)
     if isinstance(value, torch.Tensor) and isinstance(example, float | int):

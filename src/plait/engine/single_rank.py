@@ -1,4 +1,4 @@
-"""Dry run of one rank of any layout, without the other ranks and without data.
+"""Dry run of one rank of any layout, without other ranks or data.
 
 The model is built, split and stepped on fake tensors. Everything except the values is real: the
 same code makes the shards, the stages, the collectives and the optimizer states, on a process group
@@ -121,7 +121,7 @@ class SingleRankRun:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the step's products and attention."""
+        """FLOPs of the step's matrix multiplications and attention."""
         return sum(operator.flops for operator in self.operators)
 
 
@@ -258,7 +258,7 @@ def _run_step(
 
 
 class _FakeTensorWatch(LiveStorages):
-    """Counts live storages, operators and collectives of a step on fake tensors."""
+    """Counter of the live storages, operators and collectives of a step on fake tensors."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class _FakeTensorWatch(LiveStorages):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count the operators that run inside of the context."""
+        """Count the operators that run inside the context."""
         self.peak = self.total
         self._is_counting = True
         try:
@@ -286,7 +286,7 @@ class _FakeTensorWatch(LiveStorages):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the phase of the step that runs inside of the context."""
+        """Name the phase of the step that runs inside the context."""
         self._phase = name
         yield
 
@@ -319,7 +319,7 @@ class _FakeTensorWatch(LiveStorages):
             self.peak_during = f"{self._phase}, {self._operator}"
 
     def operators(self) -> tuple[OperatorCalls, ...]:
-        """Return the operators, those with the most FLOPs first, then those with the most calls."""
+        """Return the operators, sorted by FLOPs and then by calls, largest first."""
         operators = [
             OperatorCalls(name, calls, self._flops[name]) for name, calls in self._calls.items()
         ]
@@ -359,7 +359,7 @@ class _DeviceProfile:
     def __init__(self, mesh: Mesh) -> None:
         if not accelerator.is_accelerator(mesh.device):
             raise InputError(
-                "a dry run with real kernels needs a GPU, and this machine has none; run it on fake"
+                "a dry run with real kernels needs a GPU, but this machine has none; run it on fake"
                 " tensors"
             )
         self.device = accelerator.model_name(mesh.device)
@@ -371,7 +371,7 @@ class _DeviceProfile:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Profile the step inside of the context. The device is idle at its start and its end."""
+        """Profile the step inside the context. The device is idle at its start and end."""
         accelerator.synchronize(self._torch_device)
         accelerator.reset_peak(self._torch_device)
         with torch.profiler.profile(
@@ -389,7 +389,7 @@ class _DeviceProfile:
         yield
 
     def operators(self) -> tuple[OperatorCalls, ...]:
-        """Return the operators, those with the longest time first."""
+        """Return the operators, sorted by time, longest first."""
         operators = []
         for event in self._profile.key_averages():
             if event.self_device_time_total > 0:
@@ -404,7 +404,7 @@ class _DeviceProfile:
         return tuple(sorted(operators, key=lambda operator: -operator.device_seconds))
 
     def traffic(self) -> tuple[CollectiveTraffic, ...]:
-        """Return nothing: a fake group sends nothing. The run on fake tensors counts it."""
+        """Return an empty list. A fake group sends nothing; the run on fake tensors counts it."""
         return ()
 
 
@@ -414,7 +414,7 @@ def predict_messages(
     pipeline: PipelineRank,
     micro_batch: dict[str, torch.Tensor],
 ) -> None:
-    """Announce the shapes of all boundary activations to a rank that runs without other ranks.
+    """Provide the shapes of all boundary activations to a rank that runs without other ranks.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Contents of a training state, saved to and loaded from a checkpoint.
+"""Training state that is saved to and loaded from a checkpoint.
 
 A checkpoint has the model, the optimizer, the LR schedule, the loss scale, counters, random
 generators, the states of step hooks, and the position of the user's data loader. A loader is any
@@ -56,14 +56,14 @@ class StatefulLoader(Protocol):
     """A data loader that can save and restore its position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data: numbers, texts, lists, mappings, small tensors."""
+        """Return plain data: numbers, strings, lists, mappings and small tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state."""
 
 
 class EngineFacts:
-    """Properties of an engine that follow from its parts. It has no state of its own.
+    """Properties of an engine that are derived from its parts. The class has no state.
 
     Attributes:
         sharded: The model on its layout, with the hooks of its steps.
@@ -81,7 +81,7 @@ class EngineFacts:
 
     @property
     def parts(self) -> Parts:
-        """The model after all techniques were applied, and their notes."""
+        """The model after all techniques were applied, and the techniques' notes."""
         return self.sharded.parts
 
     @property
@@ -157,7 +157,7 @@ def snapshot_of(
     client_state: dict[str, Any],
     loader: StatefulLoader | None = None,
 ) -> Snapshot:
-    """Return the state of an engine for a checkpoint, without a copy of any tensor. Collective.
+    """Return the state of an engine for a checkpoint, without copying any tensor. Collective.
 
     It has the model, optimizer, schedule, loss scale, counters, generators, and the position of the
     data loader.
@@ -215,7 +215,7 @@ def snapshot_of(
 
 @dataclass(frozen=True)
 class _RankContent:
-    """Contents of one rank, before they are combined with those of others."""
+    """State of one rank before it is combined with that of the others."""
 
     client: Any
     loader: dict[str, torch.Tensor]
@@ -481,7 +481,7 @@ def _refuse_unfit_loader(reader: Reader, layout: Layout) -> None:
         )
         raise CheckpointError(
             "load_checkpoint(loader=...): the checkpoint has the position of one loader per rank,"
-            f" and the layout has changed ({different}), so samples would be left out or repeated;"
+            f" but the layout has changed ({different}), so samples would be left out or repeated;"
             " use the same layout, or leave `loader` out and start the epoch again"
         )
 
@@ -495,7 +495,7 @@ def _training_changes(
     trained: set[nn.Parameter],
     groups: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """Describe the parameters that are trained only now, or no longer.
+    """Describe which parameters are newly trained and which are no longer trained.
 
     Args:
         names: Names of every parameter of the model, several for tied ones.
@@ -532,7 +532,8 @@ def _load_hooks(
     """Restore the states of step hooks.
 
     A state (such as a residual of compressed gradients) belongs to the gradients that this rank
-    had. On another layout or ZeRO stage hooks start anew, which costs no more than one step loses.
+    had. On another layout or ZeRO stage hooks start from their initial state, which costs at most
+    one step's state.
     """
     saved: dict[str, torch.Tensor] = {}
     if zero_stage == engine.config.data_parallel.stage:

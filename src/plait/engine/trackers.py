@@ -45,7 +45,7 @@ def check_trackers(resolved: Resolved) -> None:
 
 
 class CsvTracker:
-    """Write one CSV file per number, as DeepSpeed's `csv_monitor` does.
+    """Tracker that writes one CSV file per number, as DeepSpeed's `csv_monitor` does.
 
     Args:
         folder: Folder of the files.
@@ -71,7 +71,7 @@ class CsvTracker:
 
 
 class Trackers:
-    """Listener that passes the numbers of a run to its trackers. One rank has it.
+    """Listener that passes the numbers of a run to its trackers. It exists on one rank only.
 
     Args:
         resolved: Configuration of the run. Its settings are recorded with the run.
@@ -212,7 +212,7 @@ class EngineTrackers:
         loss_scale: float,
         loss: torch.Tensor | None = None,
     ) -> None:
-        """Queue the numbers of a step, and record those of earlier ones that are known.
+        """Queue the numbers of a step, and record those of earlier steps that are available.
 
         Args:
             step: Number of the step, from 1.
@@ -235,7 +235,7 @@ class EngineTrackers:
             self._record(self._queued.popleft())
 
     def drop_losses(self) -> None:
-        """Drop the losses of a step that does not take place."""
+        """Drop the losses of an abandoned step."""
         self._losses = []
 
     def close(self) -> None:

@@ -31,8 +31,8 @@ def full_weights(
         engine: The engine that trains the model.
         model: A model of the same ranks that has taken the place of the engine's, such as the one
             that adapters were merged into.
-        adapters: Names of the adapters on the model. If there are any, only their parameters, and
-            other parameters that are or were trained, are returned.
+        adapters: Names of the adapters on the model. If there are any, only their parameters and
+            buffers, and other parameters that are or were trained, are returned.
 
     Returns:
         Full tensors by name in the first process, where tied names share a tensor. Nothing in the
@@ -55,6 +55,11 @@ def full_weights(
                 set(adapters).isdisjoint(name.split(".")) and states.is_left_out(source, name)
             ):
                 stored[name] = parameter
+        # Adapters have buffers too, such as the projections that the layers of VeRA share.
+        for name, tensor in local_tensors(source).items():
+            is_adapter = not set(adapters).isdisjoint(name.split("."))
+            if is_adapter and not isinstance(tensor, nn.Parameter):
+                stored[name] = tensor
         return stored
 
     with naming(

@@ -70,7 +70,7 @@ class RanksAccelerator(accelerate.Accelerator):
         references: Models besides the trained one, which run forwards only.
         resolved: The configuration.
         backward_of: Runs the backward of a loss in the engine.
-        evaluates_alone: True inside of `alone`, where each rank evaluates only its own batch.
+        evaluates_alone: True inside `alone`, where each rank evaluates only its own batch.
     """
 
     layout: Layout
@@ -84,7 +84,7 @@ class RanksAccelerator(accelerate.Accelerator):
     backward_of: Callable[[torch.Tensor], None]
     evaluates_alone: bool = False
     _gathers: bool = True
-    """False inside of `own_counts`, where `gather` returns this rank's tensor."""
+    """False inside `own_counts`, where `gather` returns this rank's tensor."""
     _begins = "train() or evaluate() of the Trainer does it"
     """Call that shards the model, for messages."""
 
@@ -111,12 +111,12 @@ class RanksAccelerator(accelerate.Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Number of data-parallel ranks. It is 1 inside of `alone`."""
+        """Number of data-parallel ranks. It is 1 inside `alone`."""
         return 1 if self.evaluates_alone else self.layout.dp
 
     @property
     def process_index(self) -> int:
-        """Index of the slice of the batch that this process has."""
+        """Index of the slice of the batch that this process reads."""
         return self.layout.dp_index(self.own_rank)
 
     @contextmanager
@@ -133,7 +133,7 @@ class RanksAccelerator(accelerate.Accelerator):
         """Return a context in which `gather` reads from the first data-parallel ranks only.
 
         Args:
-            present: Number of data-parallel ranks that have a batch. None stands for all.
+            present: Number of data-parallel ranks that have a batch. None means all.
         """
         before = self.present
         self.present = present
@@ -254,7 +254,7 @@ class RanksAccelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
-        """Return a model, sharded in place if it is not yet.
+        """Return a model after sharding it in place, unless it is already sharded.
 
         A model for evaluation, such as the reference of a preference loss, is sharded as the
         trained one is, and runs forwards only.
@@ -308,10 +308,10 @@ class RanksAccelerator(accelerate.Accelerator):
         return full_weights(engine, adapters=adapter_names(model))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Raise InputError: shards of gradients have no norm of their own."""
+        """Raise InputError, because the norm of a gradient shard is not the global norm."""
         raise InputError(
-            "accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; take the"
-            " call out"
+            "accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; remove"
+            " the call"
         )
 
     def _group(self) -> dist.ProcessGroup | None:
@@ -405,7 +405,7 @@ class RanksAccelerator(accelerate.Accelerator):
         if len({shape[1:] for shape in shapes}) > 1:
             raise InputError(
                 "accelerator.gather: the tensors of the data-parallel ranks have the shapes"
-                f" {_listed(shapes)}, and only their first dimension may differ; call"
+                f" {_listed(shapes)}, but only their first dimension may differ; call"
                 " accelerator.pad_across_processes(tensor, dim=1) before, with each dimension that"
                 " differs"
             )
@@ -453,10 +453,10 @@ def _listed(shapes: list[tuple[int, ...]]) -> str:
 
 
 class EngineOptimizerProxy(OptimizerProxy):
-    """Proxy whose `step` reduces gradients, clips and updates.
+    """Proxy whose `step` reduces and clips gradients and updates the parameters.
 
     Attributes:
-        norm: Norm of the gradients of the coming step, which `step` writes.
+        norm: Norm of the gradients of the next step, which `step` writes.
     """
 
     _is_accelerate_prepared = True

@@ -47,11 +47,11 @@ from plait.hf.transformers_trainer import recompute_arguments, recompute_fields
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable that `accelerate launch --use_deepspeed` sets."""
 _MARK = "_plait_reroutes"
-"""Attribute of Transformers' class after `reroute`."""
+"""Attribute of Transformers' class after `patch_transformers`."""
 
 
-def reroute() -> None:
-    """Change Transformers, once per process. See Note [Changes to Transformers]."""
+def patch_transformers() -> None:
+    """Patch Transformers, once per process. See Note [Changes to Transformers]."""
     if getattr(TheirTrainingArguments, _MARK, False):
         return
     TheirTrainingArguments.__post_init__ = _leave_to_plait(TheirTrainingArguments.__post_init__)
@@ -80,7 +80,7 @@ def _leave_to_plait(original: Any) -> Any:
 
 
 def _read_section(config: Any) -> Any:
-    """Return `fsdp_config` as a mapping, also if it names a file.
+    """Return `fsdp_config` as a mapping, reading it if it names a file.
 
     Raises:
         InputError: The file cannot be read, or is not a JSON object.
@@ -238,7 +238,7 @@ def schedule_of(
 
 
 def _auto(args: Any) -> dict[str, Any]:
-    """Return the values that "auto" stands for, keyed by setting."""
+    """Return the values that replace "auto", keyed by setting."""
     return {
         MICRO_KEY: args.per_device_train_batch_size,
         ACCUMULATION_KEY: args.gradient_accumulation_steps,
@@ -254,9 +254,10 @@ def _auto(args: Any) -> dict[str, Any]:
 
 
 def _with_arguments(config: Config, args: Any) -> Config:
-    """Return the configuration with values of the arguments for settings that it leaves out."""
+    """Return the configuration, with omitted settings filled in from the arguments."""
     update: dict[str, Any] = {}
-    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+    # "auto" for the batch of a step says as little as nothing.
+    if config.train_batch_size in (None, "auto") and config.train_micro_batch_size_per_gpu is None:
         update[MICRO_KEY] = args.per_device_train_batch_size
     if config.gradient_accumulation_steps is None:
         update[ACCUMULATION_KEY] = args.gradient_accumulation_steps
@@ -322,7 +323,7 @@ def _contradiction(path: str, value: Any, argument_value: Any, argument: str) ->
 
 
 def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) -> list[Problem]:
-    """Return a problem for each tracker of a file whose caller has trackers of its own.
+    """Return a problem for each tracker in the file if the caller has trackers of its own.
 
     Args:
         resolved: Configuration.

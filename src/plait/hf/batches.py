@@ -1,4 +1,4 @@
-"""Batches of a data-parallel rank, so that every sample counts once.
+"""Batches of a data-parallel rank, such that every sample counts once.
 
 Note [Rounds of batches]
     Batches are formed as in a single process and dealt in rounds, one to each rank. In the last
@@ -23,7 +23,7 @@ from plait.data.split_rows import (
 
 
 class Rounds:
-    """Batch sampler of one rank over the batch sampler of all. See Note [Rounds of batches].
+    """Batch sampler of one rank over the batch sampler of all ranks. See Note [Rounds of batches].
 
     Args:
         batch_sampler: The batch sampler of all ranks, which yields the same order on each.
@@ -78,7 +78,7 @@ class Rounds:
         self.batch_sampler.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, on which the order depends."""
+        """Set the epoch, which determines the order."""
         self._epoch = epoch
         for source in (self.batch_sampler, self.sampler):
             if hasattr(source, "set_epoch"):
@@ -141,7 +141,7 @@ class Rounds:
         return self._samples[position] if position < len(self._samples) else None
 
     def present(self, position: int) -> int:
-        """Return how many ranks have a batch of their own at a position that was read."""
+        """Return the number of ranks that have a batch of their own at a position that was read."""
         if self._last is not None and position == self._last[0]:
             return self._last[1]
         return self.ranks
@@ -153,7 +153,7 @@ class Rounds:
 
 
 class OwnRounds(Rounds):
-    """Batch sampler of one rank over a batch sampler that yields this rank's batches only.
+    """Batch sampler of one rank over a batch sampler that yields only this rank's batches.
 
     Every rank has the same number of batches.
     """
@@ -188,7 +188,7 @@ class EpochOrder:
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, on which the order depends."""
+        """Set the epoch, which determines the order."""
         self._epoch = epoch
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
@@ -206,7 +206,7 @@ _SAMPLERS = ("torch", "accelerate", "transformers", "trl", "plait")
 
 
 def _is_of_user(batch_sampler: Any) -> bool:
-    """Return True if a class outside of `_SAMPLERS` determines the order."""
+    """Return True if a class that is not in `_SAMPLERS` determines the order."""
     return any(
         type(source).__module__.partition(".")[0] not in _SAMPLERS
         for source in (batch_sampler, getattr(batch_sampler, "sampler", None))

@@ -1,4 +1,4 @@
-"""Folders of a Trainer and of an Accelerate loop, with the engine's checkpoint in them.
+"""Checkpoint folders of a Trainer or an Accelerate loop, which contain the engine's checkpoint.
 
 A folder `checkpoint-N` has the files of the Trainer, and in `plait` the checkpoint of the engine,
 from which a run resumes. A folder of `save_state` has the engine's checkpoint, the states of the
@@ -26,7 +26,7 @@ from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, unsplit_model
 from plait.errors import CheckpointError, InputError, warn
 from plait.hf.accelerator import FULL_WEIGHTS
-from plait.model.adapters import adapter_names
+from plait.model.adapters import adapter_names, with_full_prompts
 from plait.sharded.shards_as_weights import refuse_given_shards
 
 TAG = "plait"
@@ -104,7 +104,8 @@ class CheckpointMixin:
                 # PEFT reads names from the modules, and a pipeline stage does not have all.
                 self.model = unsplit_model(self.engine)
             try:
-                self._save(output_dir or self.args.output_dir, state_dict=weights)
+                with with_full_prompts(self.model, weights):
+                    self._save(output_dir or self.args.output_dir, state_dict=weights)
             finally:
                 self.model = model
         self.accelerator.wait_for_everyone()
@@ -112,7 +113,7 @@ class CheckpointMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write weights as the Trainer does. Scripts call it, with a state dict of their own.
+        """Write weights as the Trainer does. Scripts call this with their own state dict.
 
         Raises:
             InputError: The weights are shards.
@@ -144,7 +145,7 @@ class CheckpointMixin:
         samples = self.engine.train_batch_size()
         if saved_samples not in (None, samples) and not self.args.ignore_data_skip:
             raise InputError(
-                f"{checkpoint} was written with {saved_samples} samples per step, and this run has"
+                f"{checkpoint} was written with {saved_samples} samples per step, but this run has"
                 f" {samples} (per_device_train_batch_size {self.args.per_device_train_batch_size} x"
                 f" gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp"
                 f" {self.engine.dp_size}), so the position in the epoch is not known; make them"
@@ -170,7 +171,7 @@ class CheckpointMixin:
         if self.engine is not None:
             raise InputError(
                 f"{resume_from_checkpoint} has weights only (save_only_model=True, or another"
-                " Trainer's), and this Trainer's model is sharded already; load it in a new"
+                " Trainer's), but this Trainer's model is sharded already; load it in a new"
                 " Trainer"
             )
         if place().rank == 0:
@@ -186,15 +187,15 @@ class CheckpointMixin:
         if not (best / TAG).is_dir():
             raise InputError(
                 f"{best} has weights only (save_only_model=True), which a sharded model does not"
-                " load; save_only_model=False"
+                " load; train with save_only_model=False"
             )
         load_weights_of(self.engine, best, tag=TAG)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: the engine's checkpoint has the generators of every rank."""
+        """Do nothing, because the engine's checkpoint has the generators of every rank."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Do nothing: the engine has restored the generators with its checkpoint."""
+        """Do nothing, because the engine has restored the generators with its checkpoint."""
 
 
 def refuse_empty_files(folder: Path, adapters: Sequence[str] = ()) -> None:
@@ -236,7 +237,7 @@ def _require_state(folder: Path) -> None:
 
 
 def has_adapters(model: Any) -> bool:
-    """Return True for a model of PEFT."""
+    """Return True for a PEFT model."""
     return hasattr(model, "peft_config")
 
 
@@ -261,7 +262,7 @@ class LoopCheckpoints:
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> str:
-        """Write the state of the training into a folder. Collective.
+        """Write the training state to a folder. Collective.
 
         `output_dir/plait` has the model, optimizer, loss scale, random generators and the order of
         the data. It loads on any layout. Next to it are the schedulers and the objects that were
@@ -299,7 +300,7 @@ class LoopCheckpoints:
     ) -> None:
         """Continue from a folder of `save_state`, on any layout. Collective.
 
-        If it was saved inside of an epoch, the first pass over a loader reads that epoch. Skip the
+        If it was saved inside an epoch, the first pass over a loader reads that epoch. Skip the
         batches that were read with `accelerator.skip_first_batches`.
 
         Raises:
@@ -328,7 +329,7 @@ class LoopCheckpoints:
         ):
             if len(saved) != len(prepared):
                 raise CheckpointError(
-                    f"{input_dir} was written with {len(saved)} {name}, and {len(prepared)} were"
+                    f"{input_dir} was written with {len(saved)} {name}, but {len(prepared)} were"
                     " given to accelerator.prepare; prepare the same before load_state"
                 )
 
@@ -364,7 +365,7 @@ class LoopCheckpoints:
         self.wait_for_everyone()  # type: ignore[attr-defined]
 
     def _require_engine(self, call: str) -> Engine:
-        """Return the engine, or raise InputError if there is none yet."""
+        """Return the engine, or raise InputError if it does not exist yet."""
         if self.engine is None:
             raise InputError(
                 f"accelerator.{call}: no model is trained yet; call accelerator.prepare(model,"
@@ -401,5 +402,5 @@ class DrawnOrder:
         return self._epoch_start if reading else self.sampler.generator.get_state()
 
     def restore(self, state: torch.Tensor) -> None:
-        """Set the generator to a state, from which it draws the order of the next epoch."""
+        """Set the state of the generator that draws the order of the next epoch."""
         self.sampler.generator.set_state(state)

@@ -252,7 +252,7 @@ FIELDS: dict[str, ArgumentField] = {
     "save_total_limit": _honoured(),
     "enable_jit_checkpoint": ArgumentField(
         "refused",
-        "it saves inside of a step, whose gradients no checkpoint keeps",
+        "it saves inside a step, whose gradients no checkpoint keeps",
         "leave it out, and use save_steps",
     ),
     "push_to_hub": _honoured("the first process pushes the whole model, as save_model writes it"),
@@ -329,7 +329,7 @@ FIELDS: dict[str, ArgumentField] = {
     "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
     "debug": ArgumentField(
         "refused",
-        "its checks look at unsharded activations and have not been run with Plait",
+        "its checks read unsharded activations and have not been tested with Plait",
         "leave it out; faults of the file has Plait's",
     ),
     "skip_memory_metrics": _honoured(),

@@ -1,4 +1,4 @@
-"""`predict_with_generate`: generation in an evaluation, by Plait on any layout.
+"""`predict_with_generate`: generation with Plait during an evaluation, on any layout.
 
 The results are rows as Transformers' `generate` would return them.
 """
@@ -95,7 +95,7 @@ def gathered_parameters(engine: Engine) -> Iterator[None]:
     if free is not None and required > USABLE_SHARE * free:
         raise InputError(
             "predict_with_generate: Transformers' generate needs all parameters of"
-            f" {type(engine.model).__name__} on every process, {format_bytes(required)}, and"
+            f" {type(engine.model).__name__} on every process, {format_bytes(required)}, but"
             f" {format_bytes(free)} are free; leave it out, and generate from the saved model"
         )
     # Without `leave_gathered` a forward of the model would reshard its parameters.
@@ -225,8 +225,8 @@ def _new_tokens(config: Any, max_length: int | None, length: int) -> int:
             return DEFAULT_NEW_TOKENS
     if max_length - length < 1:
         raise InputError(
-            f"max_length = {max_length} leaves no token to add to prompts of {length}; set"
-            " generation_max_length, or max_new_tokens"
+            f"max_length = {max_length} leaves no token to add to prompts of {length}; raise"
+            " generation_max_length, or pass max_new_tokens to evaluate or predict"
         )
     return max_length - length
 

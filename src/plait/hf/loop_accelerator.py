@@ -1,6 +1,6 @@
 """`plait.hf.Accelerator`: Accelerate's Accelerator for your own training loop, on Plait's engine.
 
-`prepare` shards the model in place, and it stays your own object. `accelerator.backward`, the
+`prepare` shards the model in place, and returns the same object. `accelerator.backward`, the
 optimizer's `step` and the scheduler's `step` do what they do under Accelerate. A call that is not
 supported raises an error with the alternative.
 """
@@ -16,7 +16,7 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, recursively_apply
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.checkpoint.states import save_trained_only
@@ -97,7 +97,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         super().__init__(mixed_precision="no", **arguments)
         if self.gradient_accumulation_steps != self._steps:
             raise InputError(
-                f"accelerate launch set {self.gradient_accumulation_steps} accumulation steps, and"
+                f"accelerate launch set {self.gradient_accumulation_steps} accumulation steps, but"
                 f" the script has {self._steps}; write gradient_accumulation_steps= in Accelerator"
             )
 
@@ -113,7 +113,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     @property
     def mixed_precision(self) -> str:
-        """Precision of the argument. The engine computes in it; there is no autocast."""
+        """Precision from the argument. The engine computes in it without autocast."""
         return self._precision
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -127,7 +127,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or not be split by the configuration.
+            ModelError: The model cannot be trained, or the configuration cannot split it.
             InputError: The arguments do not belong together.
         """
         loaders = [entry for entry in args if isinstance(entry, DataLoader)]
@@ -187,7 +187,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def _begin(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loaders: list[Any]
     ) -> LoopOptimizer:
-        """Make the engine, and return the optimizer of the loop."""
+        """Create the engine, and return the optimizer of the loop."""
         micro = 1
         if loaders and loaders[0].batch_size:
             micro = loaders[0].batch_size
@@ -269,7 +269,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader of the rest of an epoch, in the order of that epoch.
+        """Return a loader for the rest of an epoch, in the order of that epoch.
 
         `dataloader` itself continues with the next epoch.
         """
@@ -302,7 +302,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Run one micro-batch inside of the context.
+        """Run one micro-batch inside the context.
 
         Every `gradient_accumulation_steps`-th micro-batch ends a step, and so does the last one of
         an epoch.
@@ -313,7 +313,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Accumulate the gradients of backwards inside of the context for one outside of it."""
+        """Accumulate gradients inside the context. A later backward outside it reduces them."""
         with self._hold(True):
             yield
 
@@ -362,7 +362,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         engine.backward(loss * (factor * self._steps / self.gradient_accumulation_steps))
 
     def _ranks_with_batch(self) -> int:
-        """Return how many data-parallel ranks have a batch now. They are the first ones."""
+        """Return the number of data-parallel ranks with a batch now. They are the first ones."""
         loader = self.gradient_state.active_dataloader
         if loader is None or not loader.end_of_dataloader:
             return self.num_processes
@@ -395,7 +395,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if not self.sync_gradients or self._holding:
             raise InputError(
                 "accelerator.clip_grad_norm_ before a step's last backward clips gradients that are"
-                " not complete; call it inside of `if accelerator.sync_gradients:`"
+                " not complete; call it inside `if accelerator.sync_gradients:`"
             )
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
@@ -442,7 +442,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         )
 
     def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise InputError: it is not needed."""
+        """Raise InputError, because Plait divides uneven inputs itself."""
         raise InputError(
             "accelerator.join_uneven_inputs: is not needed, because a rank without a batch adds"
             " nothing; remove the call"
@@ -513,7 +513,7 @@ class LoopOptimizer(EngineOptimizerProxy):
             self._accelerator._announce_micro_batch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has used, at the end of the accumulation, as Accelerate does.
+        """Drop unused gradients at the end of the accumulation, as Accelerate does.
 
         Between the micro-batches of a step this does nothing. `step` drops the gradients it uses.
         """
@@ -545,11 +545,18 @@ class LoopScheduler(AcceleratedScheduler):
     times = 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule once per data-parallel rank, if the optimizer has stepped."""
+        """Step the schedule once per data-parallel rank, if the optimizer has stepped.
+
+        A schedule that follows a metric is stepped once.
+        """
         if not (self.step_with_optimizer and self.gradient_state.sync_gradients):
             super().step(*args, **kwargs)
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            # It counts the values of a metric, of which there is one per call.
+            self.scheduler.step(*args, **kwargs)
             return
         for _ in range(self.times):
             # Schedules with a fixed end, such as OneCycleLR, raise an error after it.

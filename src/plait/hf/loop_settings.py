@@ -131,7 +131,7 @@ def _contradiction(path: str, value: Any, argument: str, argument_value: Any) ->
 
 
 def _unsupported(resolved: Resolved) -> list[Problem]:
-    """Return a problem for each setting that does not support a loop."""
+    """Return a problem for each setting that Accelerate loops do not support."""
     layout = resolved.layout
     problems = []
     rules = (
@@ -139,26 +139,25 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
             "pp",
             layout.pp,
             "a pipeline has no loss to call accelerator.backward on",
-            "sharded.forward_backward of plait.parallelize",
+            "plait.hf.Trainer, or sharded.forward_backward of plait.parallelize",
         ),
         (
             "cp",
             layout.cp,
             "the loop passes its batch to the model unchanged, and no process has all of a"
             " sequence",
-            "engine.train_batch",
+            "or engine.train_batch with plait.causal_lm_loss",
         ),
         (
             "ep",
             layout.ep,
             "your own training loop with experts on different processes is not tested",
-            "engine.train_batch",
+            "plait.hf.Trainer, or engine.train_batch",
         ),
     )
     for axis, degree, rule, alternative in rules:
         if degree > 1:
-            remedy = f"use 1, plait.hf.Trainer, or {alternative}"
-            problems.append(Problem(f"parallel.{axis}", degree, rule, remedy))
+            problems.append(Problem(f"parallel.{axis}", degree, rule, f"use 1, {alternative}"))
 
     problems += tracker_problems(
         resolved,

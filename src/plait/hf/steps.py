@@ -1,4 +1,4 @@
-"""Micro-batches of a Trainer's step: those of this rank, their factors, and pipeline steps.
+"""Steps of a Trainer: this rank's micro-batches, their loss factors, and pipeline steps.
 
 `Smoothing` is the Trainer's label smoothing. Transformers decides by the name of a model's class
 whether labels are those of the next token. Sharding changes the class, so the decision is made for
@@ -115,7 +115,7 @@ class FilledStep(Iterator[Any]):
 
 
 def counted(batches: list[Any], step: TrainerStep) -> list[Any]:
-    """Return the micro-batches without labels in those that belong to another rank.
+    """Return the micro-batches with the labels removed from those that another rank counts.
 
     The other rank counts these labels.
     """
@@ -220,7 +220,7 @@ def from_output_stage(engine: Engine, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _TensorIndex:
-    """Placeholder of a tensor in a structure."""
+    """Placeholder for a tensor in a nested structure."""
 
     index: int
 

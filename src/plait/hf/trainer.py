@@ -1,4 +1,4 @@
-"""Transformers' Trainers on Plait, and `wrap` for subclasses of them.
+"""Transformers' Trainers on Plait, and `wrap` for their subclasses.
 
 The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. For
 everything about processes it asks `hf.accelerator`. A micro-batch and the end of a step are the
@@ -6,7 +6,7 @@ engine's. Nothing is wrapped, so `trainer.model` is the user's own object.
 
 Note [Life of a step]
     `get_batch_samples` reads the micro-batches of a step, and `_get_num_items_in_batch` makes the
-    `TrainerStep` for them. Each call of `training_step` runs inside of `_micro_batch`, which
+    `TrainerStep` for them. Each call of `training_step` runs inside `_micro_batch`, which
     computes the factor of the loss. `_backward` multiplies by it. The Trainer then calls
     `optimizer.step`, which is `EngineOptimizerProxy.step`.
 """
@@ -32,7 +32,13 @@ from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem, raise_problems, warn
 from plait.hf.accelerator import FULL_WEIGHTS, EngineOptimizerProxy, RanksAccelerator
-from plait.hf.arguments import ConfigSource, fsdp_config_of, reroute, schedule_of, settings_of
+from plait.hf.arguments import (
+    ConfigSource,
+    fsdp_config_of,
+    patch_transformers,
+    schedule_of,
+    settings_of,
+)
 from plait.hf.batches import EpochOrder, Rounds, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
 from plait.hf.fields import examined
@@ -55,13 +61,13 @@ from plait.hf.steps import (
     step_of,
 )
 from plait.hf.transformers_trainer import (
-    cautions_about_loss,
     has_supported_trainer,
     layout_free_groups,
     loss_is_scaled,
     reads,
     recompute_fields,
     require_supported_trainer,
+    warnings_about_loss,
 )
 from plait.model.adapters import with_adapters_enabled
 from plait.optim.lr_schedules import build_scheduler
@@ -71,7 +77,7 @@ from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
 # A Trainer that Plait refuses keeps its own handling of `deepspeed` and `fsdp`.
 if has_supported_trainer():
-    reroute()
+    patch_transformers()
 
 
 class TrainerMixin(CheckpointMixin):
@@ -133,7 +139,7 @@ class TrainerMixin(CheckpointMixin):
         pp = self._resolved.layout.pp
         if _trl_classes(type(self)) and pp > 1:
             rule = (
-                "TRL computes losses and metrics from the head's weight, outside of the model's own"
+                "TRL computes losses and metrics from the head's weight, outside the model's own"
                 " forward, which no stage can run"
             )
             remedy = "use 1, or plait.hf.Trainer on the prepared data"
@@ -203,13 +209,13 @@ class TrainerMixin(CheckpointMixin):
         )
 
     def begin(self) -> Engine:
-        """Return the engine of `self.model`, and make it if there is none yet.
+        """Return the engine of `self.model`, creating it if necessary.
 
-        Collective if the engine is made.
+        Collective if the engine is created.
 
         Raises:
             ConfigError: The configuration does not fit the model.
-            ModelError: The model cannot be trained, or not be split by the configuration.
+            ModelError: The model cannot be trained, or the configuration cannot split it.
             InputError: Arguments of the Trainer are not supported together.
         """
         if self.engine is not None and owner_of(self.model) is self.engine.sharded:
@@ -249,24 +255,24 @@ class TrainerMixin(CheckpointMixin):
         return self.engine
 
     def _optimizer_source(self) -> Any:
-        """Return argument `optimizer` of `initialize`."""
+        """Return the argument `optimizer` of `initialize`."""
         passed = self.optimizer
         if self.plait_config.optimizer is None:
             return passed if passed is not None else lambda _: self.create_optimizer()
         if passed is not None:
             raise InputError(
-                "the configuration has an `optimizer`, and the Trainer was given optimizers=; leave"
+                "the configuration has an `optimizer`, but the Trainer was given optimizers=; leave"
                 " one of them out"
             )
         return None
 
     def _forward(self, model: Any, micro_batch: Any) -> Any:
-        # `engine.generate` and `engine.predict` run outside of a call of the Trainer.
+        # `engine.generate` and `engine.predict` run outside a call of the Trainer.
         body = self._body or default_forward
         return body(model, micro_batch)
 
     def _run_with_forward(self, body: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
-        """Call a function while the model's forward is `body`."""
+        """Call a function while `body` replaces the model's forward."""
         self._body = body
         try:
             return call()
@@ -282,10 +288,10 @@ class TrainerMixin(CheckpointMixin):
             self._created_lr_scheduler = False
         engine = self.begin()
         if place().rank == 0:
-            for caution in cautions_about_loss(
+            for warning in warnings_about_loss(
                 self, ranks=engine.dp_size, accumulation=self.args.gradient_accumulation_steps
             ):
-                warn(caution)
+                warn(warning)
         # `accelerator.prepare` would register them, but it is not called for an engine.
         self.accelerator._optimizers.append(self.optimizer)
         self.accelerator._models.append(self.model)
@@ -332,8 +338,8 @@ class TrainerMixin(CheckpointMixin):
     def _refuse_split_rows(self, loader: Any) -> None:
         """Raise InputError if the rows of a loader's data set differ between ranks. Collective.
 
-        It runs when a training or an evaluation starts, and not when the loader is made, because a
-        script may make a loader on one rank only.
+        It runs when training or evaluation starts, not when the loader is created, because a script
+        may create a loader on one rank only.
         """
         data = getattr(loader, "dataset", None)
         # By identity: a data set may define `==`.
@@ -350,7 +356,7 @@ class TrainerMixin(CheckpointMixin):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
             raise InputError(
-                "train_dataset has 0 samples, and training needs 1 at least; look at the split, the"
+                "train_dataset has 0 samples, but training needs at least 1; check the split, the"
                 " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
@@ -381,7 +387,7 @@ class TrainerMixin(CheckpointMixin):
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of a step, and the number of items in all of them. Collective.
 
-        A stream that ends inside of a step ends the step, too. Transformers would add the gradients
+        A stream that ends inside a step ends the step, too. Transformers would add the gradients
         of the incomplete step to those of the next one. See Note [Life of a step].
         """
         self._batches = FilledStep(epoch_iterator)
@@ -429,7 +435,7 @@ class TrainerMixin(CheckpointMixin):
         In a pipeline the last call of a step runs all of its micro-batches.
 
         Returns:
-            The loss, scaled as it counts in the step.
+            The loss, multiplied by its weight in the step.
         """
         with self._micro_batch(num_items_in_batch) as step:
             step.counted = True
@@ -477,7 +483,7 @@ class TrainerMixin(CheckpointMixin):
             step.inside = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make a `training_step` of the script's own class run as a micro-batch."""
+        """Make a `training_step` that the script's class defines run as a micro-batch."""
         super().__init_subclass__(**kwargs)
         if "training_step" in vars(cls):
             cls.training_step = _as_micro_batch(vars(cls)["training_step"])  # type: ignore[method-assign]
@@ -514,7 +520,7 @@ class TrainerMixin(CheckpointMixin):
         return total.to(torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """Return a tensor that the optimizer's step, which clips, fills with the norm."""
+        """Return a tensor for the norm. The optimizer's step clips, and fills it."""
         return self.optimizer.new_norm()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -538,7 +544,7 @@ class TrainerMixin(CheckpointMixin):
         engine = self.begin()
         self._refuse_split_rows(dataloader)
         plan = plan_of(dataloader)
-        # An evaluation may run inside of a training.
+        # An evaluation may run during training.
         training_plan = self._plan
         training_position = self._position
         self._plan = plan
@@ -673,7 +679,7 @@ def _trl_classes(kind: type) -> list[str]:
 
 
 def _refuse_other_trainers(kind: type) -> None:
-    """Raise InputError for a trainer of TRL that has not been run with Plait."""
+    """Raise InputError for a TRL trainer that has not been tested with Plait."""
     names = _trl_classes(kind)
     # The first one decides: GKDTrainer and GOLDTrainer are subclasses of SFTTrainer.
     if not names or names[0] in ("SFTTrainer", "DPOTrainer"):

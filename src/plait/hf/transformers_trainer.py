@@ -1,4 +1,4 @@
-"""Transformers' Trainer as it is installed and subclassed: its release, and overridden methods.
+"""The installed Transformers Trainer and its subclasses: release, and overridden methods.
 
 The Trainer of Plait runs on Transformers 5.17 and newer. Everything that depends on the release is
 decided here. The decision depends on the attributes that exist, and falls back to the behaviour of
@@ -35,7 +35,7 @@ The first exists since Transformers 5.23.
 
 
 def has_supported_trainer() -> bool:
-    """Return True if the installed Trainer is one that Plait was run with."""
+    """Return True if the installed Trainer has been tested with Plait."""
     return Version(version("transformers")).release >= Version(OLDEST_TRAINER).release
 
 
@@ -54,7 +54,7 @@ def require_supported_trainer() -> None:
 
 
 def recompute_fields(args: Any) -> tuple[str, ...]:
-    """Return those of `RECOMPUTE_FIELDS` that these arguments have, the current name first."""
+    """Return the fields in `RECOMPUTE_FIELDS` that these arguments have, current name first."""
     existing = {field.name for field in fields(args)}
     return tuple(name for name in RECOMPUTE_FIELDS if name in existing)
 
@@ -100,7 +100,7 @@ def declared_scaling(trainer: Any) -> bool | None:
 
 
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
-    """Return True if `compute_loss` divides by the items of a step. If not, `training_step` does.
+    """Return True if `compute_loss` divides by the items of a step. Otherwise `training_step` does.
 
     Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do
     if it is None.
@@ -118,7 +118,7 @@ _SIZES = ("num_processes", "world_size", "get_world_size")
 
 
 def own_method(kind: type, name: str) -> Callable[..., Any] | None:
-    """Return a method that a script's class defines. None if the class of a library defines it."""
+    """Return a method that a script's class defines, or None if a library's class defines it."""
     owner = next(base for base in kind.__mro__ if name in vars(base))
     if owner.__module__.partition(".")[0] in _LIBRARIES:
         return None
@@ -147,7 +147,7 @@ def _names(code: CodeType) -> set[Any]:
     return names
 
 
-def cautions_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[str]:
+def warnings_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[str]:
     """Return warnings about a script's own `compute_loss` whose scale depends on the layout.
 
     Transformers assumes that the loss was divided by `num_items_in_batch`, the targets of a step

@@ -56,7 +56,7 @@ def is_adapters(name: str) -> bool:
 
 
 def base_tensor(name: str) -> str:
-    """Translate the name of another tensor to the model without adapters."""
+    """Translate the name of a tensor outside the adapters to its name in the base model."""
     return name.replace(".base_layer.", ".")
 
 
@@ -77,7 +77,7 @@ class Adapter:
 
     @property
     def replaced(self) -> dict[str, StoredTensor]:
-        """Tensors of the base model that the adapter has trained in full, by the base's names."""
+        """Base model tensors that the adapter trained in full, by their names in the base model."""
         tensors: dict[str, StoredTensor] = {}
         for name, tensor in self.stored.items():
             if not _LORA_TENSOR_IN_FILE.search(name):
@@ -152,7 +152,7 @@ class Adapter:
                 )
             if name not in adapter_tensors and base_tensor(name) in tied:
                 raise InputError(
-                    f"--adapter {self.folder}: has trained {name} in full, and the model ties it to"
+                    f"--adapter {self.folder}: has trained {name} in full, but the model ties it to"
                     " another tensor; merge it with PEFT's merge_and_unload, and save that"
                 )
 
@@ -227,20 +227,20 @@ def base_folder(folder: Path) -> Path:
     """Return the folder of the base model that an adapter names.
 
     Raises:
-        InputError: It is not a folder on this machine.
+        InputError: The base model is not a folder on this machine.
         CheckpointError: The configuration of the adapter cannot be read.
     """
     base = _read_config(folder).get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
         raise InputError(
-            f"--model {folder}: is an adapter, and {base!r}, which it names as its base, is not"
+            f"--model {folder}: is an adapter, but {base!r}, which it names as its base, is not"
             f" a folder here; pass --model BASE --adapter {folder}"
         )
     return Path(base)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an adapter, which has a `peft_type`."""
+    """Return the configuration of an adapter. It must have a `peft_type`."""
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         config["peft_type"]  # other files of this name have none
@@ -252,7 +252,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _name_in_file(name: str) -> str:
-    """Translate the name of an adapter's tensor to the file, without the common prefix.
+    """Return the name in the file of an adapter's tensor, without the common prefix.
 
     PEFT leaves the name of the adapter out of the file.
     """

@@ -177,7 +177,7 @@ def _size_of_layers(sizes: Sequence[int], groups: Iterable[tuple[int, ...]]) -> 
 
 
 def growing_bytes(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> int:
-    """Return the additional bytes while a token is added.
+    """Return the temporary bytes while a token is added.
 
     A tensor is copied into a longer one before it is freed, one tensor at a time.
     """
@@ -186,7 +186,7 @@ def growing_bytes(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> i
 
 @dataclass(frozen=True)
 class OffloadedCache:
-    """Bytes of one rank whose keys and values are in host memory."""
+    """Bytes of one rank whose KV cache is in host memory."""
 
     device: int
     """Memory of the device."""
@@ -256,7 +256,7 @@ def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) 
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating-point weight, which the model computes in."""
+    """Return the dtype of the first floating-point weight, in which the model computes."""
     return next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
@@ -267,7 +267,7 @@ def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
 
     Args:
         model: The sharded model.
-        compute: Dtype that it computes in. None stands for the parameters' own dtypes.
+        compute: Dtype that it computes in. None means the parameters' own dtypes.
     """
     total = 0
     for unit in sharded_modules(model):
@@ -297,7 +297,7 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
 def check_cache(
     needed: int, free: int | None, requests: int, tokens: int, *, where: str = "on this rank"
 ) -> None:
-    """Raise InputError if keys and values do not fit into memory.
+    """Raise InputError if the KV cache does not fit into memory.
 
     Args:
         needed: Size of the keys and values in bytes.
@@ -309,7 +309,7 @@ def check_cache(
     if free is not None and needed > free:
         raise InputError(
             f"the KV cache of {requests} requests of up to {tokens:,} tokens takes"
-            f" {format_bytes(needed)} {where}, and {format_bytes(free)} are free; ask for fewer new"
+            f" {format_bytes(needed)} {where}, but {format_bytes(free)} are free; ask for fewer new"
             " tokens (max_new_tokens), or fewer requests at once (batch_size)"
         )
 
@@ -321,7 +321,7 @@ def check_positions(
     content: str = "its prompt and max_new_tokens",
     remedy: str = "ask for fewer new tokens, or shorten the prompt",
 ) -> None:
-    """Raise InputError if a request may get longer than the model's positions.
+    """Raise InputError if a request may exceed the model's positions.
 
     Args:
         config: Configuration of the model, or None.
@@ -338,7 +338,7 @@ def check_positions(
     grows = any("dynamic" in str(kind) for kind in _rope_types(rope))
     if isinstance(positions, int) and longest > positions and not grows:
         raise InputError(
-            f"the longest request may have {longest:,} tokens ({content}), and the model's"
+            f"the longest request may have {longest:,} tokens ({content}), but the model's"
             f" positions end at {positions:,} (max_position_embeddings); {remedy}"
         )
 
@@ -381,7 +381,7 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
     if not supports_cache(base):
         return CacheLayout()
     config: Any = base.config
-    # `fully_shard` replaces the class by a subclass, which cannot be built from a configuration.
+    # `fully_shard` replaces the class with a subclass, which cannot be built from a configuration.
     model_class: Any = next(c for c in type(base).__mro__ if not issubclass(c, FSDPModule))
     rules = None if plan is None else tuple(plan.items())
     fields = json.dumps(config.to_dict(), sort_keys=True, default=str)
@@ -390,7 +390,7 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
 
 @dataclass(frozen=True)
 class _ModelDescription:
-    """Class and configuration of a model, as key of the cache of measurements."""
+    """Class and configuration of a model. Key of the cached measurements."""
 
     model_class: type[nn.Module]
     fields: str
@@ -603,7 +603,7 @@ _SELECTIONS = (torch.nonzero, torch.Tensor.nonzero)
 
 
 class _AnswersWithoutValues(TorchFunctionMode):
-    """Function mode that answers reads of values on the meta device.
+    """Function mode that returns placeholders when values of meta tensors are read.
 
     `bool` of a tensor is True, as for a mask over tokens without padding. `in` is False, so no
     token is a padding token. `nonzero` returns nothing: only experts call it, and they add nothing

@@ -49,7 +49,7 @@ OnToken = Callable[[int, int], None]
 
 @dataclass
 class Decoder:
-    """Decodes batches of requests on one rank.
+    """Decoder of batches of requests on one rank.
 
     All ranks that hold parts of one model (tp, pp) decode the same requests.
 
@@ -59,7 +59,7 @@ class Decoder:
         settings: Settings of the call.
         tokenizer: A tokenizer, or None.
         use_cache: Whether to keep keys and values between forwards.
-        prefill_tokens: Largest number of tokens of each prompt in one forward. None is no limit.
+        prefill_tokens: Largest number of tokens of each prompt in one forward. None means no limit.
         on_token: Callback of this rank.
         any_callback: Whether any rank has a callback.
     """
@@ -268,7 +268,7 @@ class _CachedBatch:
 
 
 class _UncachedBatch:
-    """Requests of one batch without a cache: every token takes a forward over all tokens before it.
+    """Requests of one batch without a cache. Every token needs a forward over all previous tokens.
 
     See Note [Padding].
     """
@@ -296,7 +296,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 class TokenSampler:
-    """Chooses the next tokens of the requests of one batch.
+    """Sampler of the next tokens of the requests of one batch.
 
     It exists only on the rank that reads the logits.
 
@@ -458,7 +458,7 @@ def _processors(
 def _penalties(
     s: GenerationSettings, token_ids: tuple[int, ...], tokens: int | None
 ) -> Iterator[_Processor]:
-    """Yield penalties and bans, which also apply without sampling."""
+    """Yield processors for penalties and bans, which also apply without sampling."""
     prompt_length = len(token_ids)
     prompt = torch.tensor([token_ids])
     eos = list(s.eos_token_id)
@@ -511,7 +511,7 @@ def _penalties(
 
 
 def _warpers(s: GenerationSettings) -> Iterator[_Processor]:
-    """Yield temperature and limits, which only apply to sampling."""
+    """Yield processors for temperature and truncation, which only apply to sampling."""
     yield "TemperatureLogitsWarper", s.temperature != 1, lambda make: make(float(s.temperature))
     yield "TopKLogitsWarper", s.top_k > 0, lambda make: make(top_k=s.top_k)
     yield "TopPLogitsWarper", s.top_p < 1, lambda make: make(top_p=float(s.top_p))

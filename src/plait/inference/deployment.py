@@ -1,13 +1,14 @@
-"""Deployment of a model on the devices of one machine: its choice, and loading.
+"""Deployment of a model on the devices of one machine: choice of the placement, and loading.
 
-A model gets a layout of several devices that hold it, or one device to which its weights are
-streamed. `plait generate` runs the deployment that is chosen here, and `plait plan infer` prints it
-with the time per token that memory bandwidth permits.
+A model is either placed on one or several devices, or streamed to one device. `plait generate` runs
+the deployment that is chosen here, and `plait plan infer` prints it with the time per token that
+memory bandwidth permits.
 
 Note [Choice of a placement]
     If the model fits on one device, one is used. Otherwise tensor parallelism is used, with the
-    smallest degree that fits: all devices then work on each token. Only if no degree fits, there
-    are pipeline stages: on as few devices as possible, with the largest degree for their number.
+    smallest degree that fits: all devices then work on each token. Pipeline stages are used only if
+    no degree fits: on as few devices as possible, with the largest possible degree of tensor
+    parallelism.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class DeploymentBytes:
 
     @property
     def streamed(self) -> int:
-        """Weights that are streamed for every token, and for every part of the prompts."""
+        """Bytes of weights that are streamed for every token, and for every part of the prompts."""
         return self.on_host + self.in_files
 
 
@@ -201,8 +202,8 @@ def deploy_streamed(
 
     Args:
         work: Model and requests.
-        gpu_budget: Memory of the GPU in bytes. None stands for the free memory.
-        cpu_budget: Host memory in bytes. None stands for the free memory.
+        gpu_budget: Memory of the GPU in bytes. None means the free memory.
+        cpu_budget: Host memory in bytes. None means the free memory.
         on: Other devices than those of this machine.
 
     Raises:
@@ -279,7 +280,7 @@ def deploy_streamed(
 def deploy_in_budget(
     work: InferenceWork, *, gpu_budget: int | None = None, cpu_budget: int | None = None
 ) -> tuple[Deployment, int]:
-    """Choose how many requests are answered at once within a budget, at most `work.requests`.
+    """Choose how many requests, up to `work.requests`, are answered at once within a budget.
 
     Args:
         work: Model and requests.
@@ -329,8 +330,8 @@ def _deploy_placed(
     if work.offload_cache:
         if placed.pp > 1:
             raise InputError(
-                f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring"
-                " next layers; leave it out"
+                f"--offload-cache: the model needs {placed.pp} pipeline stages, which cannot"
+                " prefetch the layers of an offloaded cache; leave it out"
             )
         offloaded = offloaded_cache(layout, demand, tp=placed.tp)
         cache_on_host = placed.tp * offloaded.pinned
@@ -368,7 +369,7 @@ def _remaining_host_bytes(host_bytes: int, cache: int) -> int:
     if cache > host_bytes:
         raise InputError(
             f"--offload-cache: the KV cache takes {format_bytes(cache)} of pinned host memory,"
-            f" and {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at"
+            f" but {format_bytes(host_bytes)} may be used; ask for fewer tokens or requests at"
             " once, or pass a larger --cpu-budget"
         )
     return host_bytes - cache
@@ -438,11 +439,11 @@ def bandwidth_bound(estimate: DeploymentBytes, gpu: DeviceSpec) -> BandwidthBoun
 
 
 def devices_of(gpu: DeviceSpec, count: int | None) -> Devices:
-    """Return a machine with idle devices of one kind.
+    """Return a machine with idle devices of one type.
 
     Args:
         gpu: The kind of device, from the planner's catalogue.
-        count: Number of devices. None stands for the usual number of devices per machine.
+        count: Number of devices. None means the usual number of devices per machine.
     """
     count = count or int(only(gpu.devices_per_node))
     return Devices(
@@ -462,12 +463,12 @@ def catalogued_gpu() -> DeviceSpec | None:
 
 
 class DoesNotFit(InputError):
-    """Error of a model that no placement on the devices holds."""
+    """The model does not fit on the devices in any placement."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a model for some requests."""
+    """Memory requirements of a model for some requests."""
 
     weight_bytes: int
     split_bytes: int
@@ -543,7 +544,7 @@ def place_model(
     raise DoesNotFit(
         f"the model does not fit: at tp = {closest.tp}, pp = {closest.pp} a device would hold"
         f" {format_bytes(closest.weight_bytes)} of weights and {format_bytes(closest.cache_bytes)}"
-        f" of keys and values, and {format_bytes(available)} of its {format_bytes(device_bytes)}"
+        f" of keys and values, but {format_bytes(available)} of its {format_bytes(device_bytes)}"
         f" may be used (1 x {devices} devices); use more devices, fewer tokens or"
         " requests at once, or a smaller dtype"
     )
@@ -589,7 +590,7 @@ def _check_choices(needs: Needs, devices: int, *, tp: int | None, pp: int | None
     chosen = (tp or 1) * (pp or 1)
     if chosen > devices:
         raise InputError(
-            f"--tp {tp or 1} x --pp {pp or 1}: {chosen} devices, and there are {devices}"
+            f"--tp {tp or 1} x --pp {pp or 1}: {chosen} devices, but there are {devices}"
         )
 
 
@@ -605,7 +606,7 @@ def _explanation(tp: int, pp: int) -> str:
 
 
 def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
-    """Return the memory that a model of Transformers needs for a number of requests.
+    """Return the memory that a Transformers model needs for a number of requests.
 
     Args:
         model: The model, on the meta device.
@@ -659,7 +660,7 @@ def load_model(
         source: Source of the model.
         tp: Degree of tensor parallelism.
         pp: Number of pipeline stages.
-        dtype: Dtype of the model. None stands for the dtype that it was saved in.
+        dtype: Dtype of the model. None means the dtype that it was saved in.
 
     Raises:
         InputError: The number of processes is not tp x pp, or the model cannot be loaded.
@@ -668,7 +669,7 @@ def load_model(
     world_size = place().world_size
     if world_size != tp * pp:
         raise InputError(
-            f"tp = {tp} x pp = {pp} are {tp * pp} processes, and {world_size} were started"
+            f"tp = {tp} x pp = {pp} are {tp * pp} processes, but {world_size} were started"
         )
     parallel: dict[str, Any] = {"tp": tp, "pp": pp}
     if tp > 1:

@@ -1,4 +1,4 @@
-"""`generate`: text from a model on any layout, without an export and without effects on training.
+"""`generate`: text generation on any layout, without an export or side effects on training.
 
 Note [Together on all ranks]
     Ranks that gather parameters together must run the same number of forwards, although their
@@ -175,7 +175,7 @@ class _PreparedCall:
 
 
 def check_model(sharded: ShardedModel) -> None:
-    """Raise InputError if a model or its layout cannot continue texts."""
+    """Raise InputError if a model or its layout does not support generation."""
     model = sharded.model
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
@@ -269,12 +269,12 @@ def _check_rope(
         what = "generate: layers of several RoPE types are not known to be right"
         refuse_past(rope, longest, what, remedy)
     if not rope.reads_anew and use_cache and not _can_cache(sharded, requests):
-        what = "generate: the model keeps no keys and values here, and computes them anew"
+        what = "generate: the model keeps no KV cache here, and recomputes keys and values"
         refuse_past(rope, longest, what, f"{remedy}; or use_cache=False")
 
 
 def _check_offloaded_cache(sharded: ShardedModel, *, use_cache: bool) -> None:
-    """Raise InputError if keys and values cannot be kept in host memory."""
+    """Raise InputError if the KV cache cannot be kept in host memory."""
     if sharded.mesh.device.type == "cpu":
         raise InputError(
             "offload_cache: this model computes on the CPU, where keys and values are in host"
@@ -351,7 +351,7 @@ def _cache_bytes(
 
 
 def _can_cache(sharded: ShardedModel, requests: Sequence[GenerationRequest]) -> bool:
-    """Return True if the model takes a cache, and these requests can share one."""
+    """Return True if the model supports a cache that these requests can share."""
     model = sharded.model
     if not supports_cache(model):
         return False
@@ -365,7 +365,7 @@ def _can_cache(sharded: ShardedModel, requests: Sequence[GenerationRequest]) -> 
 def of_first_rank(
     sharded: ShardedModel, requests: list[GenerationRequest]
 ) -> list[GenerationRequest]:
-    """Return the requests of the first of the ranks that hold parts of one model.
+    """Return the requests of the first rank among those that hold parts of one model.
 
     Collective over these ranks.
     """

@@ -161,7 +161,7 @@ def settings_of(
         _override(values, {name: value for name, value in config.items() if name in NAMES})
     _override(values, overrides)
 
-    # Transformers rejects a temperature of 0. Here it stands for greedy decoding.
+    # Transformers rejects a temperature of 0. Here it means greedy decoding.
     if values.get("temperature") == 0:
         values |= {"do_sample": False, "temperature": 1.0}
     elif "do_sample" not in overrides and any(name in overrides for name in SAMPLING):
@@ -200,7 +200,7 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
 
 
 def _override(values: dict[str, Any], overriding: Mapping[str, Any]) -> None:
-    """Update settings in place by settings that override them."""
+    """Update settings in place with overriding settings."""
     # `max_length` of a call must not be hidden by `max_new_tokens` of a model.
     if "max_length" in overriding and "max_new_tokens" not in overriding:
         values.pop("max_new_tokens", None)
@@ -217,7 +217,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
             raise InputError(f"{name} = {value!r} must be True or False")
     for value in values["stop_strings"]:
         if not isinstance(value, str) or not value:
-            raise InputError(f"stop_strings: {value!r} is not a text")
+            raise InputError(f"stop_strings: {value!r} is not a string")
     for name in _TOKEN_LISTS:
         for token in values[name]:
             if type(token) is not int:
@@ -225,7 +225,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
     for word in values["bad_words_ids"]:
         if not word or not all(type(token) is int for token in word):
             raise InputError(
-                f"bad_words_ids: {list(word)!r} is not a word; pass a list of token ids for each,"
+                f"bad_words_ids: {list(word)!r} is not a list of token ids; pass one list for each,"
                 " such as [[5, 7], [9]]"
             )
 
@@ -246,7 +246,7 @@ def _check_tokens(
         if not _is_token(token, vocabulary):
             last = "" if vocabulary is None else f" to {vocabulary - 1}"
             raise InputError(
-                f"{name} has token {token}, and the model's tokens are 0{last}; leave it out, or"
+                f"{name} has token {token}, but the model's tokens are 0{last}; leave it out, or"
                 " use tokens of the model"
             )
 
@@ -294,7 +294,8 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
             continue
         remedy = "leave it out"
         if name in NEUTRAL:
-            remedy = f"pass {name}={NEUTRAL[name]} to do without, or leave it out"
+            neutral = NEUTRAL[name]
+            remedy = f"set it to {neutral} there, or pass {name}={neutral} to generate"
         raise InputError(
             f"{source}: {name} = {value!r} is not supported by generate and would change tokens;"
             f" {remedy}"

@@ -1,4 +1,4 @@
-"""Forwards without gradients on a layout, without effects on a model in training.
+"""Forwards without gradients on a layout, without side effects on a model in training.
 
 Note [Errors of a forward]
     The ranks that hold parts of one model (tp, pp) wait for each other in collectives. If one of
@@ -42,7 +42,7 @@ _IDLE, _BUSY, _BROKEN = range(3)
 
 
 class Predictor:
-    """Runs forwards of a model on one rank.
+    """Runner of a model's forwards on one rank.
 
     All ranks that hold parts of one model (tp, pp) run the same forwards.
 
@@ -97,7 +97,7 @@ class Predictor:
         Args:
             inputs: Arguments of the model. Those that it does not take are dropped.
             cache: KV cache, or None.
-            rows: Positions [requests]. None stands for the last position.
+            rows: Positions [requests]. None means the last position.
 
         Returns:
             A reader of the logits [requests, vocabulary].
@@ -136,7 +136,7 @@ class Predictor:
         self.run_on_all(lambda: self._predict(inputs, None))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the rank that reads the logits. Collective over the model's parts.
+        """Broadcast a tensor of the rank that reads the logits. Collective over the model's parts.
 
         Args:
             tensor: The tensor, or on the other ranks one of the same shape and dtype.
@@ -146,7 +146,7 @@ class Predictor:
         """
         mesh = self._sharded.mesh
         tensor = tensor.to(self._sharded.device)
-        # First inside of the output stage, then from there to the other stages.
+        # First inside the output stage, then from there to the other stages.
         if (group := mesh.group("tp")) is not None and mesh.coordinates["pp"] == self._output_stage:
             dist.broadcast(tensor, group=group, group_src=0)
         if (group := mesh.group("pp")) is not None:
@@ -258,12 +258,12 @@ class Predictor:
             )
 
     def run(self, work: Iterator[None], *, independent: bool) -> None:
-        """Run all forwards of this rank, and idle ones while other ranks have some.
+        """Run all forwards of this rank, and idle forwards while other ranks still run theirs.
 
         Args:
             work: Iterator that yields before each forward.
-            independent: Whether ranks with other requests do not wait for each other in a forward.
-                They do if parameters are gathered.
+            independent: Whether the forwards of ranks with different requests are independent. They
+                are not if parameters are gathered.
 
         Raises:
             Exception: `work` has failed on this rank, or on a rank that waits for it.

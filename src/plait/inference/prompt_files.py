@@ -1,4 +1,4 @@
-"""JSONL files of prompts and of their answers, which an interrupted command can continue.
+"""JSONL files of prompts and answers. An interrupted command can continue its answers.
 
 Note [Files of answers]
     answers.jsonl               Exists when all answers have been written to disk.
@@ -32,7 +32,7 @@ A conversation may also have `tools` and `chat_template_kwargs`.
 ADDED = ("text", "finish_reason")
 """Fields that a line of the answers has in addition, besides `token_ids`."""
 _KINDS = {
-    "prompt": "a text",
+    "prompt": "a string",
     "token_ids": "a list of token ids",
     "messages": "a list of objects with role and content",
 }
@@ -40,7 +40,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """Line of the file."""
+    """Line of a file of prompts."""
 
     prompt: Any
     fields: dict[str, Any]
@@ -69,7 +69,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
             f"{where} is {byte:#04x}, which is not UTF-8; save the file as UTF-8"
         ) from None
 
-    # Only real ends of lines: `splitlines` would also split at separators inside of texts.
+    # Only real ends of lines: `splitlines` would also split at separators inside texts.
     lines = []
     for number, row in enumerate(text.split("\n"), 1):
         if row.strip():
@@ -121,8 +121,8 @@ def _parse_object(row: str, where: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Refuse NaN and infinity, which Python's `json` reads, and which answers would repeat."""
-    raise ValueError(f"{name} is no number in JSON; write null")
+    """Refuse NaN and infinity, which Python's `json` reads and would copy to the answers."""
+    raise ValueError(f"{name} is not a JSON number; write null")
 
 
 def _is_prompt(key: str, prompt: Any) -> bool:
@@ -151,7 +151,7 @@ def _with_template_arguments(messages: Any, fields: dict[str, Any], where: str) 
 
 
 class _DuplicateField(Exception):
-    """Name that a JSON object has twice."""
+    """Name that occurs twice in a JSON object."""
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class AnswerFile:
         """Write the answers to the next lines.
 
         Raises:
-            InputError: They cannot be written.
+            InputError: The answers cannot be written.
         """
         lines = self._lines[self.done : self.done + len(generations)]
         rows = []
@@ -240,7 +240,7 @@ class AnswerFile:
             self._remove(self.partial, self._command_file)
 
     def close(self) -> None:
-        """Close the file, so that another command may write it."""
+        """Close the file, so that another command may write to it."""
         self._file.close()
 
     def _open(self) -> BinaryIO:
@@ -265,7 +265,7 @@ class AnswerFile:
             )
         if self.path.exists():
             with suppress(OSError):
-                # Created just now, and not by an earlier command.
+                # Created just now, not by an earlier command.
                 if not os.fstat(file.fileno()).st_size:
                     self.partial.unlink()
             file.close()
@@ -309,7 +309,7 @@ class AnswerFile:
             earlier = None
         if not isinstance(earlier, dict):
             raise InputError(
-                f"--out {self.path}: {self.partial} has answers, and {self._command_file.name} does"
+                f"--out {self.path}: {self.partial} has answers, but {self._command_file.name} does"
                 f" not name their command; {remedy}"
             )
         for name in sorted(earlier.keys() | self._command.keys()):
@@ -343,7 +343,7 @@ class AnswerFile:
 def answer_file(
     path: Path, lines: Sequence[PromptLine], command: Mapping[str, Any]
 ) -> Iterator[AnswerFile]:
-    """Write the answers to `lines`, inside of the context. See Note [Files of answers].
+    """Write the answers to `lines` inside the context. See Note [Files of answers].
 
     At the end of the context the file gets its name. After an exception it keeps the finished
     answers.

@@ -1,4 +1,4 @@
-"""Requests, their prompts as token ids, and their results as text, at once and as a stream."""
+"""Requests, their prompts as token ids, and their results as complete or streamed text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation with further arguments of its chat template."""
+    """Conversation with additional arguments for its chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[Any]
@@ -97,7 +97,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
         prompts = [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, dict | torch.Tensor):
         raise InputError(
-            "generate takes texts, conversations or token ids, one or a list, not"
+            "generate takes strings, conversations or token ids, one or a list, not"
             f" {type(prompts).__name__}; pass a tokenizer's `input_ids` as lists without padding"
         )
     return [
@@ -107,7 +107,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
 
 
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return prompts after a check that the model has all of their tokens.
+    """Return prompts after checking that all tokens are in the model's vocabulary.
 
     If the vocabulary is split, ranks would compute zeros for a token that none of them has.
 
@@ -136,7 +136,7 @@ def check_ids(
         if token < 0 or (size is not None and token >= size):
             last = "" if size is None else f" to {size - 1}"
             raise InputError(
-                f"{name} has token {token}, and the {owner}'s tokens are 0{last}; is it another"
+                f"{name} has token {token}, but the {owner}'s tokens are 0{last}; is it another"
                 " model's tokenizer?"
             )
 
@@ -184,7 +184,7 @@ def prompt_token_ids(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
         ids = prompt
     else:
         raise InputError(
-            f"{name} is a {type(prompt).__name__}, and not a text, a conversation (role and"
+            f"{name} is a {type(prompt).__name__}, not a string, a conversation (role and"
             " content) or token ids"
         )
     if not ids:
@@ -195,7 +195,7 @@ def prompt_token_ids(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _tokenize(prompt: Any, name: str, tokenizer: Any) -> Any:
-    """Return the token ids of a text or a conversation."""
+    """Return the token ids of a string or a conversation."""
     if tokenizer is None:
         raise InputError(
             f"{name} is text, which requires a tokenizer; pass tokenizer=, or token ids"
@@ -213,7 +213,7 @@ def _tokenize(prompt: Any, name: str, tokenizer: Any) -> Any:
         return tokenizer(prompt)["input_ids"]
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError(
-            f"{name} is a conversation, and the tokenizer has no chat template; pass a text, or"
+            f"{name} is a conversation, but the tokenizer has no chat template; pass a string, or"
             " token ids"
         )
     return _apply_chat_template(prompt, name, tokenizer)
@@ -252,7 +252,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def is_turn(turn: Any) -> bool:
-    """Return True for a turn of a conversation, which has a role and a text or calls of tools."""
+    """Return True for a turn of a conversation, which has a role, and text or tool calls."""
     return isinstance(turn, dict) and "role" in turn and ("content" in turn or "tool_calls" in turn)
 
 
@@ -318,7 +318,7 @@ def text_after(
 
 
 class TextStream:
-    """Yields the text of tokens as soon as no later token changes it.
+    """Incremental decoder that returns text as soon as no later token can change it.
 
     Incomplete characters are held back, and spaces at the end that a clean-up may still remove. The
     returned texts add up to `text()`.

@@ -44,7 +44,7 @@ class RopeByLength:
 
     @property
     def reads_anew(self) -> bool:
-        """True if a request that exceeds the original length is read again."""
+        """True if the tokens of a request are read again when it exceeds the original length."""
         return self.kind == LONGROPE
 
     def remembers(self, longest: int) -> bool:
@@ -104,7 +104,7 @@ def group_requests(
         rope: Rotary embedding of the model.
         lengths: Number of tokens of each prompt, and the largest number of tokens that the model
             reads of the request.
-        batch_size: Largest number of requests per batch. None is no limit.
+        batch_size: Largest number of requests per batch. None means no limit.
 
     Returns:
         Indices of the requests of each batch.

@@ -96,7 +96,7 @@ def score(
 
 
 class _Scorer:
-    """Computes the log probabilities of sequences, batch by batch."""
+    """Scorer that computes the log probabilities of sequences, one batch at a time."""
 
     def __init__(self, predictor: Predictor, tokenizer: Any, *, vocabulary: bool) -> None:
         self.predictor = predictor
@@ -139,7 +139,7 @@ class _Scorer:
         logprobs: torch.Tensor | None = None
 
         def compute() -> torch.Tensor:
-            """Compute the result on the rank that reads the logits, and return its form."""
+            """Return the result on the rank that reads the logits, and its shape and dtype."""
             nonlocal logprobs
             # The logits of a position are those of the next token.
             logprobs = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])

@@ -82,7 +82,7 @@ class Source:
         """Build the model on the meta device, with its generation settings and its adapter.
 
         Args:
-            dtype: Dtype of the model. None stands for the dtype that it was saved in.
+            dtype: Dtype of the model. None means the dtype that it was saved in.
 
         Raises:
             InputError: The model cannot be built, or the adapter belongs to another model.
@@ -211,7 +211,7 @@ def _fill_from_checkpoint(
 
 
 class _StateDict(nn.Module):
-    """Module whose state dict consists of some of a model's tensors."""
+    """Module whose state dict is a subset of a model's tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | No
 
     Args:
         config: Fields of the configuration, a config.json, or a folder with one.
-        dtype: Dtype of the model. None stands for that of the configuration, or for that of the
+        dtype: Dtype of the model. None means that of the configuration, or for that of the
             folder's weights if the configuration has none.
 
     Raises:
@@ -308,7 +308,7 @@ def refuse_quantised_folder(config: Any, name: object) -> None:
     method = quantisation_of(config)
     if method is not None:
         raise InputError(
-            f"--model {name}: its weights are quantised ({method}), and this command reads weights"
+            f"--model {name}: its weights are quantised ({method}), but this command reads weights"
             " that are not. In Python, on one "
             f"device: plait.generate(plait.parallelize(plait.from_pretrained({str(name)!r}),"
             ' {"train_micro_batch_size_per_gpu": 1}), '
@@ -336,7 +336,7 @@ def _dtype_of_weights(folder: Path) -> torch.dtype | None:
 
 
 def is_of_transformers(folder: Path) -> bool:
-    """Return True if the config.json of a folder is that of a model.
+    """Return True if the config.json of a folder describes a Transformers model.
 
     A run of `plait train` has a config.json of the run.
     """
@@ -355,7 +355,7 @@ def open_source(folder: Path, adapter: Path | None = None) -> Source:
 
     Raises:
         InputError: The folders contain no model or no adapter.
-        CheckpointError: They are incomplete.
+        CheckpointError: A folder is incomplete.
     """
     require_transformers("plait generate")
     if not folder.is_dir():

@@ -80,7 +80,7 @@ class StreamingPlan:
 
 
 class BudgetTooSmall(InputError):
-    """Error of a budget that is too small for the streamed layers and everything else."""
+    """The budget is too small for the streamed layers and everything else."""
 
 
 class WeightStreamHook(StepHook):
@@ -183,7 +183,7 @@ def tensors_to_stream(
                 )
             if tensor.shape != tuple(parameter.shape):
                 raise InputError(
-                    f"{tensor.path}: {name} has the shape {list(tensor.shape)}, and the model needs"
+                    f"{tensor.path}: {name} has the shape {list(tensor.shape)}, but the model needs"
                     f" {list(parameter.shape)}; check that the files belong to this model"
                 )
             if tensor.dtype != parameter.dtype:
@@ -214,8 +214,8 @@ def load_streamed(
         budget_bytes: See `plan_streaming`.
         other_bytes: See `plan_streaming`.
         host_bytes: See `plan_streaming`.
-        dtype: Dtype of the model. None stands for the dtype that it was saved in.
-        scratch: Folder of temporary files. None stands for the system's.
+        dtype: Dtype of the model. None means the dtype that it was saved in.
+        scratch: Folder of temporary files. None means the system's.
 
     Raises:
         InputError: The model cannot be loaded.
@@ -284,7 +284,7 @@ def plan_streaming(
     available = budget_bytes - outside - other_bytes - slots
     if available < 0 or not movable:
         raise BudgetTooSmall(
-            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the"
+            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside the"
             f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
             f" {format_bytes(slots)}, the KV cache and activations {format_bytes(other_bytes)};"
             f" pass at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
@@ -333,7 +333,7 @@ def _movable_blocks(model: nn.Module) -> dict[str, int]:
 def _slot_bytes(
     model: nn.Module, stored: dict[str, StoredTensor], blocks: Sequence[str], *, on_cpu: bool
 ) -> int:
-    """Return the size of all slots, and on the CPU of the buffers that files are read to."""
+    """Return the bytes of all slots, and on the CPU also those of the file read buffers."""
     largest = max((block_bytes(model, name, stored, on_cpu=on_cpu) for name in blocks), default=0)
     buffers = buffer_bytes(largest) if on_cpu else 0
     return min(SLOTS, len(blocks)) * largest + buffers
@@ -367,7 +367,7 @@ def _blocks_on_host(
 
 
 def expected_tensors(model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the tensors of files that a model on the meta device would be written to."""
+    """Return the tensors that the files of a model on the meta device should contain."""
     tensors = {}
     for name, p in model.named_parameters():
         if not is_adapters(name):
@@ -431,9 +431,9 @@ def _by_layer(
 def _read_in_place(
     model: nn.Module, stored: dict[str, StoredTensor], streamed: frozenset[str]
 ) -> frozenset[str]:
-    """Read tensors that stay in memory directly to their memory, and return their names.
+    """Read resident tensors directly into their memory, and return their names.
 
-    A mapping of the file would take the memory twice. Tensors on another device, and tensors that
+    A mapping of the file would need the memory twice. Tensors on another device, and tensors that
     are stored in another dtype, are left out.
     """
     done = set()
@@ -456,7 +456,7 @@ def _read_in_place(
 
 
 def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Replace the parameters of streamed blocks by parameters without elements.
+    """Replace the parameters of streamed blocks with parameters without elements.
 
     Returns:
         The full names of the parameters.
@@ -548,7 +548,7 @@ def _save_aligned(
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"--scratch {path.parents[1]}: {getattr(error, 'strerror', None) or error}; name a"
-                " folder with room"
+                " folder with more free space"
             ) from None
         written = stored_tensors(path)
         if min(tensor.offset for tensor in written.values()) % WEIGHT_ALIGNMENT == 0:
@@ -558,17 +558,17 @@ def _save_aligned(
 
 @contextmanager
 def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
-    """Create a temporary folder, which is removed at the end.
+    """Create a temporary folder that is removed at exit.
 
     Files that are open at the end can still be read. See Note [Unused scratch folders].
 
     Args:
-        folder: Parent folder. None stands for the system's folder for temporary files.
-        size: Number of bytes that it must have room for.
+        folder: Parent folder. None means the system's folder for temporary files.
+        size: Number of free bytes that the folder must have.
 
     Raises:
-        InputError: There is too little room, the folder cannot be written to, or its files would be
-            in memory.
+        InputError: There is too little free space, the folder cannot be written to, or its files
+            would be in memory.
     """
     parent = folder or Path(tempfile.gettempdir())
     try:
@@ -576,7 +576,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         file_system = _file_system(parent)
     except OSError as error:
         raise InputError(
-            f"--scratch {parent}: {error.strerror}; name a folder that exists, on a disk"
+            f"--scratch {parent}: {error.strerror}; name an existing folder on a disk"
         ) from None
     if file_system in _MEMORY_FILE_SYSTEMS:
         raise InputError(
@@ -585,8 +585,8 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         )
     if free < size:
         raise InputError(
-            f"--scratch {parent}: {format_bytes(free)} are free, and the layers that are streamed"
-            f" take {format_bytes(size)}; name a folder with more room"
+            f"--scratch {parent}: {format_bytes(free)} are free, but the layers that are streamed"
+            f" take {format_bytes(size)}; name a folder with more free space"
         )
     # See Note [Unused scratch folders].
     for other in parent.glob(f"{_PREFIX}*"):

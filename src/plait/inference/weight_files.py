@@ -1,4 +1,4 @@
-"""Weights in safetensors files: where tensors are, and reads through the kernel's cache or past it.
+"""Weights in safetensors files: locations of tensors, and buffered or direct reads.
 
 Note [Cached and direct reads]
     A read through the kernel's cache takes pages of the cache and a copy. It does so even if the
@@ -89,7 +89,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         return stored
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is no readable safetensors file: {error}; download or save the folder again"
+            f"{path} is not a readable safetensors file: {error}; download or save the folder again"
         ) from None
 
 
@@ -237,7 +237,7 @@ class TensorPart:
 
     @property
     def end(self) -> int:
-        """Byte of the file after the last one."""
+        """Offset in the file after the last byte."""
         return self.offset + self.memory.numel()
 
 
@@ -323,7 +323,7 @@ def _even_read_bytes(size: int) -> int:
 
 
 class FileReader:
-    """Reads parts of tensors from some files. It owns threads and buffers, which `close` ends.
+    """Reader of parts of tensors from some files. `close` releases its threads and buffers.
 
     Args:
         paths: The files.
@@ -367,7 +367,7 @@ class FileReader:
 
     @property
     def oldest(self) -> tuple[float, FileBlock] | None:
-        """Seconds since the start of the oldest current read, and its block."""
+        """Return the age in seconds and the block of the oldest unfinished read."""
         # Threads change the dictionary meanwhile.
         running = self._running.copy().values()
         if not running:
@@ -415,7 +415,7 @@ class FileReader:
             )
 
     def _read_directly(self, file: int, block: FileBlock) -> bool:
-        """Read a block past the kernel's cache. Return False if the system does not support it."""
+        """Read a block with direct I/O. Return False if the system does not support it."""
         size = -(-block.size // PAGE) * PAGE
         if block.image is not None:
             start = block.low - block.image.low
@@ -434,7 +434,7 @@ class FileReader:
         return True
 
     def end(self) -> None:
-        """Request that current reads stop early."""
+        """Request that unfinished reads stop early."""
         self._ended.set()
 
     def close(self) -> None:
@@ -453,7 +453,7 @@ class FileReader:
 
 
 def _read_pages(file: int, block: FileBlock, view: memoryview) -> bool:
-    """Read a block to complete pages of memory, with a descriptor for direct reads.
+    """Read a block into complete pages of memory, through a descriptor for direct reads.
 
     Returns:
         False if the system does not support it, or the file ends before the block.

@@ -109,7 +109,7 @@ class HostMemory:
 
 @dataclass
 class _Slot:
-    """Memory for the weights of a block, where it computes."""
+    """Device memory for the weights of a block."""
 
     place: torch.Tensor
     """Memory of the slot: uint8."""
@@ -126,7 +126,7 @@ class _Slot:
 
 
 class WeightStream:
-    """Streams the weights of some blocks of a model in one process.
+    """Stream of the weights of some blocks of a model in one process.
 
     See Note [Slots of streamed weights] and Note [Order of copies]. The object owns threads, files
     and slots, which `close` ends.
@@ -135,7 +135,7 @@ class WeightStream:
         model: The model.
         blocks: Names of the streamed blocks, in the order in which they run.
         stored: Locations of their parameters, by full name.
-        device: Device on which they compute. None stands for the CPU.
+        device: Device on which they compute. None means the CPU.
         on_host: Names of the blocks that are kept in pinned host memory.
     """
 
@@ -300,7 +300,7 @@ class WeightStream:
                     ) from None
 
     def _prefetch(self, first: int) -> None:
-        """Fill the free slots for the next blocks, from block `first` on."""
+        """Fill the free slots for the next blocks, starting with block `first`."""
         for step in range(len(self.blocks)):
             if not self._free:
                 return
@@ -336,7 +336,7 @@ class WeightStream:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
     def _fill(self, index: int, slot: _Slot) -> None:
-        """Read the weights of a block to a slot, or enqueue their copy to it."""
+        """Read the weights of a block into a slot, or enqueue their copy to it."""
         # See Note [Order of copies].
         source = self._pinned_blocks.get(index)
         if source is None:
@@ -453,7 +453,7 @@ def _place_parameters(
 
 
 def _image_start(parameters: Sequence[_StreamedParameter]) -> int | None:
-    """Return the byte of the file at which a slot begins.
+    """Return the offset in the file at which a slot begins.
 
     It is None if the slot does not have the layout of the file.
     """

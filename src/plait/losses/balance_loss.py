@@ -1,4 +1,4 @@
-"""Losses of the routers of a mixture-of-experts model, added to the loss of its tokens.
+"""Router losses of a mixture-of-experts model, which are added to its token loss.
 
 `model(..., labels=...)` of Transformers returns, for one micro-batch, the mean cross entropy plus
 `router_aux_loss_coef` times the balance loss. The loss of a step is the mean of these over the
@@ -69,7 +69,7 @@ def _refuse_statistics(loss: Loss | None, statistics: RouterStatistics) -> None:
 
 
 def without_balance_loss(loss: Any) -> Any:
-    """Return the loss of the tokens, without the losses of the routers.
+    """Return the token loss without the router losses.
 
     A pipeline checks only this part, because router statistics are sent with the activations.
     """
@@ -78,7 +78,7 @@ def without_balance_loss(loss: Any) -> Any:
 
 @dataclass(frozen=True)
 class BalancedLoss:
-    """Loss of tokens plus the losses of routers, which count once per target of a micro-batch."""
+    """Token loss plus router losses, which count once per target of a micro-batch."""
 
     inner: CausalLMLoss
     coefficient: float

@@ -43,7 +43,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """Replaces logits: a head that has not been applied yet."""
+    """Replacement for logits: a head that has not been applied yet, and its input."""
 
     hidden: torch.Tensor
     """Input of the head [batch, seq, hidden]."""
@@ -247,7 +247,7 @@ def _refuse_lost_gradients(
     """Refuse a head whose gradients would be incomplete, or changed twice by a hook.
 
     Raises:
-        ModelError: It names the tensor by its shape, with a remedy.
+        ModelError: A gradient would be lost. The error names the tensor by its shape, and a remedy.
     """
     for parameter in parameters:
         if has_tensor_hooks(parameter):
@@ -273,7 +273,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Zero in the forward, whose backward returns a gradient that is known already."""
+    """Autograd function that returns zero, and a precomputed gradient in the backward."""
 
     @staticmethod
     def forward(
@@ -294,7 +294,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 class _GradientsInBackward(torch.autograd.Function):
-    """Sum of the chunks, which are computed again in the backward.
+    """Sum over the chunks, which are recomputed in the backward.
 
     The loss scale is applied before anything is rounded to float16. Without it the gradient of a
     weight can overflow in a single chunk, where no lower loss scale would help.
@@ -339,7 +339,7 @@ class _GradientsInBackward(torch.autograd.Function):
 
 
 def deferred(forward: Forward, model: nn.Module) -> Forward:
-    """Return a forward that leaves the head of `model` to the loss. See Note [Loss in chunks].
+    """Return a forward that defers the head of `model` to the loss. See Note [Loss in chunks].
 
     Args:
         forward: The forward of micro-batches.
@@ -351,8 +351,8 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
     name = head_name(model)
     if name is None:
         raise ModelError(
-            f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer that makes"
-            " its logits; give it a method get_output_embeddings that returns it, or use 0"
+            f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer for"
+            " its logits; add a method get_output_embeddings that returns it, or use 0"
         )
 
     def run(model: nn.Module, batch: Any) -> Any:
@@ -425,7 +425,7 @@ def _with_current_gathering(head: Head) -> Head:
 
 
 class _LogitsRecorder(TorchFunctionMode):
-    """Records the operations on a placeholder of logits, without running them."""
+    """Mode that records the operations on a placeholder for logits without running them."""
 
     def __init__(self, subject: str) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ class PerSample:
 
 
 def per_sample(total: Callable[[Any, Any], torch.Tensor]) -> PerSample:
-    """Make a loss from a function that sums over the samples of a micro-batch.
+    """Create a loss from a function that sums over the samples of a micro-batch.
 
     Example:
         `per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))`
@@ -148,7 +148,7 @@ def checked_total(result: Any) -> tuple[torch.Tensor, Any]:
     """Check that the result of a loss function is (sum, weight), and return it.
 
     Raises:
-        InputError: It is something else, such as a mean.
+        InputError: The result is not (sum, weight), for example a mean.
     """
     if (
         isinstance(result, tuple | list)

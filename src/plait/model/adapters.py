@@ -4,7 +4,7 @@ An adapted layer is a wrapper that holds the layer as `base_layer` and two matri
 B [out, r]. It computes base(x) + s B A x.
 
 Note [Plans with adapters]
-    The tensor-parallel plan is made for the model without wrappers, and then extended. If a layer
+    The tensor-parallel plan is created for the model without wrappers and then extended. If a layer
     is column-split, its B is split along the same columns, and every rank computes A x. If a layer
     is row-split, its A is split along the same rows, and the products of width r are summed over
     the ranks.
@@ -18,13 +18,18 @@ Attributes are recognised by PEFT's names, so that PEFT need not be installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import nn
 
+from plait._torch.modules import direct_parameters
 from plait.errors import ModelError
+
+LEARNED_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Types of adapters that learn keys and values. Other prompts are embeddings."""
 
 _BASE = "base_layer"
 _REMEDY = "use parallel.tp = 1, with ZeRO or a pipeline"
@@ -56,9 +61,45 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
     for name, wrapper in adapted_parameters(model).items():
         raise ModelError(
             f"parallel.tp: {name} has an adapter on its parameter {wrapper.parameter_name}"
-            " (target_parameters), and only LoRA on linear layers is split; use parallel.tp = 1,"
+            " (target_parameters), but only LoRA on linear layers is split; use parallel.tp = 1,"
             " with ZeRO, a pipeline or parallel.ep"
         )
+
+
+def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = None) -> None:
+    """Raise ModelError for an adapter of PEFT that puts learned tokens before the sequence.
+
+    Args:
+        model: The model.
+        axis: Field of the parallelism that does not support it, for the message.
+        kinds: Types of adapters that are refused. None: all that learn prompts.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if not getattr(config, "is_prompt_learning", False):
+            continue
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kinds is None:
+            reason = "every rank would put them before its own part of the sequence"
+        elif kind in kinds:
+            reason = "their keys and values are of all heads, and each rank has some"
+        else:
+            continue
+        raise ModelError(
+            f"{axis}: the adapter {name} is of type {kind}, whose learned tokens precede the"
+            f" sequence, and {reason}; use {axis} = 1, with ZeRO or a pipeline"
+        )
+
+
+def refuse_rank_allocation(model: nn.Module) -> None:
+    """Raise ModelError for AdaLoRA, whose loss reads all adapters after the forward."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        kind = getattr(config, "peft_type", None)
+        if getattr(kind, "value", kind) == "ADALORA":
+            raise ModelError(
+                f"zero_optimization.stage = 3: the adapter {name} is of type ADALORA, which adds a"
+                " penalty on all of its weights to the loss, and these are shards after the"
+                " forward; use ZeRO stage 2, or LoraConfig"
+            )
 
 
 def copied_layers(model: nn.Module) -> tuple[str, ...]:
@@ -91,7 +132,7 @@ def without_wrapper(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Replace the wrappers of a model by the layers that they wrap, inside of the context.
+    """Replace the wrappers in a model with the layers that they wrap, inside the context.
 
     Args:
         model: The model, which is changed in place and restored at the end.
@@ -107,10 +148,37 @@ def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Ite
 
 
 @contextmanager
-def with_adapters_enabled(model: nn.Module) -> Iterator[None]:
-    """Enable the adapters that PEFT's `disable_adapter` has disabled, inside of the context.
+def with_full_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give the prompt encoders of a model their full weights, inside of the context.
 
-    The gradients of their parameters are enabled as well. Modules may be replaced inside of the
+    PEFT computes the prompts that it writes to a file from the modules, not from a state dict.
+
+    Args:
+        model: A model of PEFT. Other models are not changed.
+        weights: Full weights by name.
+    """
+    encoders = getattr(model, "prompt_encoder", None)
+    modules = encoders.named_modules(prefix="prompt_encoder") if encoders is not None else ()
+    replaced: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter | None]]] = []
+    for name, module in modules:
+        parameters = direct_parameters(module)
+        replaced.append((parameters, dict(parameters)))
+        for leaf in parameters:
+            full = weights.get(f"{name}.{leaf}")
+            if full is not None:
+                parameters[leaf] = nn.Parameter(full, requires_grad=False)
+    try:
+        yield
+    finally:
+        for parameters, sharded in replaced:
+            parameters.update(sharded)
+
+
+@contextmanager
+def with_adapters_enabled(model: nn.Module) -> Iterator[None]:
+    """Enable the adapters that PEFT's `disable_adapter` has disabled, inside the context.
+
+    The gradients of their parameters are enabled as well. Modules may be replaced inside the
     context. At its end, the adapters are disabled again.
     """
     disabled = [name for name, module in model.named_modules() if _is_disabled(module)]
@@ -128,7 +196,7 @@ def _is_disabled(module: nn.Module) -> bool:
 def _enable_adapters(model: nn.Module, names: Iterable[str], *, enabled: bool) -> None:
     modules = dict(model.named_modules())
     for name in names:
-        # A pipeline stage removes the blocks of other stages inside of the context.
+        # A pipeline stage removes the blocks of other stages inside the context.
         if name in modules:
             cast("Any", modules[name]).enable_adapters(enabled)
 
@@ -139,7 +207,7 @@ def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def base_name(name: str, wrappers: Mapping[str, nn.Module]) -> str:
-    """Translate a name of the model without adapters to the model with adapters.
+    """Translate a name in the model without adapters to the model with adapters.
 
     Args:
         name: Full name of a module or parameter in the model without adapters.
@@ -210,7 +278,7 @@ def _check_adapter(name: str, wrapper: nn.Module) -> None:
         type(matrix) is not nn.Linear for matrix in _matrices(wrapper)
     ):
         raise ModelError(
-            f"parallel.tp: {name} is {kind}, an adapter around a layer, and only LoRA on linear"
+            f"parallel.tp: {name} is {kind}, an adapter around a layer, but only LoRA on linear"
             f" layers is split; {_REMEDY}"
         )
     if others := sorted(children - {_BASE, "lora_A", "lora_B"}):

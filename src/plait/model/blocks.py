@@ -101,7 +101,7 @@ def _language_models(model: nn.Module) -> tuple[str, ...]:
 
 
 def _towers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the outermost modules without text input, in a model that takes text."""
+    """Return the names of the outermost modules without text input, in a model with text input."""
     if "text" not in _input_modalities(model):
         return ()
     return _outermost(model, lambda modalities: bool(modalities) and "text" not in modalities)
@@ -116,7 +116,7 @@ def _outermost(model: nn.Module, accepts: Callable[[tuple[str, ...]], bool]) -> 
 
 
 def _input_modalities(module: nn.Module) -> tuple[str, ...]:
-    """Return what a Transformers class declares as its inputs, or an empty tuple."""
+    """Return the input modalities that a Transformers class declares, or an empty tuple."""
     modalities = getattr(type(module), "input_modalities", ())
     if isinstance(modalities, str):
         return (modalities,)
@@ -124,7 +124,7 @@ def _input_modalities(module: nn.Module) -> tuple[str, ...]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Return True if a module is a list of layers that are used alike."""
+    """Return True if a module is a list of layers that are used in the same way."""
     if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
         return False
     classes = {type(child) for child in module}
@@ -165,7 +165,7 @@ def _matching_modules(model: nn.Module, patterns: Sequence[str]) -> tuple[str, .
             f" are {', '.join(same_depth) or 'none'}"
         )
 
-    # `*` matches dots as well, so one pattern can match a module and the modules inside of it.
+    # `*` matches dots as well, so one pattern can match a module and the modules inside it.
     blocks: list[str] = []
     for name in names:
         if _is_in(name, blocks):

@@ -90,7 +90,7 @@ class ChatTemplate:
         return "strftime_now" in self.text
 
     def render(self, messages: list[Message], *, prompts: bool = False) -> str:
-        """Return the conversation as a text.
+        """Return the conversation as a string.
 
         Args:
             messages: The conversation, `role` and `content` of each message.
@@ -102,7 +102,7 @@ class ChatTemplate:
         return self._render(messages, add_generation_prompt=prompts)[0]
 
     def render_marked(self, messages: list[Message]) -> tuple[str, Spans]:
-        """Return the conversation as a text, and the spans inside of `{% generation %}`.
+        """Return the conversation as a string, and the spans inside `{% generation %}`.
 
         Only templates with `marks_answers` have such spans.
 

@@ -6,7 +6,7 @@ Note [Tracing without weights]
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
     For every value, the trace records a `ValueOrigin`: the block from which on it can be computed,
-    and the parameters outside of the blocks that it depends on. For any split into pipeline stages,
+    and the parameters outside the blocks that it depends on. For any split into pipeline stages,
     this determines which parameters a stage must own, and whether a value bypasses the chain of
     blocks. The model itself is not changed.
 
@@ -16,7 +16,7 @@ Note [Opaque modules]
     again. An opaque module does not run. Its output has the shape of its first floating-point
     input and depends on all of its inputs and parameters.
 
-A script or a forward may change plain attributes and buffers outside of the blocks
+A script or a forward may change plain attributes and buffers outside the blocks
 (`outer_settings`, `outer_buffers`). The stages of a pipeline are found by running a copy of the
 model. Everything that the model's code reads besides its inputs must therefore be the same in the
 copy, and on every stage.
@@ -74,7 +74,7 @@ class ValueOrigin:
     known on stages that begin at or before `since`.
     """
     parameters: frozenset[tuple[str, int]] = frozenset()
-    """Parameters used outside of the blocks, each with the block before which it was used.
+    """Parameters used outside the blocks, each with the block before which it was used.
 
     Dependencies through the output of a block do not count.
     """
@@ -98,9 +98,9 @@ INDEPENDENT = ValueOrigin()
 
 @dataclass(frozen=True)
 class Need:
-    """Use of a value of `origin` where block `position` runs.
+    """Use of a value of `origin` at the time when block `position` runs.
 
-    A `decision` is needed on every stage from that block on, because the code outside of the blocks
+    A `decision` is needed on every stage from that block on, because the code outside the blocks
     runs on all of them.
     """
 
@@ -116,24 +116,24 @@ class Dataflow:
 
     blocks: tuple[str, ...]
     uses: dict[str, set[int]] = field(default_factory=dict)
-    """Blocks before which, or inside of which, each parameter is used.
+    """Blocks before which, or inside which, each parameter is used.
 
     A use after the last block is recorded as `len(blocks)`.
     """
     inside: set[str] = field(default_factory=set)
-    """Parameters that are used inside of a block."""
+    """Parameters that are used inside a block."""
     ran: dict[str, set[int]] = field(default_factory=dict)
-    """Blocks before which, or inside of which, each module ran."""
+    """Blocks before which, or inside which, each module ran."""
     needs: set[Need] = field(default_factory=set)
     writes: bool = False
-    """True if a value of a parameter or block is changed in place outside of the blocks."""
+    """True if a value of a parameter or block is changed in place outside the blocks."""
     values: bool = False
-    """True if code outside of the blocks reads numbers from the batch.
+    """True if code outside the blocks reads numbers from the batch.
 
     Shapes may then depend on more than the shapes of the batch.
     """
     decides: bool = False
-    """True if code outside of the blocks branches on a Boolean value of the batch."""
+    """True if code outside the blocks branches on a Boolean value of the batch."""
     order: list[int] = field(default_factory=list)
     """Indices of the blocks in the order in which they ran."""
     shapes: list[tuple[tuple[torch.Size, torch.dtype], ...]] = field(default_factory=list)
@@ -141,11 +141,11 @@ class Dataflow:
     returned: Any = None
     """Output of the block that ran first, with its tensors on the meta device."""
     settings: dict[SettingName, Setting] = field(default_factory=dict)
-    """Plain attributes outside of the blocks that the forward sets before its last block ends."""
+    """Plain attributes outside the blocks that the forward sets before its last block ends."""
     late_settings: dict[SettingName, Setting] = field(default_factory=dict)
-    """Plain attributes outside of the blocks that the forward sets after its last block."""
+    """Plain attributes outside the blocks that the forward sets after its last block."""
     late_buffers: set[str] = field(default_factory=set)
-    """Buffers outside of the blocks that blocks read, and that change after the last block.
+    """Buffers outside the blocks that blocks read, and that change after the last block.
 
     A read before a block counts as a read by it.
     """
@@ -154,7 +154,7 @@ class Dataflow:
 
 
 class Untraceable(ModelError):
-    """Error of a model whose forward cannot run without its weights."""
+    """The forward of a model cannot run without its weights."""
 
 
 @dataclass
@@ -205,7 +205,7 @@ class Skeleton:
             run: Function that is called as `run(copy, trace)`. It runs again after a failure, see
                 Note [Opaque modules].
             training: Whether the copy runs in training mode.
-            negate: Whether to invert every Boolean that code outside of the blocks reads from a
+            negate: Whether to invert every Boolean that code outside the blocks reads from a
                 tensor. A second trace with inverted decisions shows which shapes depend on them.
 
         Raises:
@@ -276,7 +276,7 @@ _OPAQUE_OUTPUTS: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 
 class ForwardTrace(TorchDispatchMode):
-    """Single run of a `Skeleton`, as a dispatch mode that sees every operator."""
+    """Single run of a `Skeleton`: a dispatch mode that observes every operator."""
 
     def __init__(self, skeleton: Skeleton, opaque: dict[type, int], negate: bool) -> None:
         super().__init__()
@@ -287,9 +287,9 @@ class ForwardTrace(TorchDispatchMode):
         """Classes of the modules that were running when an error was raised, outermost first."""
         self._opaque = opaque
         self._inside: int | None = None
-        """Index of the block that is running, or None outside of the blocks."""
+        """Index of the block that is running, or None outside the blocks."""
         self._region = 0
-        """Index of the block before which code outside of the blocks is running."""
+        """Index of the block before which code outside the blocks is running."""
         self._origins: dict[int, ValueOrigin] = {}
         self._without_value: set[int] = set()
         # Origins are keyed by storage. Live tensors keep a storage from being reused as a key.
@@ -297,7 +297,7 @@ class ForwardTrace(TorchDispatchMode):
         self._running: list[type] = []
         self.state = _OuterState(skeleton)
         self.strangers: dict[int, str] = {}
-        """Names of tensors outside of the copy whose use is recorded, keyed by storage."""
+        """Names of tensors outside the copy whose use is recorded, keyed by storage."""
 
     def origin(self, tensor: torch.Tensor) -> ValueOrigin:
         """Return the origin of a value."""
@@ -500,7 +500,7 @@ def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class _ValueReads(TorchFunctionMode):
-    """Function mode that sees reads of values which call no operator."""
+    """Function mode that observes reads of values that call no operator."""
 
     def __init__(self, trace: ForwardTrace) -> None:
         super().__init__()
@@ -516,7 +516,7 @@ class _ValueReads(TorchFunctionMode):
 
 
 class _OuterState:
-    """Plain attributes and buffers of a skeleton outside of its blocks.
+    """Plain attributes and buffers of a skeleton outside its blocks.
 
     They are compared at three moments of a forward: its begin, the end of its last block, its end.
     """
@@ -638,7 +638,7 @@ def changed_settings(
 
 
 def set_settings(model: nn.Module, settings: Mapping[SettingName, Setting]) -> None:
-    """Assign settings to a model that has modules of the same names."""
+    """Assign settings to a model with the same module names."""
     for (name, attribute), value in settings.items():
         owner: Any = model.get_submodule(name)
         *path, leaf = attribute.split(".")
@@ -648,7 +648,7 @@ def set_settings(model: nn.Module, settings: Mapping[SettingName, Setting]) -> N
 
 
 def setting_text(name: SettingName) -> str:
-    """Return a setting's name as a user writes it, e.g. `model.encoder.skip_blocks`."""
+    """Return a setting's name in user code, e.g. `model.encoder.skip_blocks`."""
     return ".".join(part for part in ("model", *name) if part)
 
 

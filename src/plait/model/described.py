@@ -151,7 +151,7 @@ def described_config(fields: Mapping[str, Any], *, follow: Mapping[str, Any]) ->
 
 
 def check_sizes(fields: Mapping[str, Any], where: str) -> None:
-    """Raise an error for numbers that no model can have.
+    """Raise an error for sizes that are not valid in any model.
 
     Examples are a size below 1, a dropout of 7 and 4 heads in 3 groups. Transformers builds such
     models, which fail later or train without their layers.

@@ -1,6 +1,6 @@
 """Mixture-of-experts layers of a model: modules that hold experts, and routers.
 
-They are recognised by the attributes that Transformers' classes set on their modules, and not by
+They are recognised by the attributes that Transformers' classes set on their modules, not by
 the names of modules.
 """
 
@@ -19,7 +19,7 @@ from plait.model.adapters import without_wrapper
 SCORE_CORRECTION_BIAS = "e_score_correction_bias"
 """Transformers' name for the correction of a router's scores.
 
-It is added where experts are chosen, and not where their outputs are weighted.
+It is added where experts are chosen, not where their outputs are weighted.
 """
 SPLIT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """Model types whose other layers may be split by tensor parallelism.
@@ -72,7 +72,7 @@ def find_experts(model: nn.Module) -> tuple[Experts, ...]:
 
 
 def biased_routers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of routers whose choice is corrected by a bias [experts]."""
+    """Return the names of routers that choose experts with a correction bias of shape [experts]."""
     names = []
     for name, module in model.named_modules():
         bias = dict(module.named_buffers(recurse=False)).get(SCORE_CORRECTION_BIAS)
@@ -126,7 +126,7 @@ def balance_coefficient(model: nn.Module) -> float | None:
 
 
 def enables_balance_loss(model: nn.Module) -> bool:
-    """Return True if the configuration of a model, or of its text part, enables that loss."""
+    """Return True if a model's configuration, or its text part's, enables the balance loss."""
     if balance_coefficient(model) is None:
         return False
     configs = (getattr(model, "config", None), _text_config(model))

@@ -27,7 +27,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Shape and place of one parameter."""
+    """Shape and location of one parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class ParameterFacts:
     """Size of an element in bytes."""
     trainable: bool
     unit: int
-    """Index of the parameter's block, or -1 outside of the blocks (embedding, head, final norm)."""
+    """Index of the parameter's block, or -1 outside the blocks (embedding, head, final norm)."""
     also: tuple[str, ...] = ()
     """Further names of a tied parameter."""
 
@@ -58,7 +58,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """Experts of a model whose mixture-of-experts layers are alike."""
+    """Experts of a model whose mixture-of-experts layers are all equal."""
 
     parameters: tuple[str, ...]
     """Names of the parameters whose first dimension counts experts."""
@@ -90,7 +90,7 @@ class ModelFacts:
     experts: ExpertFacts | None = None
     """Experts; None for a dense model, and if the number of experts per token is unknown."""
     outer: OuterUnits = field(default_factory=OuterUnits)
-    """Layers outside of the blocks that are sharding units."""
+    """Layers outside the blocks that are sharding units."""
 
     def sharding_unit(self, parameter: ParameterFacts) -> int | str:
         """Return the sharding unit of a parameter.
@@ -185,7 +185,7 @@ def _expert_facts(model: nn.Module) -> ExpertFacts | None:
 
 
 def sizes_of_layers(config: Any, name: str) -> list[int]:
-    """Return a size of every layer, in model order.
+    """Return the size of every layer, in model order.
 
     Args:
         config: A configuration of Transformers.

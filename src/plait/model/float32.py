@@ -1,4 +1,4 @@
-"""Tensors that stay in float32, and modules that compute in it, in a model of 16 bits."""
+"""Tensors that stay in float32, and modules that compute in float32, in a 16-bit model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def float32_modules(
     Args:
         model: The model before it is sharded.
         patterns: Names of modules, or the last parts of names, with `*` and `?` as in file names.
-        is_float16: Whether the rest of the model computes in float16, and not in bfloat16.
+        is_float16: Whether the rest of the model computes in float16, not in bfloat16.
 
     Raises:
         ModelError: A pattern matches no module.
@@ -63,7 +63,7 @@ def float32_modules(
     unmatched = set(patterns)
     names: list[str] = []
     for name, module in model.named_modules():
-        # A chosen module includes the modules inside of it.
+        # A chosen module includes the modules inside it.
         if not name or any(name.startswith(f"{outer}.") for outer in names):
             continue
         matches = {

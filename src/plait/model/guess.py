@@ -1,4 +1,4 @@
-"""Tensor-parallel rules for a transformer without written rules, derived from its structure.
+"""Tensor-parallel rules that are derived from a model's structure, for models without a plan.
 
 Note [Choice of a guessed split]
     Each module that owns linear layers gets the best split that is known to be correct:
@@ -146,7 +146,7 @@ def _owners_of_linear_layers(root: nn.Module, prefix: str) -> Iterator[tuple[str
 
 
 def _reads_weight(module_class: type, leaf: str) -> bool:
-    """Return True if the code of a class computes with the weight of a child itself.
+    """Return True if the code of a class reads the weight of a child instead of calling the child.
 
     It is also True if the source of a method is not available.
     """
@@ -171,7 +171,7 @@ def _reads_weight(module_class: type, leaf: str) -> bool:
 def _best_split(
     module: nn.Module, layers: Layers, proven_splits: dict[object, Split | None]
 ) -> Split:
-    """Return the split of one module by Note [Choice of a guessed split].
+    """Return the split of one module according to Note [Choice of a guessed split].
 
     Args:
         module: The module that owns the layers.
@@ -242,7 +242,7 @@ def _gathered_split(layers: Layers) -> Split:
 
 
 def _vocabulary_split(model: nn.Module, blocks: Sequence[str]) -> Split:
-    """Return the split of the head and embedding outside of the blocks.
+    """Return the split of the head and the embedding outside the blocks.
 
     It is empty unless there is exactly one pair with the same vocabulary and width.
     """
@@ -328,16 +328,16 @@ def checked_split(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
 
 
 def can_be_run(module: nn.Module) -> bool:
-    """Return True if a module takes one tensor and is small enough to run by itself."""
+    """Return True if a module takes one tensor and is small enough to run in isolation."""
     if not takes_one_tensor(module):
         return False
     return count_parameters(module) <= MAX_PARAMETERS
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
-    """Return True if a module can run by itself, with random weights, on one tensor.
+    """Return True if a module runs in isolation, with random weights, on one tensor.
 
-    Its forward requires one argument, it has no parameters outside of its children, and the values
+    Its forward requires one argument, it has no parameters outside its children, and the values
     of its buffers are available.
     """
     try:
@@ -417,7 +417,7 @@ def _random_copy(module: nn.Module, dtype: torch.dtype, generator: torch.Generat
 def _part_of(
     full: nn.Module, split: Mapping[str, Style], index: int, parts: int, counts: Sequence[str]
 ) -> nn.Module:
-    """Return what one of `parts` ranks would compute, without the sum over the ranks.
+    """Return one rank's part of a module, for `parts` ranks. Its output is not summed over them.
 
     Only the first part adds the bias of the row-split layer. Replicated parameters are shared with
     `full`.

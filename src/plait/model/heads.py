@@ -203,10 +203,11 @@ def replicates_keys(attention: Attention, tp: int) -> bool:
 
 
 def check_heads(attentions: Sequence[Attention], tp: int) -> None:
-    """Check that every rank can get complete heads. See Note [Heads per rank].
+    """Check that every rank receives complete heads. See Note [Heads per rank].
 
     Raises:
-        ConfigError: It cannot. The error lists all violated rules and the possible degrees.
+        ConfigError: A head would be split. The error lists all violated rules and the possible
+            degrees.
     """
     problems: dict[str, Problem] = {}
     for attention in attentions:

@@ -123,7 +123,7 @@ def generic(name: str) -> str:
 
 
 def assign(model: nn.Module, rule_set: RuleSet) -> dict[str, Style]:
-    """Return the style by module name, in model order.
+    """Return the style of each module by name, in model order.
 
     Raises:
         ModelError: A rule matches no module, or two rules give a module different styles.
@@ -236,7 +236,7 @@ def embedding_scale(module: nn.Module) -> float | torch.Tensor | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if a module normalises every token by itself, judged by its class name."""
+    """Return True if a module normalises each token separately, judged by its class name."""
     class_name = type(module).__name__.lower()
     return "norm" in class_name and not any(part in class_name for part in _NORMS_OVER_TOKENS)
 
@@ -284,7 +284,7 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
         source: Where the style comes from, for the message.
 
     Raises:
-        ModelError: It cannot.
+        ModelError: The style cannot be applied.
     """
     module = model.get_submodule(name)
     class_name = type(module).__name__

@@ -1,4 +1,4 @@
-"""Layers outside of the blocks, above all embedding and head: how they are split and sharded.
+"""Layers outside the blocks, mainly embedding and head: how they are split and sharded.
 
 In tensor parallelism both are split along the vocabulary, or both are replicated: tied layers share
 a weight, which can only have one split. A split head allows losses to be computed on logits that
@@ -10,7 +10,7 @@ are.
 `outer_units` chooses the layers that are separate sharding units. Embeddings and the head can be
 outer units. The backward of an embedding does not read its weight, so its parameters can be freed
 after the forward. The parameters of a head are needed only from its forward to its backward. All
-other parameters outside of the blocks form one unit, the root.
+other parameters outside the blocks form one unit, the root.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BOUNDARY_STYLES: tuple[Style, ...] = ("embedding_rowwise", "vocab_head")
 def split_boundary_layers(
     model: nn.Module, styles: dict[str, Style], rule_set: RuleSet
 ) -> tuple[str | None, str | None]:
-    """Give the embedding and the head of a model the styles that split their vocabulary.
+    """Assign the styles that split the vocabulary to the embedding and the head of a model.
 
     Args:
         model: The model without adapters.
@@ -103,7 +103,7 @@ def _complete_styles(
 
 
 def _align_tied_layers(model: nn.Module, styles: dict[str, Style], lookups: set[str]) -> None:
-    """Split all owners of a tied weight along the vocabulary, or none of them.
+    """Split either all owners of a tied weight along the vocabulary or none of them.
 
     Args:
         model: The model.
@@ -178,7 +178,7 @@ def _owners_of_tied_weights(model: nn.Module) -> list[list[str]]:
 
 
 LEAST_SHARE = 0.1
-"""Smallest share of the parameters outside of the blocks for which a layer becomes a unit.
+"""Smallest share of the parameters outside the blocks for which a layer becomes a unit.
 
 Each unit costs one more all-gather and one more reduce-scatter.
 """
@@ -186,13 +186,13 @@ Each unit costs one more all-gather and one more reduce-scatter.
 
 @dataclass(frozen=True)
 class OuterUnits:
-    """Names of the layers outside of the blocks that are sharding units."""
+    """Names of the layers outside the blocks that are sharding units."""
 
     embeddings: tuple[str, ...] = ()
     head: str | None = None
 
     def without(self, names: Collection[str]) -> OuterUnits:
-        """Return the units that are neither in `names` nor inside of these modules."""
+        """Return the units that are neither in `names` nor inside these modules."""
         prefixes = tuple(f"{name}." for name in names)
         embeddings = tuple(name for name in self.embeddings if not f"{name}.".startswith(prefixes))
         head = self.head
@@ -214,7 +214,7 @@ def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
     A unit is exactly a lookup or a linear map, because it is not known what the backward of other
     layers reads. It shares no parameter with another layer: tied weights stay in the root unit. The
     head is the layer that the model names (`get_output_embeddings`). If the model names none, the
-    head is the last linear layer outside of the blocks.
+    head is the last linear layer outside the blocks.
 
     Args:
         model: The model before it is sharded.
@@ -227,14 +227,14 @@ def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
     linear = [name for name, module in layers.items() if is_linear(module)]
     head = head_name(model)
     if head is not None:
-        # Inside of an adapter, the layer with the weight is below the named head.
+        # Inside an adapter, the layer with the weight is below the named head.
         linear = [name for name in linear if f"{name}.".startswith(f"{head}.")]
     embeddings = tuple(name for name, module in layers.items() if is_embedding(module))
     return OuterUnits(embeddings, linear[-1] if linear else None)
 
 
 def _large_untied_layers(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the embeddings and linear layers outside of the blocks that are worth a unit."""
+    """Return the embeddings and linear layers outside the blocks that should be units."""
     prefixes = tuple(f"{block}." for block in blocks)
     outside = 0
     for name, parameter in model.named_parameters():

@@ -59,7 +59,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class _FunctionLayer(nn.Module):
-    """Function as a layer without parameters."""
+    """Layer without parameters that calls a function."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()

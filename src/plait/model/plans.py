@@ -1,6 +1,6 @@
 """Tensor-parallel plan of one model for one degree.
 
-The plan has the style of every module and the split dimension of every parameter. It is made and
+The plan has the style of every module and the split dimension of every parameter. It is created and
 checked from shapes only, before any process group exists. `parallel.tensor` applies it.
 
 Splits follow the rule of `torch.chunk`, so widths and vocabularies need not be divisible by the
@@ -29,11 +29,13 @@ from torch import nn
 from plait.cluster.layout import shard_length, shard_lengths
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.adapters import (
+    LEARNED_KEYS,
     adapted_layers,
     adapter_matrices,
     base_name,
     copied_layers,
     refuse_adapted_parameters,
+    refuse_prompts,
     split_adapters,
     without_adapters,
 )
@@ -137,7 +139,7 @@ class TensorPlan:
     source: str
     """Source of the rules, for messages."""
     adapters: tuple[str, ...] = ()
-    """Replicated matrices of adapters around layers that are split inside of blocks.
+    """Replicated matrices of adapters around layers that are split inside blocks.
 
     Under sequence parallelism their gradients are summed over tp, like those of `norms`.
     """
@@ -151,7 +153,7 @@ class TensorPlan:
 def make_plan(
     model: nn.Module, *, tp: int, user: Mapping[str, str] | None = None, blocks: Sequence[str]
 ) -> TensorPlan:
-    """Make the tensor-parallel plan of a model.
+    """Create the tensor-parallel plan of a model.
 
     Args:
         model: The model, on any device (`meta` included).
@@ -164,6 +166,7 @@ def make_plan(
         ModelError: The rules do not fit the model.
         ConfigError: The degree does not fit the sizes of the model.
     """
+    refuse_prompts(model, "parallel.tp", LEARNED_KEYS)
     wrappers = adapted_layers(model)
     if not wrappers:
         return _plan_without_adapters(model, tp=tp, user=user, blocks=blocks)
@@ -270,11 +273,11 @@ SMALL_SHARE = 0.5
 def small_split_warning(
     plan: TensorPlan, model: nn.Module, *, besides: Collection[str] = ()
 ) -> str | None:
-    """Return a warning if a plan splits so little that tensor parallelism mostly repeats work.
+    """Return a warning if a plan splits so little that ranks mostly repeat each other's work.
 
     Args:
         plan: The plan.
-        model: The model that it was made for.
+        model: The model of the plan.
         besides: Names of parameters that do not count, because other axes split them.
 
     Returns:
@@ -431,10 +434,11 @@ class _SplitSize:
 def _check_widths(
     model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention], tp: int
 ) -> None:
-    """Check that every rank gets a part of each layer, and that no head is divided.
+    """Check that every rank receives a part of each layer, and that no head is divided.
 
     Raises:
-        ConfigError: It does not. The error suggests the largest smaller degree that fits.
+        ConfigError: A layer or head cannot be split. The error suggests the next smaller degree
+            that fits.
     """
     sizes = list(_split_sizes(model, styles, attentions))
     # Of the same layer in many blocks, only the first one is reported.
@@ -477,7 +481,7 @@ def _split_sizes(
 def _local_attributes(
     model: nn.Module, attentions: Sequence[Attention], rule_set: RuleSet, tp: int
 ) -> tuple[tuple[str, str, int], ...]:
-    """Return the head-counting attributes that differ on a rank, see `TensorPlan.attributes`."""
+    """Return the changed head-counting attributes of a rank. See `TensorPlan.attributes`."""
     changed = []
     for attention in attentions:
         module = model.get_submodule(attention.name)
@@ -507,7 +511,7 @@ def _counting_attributes(
 def complete_inner_rules(
     model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]
 ) -> None:
-    """Decide on the parameters in split regions. See Note [Replicated parameters in split regions].
+    """Assign styles in split regions. See Note [Replicated parameters in split regions].
 
     Args:
         model: The model without adapters.
@@ -541,7 +545,7 @@ def complete_inner_rules(
 def _split_regions(styles: dict[str, Style], blocks: Sequence[str]) -> list[str]:
     """Return the modules with children whose outputs or inputs are split.
 
-    A block that owns such layers itself is left out, because its norms are outside of the split.
+    A block that owns such layers itself is left out, because its norms are outside the split.
     """
     excluded = {"", *blocks}
     regions: dict[str, None] = {}
@@ -583,7 +587,7 @@ def _has_partial_gradients(
 
 
 def _gather(styles: dict[str, Style], region: str) -> None:
-    """Replace the styles of a region by styles that are correct for any layer."""
+    """Replace the styles of a region with styles that are correct for any layer."""
     for name, style in list(styles.items()):
         if not name.startswith(f"{region}."):
             continue

@@ -1,4 +1,4 @@
-"""Calls of Transformers models that count the positions of tokens themselves.
+"""Calls of Transformers models that compute position ids themselves.
 
 Note [Packed rows]
     A model of Transformers that is called without a mask searches its position ids for rows that
@@ -47,7 +47,7 @@ def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def counts_positions(model: nn.Module) -> bool:
-    """Return True if a model without position ids is known to count them from 0 in every row."""
+    """Return True if a model is known to count positions from 0 in every row by default."""
     if getattr(getattr(model, "config", None), "model_type", None) not in COUNTING_MODEL_TYPES:
         return False
     # The inner model counts the positions. A user's subclass of either may do something else.
@@ -59,7 +59,7 @@ def counts_positions(model: nn.Module) -> bool:
 
 def _defining_module(module: nn.Module) -> str:
     """Return the name of the Python module that defines a module's class."""
-    # `fully_shard` replaces the class by a subclass that is defined in torch.
+    # `fully_shard` replaces the class with a subclass that is defined in torch.
     return next(
         base.__module__ for base in type(module).__mro__ if not base.__module__.startswith("torch.")
     )
@@ -81,7 +81,7 @@ def skip_packed_row_search() -> Iterator[None]:
 
 
 def _wrap_search() -> None:
-    """Replace Transformers' search, once, by a function that respects `skip_packed_row_search`."""
+    """Replace Transformers' search once with a function that respects `skip_packed_row_search`."""
     masks = sys.modules.get(_MASKING_MODULE)
     search = getattr(masks, _SEARCH, None)
     if masks is None or search is None or getattr(search, "respects_rows", False):

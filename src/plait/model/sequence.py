@@ -1,4 +1,4 @@
-"""Decision whether the blocks of a model can compute on sequence shards.
+"""Analysis of whether the blocks of a model can compute on sequence shards.
 
 Note [Sequence parallelism]
     Between blocks, the hidden states [batch, seq, hidden] are sharded along the sequence. Attention
@@ -8,7 +8,7 @@ Note [Sequence parallelism]
     In families with experts, the layers of experts, and an attention that tp does not split, are
     computed by every rank on all tokens. Each rank keeps its own tokens of the output.
 
-    Any other module with parameters, and any module that mixes tokens outside of attention and MLP,
+    Any other module with parameters, and any module that mixes tokens outside attention and MLP,
     would compute wrong values. Such a model is not supported. The structure of the model decides
     this.
 """
@@ -66,7 +66,7 @@ def sequence_facts(
     blocks: Sequence[str],
     full_sequence_reason: str | None,
 ) -> SequenceFacts:
-    """Decide on the roles of modules under sequence parallelism.
+    """Determine the roles of modules under sequence parallelism.
 
     See Note [Sequence parallelism].
 
@@ -183,7 +183,7 @@ def _classify_children(
 
 
 def _reasons_of_block(module: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
-    """Return the reasons that concern a block itself, and not one of its children."""
+    """Return the reasons that concern a block itself rather than one of its children."""
     reasons = []
     for name, _ in module.named_parameters(recurse=False):
         reasons.append(f"{block} has a parameter of its own, {name}")
@@ -205,7 +205,7 @@ def _reasons_of_region(model: nn.Module, region: str, inside: Mapping[str, Style
     Args:
         model: The model.
         region: Name of an attention or MLP.
-        inside: Styles of the modules inside of it.
+        inside: Styles of the modules inside it.
     """
     styles = set(inside.values())
     if styles.isdisjoint(COLUMN_STYLES):
@@ -244,7 +244,7 @@ def _reasons_of_region(model: nn.Module, region: str, inside: Mapping[str, Style
 
 
 def _first_dropout(module: nn.Module, block: str) -> str | None:
-    """Return a text about the first dropout of a block with p > 0, or None."""
+    """Return a description of the first dropout of a block with p > 0, or None."""
     for name, submodule in module.named_modules(prefix=block):
         if isinstance(submodule, DROPOUTS) and submodule.p > 0:
             return f"{name} drops with p = {submodule.p}"

@@ -8,7 +8,7 @@
 The table of families (`FAMILIES`) has been checked against the modeling code of Transformers 5.23.
 The attention of a family is split between heads if its code reshapes by head counts that each rank
 can set to its own values. If queries, keys and values are fused one after another, or if position
-biases are computed for all heads outside of the layer, the layer is split and its output gathered.
+biases are computed for all heads outside the layer, the layer is split and its output gathered.
 This is correct for any layer.
 """
 
@@ -87,7 +87,7 @@ def _transformers_rules(model: nn.Module) -> RuleSet | None:
     """Return the rules of the plans that Transformers collects for its models, or None.
 
     Transformers combines the plans of a model's class, its configuration and its parts. The plans
-    of the outermost of its models inside of `model` are used.
+    of the outermost of its models inside `model` are used.
     """
     rules: list[StyleRule] = []
     families: list[str] = []
@@ -154,7 +154,7 @@ def _translate(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[s
 
 @dataclass(frozen=True)
 class Variant:
-    """Plan of a family for some of its configurations."""
+    """Plan of a model family for some of its configurations."""
 
     rules: Mapping[str, Style]
     """Style by pattern, relative to the base model."""
@@ -167,7 +167,7 @@ class Variant:
 
 
 def _split(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
-    """Return the styles of column- and row-split layers whose values in between stay split."""
+    """Return the styles of column- and row-split layers with split values between them."""
     return {**{f"{prefix}.{name}": "colwise" for name in columns}, f"{prefix}.{row}": "rowwise"}
 
 
@@ -248,7 +248,7 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
             },
             when={"slow_but_exact": True},
         ),
-        # Position biases (ALiBi) are computed for all heads, outside of the blocks.
+        # Position biases (ALiBi) are computed for all heads, outside the blocks.
         _all_heads(_BLOOM, _4H_MLP),
     ),
     "FalconModel": (

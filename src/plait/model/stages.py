@@ -1,4 +1,4 @@
-"""Split of a model into pipeline stages, as data, and placeholders for values of other stages.
+"""Description of a model's pipeline stages, and placeholders for values of other stages.
 
 Note [Owners of parameters]
     The blocks must be one chain in one list: each takes the output of the previous one. A stage
@@ -58,9 +58,9 @@ class StageCut:
     The parameter is used before the blocks of these stages, which need values that follow from it.
     """
     lowest: dict[str, int] = field(default_factory=dict)
-    """First block before which, or inside of which, a parameter is used, if it is known."""
+    """First block before which, or inside which, a parameter is used, if it is known."""
     writes: bool = True
-    """True if code outside of the blocks may change values in place."""
+    """True if code outside the blocks may change values in place."""
     returned: Any = field(default=None, compare=False, repr=False)
     """Output of a block for a few tokens, with its tensors on meta; None if it is not known."""
 
@@ -70,14 +70,14 @@ class StageCut:
         return len(self.bounds) - 1
 
     def first_use(self, name: str) -> int:
-        """Return the first block before which a parameter outside of the blocks is used.
+        """Return the first block before which a parameter outside the blocks is used.
 
         It is the number of blocks for a parameter that is used after the last one.
         """
         return self.lowest.get(name, 0 if name in self.first_stage else len(self.blocks))
 
     def outside_stages(self) -> frozenset[int]:
-        """Return the stages that use parameters outside of the blocks.
+        """Return the stages that use parameters outside the blocks.
 
         The first and the last stage are always included.
         """
@@ -169,7 +169,7 @@ def _owners(
             raise ModelError(
                 f"parallel.pp: {name} is used by stages {listed_names(sorted(map(str, used)), 3)}"
                 f" and its block is on stage {stage}; a parameter that several blocks use is"
-                " registered in each of them, or outside of the blocks"
+                " registered in each of them, or outside the blocks"
             )
 
     for group in tied_names(model):
@@ -217,7 +217,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
     recomputed: dict[str, set[int]] = {}
     for need in sorted(flow.needs, key=lambda need: (need.position, need.what, need.origin.since)):
         first = stage_of_block(bounds, need.position)
-        # A decision outside of the blocks is made on all later stages.
+        # A decision outside the blocks is made on all later stages.
         stages = range(first, len(bounds) - 1) if need.decision else (first,)
         for stage in stages:
             begin = bounds[stage]
@@ -264,7 +264,8 @@ def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
         name: Class name of the model, for messages.
 
     Raises:
-        ModelError: They do not.
+        ModelError: The last block of a stage does not run, or blocks run repeatedly or out of
+            order.
     """
     repeated = sorted({flow.blocks[index] for index in flow.order if flow.order.count(index) > 1})
     # The last stage may end with blocks that do not run.
@@ -284,7 +285,7 @@ def check_order(flow: Dataflow, bounds: Sequence[int], name: str) -> None:
     else:
         return
     raise ModelError(
-        f"parallel.pp > 1: {name}: {rule}, and stages are cut from blocks that run once each, one"
+        f"parallel.pp > 1: {name}: {rule}, but stages are cut from blocks that run once each, one"
         " after the other; name such blocks in parallel.blocks, end stages elsewhere"
         " (parallel.pipeline.blocks_per_stage), or use parallel.pp = 1"
     )
@@ -305,7 +306,7 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
     if len(parents) > 1:
         raise ModelError(
             f"parallel.pp > 1: the blocks are in {len(parents)} lists"
-            f" ({', '.join(sorted(parents)[:3])}), and stages are cut from one; name the blocks of"
+            f" ({', '.join(sorted(parents)[:3])}), but stages are cut from one; name the blocks of"
             " one list in parallel.blocks"
         )
     (parent,) = parents
@@ -351,7 +352,7 @@ def _flow_on_tokens(
 
 
 def _token_arguments(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments with token ids for a model that may take them."""
+    """Return arguments with token ids for a model that may accept them."""
     ids = torch.zeros(1, 4, dtype=torch.int64)
     try:
         parameters = inspect.signature(model.forward).parameters
@@ -373,7 +374,7 @@ def _token_arguments(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]
 def _first_stage_parameters(
     model: nn.Module, blocks: Sequence[str], flow: Dataflow | None, first_names: Mapping[str, str]
 ) -> frozenset[str]:
-    """Return the parameters outside of the blocks that are used before the first block.
+    """Return the parameters outside the blocks that are used before the first block.
 
     Parameters that the traced forward did not use are assigned by Transformers' pipeline plan if
     the model has one, and otherwise by the order of registration. This cannot fail silently: using
@@ -528,7 +529,7 @@ def _entries(output: Any) -> list[tuple[str | int, Any]]:
 
 
 def with_unavailable_entries(output: Any, why: Mapping[str | int, str]) -> Any:
-    """Replace entries of a model's output by placeholders.
+    """Replace entries of a model's output with placeholders.
 
     Args:
         output: See `output_fields`. It is changed in place if its type permits.

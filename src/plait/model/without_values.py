@@ -1,4 +1,4 @@
-"""Execution of an operator on tensors of which only some have values.
+"""Execution of an operator when only some of its tensors have values.
 
 If all tensors have values, the operator runs. Otherwise only the shapes of its results are
 computed, on the meta device. If a shape depends on unknown values, as that of `nonzero` does, all
@@ -196,7 +196,7 @@ def _replace_device(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _select_all(func: Any, args: Any) -> Any:
-    """Return the result of an operator that selects elements, as if it selected all."""
+    """Return the result of an operator that selects elements as if it selected all of them."""
     if func is _aten.nonzero.default:
         return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device="meta")
     if func is _aten.masked_select.default:
@@ -206,7 +206,7 @@ def _select_all(func: Any, args: Any) -> Any:
 
 
 def _masks_to_indices(args: Any, has_value: Callable[[torch.Tensor], bool]) -> tuple[Any, bool]:
-    """Replace masks in the arguments of an indexing operator by indices of their true elements.
+    """Replace masks in the arguments of an indexing operator with indices of their true elements.
 
     A mask of unknown values is replaced by as many indices as it has elements.
 

@@ -38,7 +38,7 @@ _EVENT_NAMES: dict[type, str] = {
 
 
 class MetricsFile:
-    """Listener that writes the events of a run to a file. Only one rank may have it."""
+    """Listener that writes the events of a run to a file. Only one rank may create it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class MetricsFile:
             self._begin(event.first_step)
         if self._stream is None:
             raise InputError(
-                f"{self._path}: a run begins with RunStarted, and {type(event).__name__} came first"
+                f"{self._path}: a run begins with RunStarted, but {type(event).__name__} came first"
             )
         # Every line is flushed, so that the file of a killed run is complete up to its end.
         print(json.dumps(_to_row(event), allow_nan=False), file=self._stream, flush=True)
@@ -63,7 +63,7 @@ class MetricsFile:
             self._stream = None
 
     def _begin(self, first_step: int) -> None:
-        """Open the file, without the rows of steps that are repeated."""
+        """Open the file, and drop the rows of steps that will be repeated."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(f".{self._path.name}.part")
         rows = read_metrics(self._path) if self._path.exists() else iter(())

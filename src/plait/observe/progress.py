@@ -1,4 +1,4 @@
-"""Console output of a run: a live line on a terminal, and plain lines in a pipe or a log file.
+"""Console output of a run: a live line on a terminal, and plain lines in a pipe or log file.
 
 Both have the same text. The listener reads no clock: rates and the remaining time are computed from
 the durations in the events.
@@ -35,7 +35,7 @@ _WINDOW_SECONDS = 20.0
 
 
 class RateWindow:
-    """Rates over the last steps: at least one, and as many as fit in twenty seconds.
+    """Rates over the steps of the last twenty seconds, or over the last step if it was longer.
 
     The first step, which allocates caches and buffers, counts only until the second step is added.
     """
@@ -74,7 +74,7 @@ class RateWindow:
 
 
 class ProgressLines:
-    """Listener that shows a run on a console. Only one rank may have it.
+    """Listener that shows a run on a console. Only one rank may create it.
 
     The first step, every `every` steps and the last step print a line, with the mean loss since the
     previous line. A terminal also shows each step in a live line.
@@ -233,7 +233,7 @@ def describe_run(checked: ValidatedRun, *, processes: int) -> list[tuple[str, st
 
 
 def _describe_stages(checked: ValidatedRun) -> list[tuple[str, str]]:
-    """Return a line about the pipeline stages. Without a pipeline there is none."""
+    """Return a line about the pipeline stages, or an empty list without a pipeline."""
     pipeline = checked.pipeline
     if pipeline is None:
         return []

@@ -79,7 +79,7 @@ def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
 
 
 def timeline_summary(timeline: Timeline) -> str:
-    """Return one line with the schedule, its duration, its bubble and its peak in flight."""
+    """Return a line with a schedule, its duration, bubble and peak micro-batches in flight."""
     schedule = timeline.schedule
     stages = _plural(schedule.pp, "stage", "s")
     if schedule.stages > schedule.pp:
@@ -145,7 +145,7 @@ def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
 
 
 def _row_labels(timeline: Timeline) -> tuple[str, list[str]]:
-    """Return the heading and one label per rank, left of the drawing. All have one width."""
+    """Return the heading and one label per rank, left of the drawing, all of the same width."""
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
     table = [("rank", "stages", "idle", "in flight")]
@@ -203,7 +203,7 @@ def _legend(schedule: Schedule) -> str:
 def _draw_names(
     timeline: Timeline, row: Sequence[Span], scale: float, cell_width: int, coloured: bool
 ) -> Text:
-    """Draw the row of a rank with the name of every action. `scale` is columns per unit of time."""
+    """Draw the row of a rank with the name of every action. `scale` is columns per time unit."""
     text = Text()
 
     def draw_idle(end: int) -> None:

@@ -23,7 +23,7 @@ from plait.parallel.hooks import FailureScope, StepHook
 
 
 class BackwardOptimizer(StepHook):
-    """Calls an optimizer from the gradient hooks of its parameters.
+    """Optimizer that is called from the gradient hooks of its parameters.
 
     Args:
         optimizer: An elementwise optimizer of torch.
@@ -56,7 +56,7 @@ class BackwardOptimizer(StepHook):
         ]
 
     def on_error(self, lost: FailureScope) -> None:
-        """Raise PlaitError if the failed step has updated parameters, which cannot be undone."""
+        """Raise PlaitError if the failed step has already updated parameters."""
         if lost == "step" and self.take_norms():
             raise PlaitError(
                 "parallel.optimizer_in_backward: the step failed when some parameters were updated"
@@ -84,7 +84,7 @@ class BackwardOptimizer(StepHook):
             )
         for look in self.looks:
             look(parameter)
-        # The gradient does not exist any more when the step needs the global norm.
+        # The gradient no longer exists when the step needs the global norm.
         self._norms[parameter] = norms_of([local_tensor(parameter.grad)])[0]
 
         # The groups keep their values (learning rate, betas), and only this parameter is stepped.

@@ -61,7 +61,7 @@ def build_disk_tier(
     Args:
         resolved: The configuration.
         model: The sharded model. It may not have its weights yet.
-        units: Paths of the units whose states are in files. "" stands for the full model.
+        units: Paths of the units whose states are in files. "" means the full model.
 
     Raises:
         ConfigError: The buffers are too small for the parameters that are gathered together.
@@ -108,9 +108,7 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
     """
     if offload.with_states:
         return
-    names = {
-        module: name or "what is outside of the blocks" for name, module in model.named_modules()
-    }
+    names = {module: name or "what is outside the blocks" for name, module in model.named_modules()}
     units = [
         (sum(map(attrgetter("nbytes"), shard_buffers(unit))), names[unit])
         for unit in sharded_modules(model)
@@ -135,7 +133,7 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """Return the largest number of states with the shape of a parameter that one parameter has.
+    """Return the largest number of parameter-shaped states that one parameter has.
 
     It is counted after a step on a small matrix and a small vector, because some optimizers keep
     different states for them (Adafactor, Muon).
@@ -161,7 +159,7 @@ def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) ->
 class DiskTier(StepHook):
     """Files with the optimizer states, gradients and parameters of one model.
 
-    It is made before the model has its weights (`adopt`), and receives the optimizer later
+    It is created before the model has its weights (`adopt`), and receives the optimizer later
     (`drive`).
 
     Args:
@@ -200,7 +198,7 @@ class DiskTier(StepHook):
         self._inner_step: Callable[..., Any]
         """The optimizer's original `step`."""
         self._factor: torch.Tensor | float = 1.0
-        """Factor of the gradients in the coming step."""
+        """Factor of the gradients in the next step."""
         self._places: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
         """Mapped states, keyed by parameter and name."""
         self._group_of: dict[nn.Parameter, int] = {}
@@ -215,7 +213,7 @@ class DiskTier(StepHook):
         units: Collection[str] = ("",),
         shards_of: Collection[str] = ("",),
     ) -> None:
-        """Map the gradients and shards of a model, and reserve room for optimizer states.
+        """Map the gradients and shards of a model, and reserve space for optimizer states.
 
         If the model is not sharded, its forward reads the parameters directly, so they stay in
         memory.
@@ -223,8 +221,8 @@ class DiskTier(StepHook):
         Args:
             model: The model.
             states: Number of states per parameter that are shaped like it.
-            units: Paths of the units whose gradients and states are in files. "" stands for the
-                full model.
+            units: Paths of the units whose gradients and states are in files. "" means the full
+                model.
             shards_of: Paths of the units whose shards are in files.
 
         Raises:
@@ -264,7 +262,7 @@ class DiskTier(StepHook):
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """Files in use, each once."""
+        """Arenas in use, without duplicates."""
         return tuple({arena: None for arena in (self.arena, self.shards) if arena is not None})
 
     def close(self) -> None:
@@ -329,7 +327,7 @@ class DiskTier(StepHook):
     def walk(
         self, tensors: Sequence[torch.Tensor], *, write: bool = False
     ) -> Iterator[list[torch.Tensor]]:
-        """Yield plain tensors in order, in lists of about the size of a buffer.
+        """Yield plain tensors in order, in lists that fill about one buffer.
 
         Each list is fetched before its use and evicted after it.
 
@@ -356,8 +354,8 @@ class DiskTier(StepHook):
     ) -> Iterator[T]:
         """Yield each chunk in order when its tensors are in memory, and evict them afterwards.
 
-        As many chunks are prefetched as there is room for, so that the reader never waits for the
-        computation. See Note [Streaming step].
+        As many chunks are prefetched as fit, so that the reader never waits for the computation.
+        See Note [Streaming step].
         """
 
         def fetch(uses: list[_TensorUse]) -> None:
@@ -405,7 +403,7 @@ class DiskTier(StepHook):
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError(
-                "optimizer.type = 'LBFGS' looks at all parameters at once; use another, or"
+                "optimizer.type = 'LBFGS' reads all parameters at once; use another, or"
                 ' offload_optimizer.device = "none"'
             )
         self._optimizer = optimizer
@@ -420,7 +418,7 @@ class DiskTier(StepHook):
         self._map_states()
 
     def scale_in_step(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients by a factor in the coming step, which saves a pass over the files.
+        """Multiply all gradients by a factor in the next step, which saves a pass over the files.
 
         Args:
             factor: A number, or a 0-dimensional tensor.
@@ -518,7 +516,7 @@ class DiskTier(StepHook):
         return uses
 
     def _select(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
-        """Set the parameters of all groups. `members` are (index of the group, parameter) pairs."""
+        """Set the parameters of all groups. `members` are (group index, parameter) pairs."""
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [parameter for owner, parameter in members if owner == index]
 
@@ -531,7 +529,7 @@ class DiskTier(StepHook):
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
-        """Step plain parameters in place of the slices, with slices of the states."""
+        """Step plain parameters that replace the slices, with slices of the states."""
         members = []
         for part in chunk:
             sliced = nn.Parameter(part.view_of(part.parameter.detach()))
@@ -617,7 +615,7 @@ class DiskTier(StepHook):
         return like_parameter(mapped, parameter)
 
     def place(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty state shaped like the parameter, for a checkpoint to fill.
+        """Return an uninitialised state shaped like the parameter, to be filled from a checkpoint.
 
         Args:
             parameter: The parameter.
@@ -627,7 +625,7 @@ class DiskTier(StepHook):
         return self._mapped(parameter, name, None, dtype=dtype)
 
     def _map_states(self) -> None:
-        """Map states that were made outside of the step.
+        """Map states that were created outside the step.
 
         A loaded checkpoint has them, and an optimizer that makes its states when it is built.
         """
@@ -658,7 +656,7 @@ class _ParameterSlice:
 
 @dataclass(frozen=True)
 class _TensorUse:
-    """A mapped tensor, or a slice of one, that is needed in memory for a while.
+    """Mapped tensor, or a slice of one, that is temporarily needed in memory.
 
     Attributes:
         tensor: The tensor.
@@ -672,7 +670,7 @@ class _TensorUse:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True for an optimizer of torch that updates each element by itself."""
+    """Return True for a torch optimizer that updates each element independently."""
     return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith(
         "torch.optim"
     )

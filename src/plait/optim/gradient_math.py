@@ -76,7 +76,7 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) 
         device = group[0].device
         if dtype.itemsize < 4:
             # `mul` would round the factor to the dtype. This kernel of the gradient scaler
-            # multiplies in float32, and raises a flag for infinities, which nobody reads here.
+            # multiplies in float32, and raises a flag for infinities, which is not read here.
             if isinstance(factor, torch.Tensor):
                 scale = factor.to(device, torch.float32)
             else:

@@ -1,4 +1,4 @@
-"""AdamW with moments of fewer bytes than its parameters (`optimizer.states`: bf16, int8, float8).
+"""AdamW with low-precision moments (`optimizer.states`: bf16, int8, float8).
 
 A step reads the moments, updates them and the parameter in float32 (float64 for float64
 parameters), and writes them back. The update uses the moments before they are rounded. Parameters
@@ -155,7 +155,7 @@ class SmallStateAdam(Optimizer):
     def _codec(self, signed: bool, device: torch.device) -> Codec:
         if self.states == "float8":
             return Float8(signed=signed)
-        # Its tables are made once per sign and device.
+        # Its tables are created once per sign and device.
         key = (signed, device)
         if key not in self._codecs:
             self._codecs[key] = DynamicInt8(signed=signed, device=device)
@@ -187,7 +187,7 @@ class SmallStateAdam(Optimizer):
             )
 
     def fresh_states(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter before its first step, for a checkpoint to fill."""
+        """Return a parameter's states before its first step, to be filled from a checkpoint."""
         state: dict[str, Any] = {}
         self._init_state(parameter, state)
         return state
@@ -207,7 +207,7 @@ class SmallStateAdam(Optimizer):
 def _sharded_like(
     parameter: torch.Tensor, local: torch.Tensor, shape: Iterable[int]
 ) -> torch.Tensor:
-    """Return a state as a DTensor with the placements of its parameter, if that is one.
+    """Return a state as a DTensor with its parameter's placements, if the parameter is a DTensor.
 
     Args:
         parameter: The parameter.
@@ -230,7 +230,7 @@ def _sharded_like(
 
 @dataclass(frozen=True)
 class _StoredMoment:
-    """Moment of a parameter's local shard, flat, quantized or not.
+    """Flat moment of a parameter's local shard, possibly quantized.
 
     Attributes:
         stored: Numbers or codes, [n].
@@ -245,7 +245,7 @@ class _StoredMoment:
     codec: Codec | None = None
 
     def read(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part as numbers. It is a view of the stored numbers if they have this dtype."""
+        """Return a part as numbers: a view of the stored numbers if they have the dtype."""
         if self.codec is None or self.scales is None:
             return self.stored[part].to(dtype)
         return self.codec.decode(self.stored[part], self.scales[self._blocks(part)]).to(dtype)
@@ -265,7 +265,7 @@ class _StoredMoment:
 
 
 class Codec(Protocol):
-    """Quantizes blocks of elements and dequantizes them."""
+    """Quantization of blocks of elements, and its inverse."""
 
     def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a flat tensor.
@@ -286,8 +286,8 @@ class Codec(Protocol):
 class DynamicInt8:
     """Codec that rounds to the nearest of 256 levels.
 
-    The code is looked up by the upper 16 bits of an element. At most one border between two codes
-    lies among the values that share them, so one table look-up and one comparison replace a search.
+    The code is looked up by the upper 16 bits of an element. The values that share these bits span
+    at most two codes, so one table look-up and one comparison replace a search.
 
     Args:
         signed: Whether numbers may be negative.
@@ -324,7 +324,7 @@ class DynamicInt8:
 
 
 def levels(*, signed: bool) -> torch.Tensor:
-    """Return the numbers that the codes of int8 stand for, before the scale.
+    """Return the values of the int8 codes before scaling.
 
     They are rounded once, so they are the same on every machine.
 

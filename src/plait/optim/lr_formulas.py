@@ -1,9 +1,9 @@
 """DeepSpeed's LR schedules as pure functions.
 
-They are equal to DeepSpeed 0.19.8 (`runtime/lr_schedules.py`) to the last bit.
+They are bitwise equal to DeepSpeed 0.19.8 (`runtime/lr_schedules.py`).
 
 Note [Index and order of operations]
-    `index` is DeepSpeed's `last_batch_iteration`: -1 when the schedule is made (for the first
+    `index` is DeepSpeed's `last_batch_iteration`: -1 when the schedule is created (for the first
     optimizer step), and 0 after its first `step()`. The first two optimizer steps of a warm-up
     therefore both run at its lowest rate. The order of operations is DeepSpeed's, because any other
     order would round differently.
@@ -84,7 +84,7 @@ def megatron_lr(schedule: MegatronLR, done: int, *, high: float, total_steps: in
 
 
 def _wsd_share(schedule: MegatronLR, done: int, total_steps: int) -> float:
-    """Return Megatron-LM's coefficient of the warm-up, stable, decay schedule."""
+    """Return Megatron-LM's coefficient of the warmup-stable-decay schedule."""
     decay = schedule.wsd_decay_steps or 0
     start = total_steps - decay
     if done <= start:
@@ -174,7 +174,7 @@ def lr_range_test(schedule: LRRangeTest, index: int, *, low: float) -> float:
 
 
 def cycle_halves(schedule: OneCycle) -> tuple[float, float]:
-    """Return the number of steps of the rising and of the falling half."""
+    """Return the number of steps of the rising and the falling half."""
     first = float(schedule.cycle_first_step_size)
     if schedule.cycle_second_step_size is None:
         return first, first
@@ -184,7 +184,7 @@ def cycle_halves(schedule: OneCycle) -> tuple[float, float]:
 def cycle_height(schedule: OneCycle, index: int) -> float:
     """Return the height in the cycle: 0 at both ends and 1 in the middle.
 
-    With stair counts it is rounded down to stairs.
+    With stair counts, the height is rounded down to a stair.
 
     Args:
         schedule: Parameters of the schedule.

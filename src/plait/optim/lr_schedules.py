@@ -1,8 +1,8 @@
-"""LR schedules on an optimizer, built from a SchedulerSpec: DeepSpeed's, torch's, Transformers'.
+"""LR schedulers that are built from a SchedulerSpec: DeepSpeed's, torch's and Transformers'.
 
 All of them are torch `LRScheduler`s. The caller calls `step()` once after every optimizer step that
 was not skipped, which sets the rate of the next step. The rate of the first step is set when the
-schedule is made.
+schedule is created.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def build_scheduler(
 
 
 def _parameter_value(spec: SchedulerSpec, name: str, total_steps: int | None) -> Any:
-    """Return the value of a parameter of a specification, or the value that `auto` stands for."""
+    """Return the value of a specification's parameter, or the value that replaces `auto`."""
     if spec.params[name] != lr_schedules.AUTO:
         return spec.params[name]
     if name in lr_schedules.RUN_LENGTH:
@@ -81,7 +81,7 @@ def _run_length(spec: SchedulerSpec, name: str, total_steps: int | None) -> int:
             Problem(
                 f"scheduler.params.{name}",
                 spec.params.get(name),
-                f"{spec.type} needs the length of the run, and it is not known",
+                f"{spec.type} needs the length of the run, but it is not known",
                 f"set {name} to the number of optimizer steps, or pass total_steps= to"
                 " plait.initialize",
             )
@@ -196,8 +196,8 @@ def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> 
 
     for name, value in (("min_lr", schedule.min_lr), ("init_lr", schedule.init_lr)):
         if value > highest:
-            rule = f"the optimizer's lr is {highest:g}, which is the highest rate"
-            add(name, value, rule, f"use at most {highest:g}")
+            rule = f"the optimizer's lr is {highest}, which is the highest rate"
+            add(name, value, rule, f"use at most {highest}")
 
     warmup = schedule.warmup_num_steps
     if schedule.warmup_fraction is not None and warmup:
@@ -237,7 +237,7 @@ def _momenta(
     """Return a function from the index to the first of `betas` of every parameter group.
 
     A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
-    DeepSpeed allows it. Here it is refused: when the schedule is made if the length of the run is
+    DeepSpeed allows it. Plait refuses it: when the schedule is created if the length of the run is
     known, and at that step otherwise.
 
     Returns:
@@ -282,7 +282,7 @@ def _momenta(
 
 
 class Scheduler(Protocol):
-    """Interface of an LR schedule. All of torch's and Plait's have it."""
+    """Interface of LR schedulers, which torch's and Plait's implement."""
 
     def step(self) -> Any: ...
     def get_last_lr(self) -> list[Any]: ...
@@ -292,7 +292,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleSource:
-    """Specification in a configuration that a schedule was built from.
+    """Specification in a configuration from which a schedule was built.
 
     Attributes:
         spec: The specification.
@@ -304,7 +304,7 @@ class ScheduleSource:
 
     @property
     def facts(self) -> Any:
-        """Description for a checkpoint. It is equal for schedules with the same rates."""
+        """Description for a checkpoint. Schedules with the same rates have equal descriptions."""
         return exact.encode(
             {"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler"
         )
@@ -351,11 +351,11 @@ class DeepSpeedScheduler(LRScheduler):
             group["betas"] = (momentum, BETA2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is one plain number."""
+        """Return the position as one plain number."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position, and set the optimizer's values to those of the schedule there.
+        """Continue from a position, and set the optimizer's values for that position.
 
         Raises:
             CheckpointError: The state has no position.

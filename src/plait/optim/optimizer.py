@@ -153,7 +153,7 @@ def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
             Problem(
                 "optimizer.type",
                 kind.__name__,
-                "its step calls a function that computes the loss again, and a training step has"
+                "its step calls a function that computes the loss again, but a training step has"
                 " none to pass",
                 "use an optimizer that needs one gradient per step, such as AdamW",
             )
@@ -170,7 +170,7 @@ def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
         shown = ", ".join(f"{name}={value!r}" for name, value in params.items())
         rule = f"{kind.__name__}({shown}) says: {str(error) or type(error).__name__}"
         raise ConfigError(Problem("optimizer.params", None, rule, "correct the value")) from error
-    # Before other hooks of the step, which look at groups.
+    # Before other hooks of the step, which read the groups.
     step_by_placement(optimizer)
     if kind is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_late_momentum)
@@ -180,7 +180,7 @@ def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
 def _kernel(
     kind: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> dict[str, bool]:
-    """Return the value of `fused` for one group, or nothing for torch's default.
+    """Return the `fused` argument for one group, or an empty mapping for torch's default.
 
     A value in the configuration is used as it is, or refused. See Note [Choice of kernels].
     """
@@ -221,7 +221,7 @@ def _why_not_fused(name: str, parameters: Sequence[nn.Parameter]) -> str | None:
 
 @torch.no_grad()
 def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
-    """Create the momentum of parameters of fused SGD that get their first gradient late.
+    """Create the momentum of fused SGD for parameters whose first gradient arrives late.
 
     torch's fused kernel creates all momenta of a group in one step, and fails if only some of them
     exist (an unused branch, a block that is unfrozen). The other kernels of SGD create each by
@@ -247,10 +247,10 @@ def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
 
 
 def _keep_kernel(optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer keep its own kernels when a state is loaded.
+    """Keep an optimizer's own choice of kernels when a state is loaded.
 
-    See Note [Choice of kernels]. The state is changed before torch looks at it, because a fused
-    kernel requires its step counts on the device of the parameters.
+    See Note [Choice of kernels]. The state is changed before torch reads it, because a fused kernel
+    requires its step counts on the device of the parameters.
     """
 
     def keep(receiver: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -280,11 +280,11 @@ def step_by_placement(optimizer: Optimizer) -> None:
 
 
 class _GroupSplitter:
-    """Replaces an optimizer's groups before its step and puts them back after it."""
+    """Hooks that replace an optimizer's groups before its step and restore them after it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups: list[Group] | None = None
-        """The optimizer's groups before the split. None outside of a step."""
+        """The optimizer's groups before the split. None outside a step."""
         optimizer.register_step_pre_hook(self._split)
         optimizer.register_step_post_hook(self._restore)
 
@@ -354,7 +354,7 @@ def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
     others = [(name, p) for name, p in named if name not in matrix_names]
     if named and not matrices:
         raise ModelError(
-            "optimizer.type = 'Muon': it trains two-dimensional weights inside a model, and this"
+            "optimizer.type = 'Muon': it trains two-dimensional weights inside a model, but this"
             " one has none; use AdamW"
         )
     shared = {"weight_decay": params.get("weight_decay", 0.0)}
@@ -374,7 +374,7 @@ def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
 
 
 class JoinedOptimizer(Optimizer):
-    """Several optimizers, each with its own parameters, that are used and saved as one.
+    """Several optimizers with disjoint parameters that are used and saved as one.
 
     Its groups and states contain those of all parts, so schedules, checkpoints and clipping treat
     it as any other optimizer.
@@ -403,7 +403,7 @@ class JoinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _share(self) -> None:
-        """Make the groups and states of the parts the same objects as those of this optimizer."""
+        """Share the groups and states of the parts with this optimizer."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
@@ -441,7 +441,7 @@ def needs_closure(kind: type[Optimizer]) -> bool:
 
 
 def refuse_sharded(kind: type[Optimizer], named: Sequence[Named]) -> None:
-    """Raise ModelError if an optimizer of torch would fail at its first step on shards.
+    """Raise ModelError if the first step of a torch optimizer would fail on shards.
 
     Args:
         kind: Class of the optimizer.
@@ -460,7 +460,7 @@ def refuse_sharded(kind: type[Optimizer], named: Sequence[Named]) -> None:
 
 
 def make_fake_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the states of an optimizer by a step on zero gradients.
+    """Create the states of an optimizer with a step on zero gradients.
 
     It changes the parameters, so it is for fake tensors, dry runs and measurements only.
     """

@@ -1,10 +1,10 @@
-"""Hooks of a training step: techniques attach them, and the step calls them.
+"""Hooks of a training step, which techniques attach and the step calls.
 
 Note [Hooks of a step]
     A step makes these calls, and a hook overrides those that it needs:
 
     1. `transform` for every micro-batch.
-    2. For every micro-batch: `before_microbatch`, the forward, and the backward inside of the
+    2. For every micro-batch: `before_microbatch`, the forward, and the backward inside the
        context `backward`.
     3. `finish_reduction`. Gradients are the sums over all ranks afterwards.
     4. The global norm, and the decision to update or to skip. Without a skip: `before_update` and
@@ -68,7 +68,7 @@ class StepHook:
         return output
 
     def before_microbatch(self, last: bool) -> None:
-        """Run before the forward of a micro-batch. `last` is True for the last one of a step."""
+        """Run before the forward of a micro-batch. `last` marks the last one of a step."""
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return a context that wraps every backward of the engine."""
@@ -80,7 +80,7 @@ class StepHook:
     def finish_reduction(self) -> None:
         """Finish the sums of gradients after the last backward. Collective.
 
-        Gradients are the sums over all ranks when all hooks have done this.
+        Gradients are the sums over all ranks after all hooks have run.
         """
 
     def before_update(self) -> None:
@@ -105,7 +105,7 @@ class StepHook:
         return False
 
     def on_error(self, lost: FailureScope) -> None:
-        """Clean up after a failure that all ranks know, before the model is used again. Collective.
+        """Clean up after a failure that all ranks know of, before the next use. Collective.
 
         If the step was lost, `drop_gradients` follows.
         """
@@ -172,7 +172,7 @@ class Hooks:
 
     @property
     def description(self) -> str:
-        """Description of all selections made at the start."""
+        """Description of all selections that were made at the start."""
         return ". ".join(hook.description for hook in self.all if hook.description)
 
     @property
@@ -182,7 +182,7 @@ class Hooks:
         return ". ".join(hook.description for hook in hooks if hook.description)
 
     def prepare(self, batch: Any) -> Any:
-        """Return a micro-batch after the `transform` of all hooks."""
+        """Apply the `transform` of all hooks to a micro-batch."""
         # A transform may split sequences. Targets and positions that follow from the place of a
         # token in its sequence must be entries before that.
         if self.transform:
@@ -192,7 +192,7 @@ class Hooks:
         return batch
 
     def join_output(self, output: Any, batch: Any) -> Any:
-        """Return the output for the full micro-batch from that for a prepared one. Collective.
+        """Return the output for the full micro-batch from that of the prepared one. Collective.
 
         It reverses `prepare`, for example by gathering the sequence.
         """

@@ -64,7 +64,7 @@ def template_of(model: nn.Module) -> nn.Module:
 
 
 def allocate(model: nn.Module, device: torch.device, *, host_units: Collection[str] = ()) -> None:
-    """Give a sharded `meta` model uninitialised storage. Tied parameters stay tied.
+    """Allocate uninitialised storage for a sharded `meta` model. Tied parameters stay tied.
 
     Args:
         model: The sharded model, of which each rank allocates its shards only.
@@ -181,7 +181,7 @@ def initialise(
 
 
 def _tie(targets: dict[str, torch.Tensor], ties: Iterable[Sequence[str]]) -> None:
-    """Give all names of a tied parameter one target.
+    """Assign one target to all names of a tied parameter.
 
     Its value is that of the first name, which a pipeline stage may lack.
     """
@@ -230,7 +230,7 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
             value = template.get_buffer(buffer)
             if _is_poisoned(value):
                 raise ModelError(
-                    f"{buffer} is a non-persistent buffer, and {type(module).__name__} cannot"
+                    f"{buffer} is a non-persistent buffer, but {type(module).__name__} cannot"
                     " rebuild it; make it persistent"
                 )
             targets[buffer].copy_(value)
@@ -238,7 +238,7 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
 
 
 def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of an expanded tensor in which each element of its storage occurs once."""
+    """Return a view of an expanded tensor that contains each element of its storage once."""
     for dim in range(tensor.ndim):
         if not isinstance(tensor, DTensor) and tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -273,7 +273,7 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
 def _refuse_lost_writes(
     name: str, unit: nn.Module, *, original_writes: int, repeated_writes: int
 ) -> None:
-    """Refuse a parameter that was written to on `meta` more often than its classes repeat."""
+    """Refuse a parameter that has more writes on `meta` than its classes will repeat."""
     if original_writes > repeated_writes:
         raise ModelError(
             f"{name} was written to {original_writes} times while the model was built on meta,"
@@ -287,7 +287,7 @@ def _refuse_lost_writes(
 
 @dataclass(frozen=True)
 class _Rule:
-    """Initialisation of one module: its own method, and then that of the models around it.
+    """Initialisation of one module: its own method, followed by those of the enclosing models.
 
     The order is that of a constructor that ends with `self.apply(self._init_weights)`.
     """
@@ -347,7 +347,7 @@ def _run(rule: _Rule, module: nn.Module, name: str, seed: int) -> None:
 
 
 def _allocate_poisoned(module: nn.Module, *, recurse: bool) -> None:
-    """Allocate CPU tensors, and fill them with values that no initialisation leaves."""
+    """Allocate CPU tensors, and fill them with values that no initialisation produces."""
     module.to_empty(device="cpu", recurse=recurse)
     with torch.no_grad():
         for _, tensor in _own_tensors(module, "", recurse=recurse):

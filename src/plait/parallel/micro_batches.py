@@ -33,7 +33,7 @@ LABELS = "labels"
 SHIFTED = "shift_labels"
 """Keys of a mapping that are not passed to the model.
 
-The loss is computed from logits outside of the model, so that it is the same on every layout.
+The loss is computed from logits outside the model, so that it is the same on every layout.
 `labels` [batch, seq] int64 are the tokens of a sequence. `shift_labels`, a name of Transformers,
 are the tokens that each position predicts.
 """
@@ -70,7 +70,7 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
         if isinstance(batch, Iterable):
             raise InputError(
                 f"train_batch got a {type(batch).__name__}, which would restart at every step;"
-                " make `batches = iter(...)` of it once and pass that, or pass one batch or a list"
+                " create `batches = iter(...)` once and pass it, or pass one batch or a list"
                 " of micro-batches"
             )
         raise InputError(
@@ -94,7 +94,7 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
 def samples(batch: Any) -> int:
     """Return the number of samples of a batch.
 
-    It is dim 0 of the first tensor with dimensions outside of lists, or of all tensors in lists if
+    It is dim 0 of the first tensor with dimensions outside lists, or of all tensors in lists if
     they agree. Otherwise it is the length of the first list, with one entry per sample.
 
     Raises:
@@ -113,7 +113,7 @@ def samples(batch: Any) -> int:
     lengths = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim}
     if not lengths:
         raise InputError(
-            f"a batch needs a tensor whose dim 0 counts samples, and this {type(batch).__name__}"
+            f"a batch needs a tensor whose dim 0 counts samples, but this {type(batch).__name__}"
             " has none; lists of numbers become tensors in the collation (a tokenizer:"
             " return_tensors='pt')"
         )
@@ -125,14 +125,14 @@ def samples(batch: Any) -> int:
 def _require_count(batches: list[Any], count: int) -> list[Any]:
     if len(batches) != count:
         raise InputError(
-            f"train_batch got {len(batches)} micro-batches and a step has"
+            f"train_batch got {len(batches)} micro-batches, but a step has"
             f" gradient_accumulation_steps {count}; every step needs all of them"
         )
     return batches
 
 
 def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
-    """Return True if a list is one collated batch, `[x, y]`, and not a list of micro-batches."""
+    """Return True if a list is one collated batch, `[x, y]`, rather than several micro-batches."""
     lengths = {
         int(tensor.shape[0]) for entry in entries for tensor in tensors_in(entry) if tensor.ndim
     }
@@ -154,7 +154,7 @@ def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
     if isinstance(entries[0], list):
         return False
     raise InputError(
-        f"train_batch got a list of {count} tensors of {length} rows and a step has"
+        f"train_batch got a list of {count} tensors of {length} rows, but a step has"
         f" gradient_accumulation_steps {count}, so it could be one batch of {count} fields or"
         f" {count} micro-batches; pass a tuple for one batch, or iter([...]) for micro-batches"
     )
@@ -184,7 +184,7 @@ def _have_one_form(first: Any, second: Any) -> bool:
 
 
 def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
-    """Return `size` samples of a nested batch, from sample `start` on."""
+    """Return `size` samples of a nested batch, starting at sample `start`."""
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
             return value
@@ -270,7 +270,7 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def with_explicit_entries(batch: Any) -> Any:
-    """Add the entries that otherwise follow from the position of a token in its sequence.
+    """Add the entries that models otherwise derive from the position of a token in its sequence.
 
     These are the targets `shift_labels` of `labels`, and `position_ids` [batch, seq] of
     `input_ids`. Existing entries stay, and batches that are not mappings are returned unchanged.

@@ -65,7 +65,7 @@ def find_mlps(model: nn.Module, blocks: Sequence[str], *, setting: str) -> Token
         setting: Name of the configuration field that needs the MLPs, for messages.
 
     Raises:
-        ModelError: A block widens tokens outside of attention and MLPs, or an MLP has hooks inside,
+        ModelError: A block widens tokens outside attention and MLPs, or an MLP has hooks inside,
             which would receive a tile of the tokens.
     """
     experts = tuple(layer.name for layer in find_experts(model))
@@ -119,7 +119,7 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 def _refuse_other_wide_layers(
     model: nn.Module, block: str, tiled: Sequence[str], reasons: dict[str, str], setting: str
 ) -> None:
-    """Raise ModelError if a block widens tokens outside of attention and tiled modules."""
+    """Raise ModelError if a block widens tokens outside attention and tiled modules."""
     modules = dict(model.get_submodule(block).named_modules(prefix=block))
     known = list(tiled)
     for name, module in modules.items():
@@ -164,10 +164,10 @@ def _refuse_hooks(model: nn.Module, name: str, setting: str) -> None:
 
 
 def _reason_against(module: nn.Module) -> str | None:
-    """Return why a module may not compute tokens in tiles, or None if it may."""
+    """Return why a module cannot compute tokens in tiles, or None if it can."""
     if not takes_one_tensor(module):
         return (
-            "it takes more than one tensor, or has parameters outside of its children, so it cannot"
+            "it takes more than one tensor, or has parameters outside its children, so it cannot"
             " be tested separately"
         )
     generator = torch.Generator().manual_seed(1)
@@ -227,7 +227,7 @@ def _compare_with_single_tokens(
 
 
 def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Copy a module for the test: in float64 on the CPU, with random parameters.
+    """Copy a narrowed module for the test, in float64 on the CPU, with random parameters.
 
     The copy is in training mode without dropout. If the module is large, all sizes of the copy are
     smaller by one factor.

@@ -1,4 +1,4 @@
-"""Order of the techniques and of their hooks, and the loops over them.
+"""Order of the techniques and their hooks, and the loops over them.
 
 `check_all` refuses impossible settings, `apply_all` changes the modules of the engine, `attach_all`
 returns the hooks of a step, and `account_all` adds up the numbers of the planner. Combinations of
@@ -155,7 +155,7 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
 
 
 def attach_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
-    """Attach every technique to a model that has its weights, and sort their hooks. Collective."""
+    """Attach every technique to a model with weights, and sort their hooks. Collective."""
     hooks = [hook for technique in in_order(techniques) for hook in technique.attach(parts, mesh)]
     positions = {kind: index for index, kind in enumerate(HOOKS)}
     hooks.sort(key=lambda hook: positions.get(type(hook), len(HOOKS)))
@@ -190,7 +190,7 @@ def refuse_incompatible(context: TechniqueContext) -> None:
     """Refuse all unsupported combinations at once.
 
     Raises:
-        ConfigError: It lists every combination that applies.
+        ConfigError: Settings cannot be combined. The error lists all such combinations.
     """
     problems = []
     for combination in UNSUPPORTED_COMBINATIONS:

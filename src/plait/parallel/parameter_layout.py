@@ -37,7 +37,7 @@ class Reduction:
     """
 
     def is_first_stage(self, coordinates: Mapping[str, int]) -> bool:
-        """Return True if no earlier pipeline stage holds it.
+        """Return True if no earlier pipeline stage holds the parameter.
 
         Only this stage counts and writes a tied parameter.
         """

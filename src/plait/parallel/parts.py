@@ -1,4 +1,4 @@
-"""Data that passes through the ordered list of techniques.
+"""Data that is passed through the ordered list of techniques.
 
 The checks return `Plans`, from the full model and before any process group exists. `Parts` is the
 model while techniques transform it. What one technique passes to another is a named field of one of
@@ -40,7 +40,7 @@ from plait.parallel.tensor.styles import Region
 
 @dataclass(frozen=True)
 class Plans:
-    """Results of the checks of techniques. None where a technique is not used."""
+    """Results of the techniques' checks, or None for techniques that are not used."""
 
     tensor: TensorPlan | None = None
     """Style of every module that tensor parallelism splits."""
@@ -49,17 +49,17 @@ class Plans:
     tiled: TokenModules | None = None
     """Modules that are computed in tiles of tokens."""
     outer_units: OuterUnits | None = None
-    """Sharding units outside of the blocks. None if only the configuration is known."""
+    """Sharding units outside the blocks. None if only the configuration is known."""
 
     def merge(self, other: Plans) -> Plans:
-        """Return a copy with the plans that `other` has."""
+        """Return a copy with the plans of `other` added."""
         plans = {name: plan for name, plan in vars(other).items() if plan is not None}
         return replace(self, **plans)
 
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """Settings of the call that shards a model, and of the reduction of its gradients."""
+    """Settings for sharding a model and reducing its gradients."""
 
     compute_dtype: torch.dtype | None = None
     """Dtype of parameters in forward and backward, or None for their own dtype."""
@@ -74,7 +74,7 @@ class ShardSettings:
     offloaded_units: frozenset[str] = frozenset()
     """Units whose master weights, gradients and states are not in the device's memory.
 
-    These are names of blocks, and "" for all parameters outside of the blocks.
+    These are names of blocks, and "" for all parameters outside the blocks.
     """
     separate_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """Modules (FQNs) with a separate mesh, such as experts.
@@ -110,7 +110,7 @@ class ShardCollectives:
 
 @dataclass(frozen=True)
 class Parts:
-    """A model while techniques transform it from one process to a layout.
+    """Model and state while techniques convert a single-process model to a layout.
 
     A field that a technique fills stays at its default where the technique is not used.
     """
@@ -157,7 +157,7 @@ class Parts:
         return replace(self, shard=replace(self.shard, **changes))
 
     def with_hooks(self, *hooks: StepHook) -> Parts:
-        """Return a copy with more hooks, after the present ones."""
+        """Return a copy with more hooks after the existing ones."""
         return replace(self, hooks=Hooks((*self.hooks.all, *hooks)))
 
     @property
@@ -170,7 +170,7 @@ class Parts:
         )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Return which axes split a parameter of this rank, and which ones sum its gradient."""
+        """Return the axes that split a parameter of this rank, and those that sum its gradient."""
         sharded = sharded_axes(parameter)
         # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
         return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)

@@ -28,7 +28,7 @@ _TOLERANCE = 1e-3
 
 
 class SharedState(StepHook):
-    """Warns once, after the first step, of state that differs between ranks of tp and cp."""
+    """Hook that warns after the first step about state that differs between ranks of tp and cp."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, *, own_loop: bool, sequence_parallel: bool

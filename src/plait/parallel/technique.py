@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", bound="Technique")
 
 @dataclass(frozen=True)
 class TechniqueContext:
-    """Everything that is known before a process group exists.
+    """Information that is available before a process group exists.
 
     These are the settings and, once it is built, the model.
     """
@@ -80,7 +80,7 @@ class Technique(Policy):
         return None
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the process groups that it needs besides those of every mesh.
+        """Return the process groups that this technique needs in addition to those of every mesh.
 
         All groups are created with the mesh, after the checks, and none later.
         """

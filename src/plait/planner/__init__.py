@@ -1,4 +1,4 @@
-"""Planner: predict which layouts of a training run fit into memory, and how fast each one is.
+"""Planner: predicts which layouts of a training run fit into memory, and how fast each is.
 
 The planner is pure arithmetic on the shapes of a model and the datasheet of a device. It needs no
 process group, GPU, environment variable or network. `plan` (`plait.planner.search`) searches all

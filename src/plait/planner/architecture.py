@@ -1,4 +1,4 @@
-"""Shape of a decoder-only language model, from which parameters, FLOPs and activations are counted.
+"""Sizes of a decoder-only language model, which determine parameters, FLOPs and activations.
 
 `plait.planner.models` creates it. Fields may be arrays with one entry per candidate. Invariant:
 `parameters` counts what the Transformers model of the same configuration has (tests compare them).
@@ -68,7 +68,7 @@ class Architecture:
     layer_parameters: Numbers = 0
     """Mean parameters per layer if counted on the built model, 0 to compute them from the sizes."""
     end_parameters: Numbers = 0
-    """Parameters outside of the layers if counted on the built model, else 0."""
+    """Parameters outside the layers if counted on the built model, else 0."""
     uncut: Any = ""
     """Reason why the layers of the built model cannot be split into pipeline stages, else empty."""
     name: Any = ""
@@ -157,7 +157,7 @@ class Architecture:
 
     @property
     def unexplained_parameters(self) -> Numbers:
-        """Counted minus computed parameters per layer; may be negative."""
+        """Counted parameters per layer minus those by formula. May be negative."""
         return np.where(
             np.asarray(self.layer_parameters) > 0,
             self.layer_parameters - self._blocks_by_sizes / self.layers,
@@ -166,7 +166,7 @@ class Architecture:
 
     @property
     def products_counted(self) -> Numbers:
-        """Ratio of counted to computed matrix parameters of a layer.
+        """Ratio of a layer's counted matrix parameters to those by formula.
 
         1 with experts, because a token uses only some of them.
         """
@@ -194,7 +194,7 @@ class Architecture:
 
     @property
     def embedding_parameters(self) -> Numbers:
-        """Parameters of embedding and learned positions, and others before the layers."""
+        """Parameters before the layers: embedding, learned positions and others."""
         by_sizes = (self.vocab + self.positions) * self.hidden
         return np.where(
             np.asarray(self.end_parameters) > 0,
@@ -209,12 +209,12 @@ class Architecture:
 
     @property
     def parameters(self) -> Numbers:
-        """All parameters; tied ones count once."""
+        """All parameters. Tied parameters count once."""
         return self.block_parameters + self.embedding_parameters + self.head_parameters
 
     @property
     def active_matrix_parameters(self) -> Numbers:
-        """Matrix parameters that a token is multiplied with: all except the embedding."""
+        """Matrix parameters that multiply a token's activations: all except the embedding."""
         dense = (self.layers - self.expert_layers) * self.dense_mlp_parameters
         routed = self.active * (2 + self.gated) * self.hidden * self.expert_ffn
         expert = self.expert_layers * (routed + self.shared_parameters)
@@ -306,7 +306,7 @@ def products_of(model: Architecture) -> Products:
 
 
 def turns_fused(model: Architecture) -> Numbers:
-    """Return True if rotary positions read queries and keys from the output of a fused product.
+    """Return True if rotary embeddings read queries and keys from a fused projection's output.
 
     Autograd then saves the fused output in addition to the rotated queries and keys.
     """
@@ -314,7 +314,7 @@ def turns_fused(model: Architecture) -> Numbers:
 
 
 def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple[Product, ...]:
-    """Return products of which every second existing one is saved.
+    """Return products with every second existing one saved.
 
     Args:
         sizes: (inner, columns) of the products; 0 columns if there is none.

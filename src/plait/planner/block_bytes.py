@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.planner.architecture import products_of, saved_columns, turns_fused
-from plait.planner.built import Counted, SavedBytes
+from plait.planner.built import CountedBytes, SavedBytes
 from plait.planner.hardware import DEVICE_FAMILIES, Numbers
 from plait.planner.job import Job, Layouts
 
@@ -116,7 +116,7 @@ def saved_by_recomputation(job: Job) -> tuple[Numbers, Numbers]:
     return none, np.choose(kind, np.broadcast_arrays(none, none, full, operators, mixed))
 
 
-def _dropout_of_scores(job: Job, counted: Counted) -> Numbers:
+def _dropout_of_scores(job: Job, counted: CountedBytes) -> Numbers:
     """Return the bytes per token of the masks and outputs of dropout on attention scores."""
     return counted.dropped_scores / np.asarray(job.attention_tp)
 
@@ -149,7 +149,7 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
     residual = element * widths.hidden
     block_products = products_of(job.model)
 
-    # Products inside of attention are never saved, so they do not count as every second one.
+    # Products inside attention are never saved, so they do not count as every second one.
     core = np.where(job.attention_in_parts, 0, element * widths.query + 4 * widths.heads)
     single_rank = (
         residual
@@ -175,7 +175,7 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def logits_bytes(job: Job) -> Numbers:
-    """Return the bytes of head and loss at their peak.
+    """Return the peak bytes of head and loss.
 
     On one rank these are float32 log-probabilities and two gradients of them. Split over tp they
     are the logits, a float32 copy, the differences to the largest one, and exponentials. A chunked
@@ -214,7 +214,7 @@ def _has_layer_norms(job: Job) -> Numbers:
 
 
 def _norm_saved(job: Job) -> Numbers:
-    """Return the bytes per token that a norm and the product after it save."""
+    """Return the bytes per token that a norm and the following matrix multiplication save."""
     element = job.element_bytes
     return (
         np.where(_has_layer_norms(job), element, 4 + element) * _widths(job).hidden
@@ -244,7 +244,7 @@ def _scores(job: Job) -> Numbers:
 
 
 def _attention_saved(job: Job) -> Numbers:
-    """Return the bytes per token of the first norm and attention, with input and dropout mask.
+    """Return the bytes per token saved by first norm and attention, with input and dropout mask.
 
     Attention in separate products runs in float32. It saves the softmax, and with dropout also its
     mask and result.
@@ -281,7 +281,7 @@ def _attention_saved(job: Job) -> Numbers:
 
 
 def _mlp_saved(job: Job) -> Numbers:
-    """Return the bytes per token of the second norm and the MLP, with dropout mask."""
+    """Return the bytes per token that the second norm and the MLP save, with dropout mask."""
     names = np.asarray(job.model.activation)
     ungated = np.select(
         [names == name for name in _FUSED_ACTIVATIONS], list(_FUSED_ACTIVATIONS.values()), 10
@@ -413,7 +413,7 @@ def last_norm_backward(job: Job) -> Numbers:
 
 
 def reduces_on_host(job: Job) -> Numbers:
-    """Return True if reduce-scatter is an all-to-all and a sum, which needs a second buffer.
+    """Return True if reduce-scatter is an all-to-all plus a sum, which needs a second buffer.
 
     gloo does this for processes without GPUs.
     """

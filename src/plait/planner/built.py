@@ -1,4 +1,4 @@
-"""Counts on the model of a configuration as Transformers builds it, without memory for it.
+"""Counts on a model that Transformers builds from a configuration, without allocating it.
 
 Its parameters are counted on the meta device, for families that the planner has no formulas for
 (`as_built`).
@@ -109,7 +109,7 @@ def _dropouts(part: Any) -> dict[str, float]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and those nested in it."""
+    """Yield a configuration and its nested configurations."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_diff_dict"):
@@ -157,7 +157,7 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
         return model
 
     # Without repeated blocks, the layers are those of the description, and all other parameters are
-    # outside of them.
+    # outside them.
     if not sizes.blocks:
         ends = max(sizes.outside - int(model.block_parameters), 1)
         return replace(model, end_parameters=ends, uncut=sizes.uncut)
@@ -228,8 +228,8 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """Saved bytes of a block, averaged over a model's blocks."""
+class CountedBytes:
+    """Counted saved bytes of a block, averaged over a model's blocks."""
 
     none: SavedBytes
     """Saved bytes without recomputation."""
@@ -253,7 +253,7 @@ class Counted:
 
 def counted(
     section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool
-) -> Counted | None:
+) -> CountedBytes | None:
     """Count the saved bytes of a model.
 
     Args:
@@ -262,7 +262,7 @@ def counted(
         sequence: Tokens per sample.
         precision: Name in `hardware.PRECISIONS`.
         on_cores: Whether the run is on CPU cores, like the count. Then dropout is counted as it
-            runs. Kernels of GPUs apply dropout inside of attention, so for them the model is
+            runs. Kernels of GPUs apply dropout inside attention, so for them the model is
             counted without dropout, except for attention whose scores are in memory.
 
     Returns:
@@ -323,7 +323,7 @@ def _config_of_folder(path: Any) -> Mapping[str, Any] | None:
 
 
 @lru_cache(maxsize=64)
-def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Counted | None:
+def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> CountedBytes | None:
     try:
         with without_failed_operators():
             return _count(json.loads(config), sequence, precision, on_cores)
@@ -331,7 +331,7 @@ def _counted(config: str, sequence: int, precision: str, on_cores: bool) -> Coun
         return None
 
 
-def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool) -> Counted:
+def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool) -> CountedBytes:
     dropping = drops(config)
     if dropping and on_cores:
         return _count_model(built(config, dropout=True), sequence, precision, dropping=True)
@@ -348,14 +348,16 @@ def _count(config: dict[str, Any], sequence: int, precision: str, on_cores: bool
     return replace(counted_model, dropped_scores=max(scores, 0.0) * (1 + width) / (2 * width))
 
 
-def _count_model(model: nn.Module, sequence: int, precision: str, *, dropping: bool) -> Counted:
+def _count_model(
+    model: nn.Module, sequence: int, precision: str, *, dropping: bool
+) -> CountedBytes:
     blocks, shares = _keep_one_block_per_kind(model)
     lengths = _lengths(model, blocks, sequence, precision)
     long = _run(model, blocks, "none", lengths[0], precision)
     short = _run(model, blocks, "none", lengths[1], precision)
     results = _run(model, blocks, "selective", lengths[0], precision)
     inputs = _run(model, blocks, "full", lengths[0], precision)
-    return Counted(
+    return CountedBytes(
         none=_extrapolate(long.saved(shares), short.saved(shares), lengths, sequence),
         operators=SavedBytes(results.saved(shares), 0.0),
         full=inputs.saved(shares),
@@ -376,7 +378,7 @@ def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
 def _lengths(
     model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
 ) -> tuple[int, int]:
-    """Return two sequence lengths, from whose bytes the growth with the length is derived.
+    """Return the two sequence lengths at which bytes are counted for `_extrapolate`.
 
     Some recurrences of Transformers call operators per token. A count of a full sequence would take
     minutes to hours, so they are run with few tokens.
@@ -394,7 +396,7 @@ def _lengths(
 
 
 class _CountCalls(TorchFunctionMode):
-    """Counts the calls of torch's functions."""
+    """Function mode that counts the calls of torch functions."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""Calibration: runs that separate the planner's constants, the fit to measured runs, and its file.
+"""Calibration: layouts to measure, the fit of the planner's constants to runs, and its file.
 
 The fit finds the most probable logarithms of the constants under normal priors and heavy-tailed
 noise, with their covariance, from which intervals are computed. It is a Gauss-Newton iteration with
@@ -61,7 +61,7 @@ class Fit:
 
 
 def unfitted(names: Sequence[str], known: Knowledge, *, spread: float) -> Fit:
-    """Return the priors as a fit of no rows."""
+    """Return the priors as a fit to no rows."""
     return Fit(
         tuple(names), known.rates, np.diag([known.constants[n].width ** 2 for n in names]), spread
     )
@@ -85,22 +85,22 @@ def fit(
         spread: Noise of a row, as a logarithm.
     """
     names = tuple(names)
-    moves = Moves(names, known)
+    log_ratios = LogRatios(names, known)
     theta, covariance = most_probable(
-        lambda theta: predict(moves.rates(theta)),
-        lambda theta, predicted: moves.jacobian(predict, theta, predicted),
+        lambda theta: predict(log_ratios.rates(theta)),
+        lambda theta, predicted: log_ratios.jacobian(predict, theta, predicted),
         measured,
         np.zeros(len(names)),
-        widths=moves.widths,
-        bounds=moves.bounds,
+        widths=log_ratios.widths,
+        bounds=log_ratios.bounds,
         spread=spread,
     )
-    return Fit(names, moves.rates(theta), covariance, spread, len(measured))
+    return Fit(names, log_ratios.rates(theta), covariance, spread, len(measured))
 
 
 @dataclass(frozen=True)
-class Moves:
-    """Constants as a vector theta, the logarithms of their ratios to their priors' medians."""
+class LogRatios:
+    """Constants as a vector theta: logarithms of their ratios to the medians of their priors."""
 
     names: tuple[str, ...]
     known: Mapping[str, Constant]
@@ -124,7 +124,7 @@ class Moves:
         return Rates({**medians, **moved})
 
     def jacobian(self, predict: Callable[[Rates], Array], theta: Array, predicted: Array) -> Array:
-        """Return the derivatives of the predictions by theta [rows, constants]."""
+        """Return the derivatives of the predictions with respect to theta [rows, constants]."""
         columns = []
         for index in range(len(self.names)):
             moved = theta.copy()
@@ -212,7 +212,7 @@ def _log(value: float) -> float:
 
 
 def sensitivity(predict: Callable[[Rates], Array], fitted: Fit, names: Sequence[str]) -> Array:
-    """Return the derivatives of predicted logarithms by the logarithms of constants.
+    """Return the derivatives of predicted logarithms with respect to logarithms of constants.
 
     Args:
         predict: Returns the predicted logarithms [rows].
@@ -237,7 +237,7 @@ def sensitivity(predict: Callable[[Rates], Array], fitted: Fit, names: Sequence[
 
 
 def deviation(predict: Callable[[Rates], Array], fitted: Fit, job: Job) -> Array:
-    """Return the standard deviation of measured from predicted logarithms: constants and noise."""
+    """Return the standard deviation of measured minus predicted logarithms, with noise."""
     derivative = sensitivity(predict, fitted, relevant(fitted.names, job))
     return np.sqrt(
         np.einsum("ij,jk,ik->i", derivative, fitted.covariance, derivative) + fitted.spread**2
@@ -295,7 +295,7 @@ def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants for one device and framework."""
+    """Fitted constants for one device and framework."""
 
     time: Fit
     memory: Fit
@@ -354,7 +354,7 @@ def calibrate(
 def _remaining(
     fitted: Fit, predict: Callable[[Rates], Array], measured: Array, within: float, between: float
 ) -> float:
-    """Return the noise of rows outside of the fit.
+    """Return the noise of rows that are not in the fit.
 
     It lies between the remaining error of the fitted rows and the usual noise, by their number.
     """
@@ -367,7 +367,7 @@ def _remaining(
 
 
 def merged_rates(calibration: Calibration) -> Rates:
-    """Return the constants of time from one fit and those of memory from the other."""
+    """Return the time constants from one fit and the memory constants from the other."""
     memory = {name: calibration.memory.rates[name] for name in MEMORY_NAMES}
     return Rates({**calibration.time.rates.values, **memory})
 
@@ -380,7 +380,7 @@ def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, floa
 
 
 def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple[int, float, float]:
-    """Return the same statistics if every run is predicted by a fit to the other runs.
+    """Return the statistics of `errors_with` when each run is predicted by a fit to the others.
 
     This is the error for an unseen layout of this kind.
     """
@@ -407,7 +407,7 @@ RATE_WIDTH = 0.15
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates that one process of the machine reaches while the others do the same."""
+    """Rates that each process of the machine reaches while all of them are busy."""
 
     products: Mapping[str, float]
     """FLOP/s by `rows x inner x columns`, in the precision of the runs."""
@@ -461,7 +461,7 @@ def priors_from_rates(
 
 
 def calibration_layouts(processes: int, *, batch: int, heads: int) -> list[dict[str, Any]]:
-    """Return layouts that differ in one property each.
+    """Return layouts that each change one property.
 
     These are the micro-batch, the ZeRO stage, tp, pp, and recomputation.
 
@@ -530,7 +530,7 @@ def _layout(
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured run of Plait.
+    """Measured Plait run.
 
     Attributes:
         gpu: Device of the catalogue.
@@ -640,7 +640,7 @@ FORMAT = "plait calibration 1"
 
 @dataclass(frozen=True)
 class CalibrationOrigin:
-    """Device that a calibration was measured on."""
+    """Device on which a calibration was measured."""
 
     gpu: str
     machine: str = ""
@@ -687,22 +687,22 @@ def load_calibration(path: Path) -> tuple[Calibration, CalibrationOrigin]:
         return calibration, CalibrationOrigin(content["gpu"], content["machine"], content["facts"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); write it anew with `plait"
+            f"{path}: cannot be read ({type(error).__name__}: {error}); recreate it with `plait"
             " calibrate`"
         ) from None
 
 
 def refuse_other(path: Path, origin: CalibrationOrigin, *, gpu: str, machine: str) -> None:
-    """Raise InputError if a calibration is for another device than the plan's."""
+    """Raise InputError if a calibration is for a different device than the plan."""
     if origin.gpu != gpu:
         raise InputError(
-            f"{path}: is a calibration of {origin.gpu}, and the plan is for {gpu}; calibrate on"
+            f"{path}: is a calibration of {origin.gpu}, but the plan is for {gpu}; calibrate on"
             " that device"
         )
 
     if gpu == "cpu" and origin.machine != machine:
         raise InputError(
-            f"{path}: is a calibration of {origin.machine!r}, and this is {machine!r}; calibrate"
+            f"{path}: is a calibration of {origin.machine!r}, but this is {machine!r}; calibrate"
             " here"
         )
 

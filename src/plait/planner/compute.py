@@ -182,7 +182,7 @@ def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
 
 
 def kernel_seconds(job: Job, rates: Rates) -> Numbers:
-    """Return the seconds that a GPU kernel takes beyond its work, until the next one starts.
+    """Return the overhead of a GPU kernel in seconds, until the next kernel starts.
 
     On CPU cores they are part of the host's time.
     """
@@ -206,7 +206,7 @@ def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers
 
 
 def _crowd(job: Job, rates: Rates) -> Numbers:
-    """Return the slowdown of a process by others on its machine.
+    """Return the slowdown of a process caused by others on its machine.
 
     Only processes on CPU cores share their memory.
     """
@@ -227,7 +227,7 @@ def _speed(job: Job, rates: Rates) -> Numbers:
 
 
 def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
-    """Return the seconds of a product [rows, inner] x [inner, columns]."""
+    """Return the seconds of a matrix multiplication [rows, inner] x [inner, columns]."""
     tiles = np.ceil(rows / _TILE[0]) * np.ceil(columns / _TILE[1])
     waves = tiles / job.device.units
 

@@ -1,4 +1,4 @@
-"""Configurations as requests of a plan: "auto" is searched for, unmodelled settings are listed.
+"""Conversion of configurations to plan requests, with "auto" searched and unmodelled keys listed.
 
 Values in the file are fixed; "auto" is chosen by the search. `read_file` separates the two, in
 terms of the fields of a layout, and `complete` returns the finished configuration, as `plait train`
@@ -110,10 +110,11 @@ def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_file(examined: ExaminedDocument) -> File:
-    """Return an examined file as something to plan for.
+    """Return an examined file as a configuration to plan for.
 
     Raises:
-        ConfigError: With all problems of the file, except options that the search chooses.
+        ConfigError: The file is invalid. The error lists all problems, except for options that the
+            search chooses.
     """
     return File(
         examined.raw,
@@ -217,7 +218,7 @@ def precision_of(config: Config) -> str | None:
 
 
 def with_settings_of(config: Config, request: Request) -> Request:
-    """Return a request with the settings outside of the layout that the planner models.
+    """Return a request with the modelled settings that are not part of the layout.
 
     These are compilation, the dtype of Adam's moments, and the dtype of the gradient reduction.
     """
@@ -262,7 +263,7 @@ def fixed_by(file: File) -> dict[str, int]:
             Problem(
                 "parallel.recompute.budget_gib",
                 config.parallel.recompute.budget_gib,
-                "the planner chooses budgets itself, and a fixed mode has none",
+                "the planner chooses budgets itself, but a fixed mode has none",
                 "leave it out",
             )
         )
@@ -316,7 +317,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
 
 
 def _defaults(file: File) -> dict[str, int]:
-    """Return the defaults of options that are left out, unless they detail an "auto"."""
+    """Return the defaults of omitted options, except for details of an "auto" option."""
     defaults = {
         name: default
         for path, (name, default) in FIELDS.items()

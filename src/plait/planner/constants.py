@@ -1,4 +1,4 @@
-"""Fitted constants for rates that datasheets do not print, with their uncertainty.
+"""Fitted constants for rates that datasheets do not state, with their uncertainty.
 
 Every constant is a positive factor. The fit determines its logarithm, which has a normal prior.
 `data/constants.json` contains the values that `python -m benchmarks.planner_accuracy --learn` fits
@@ -171,7 +171,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Priors of all constants, before a machine's own runs are seen."""
+    """Priors of all constants, before a fit to the machine's own runs."""
 
     constants: Mapping[str, Constant]
     time_spread: float
@@ -218,7 +218,7 @@ def knowledge() -> Knowledge:
 
 @dataclass(frozen=True)
 class IntervalCoverage:
-    """Share of measurements within the 90 % intervals of their predictions."""
+    """Fraction of measurements within the 90 % intervals of their predictions."""
 
     rows: int
     share: float
@@ -236,7 +236,7 @@ def interval_coverage() -> Mapping[str, IntervalCoverage]:
 
 
 def with_learned(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
-    """Return priors in which constants have the (median, width) of `learned`.
+    """Return priors with the (median, width) of constants in `learned`.
 
     Names that `base` does not have are ignored.
     """
@@ -248,7 +248,7 @@ def with_learned(base: Knowledge, learned: Mapping[str, tuple[float, float]]) ->
 
 
 def coverage_of_intervals(*, experts: bool) -> str:
-    """Return a sentence on how often 90 % intervals hold for sources outside of the fit."""
+    """Return a sentence on how often 90 % intervals hold for sources that were not in the fit."""
     coverage = interval_coverage()
     time = coverage["time_experts" if experts else "time"]
     memory = coverage["memory"]

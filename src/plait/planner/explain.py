@@ -1,4 +1,4 @@
-"""Explain a plan: compare its layout with others."""
+"""Explanation of a plan by comparing its layout with others."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Kind of device with its usual network.
+    """Device type with its usual network.
 
     Units are bytes, seconds and FLOP/s. Bandwidths are those of one direction, FLOP/s those without
     sparsity.
@@ -95,7 +95,7 @@ def device_names() -> tuple[str, ...]:
 
 @cache
 def device(name: str) -> DeviceSpec:
-    """Return a device by its name in the catalogue, or as published tables write it.
+    """Return a device by its name in the catalogue or in published tables.
 
     Raises:
         InputError: The name is unknown.
@@ -155,7 +155,7 @@ def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
 
 
 def only(value: Numbers) -> float:
-    """Return the number of the first candidate, or of all."""
+    """Return the number of the first candidate, or the scalar for all."""
     return float(np.ravel(value)[0])
 
 
@@ -182,7 +182,7 @@ def stack(entries: Sequence[T]) -> T:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of a plan: kind, number, and grouping into machines."""
+    """Devices of a plan: type, number, and grouping into machines."""
 
     device: DeviceSpec
     devices: int

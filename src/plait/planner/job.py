@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.architecture import Architecture
-from plait.planner.built import Counted
+from plait.planner.built import CountedBytes
 from plait.planner.hardware import PRECISIONS, DeviceSpec, Numbers, mapped
 
 ATTENTION = ("flash", "fused", "plain")
@@ -33,7 +33,7 @@ in memory.
 
 @dataclass(frozen=True)
 class Framework:
-    """Properties of one framework; arrays with one entry per candidate."""
+    """Properties of one framework, or arrays with one entry per candidate."""
 
     name: Any
     """Name, and suffix of the constant `stack.NAME`, the fitted speed of its kernels."""
@@ -160,7 +160,7 @@ NORM_LAST = ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "exaone4")
 
 @dataclass(frozen=True)
 class Layouts:
-    """Candidate layouts: arrays of one length, or scalars."""
+    """Candidate layouts: arrays of equal length, or scalars."""
 
     pp: Numbers = 1
     schedule: Numbers = 0
@@ -251,7 +251,7 @@ class Job:
 
     This is so for fused queries, keys and values.
     """
-    counted: Counted | None = None
+    counted: CountedBytes | None = None
     """Saved bytes of the blocks if they were counted, for families without exact formulas."""
 
     @property
@@ -311,7 +311,7 @@ class Job:
 
     @property
     def linear_flops(self) -> Numbers:
-        """Peak FLOP/s of the layers' products."""
+        """Peak FLOP/s of the layers' matrix multiplications."""
         return (
             np.choose(self.precision, [self.device.flops.get(p, np.nan) for p in PRECISIONS])
             * self.device.power
@@ -336,7 +336,7 @@ class Job:
         return self.mapped(lambda value: np.asarray(value)[index], self.layouts.take(index))
 
     def mapped(self, change: Callable[[Numbers], Numbers], layouts: Layouts) -> Job:
-        """Return a job with `change` applied to all numbers, and with other layouts."""
+        """Return a copy of the job with `change` applied to all numbers, and with new layouts."""
         return replace(
             self,
             model=mapped(self.model, change),

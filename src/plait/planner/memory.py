@@ -1,4 +1,4 @@
-"""Memory of a rank at its peak as a sum of named terms, allocated and reserved.
+"""Peak memory of a rank as a sum of named terms, allocated and reserved.
 
 The peak is the largest over ranks and moments. Ranks are the first (most micro-batches in flight,
 the embedding), the last (head and logits) and one between, which may have more layers. Moments are
@@ -47,7 +47,7 @@ class Memory:
     slack: Numbers
     """Bytes that the allocator reserves beyond the allocated ones."""
     context: Numbers
-    """Bytes outside of the allocator: the device's context and communicators."""
+    """Bytes outside the allocator: the device's context and communicators."""
 
     @property
     def allocated(self) -> Numbers:
@@ -83,7 +83,7 @@ def memory_bytes(
 def memory_by_rates(
     job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
 ) -> Callable[[Rates], Memory]:
-    """Return `memory_bytes` as a function of the constants, for callers that try several."""
+    """Return `memory_bytes` as a function of the constants, for repeated evaluation."""
     if not job.has_exact_blocks:
         return lambda rates: _memory_by_formula(job, rates, states)
     # The fullest point of Plait's own step does not depend on the constants.
@@ -280,8 +280,8 @@ def _logits(job: Job, rates: Rates) -> Numbers:
 def _attention_saved(job: Job) -> Numbers:
     """Return the bytes per token that attention saves: queries, keys, values, and its output.
 
-    Latent attention assembles the keys anew. Its eager values are a view of the product that made
-    them together with the keys.
+    Latent attention reassembles the keys. Its eager values are a view of the product that made them
+    together with the keys.
     """
     model = job.model
     width = model.heads * model.head_dim

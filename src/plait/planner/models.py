@@ -3,7 +3,7 @@
 Weights are never read. The inverse, `to_config`, creates the configuration that a plan writes for
 `plait train`.
 
-A configuration is read in three steps: the language model inside of it with the sizes that
+A configuration is read in three steps: the language model inside it with the sizes that
 Transformers adds (`text_part`), its dropout in training (`dropouts_of`), and its sizes
 (`from_config`).
 """
@@ -113,7 +113,7 @@ def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
 
 
 def size_of_transformers(kind: str, name: str) -> int | None:
-    """Return Transformers' default for a size of a family, or None."""
+    """Return the Transformers default for a size of a model family, or None."""
     config_class = _config_class(kind)
     if config_class is None:
         return None
@@ -138,7 +138,8 @@ def _config_class(kind: str) -> Any:
 def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | None:
     """Return the name and configuration of the language model inside a multimodal model.
 
-    As Transformers builds it from `config`. None for language models, and without Transformers.
+    The configuration is the one that Transformers builds from `config`. The result is None for
+    language models, and if Transformers is not installed.
     """
     config_class = _config_class(kind)
     if config_class is None:
@@ -414,7 +415,7 @@ def _check_counts(model: Architecture, source: str) -> None:
             Problem(
                 f"{source}: num_experts_per_tok",
                 model.active,
-                f"a token goes to {model.active} experts, and a layer has {model.experts}",
+                f"a token goes to {model.active} experts, but a layer has {model.experts}",
                 "use at most that many",
             )
         )
@@ -443,7 +444,7 @@ def unknown_layers(model: Architecture) -> str | None:
             f"{kind}: what its layers are is not known to the planner, which counts their"
             f" parameters of the model that Transformers builds ({model.layers} blocks of"
             f" {format_count(float(model.layer_parameters))} and"
-            f" {format_count(float(model.end_parameters))} outside of them), and their time as that"
+            f" {format_count(float(model.end_parameters))} outside them), and their time as that"
             " of Llama's layers; measure a step before you trust times"
         )
 
@@ -464,7 +465,7 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if config_class is None:
         return written
     # The vocabulary determines none of these sizes, and Transformers would print a warning about
-    # special tokens outside of it.
+    # special tokens outside it.
     explicit = {name: value for name, value in config.items() if name != "vocab_size"}
 
     try:
@@ -525,7 +526,8 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     check_places(config, model_type, source)
     if model_type in _NOT_DECODERS:
         raise InputError(
-            f"{source}: {model_type!r} is no decoder-only transformer, which is what can be planned"
+            f"{source}: {model_type!r} is not a decoder-only transformer, the only"
+            " type that can be planned"
         )
     sizes = _required_sizes(config, model_type, source=source, vocab=vocab)
     check_sizes(config, f"{source}: ")
@@ -561,7 +563,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
             Problem(
                 f"{source}: {name}",
                 0,
-                f"a layer has {experts} experts, and a token goes to none",
+                f"a layer has {experts} experts, but a token goes to none",
                 "use at least 1",
             )
         )
@@ -673,7 +675,7 @@ _NOT_FOR_TRAINING = (
 
 
 def find_model(source: str, *, sequence: int | None = None) -> Model:
-    """Return the model of a name in the table, a config.json, or a folder with one.
+    """Return the model for a name in the table, a config.json, or a folder with one.
 
     Args:
         source: Name or path.

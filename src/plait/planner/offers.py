@@ -1,4 +1,4 @@
-"""Techniques that this version of Plait runs, which the search may propose.
+"""Techniques that this version of Plait supports and that the search may propose.
 
 `parallel.order.UNSUPPORTED_COMBINATIONS` lists the pairs that do not work together.
 
@@ -369,7 +369,7 @@ _BOUNDS = {"sp": (0, 1), "stage": (0, 3), "loss_chunk": (0, 10**_MAX_DIGITS - 1)
 
 
 def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
-    """Parse texts such as `tp=4`, `stage=3`, `recompute=full`, or several separated by commas.
+    """Parse strings such as `tp=4`, `stage=3`, `recompute=full`, or several separated by commas.
 
     Returns:
         Numbers by field. A named value becomes its index (`recompute`, `schedule`, `context`), or
@@ -431,7 +431,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
 
 
 def format_fixed(fixed: Mapping[str, int]) -> str:
-    """Return fixed fields as a user writes them, which `parse_fixed` reads."""
+    """Return fixed fields in the notation that `parse_fixed` reads."""
     names = {
         key: {value: name for name, value in table.items()} for key, table in _NAMED_VALUES.items()
     }

@@ -48,7 +48,7 @@ def config_of(
 
 
 def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a planned configuration cannot run because its settings contradict.
+    """Raise ConfigError if the settings of a planned configuration contradict each other.
 
     Options that are "auto" for a caller (Transformers' lr) are not a problem.
     """
@@ -59,7 +59,7 @@ def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
 def chosen(
     request: Request, choice: LayoutChoice, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the options that `config_of` writes into `base`, by the name that the file uses."""
+    """Return the options that `config_of` writes into `base`, by their names in the file."""
     examined = examine(Document("the file", dict(base or {})))
     layout = choice.layout
     planned: dict[str, Any] = {
@@ -156,7 +156,7 @@ def sidecar_of(plan: Plan, choice: LayoutChoice) -> dict[str, Any]:
 
 
 def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
-    """Return a choice as plain values."""
+    """Return a choice as JSON values."""
     layout = {name: value for name, value in choice.layout.items() if name != "offload_activations"}
     names = {
         "schedule": SCHEDULES,
@@ -191,7 +191,7 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as plain values."""
+    """Return a plan as JSON values."""
     shortages = []
     for shortage in plan.shortages:
         shortages.append(

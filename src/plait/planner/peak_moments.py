@@ -55,7 +55,7 @@ Terms = dict[str, Numbers]
 
 @dataclass(frozen=True)
 class Units:
-    """Parameters of a rank, in elements of the units that are gathered and reduced together.
+    """Parameters of a rank: elements of the units that are gathered and reduced together.
 
     Arrays have one entry per candidate.
     """
@@ -64,7 +64,7 @@ class Units:
     block: Numbers
     """Elements of one block after tp, padded to equal shards."""
     root: Numbers
-    """Elements outside of the blocks, in the root unit and in outer units."""
+    """Elements outside the blocks, in the root unit and in outer units."""
     embedding_units: Numbers
     """Elements of embeddings that are outer units. Stage 3 frees them after their forward."""
     head_unit: Numbers
@@ -107,7 +107,7 @@ class States:
 
 @dataclass(frozen=True)
 class _Rank:
-    """Rank of a pipeline with all inputs of its moments. Bytes are of one micro-batch."""
+    """Pipeline rank with all inputs of its moments. Bytes are per micro-batch."""
 
     job: Job
     states: Terms
@@ -350,12 +350,12 @@ def _saved_bytes(rank: _Rank, blocks: Numbers) -> Numbers:
 
 
 def _where(exists: Numbers, terms: Terms) -> Terms:
-    """Return zeros where a step has no such moment."""
+    """Return `terms` with zeros for candidates whose step has no such moment."""
     return {name: np.where(exists, value, 0.0) for name, value in terms.items()}
 
 
 def _shard_bytes(rank: _Rank, elements: Numbers) -> Numbers:
-    """Return the bytes of gradient shards on the device for so many unsharded elements."""
+    """Return the bytes of gradient shards on the device for a number of unsharded elements."""
     return (1 - rank.states["offloaded"]) * _GRADIENT_BYTES * elements / rank.shards
 
 
@@ -366,7 +366,7 @@ def _new_shard_bytes(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers
 
 
 def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = False) -> Numbers:
-    """Return the bytes of gathered weights in the dtype of computation.
+    """Return the bytes of gathered weights in the compute dtype.
 
     Args:
         rank: The rank.
@@ -415,7 +415,7 @@ def _head_gradients(rank: _Rank, moment: _Moment, *, last: bool) -> Numbers:
 
 
 def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory at the reduction of a head that is an outer unit."""
+    """Yield the memory during the reduction of a head that is an outer unit."""
     units = rank.units
     added = np.asarray(moment.added)
     exists = _reduces(rank, last) & (units.head_unit > 0) & (np.asarray(moment.holding.head) > 0)
@@ -458,12 +458,12 @@ def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
 def _block(
     rank: _Rank, moment: _Moment, *, done: Numbers, last: bool
 ) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory of the backward of a block, and of the reduction at its end.
+    """Yield the memory during the backward of a block, and during the reduction at its end.
 
     Args:
         rank: The rank.
         moment: Its contents before the backward of the stage.
-        done: Blocks of the stage whose backward is done.
+        done: Number of blocks of the stage whose backward is done.
         last: Whether this is the last backward of the stage in the step.
     """
     units = rank.units
@@ -513,7 +513,7 @@ def _block(
 
 
 def _ends(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory at the reduction of everything outside of the blocks."""
+    """Yield the memory during the reduction of everything outside the blocks."""
     units = rank.units
     added = np.asarray(moment.added)
     sums = (rank.stage <= 1) & (added > 0)

@@ -1,4 +1,4 @@
-"""Pipeline schedules in the planner: idle time, and what a rank holds during a step.
+"""Pipeline schedules in the planner: idle time, and the tensors of a rank during a step.
 
 Idle shares are published formulas, or were read from torch's action lists. For the best candidates
 an event simulation of the schedule's table refines them. Micro-batches in flight here are those of
@@ -98,7 +98,7 @@ def in_flight_last(layouts: Layouts) -> Numbers:
 def _in_flight(
     layouts: Layouts, plain: Numbers, interleaved: Numbers, interleaved_zb: Numbers
 ) -> Numbers:
-    """Return the micro-batches in flight from those of 1F1B and of interleaved stages."""
+    """Select the micro-batches in flight by schedule, from those of 1F1B and interleaved stages."""
     pp = np.asarray(layouts.pp, dtype=float)
     micro_batches = np.asarray(layouts.accumulation, dtype=float)
     # In the order of SCHEDULES.
@@ -162,15 +162,15 @@ class Holding:
     ended: Numbers
     """Blocks of stages with all of their backwards done."""
     root: Numbers
-    """1 if parameters outside of the blocks had some of their backwards."""
+    """1 if parameters outside the blocks had some of their backwards."""
     root_ended: Numbers
-    """1 if parameters outside of the blocks had all of their backwards."""
+    """1 if parameters outside the blocks had all of their backwards."""
     running: Numbers
     """Blocks of the stage that is in its backward; 0 if there is no such moment."""
     head: Numbers
     """1 if this is the model's last stage, and its loss is in memory."""
     ends_root: Numbers
-    """1 if this is the last backward of parameters outside of the blocks."""
+    """1 if this is the last backward of parameters outside the blocks."""
 
 
 _USUAL_MOMENT = 2
@@ -340,7 +340,7 @@ def _moments_of_table(
     stage_index = is_stage.argmax(axis=1)
 
     def before(*which: Kind) -> NDArray[np.int64]:
-        """Return how many of these actions of each stage are done before every action."""
+        """Return the number of these actions of each stage that are done before every action."""
         done = np.cumsum(is_stage & np.isin(kinds, which)[:, None], axis=0)
         return np.concatenate([np.zeros_like(done[:1]), done[:-1]])
 
@@ -398,7 +398,7 @@ def _row(
 
 
 def _representative_micro_batches(table: str, pp: int, microbatches: int) -> int:
-    """Return a number of micro-batches with all different moments of a longer step."""
+    """Return a number of micro-batches that covers all distinct moments of a longer step."""
     if TABLES[table].placement == "v":
         return min(microbatches, 3 * pp)
     rounds = max(1, microbatches // pp)

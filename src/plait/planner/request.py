@@ -1,4 +1,4 @@
-"""Request of a plan (model, devices, batch), and candidate layouts of it as jobs to price.
+"""Plan request (model, devices, batch), and its candidate layouts as jobs to price.
 
 `estimate` computes time and memory of candidates in one call, by the closed forms.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from plait.errors import InputError, Problem, raise_problems
-from plait.planner.built import Counted, counted, not_counted
+from plait.planner.built import CountedBytes, counted, not_counted
 from plait.planner.constants import Rates, knowledge
 from plait.planner.hardware import PRECISIONS, Cluster, Numbers
 from plait.planner.job import Job, Layouts, plait
@@ -144,7 +144,7 @@ def job_of(request: Request, layouts: Layouts) -> Job:
 
 
 def formula_notes(request: Request) -> list[str]:
-    """Return notes on properties of a model that the formulas do not price as they run.
+    """Return notes on properties of a model that the formulas only approximate.
 
     These are blocks that are not counted, attention scores in memory, and dropout on CPU cores.
     """
@@ -169,7 +169,7 @@ def formula_notes(request: Request) -> list[str]:
     return [note for note in notes if note]
 
 
-def _count(request: Request) -> Counted | None:
+def _count(request: Request) -> CountedBytes | None:
     # Compiled blocks save other tensors than the eager ones that are counted.
     if request.compile:
         return None

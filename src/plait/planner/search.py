@@ -98,7 +98,7 @@ def price(
     *,
     calibration: Calibration | None = None,
 ) -> list[LayoutChoice]:
-    """Predict the cost of given layouts, whether they fit or not.
+    """Predict the cost of given layouts, whether or not they fit.
 
     Args:
         request: Model, cluster and batch.
@@ -193,7 +193,7 @@ def _broadcast_job(job: Job, count: int) -> Job:
 
 
 def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibration) -> int:
-    """Return how many of the first choices may be as fast as the first one.
+    """Return the number of leading choices that may be as fast as the first one.
 
     A choice ties if it is faster with a probability of at least `_TIE_PROBABILITY`. Uncertainty
     that two layouts share, such as that of the speed of matrix products, does not separate them.
@@ -235,7 +235,7 @@ _HOST_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Shortage:
-    """Region of the space in which nothing fits, and what its smallest candidate needs."""
+    """Region of the space in which nothing fits, and the memory of its smallest candidate."""
 
     region: str
     candidates: int

@@ -1,4 +1,4 @@
-"""Space of candidate layouts of a model on a cluster, and regions that are excluded by rules.
+"""Space of candidate layouts of a model on a cluster, and regions that rules exclude.
 
 The rules are those of the engine: heads divide over tp, every rank gets complete micro-batches, and
 a pipeline has at least one layer per stage and as many micro-batches as stages. Layouts that only
@@ -77,7 +77,7 @@ class Space:
         return ~on_host | ~self._of_layouts(fits & ~on_host)
 
     def _of_layouts(self, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return for every candidate whether one of the same layout is among `which`."""
+        """Return, for every candidate, whether `which` contains one with the same layout."""
         return np.bincount(self.number, weights=which)[self.number] > 0
 
     def between(
@@ -180,7 +180,7 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
 
 @dataclass(frozen=True)
 class _SpaceBuilder:
-    """Inputs of a space, with the candidates and exclusions so far."""
+    """Builder of a space: its inputs, and the candidates and exclusions so far."""
 
     model: Architecture
     cluster: Cluster
@@ -301,7 +301,7 @@ def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
 
     proposed = [fixed["pp"]] if "pp" in fixed else divisors(ranks)
     if "pp" not in fixed and not builder.split.pipeline:
-        # More stages than layers are obviously impossible, and not worth a note.
+        # More stages than layers are obviously impossible, not worth a note.
         proposed = [pp for pp in proposed if pp <= builder.model.layers]
     return builder.without_refused(proposed, lambda pp: _refuse_stages(builder, pp, ranks))
 

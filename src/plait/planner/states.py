@@ -1,4 +1,4 @@
-"""Model states of Plait to the byte, from the ledger of its techniques.
+"""Exact bytes of Plait's model states, from the ledger of its techniques.
 
 The ledger is asked for the embedding, one block and the head; a stage is the sum of its parts. The
 facts about parameters are derived from an Architecture, so that no model is built; tests compare
@@ -158,7 +158,7 @@ def _gpt2_block(model: Architecture) -> list[Entry]:
 def _adjust_to_count(
     model: Architecture, dense: list[Entry], routed: list[Entry], share: float
 ) -> tuple[list[Entry], list[Entry]]:
-    """Adjust the parameters of a layer to the number that was counted on the built model.
+    """Adjust the parameters of a layer to their number in the built model.
 
     Args:
         model: Sizes of the model.
@@ -205,7 +205,7 @@ def _with_elements(entries: list[Entry], count: float) -> list[Entry]:
 
 
 def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
-    """Return the parameters outside of the blocks, by embedding, positions, norm and head.
+    """Return the parameters outside the blocks, by embedding, positions, norm and head.
 
     A tied head has none.
     """
@@ -217,7 +217,7 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
         positions = [("positions", (model.positions, model.hidden), None)]
     embedding: list[Entry] = [("embedding", (model.vocab, model.hidden), 0)]
     if model.end_parameters:
-        # All other parameters outside of the layers are assumed to be before them.
+        # All other parameters outside the layers are assumed to be before them.
         embedding = _with_elements(
             embedding, min(int(model.embedding_parameters), model.vocab * model.hidden)
         )
@@ -423,7 +423,7 @@ class _DistinctLayouts:
 
         Args:
             entries: The parameters.
-            unit: 0 if they are a block, -1 if they are outside of the blocks.
+            unit: 0 if they are a block, -1 if they are outside the blocks.
             compute: Dtype of forward and backward. None computes in float32.
             reduce: See `account_states`.
             form: See `account_states`.
@@ -456,7 +456,7 @@ class _DistinctLayouts:
 
         return {
             "weights": memory["parameters"],
-            # Unsharded until the last micro-batch, which replaces them by shards block by block.
+            # Unsharded until the last micro-batch, which replaces them with shards block by block.
             "gradients": np.maximum(memory["gradients"], memory["unsharded_gradients"]),
             "optimizer": memory["optimizer"],
             "on_device": memory["unsharded_gradients"],
@@ -500,7 +500,7 @@ class _PartsOfModel:
     tied: bool
 
     def bytes_on_rank(self, layers: np.ndarray, present: Bytes) -> Bytes:
-        """Return the bytes on a rank with so many blocks and the ends that are present."""
+        """Return the bytes on a rank with a number of blocks and the ends that are present."""
         ends = self.ends
         states = {}
         for kind, value in self.block.items():
@@ -538,7 +538,7 @@ class _PartsOfModel:
     def units_on_rank(
         self, layers: np.ndarray, present: Bytes, holdings_of_rank: Holdings
     ) -> Units:
-        """Return the units of a rank with so many blocks and the ends that are present."""
+        """Return the units of a rank with a number of blocks and the ends that are present."""
         head = self._elements(self.ends["embedding" if self.tied else "head"])
         outer = {
             end: np.where(self.single, self._elements(self.ends[end]) * present[end], 0.0)
@@ -619,7 +619,7 @@ def _parts_of_model(
 
 
 def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray, Holdings]]:
-    """Return the layers and holdings of the first and the last rank, and of one between them.
+    """Return the layers and holdings of the first, a middle and the last rank.
 
     The model is partitioned as in the engine: equal blocks, and the head's product on the last
     stage (`pipeline.estimates.forward_costs`, in elements).

@@ -334,7 +334,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
 
 
 def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the most layers of a stage before the last one, and the layers of the last stage.
+    """Return the largest number of layers of any stage before the last, and that of the last.
 
     Plait partitions the model so that the slowest stage is as fast as possible, including the head
     (`parallel.pipeline.estimates`). With one chunk per rank the last stage has fewer layers by the
@@ -408,7 +408,7 @@ def rank_parameters(job: Job) -> Numbers:
 
 
 def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers]:
-    """Return the exposed seconds of a layer's collectives, both passes, per micro-batch."""
+    """Return the exposed seconds of a layer's collectives in both passes, per micro-batch."""
     model = job.model
     layouts = job.layouts
     hidden_bytes = job.element_bytes * job.tokens * model.hidden
@@ -467,7 +467,7 @@ def _data_traffic(
     backward: Numbers,
     forward: Numbers,
 ) -> tuple[Numbers, Numbers]:
-    """Return the exposed seconds of gradients and weights, and the slowdown of computation.
+    """Return the exposed seconds of gradient and weight traffic, and the slowdown of computation.
 
     Args:
         job: The candidates.

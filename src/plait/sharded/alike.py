@@ -1,4 +1,4 @@
-"""Checks that ranks which must be equal are equal: their inputs at the start, their replicas later.
+"""Checks that ranks agree: on their inputs at the start, and on their replicas later.
 
 Ranks with different models, configurations or versions would exchange tensors of different shapes,
 or wrong tensors of the same shape, and no collective would detect it. The check of inputs runs
@@ -311,7 +311,8 @@ def compare_replicas(
         step: Number of the step, for the error.
 
     Raises:
-        NumbersError: Replicas differ. It names the first tensor and the ranks, on all ranks.
+        NumbersError: Replicas differ. Raised on all ranks. The error names the first tensor and
+            ranks.
     """
     local = _local_differences(model, optimizer, mesh)
     # Usually there is none. One number is cheaper to exchange than Python objects.
@@ -400,7 +401,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_minority(sums: torch.Tensor, ranks: list[int], axis: str) -> str:
-    """Return a description of the ranks whose sum is not that of most ranks.
+    """Return a description of the ranks whose sum differs from that of the majority.
 
     Args:
         sums: Sum of each rank, [ranks].

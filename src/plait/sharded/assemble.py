@@ -71,7 +71,7 @@ WeightFiller = Callable[..., None]
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model that the techniques of a configuration can be applied to.
+    """Model to which the techniques of a configuration can be applied.
 
     Attributes:
         model: The unsharded model.
@@ -89,7 +89,7 @@ class CheckedModel:
 
     @property
     def parts(self) -> Parts:
-        """The model in the form that techniques are applied to."""
+        """The model in the form to which techniques are applied."""
         return Parts(model=self.model, blocks=self.blocks, plans=self.plans)
 
     def with_resolved(self, resolved: Resolved) -> CheckedModel:
@@ -145,7 +145,7 @@ def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
 
 @contextmanager
 def destroying_new_group() -> Iterator[None]:
-    """Destroy a process group that was made inside of the context if it ends with an error.
+    """Destroy a process group that was created inside the context if it ends with an error.
 
     A corrected call then starts as the first one did.
     """
@@ -216,9 +216,10 @@ def shard(
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
     # Calls that would take shards for full weights raise InputError.
-    refuse_copies(model)
+    layout = resolved.layout
+    refuse_copies(model, is_split=layout.pp * layout.tp * layout.ep > 1)
     explain_methods(model)
-    refuse_partial_folders(model, pp=resolved.layout.pp, tp=resolved.layout.tp)
+    refuse_partial_folders(model, pp=layout.pp, tp=layout.tp)
     refuse_pickled_shards(model)
     watch_shards_of(model)
     if tier is not None:
@@ -235,7 +236,7 @@ def split(
 ) -> tuple[Mesh, Parts, int]:
     """Build the mesh, and apply every technique to the model in place. Collective.
 
-    A model on meta stays there. Refusals come before the process group is made, except for
+    A model on meta stays there. Refusals come before the process group is created, except for
     differences between ranks.
 
     Args:
@@ -298,7 +299,7 @@ def _warn_if_little_is_split(plan: TensorPlan | None, model: nn.Module, *, ep: i
 
 
 def accept_full_tensors(model: nn.Module) -> None:
-    """Let `load_state_dict` of a model, or of a part of it, also take full tensors.
+    """Make `load_state_dict` of a model, or of a part of it, also accept full tensors.
 
     Each rank loads its slice of every parameter. torch itself cannot copy a plain tensor into a
     DTensor.
@@ -311,7 +312,7 @@ def accept_full_tensors(model: nn.Module) -> None:
 def _slice_full_tensors(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Replace full tensors of the right shape by this rank's slice.
+    """Replace full tensors of the right shape with this rank's slice.
 
     Tensors of a wrong shape stay, because torch's error names them.
     """

@@ -1,8 +1,8 @@
-"""KV caches: which kind a model supports, and an empty cache of that kind.
+"""KV caches: the type that a model supports, and an empty cache of that type.
 
 Transformers' sliding-window layers keep their last tokens as a view of all tokens of a forward, so
 after a long prompt every layer would hold the full prompt in memory until the next token. The
-caches that are made here copy the window instead (`_copy_windows`).
+caches that are created here copy the window instead (`_copy_windows`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _is_output_field(argument: str) -> bool:
 def requires_single_prefill(model: nn.Module) -> bool:
     """Return True if a model has to read a prompt in one forward.
 
-    Models with recurrent states do, and models whose tokens attend to later ones.
+    This applies to models with recurrent states, and to models whose tokens attend to later ones.
     """
     return attends_to_later_tokens(model) or has_recurrent_state(model)
 
@@ -174,7 +174,7 @@ def has_recurrent_state(model: nn.Module) -> bool:
 
 
 def counts_tokens(model: nn.Module) -> bool:
-    """Return True if every layer of a model's cache knows the number of tokens it has seen.
+    """Return True if every layer of a model's cache counts the tokens that it has seen.
 
     If only some of them know it, a pipeline stage may have none of these.
     """
@@ -182,7 +182,7 @@ def counts_tokens(model: nn.Module) -> bool:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """Return the layers of an empty cache, or nothing if the model does not support one."""
+    """Return the layers of an empty cache, or an empty list if the model does not support one."""
     if not supports_cache(model):
         return []
     from transformers import DynamicCache

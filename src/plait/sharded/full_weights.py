@@ -1,4 +1,4 @@
-"""Full tensors of a sharded model, bucket by bucket, for a generator, a broadcast or a file.
+"""Full tensors of a sharded model, one bucket at a time, for a generator, broadcast or file.
 
 Note [Order of gathers]
     Every rank iterates over the same list of names, so the all-gathers of shards and the broadcasts

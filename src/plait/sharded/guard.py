@@ -1,4 +1,4 @@
-"""Guards of a training loop: failed steps leave nothing behind, and wrong calls are refused.
+"""Guards of a training loop, which clean up after failed steps and refuse wrong calls.
 
 `Guard` watches the calls of one sharded model, `RunningForwards` the forwards of its model, and
 `UnchangedParameters` warns about parameters that training does not change.
@@ -73,7 +73,7 @@ class Guard(StepHook):
             self._forward_handle.remove()
 
     def recover_in_forwards(self) -> None:
-        """Recover at the start of every forward of the model too.
+        """Also recover at the start of every forward of the model.
 
         In the user's own training loop no call of Plait follows a `loss.backward()` that
         raises.
@@ -90,7 +90,7 @@ class Guard(StepHook):
 
     @contextmanager
     def running(self, lost: FailureScope) -> Iterator[None]:
-        """Record a failure of the code inside of the context, which runs the model.
+        """Record a failure of the code inside the context, which runs the model.
 
         Args:
             lost: What is lost if the code raises.
@@ -116,7 +116,7 @@ class Guard(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surround every backward of the sharded model."""
+        """Wrap every backward of the sharded model."""
         self.backwards += 1
         self.reduced = False
         WATCH.phase(BACKWARD)
@@ -128,7 +128,7 @@ class Guard(StepHook):
                 self.in_backward = False
 
     def recover(self) -> bool:
-        """Clear the state that a failure left. Collective after a failure on all ranks.
+        """Clear the state after a failure. Collective if all ranks failed.
 
         Every call of the sharded model does this first. See Note [Clearing a failed step].
 
@@ -136,7 +136,7 @@ class Guard(StepHook):
             Whether the gradients of a step were lost.
 
         Raises:
-            InputError: The sharded model was closed, or does not own the model any more.
+            InputError: The sharded model was closed, or no longer owns the model.
         """
         if self.replaced:
             raise InputError(
@@ -181,8 +181,8 @@ class Guard(StepHook):
         ):
             raise InputError(
                 f"{self._variable}.step() found gradients that {self._variable}.backward did not"
-                " make: loss.backward() does not divide by the number of micro-batches and ranks;"
-                f" call {self._variable}.backward(loss)"
+                " produce: loss.backward() does not divide by the number of micro-batches and"
+                f" ranks; call {self._variable}.backward(loss)"
             )
         if has_unreduced(self._parts.model):
             self._refuse_unreduced_gradients()
@@ -220,7 +220,7 @@ class Guard(StepHook):
 
     def _refuse_unreduced_gradients(self) -> None:
         remedy = (
-            "run the forward and backward of a step's last micro-batch outside of"
+            "run the forward and backward of a step's last micro-batch outside"
             f" {self._variable}.accumulate()"
         )
         if self._variable == "engine":
@@ -266,7 +266,7 @@ def _mixed_tensors_message(error: Exception, parts: Parts) -> str:
     if stage:
         read = "read no weight there" if stage == 3 else "read a weight after that"
         explanations.append(
-            f"outside of the model's forward its parameters are shards (ZeRO stage {stage}):"
+            f"outside the model's forward its parameters are shards (ZeRO stage {stage}):"
             f" let forward= call the model and not the modules inside it, and {read}, or use ZeRO"
             " stage 0"
         )
@@ -290,7 +290,8 @@ def checked_loss(loss: Any, variable: str = "engine") -> torch.Tensor:
         variable: Name of the user's variable, for messages.
 
     Raises:
-        InputError: It is not a tensor, has more than one element, or requires no gradient.
+        InputError: The argument is not a tensor, has more than one element, or requires no
+            gradient.
     """
     if not isinstance(loss, torch.Tensor):
         raise InputError(
@@ -311,9 +312,10 @@ def checked_loss(loss: Any, variable: str = "engine") -> torch.Tensor:
 
 
 class RunningForwards:
-    """Counter of the forwards of a model that are running, nested ones included.
+    """Counter of a model's running forwards, including nested ones.
 
-    It lets calls that need all ranks be refused in the middle of a forward, before they do harm.
+    Calls that need all ranks are refused while a forward runs, because they would deadlock or
+    change its state.
 
     Attributes:
         running: Number of forwards that are running.
@@ -345,7 +347,7 @@ STEPS = 10
 
 
 class UnchangedParameters:
-    """Compares all trainable parameters before the first update and after `STEPS` updates.
+    """Comparison of all trainable parameters before the first update and after `STEPS` updates.
 
     It compares a sum over the bits of each parameter. Other steps cost nothing.
     """
@@ -371,7 +373,7 @@ class UnchangedParameters:
             self._before = self._digests()
 
     def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Count an update. Update `STEPS` compares the parameters, and the next call warns.
+        """Count an update. Update number `STEPS` compares the parameters, and the next call warns.
 
         Collective in update `STEPS`. The next call reads its result without waiting for the device.
 

@@ -90,12 +90,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{index} is no index of safetensors ({type(error).__name__}: {error});"
+            f"{index} is not a safetensors index ({type(error).__name__}: {error});"
             f" {_DOWNLOAD_AGAIN}"
         ) from error
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(
-            f"{index} is no index of safetensors: weight_map is not tensors' names to files;"
+            f"{index} is not a safetensors index: weight_map does not map tensor names to files;"
             f" {_DOWNLOAD_AGAIN}"
         )
     return table
@@ -103,7 +103,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file inside of the context.
+    """Open a safetensors file inside the context.
 
     Raises:
         CheckpointError: The file, or a tensor that is requested from it, cannot be read.
@@ -113,7 +113,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is no readable safetensors file ({error}); {_DOWNLOAD_AGAIN}"
+            f"{path} is not a readable safetensors file ({error}); {_DOWNLOAD_AGAIN}"
         ) from error
 
 
@@ -135,7 +135,7 @@ def load_weights(
         unsplit_model: The model on meta, if `model` is a stage of it.
 
     Raises:
-        CheckpointError: Tensors are missing, left over or of another shape. It names them.
+        CheckpointError: Tensors are missing, unexpected or of another shape. The error names them.
     """
     folder = Path(folder)
     files = weight_files(folder)
@@ -176,7 +176,7 @@ def _in_batches(names: list[str], targets: dict[str, torch.Tensor]) -> Iterator[
 
 
 def _mapped_bytes(target: torch.Tensor) -> int:
-    """Return the number of bytes of a file that reading this rank's slice of a tensor maps.
+    """Return the bytes of a file that are mapped to read this rank's slice of a tensor.
 
     A slice of columns maps all of its rows. The dtype in the file is taken to be the target's.
     """
@@ -267,7 +267,7 @@ def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], st
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], bool]:
-    """Return a predicate for names of files that the model need not have, by Transformers' rules.
+    """Return a predicate for file names that the model need not have, by Transformers' rules.
 
     They are layers that the model's class declares as unused, and `_OLD_BUFFERS`.
     """

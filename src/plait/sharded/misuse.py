@@ -1,4 +1,4 @@
-"""Refusals of models, losses, optimizers and calls that would silently train wrong weights."""
+"""Refusal of models, losses, optimizers and calls that would silently train wrong weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from plait.cluster.topology import discover, place
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.losses.loss import PerSample
+from plait.model.adapters import refuse_rank_allocation
 from plait.optim.optimizer import needs_closure, refuse_sharded
 from plait.parallel.hooks import StepHook
 from plait.parallel.parts import Parts
@@ -37,11 +38,13 @@ GATHERED_AT_ONCE = 2**24
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
-    """Raise ModelError for layers whose weight or gradient depends on the batch of one process.
+    """Raise ModelError for layers whose weight or gradient would be that of one process alone.
 
     Needs no process group.
     """
     ranks = resolved.layout.dp * resolved.layout.cp
+    if resolved.data_parallel.stage == 3 and ranks > 1:
+        refuse_rank_allocation(model)
     is_copied = (
         resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
     )
@@ -66,7 +69,7 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
 
 
 def check_placement(resolved: Resolved) -> None:
-    """Refuse tensor parallelism wider than a machine, and warn of groups that span machines.
+    """Refuse tensor parallelism wider than a machine, and warn about groups that span machines.
 
     An existing process group is the user's choice, and is not checked.
 
@@ -83,7 +86,7 @@ def check_placement(resolved: Resolved) -> None:
 
 
 def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) -> None:
-    """Warn on rank 0 of a large model without blocks, which ZeRO stage 3 gathers all at once.
+    """Warn on rank 0 about a large model without blocks, which ZeRO stage 3 gathers all at once.
 
     Args:
         model: The model.
@@ -128,7 +131,7 @@ def _explain_error(method: Callable[..., Any], name: str) -> Callable[..., Any]:
             if MIXED_TENSORS not in str(error):
                 raise
             raise InputError(
-                f"{name} computes with parameters that are shards outside of the model's forward; "
+                f"{name} computes with parameters that are shards outside the model's forward; "
                 "call it from forward() (which may choose it by a flag of the batch), or use ZeRO "
                 "stage 0"
             ) from error
@@ -171,7 +174,7 @@ def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
     pp = mesh.layout.pp
     if pp > 1 and not isinstance(cache, StageCaches):
         raise InputError(
-            f"parallel.pp = {pp}: predict(cache=...) got a {type(cache).__name__}, and each of "
+            f"parallel.pp = {pp}: predict(cache=...) got a {type(cache).__name__}, but each of "
             f"{pp} stages computes keys and values of its own blocks only; pass what "
             "engine.new_cache() returns"
         )
@@ -179,7 +182,7 @@ def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
 
 
 def refuse_own_batches(parts: Parts, call: str) -> None:
-    """Refuse a call that passes a batch to the model unchanged if a technique changes batches.
+    """Refuse a call that bypasses the techniques' changes of a batch.
 
     Args:
         parts: The model after all techniques were applied.
@@ -196,14 +199,14 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
             if type(hook).transform is not StepHook.transform
         )
         raise InputError(
-            f"{call} passes a batch to the model unchanged, and {techniques} must transform every"
+            f"{call} passes a batch to the model unchanged, but {techniques} must transform every"
             " micro-batch (for example to this rank's part of the sequence); call"
             " engine.train_batch, engine.eval_batch or engine.predict(batch)"
         )
 
 
 def refuse_split_experts(parts: Parts, call: str) -> None:
-    """Refuse a call that some ranks may make more often, if experts are on several ranks.
+    """Refuse a call that ranks may make different numbers of times, if experts are distributed.
 
     Ranks exchange tokens in every layer, so such a call could wait forever.
 
@@ -269,12 +272,12 @@ def _modules_of(loss: Any) -> Iterator[nn.Module]:
 
 
 def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that a caller made for the model, if it can train the model.
+    """Check an optimizer that the caller created for the model, and return it.
 
     Raises:
-        InputError: It is no optimizer, it updates parameters that are not the model's, or its step
-            needs a closure.
-        ModelError: It does not support sharded parameters.
+        InputError: The object is not an optimizer, updates parameters outside the model, or needs a
+            closure.
+        ModelError: The optimizer does not support sharded parameters.
     """
     if not hasattr(optimizer, "param_groups"):
         raise InputError(
@@ -289,7 +292,7 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not"
                     " (or no longer) part of the model, so its gradient would not be reduced; build"
                     " the optimizer over the parameters that the function receives, or over"
-                    " model.parameters() inside of it"
+                    " model.parameters() inside it"
                 )
     if needs_closure(type(optimizer)):
         raise InputError(
@@ -302,7 +305,7 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer
 
 
 def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler: Any) -> None:
-    """Warn on rank 0 of a section of the file that an argument of the caller replaces."""
+    """Warn on rank 0 about a section of the file that an argument of the caller overrides."""
     if place().rank != 0:
         return
     replacements = (

@@ -52,7 +52,7 @@ _ATTRIBUTE = "_plait"
 
 
 class ShardedModel:
-    """A model that was sharded in place and is still the user's own object.
+    """A model that was sharded in place. It remains the user's object.
 
     `sharded.assemble.shard` makes its arguments.
 
@@ -69,7 +69,7 @@ class ShardedModel:
         region: Tensor-parallel region, or None.
         tier: Files of optimizer states, gradients or parameters, or None.
         scaler: Loss scaler of float16, or None.
-        is_evaluating: Whether the model is inside of `evaluating`.
+        is_evaluating: Whether the model is inside `evaluating`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShardedModel:
 
         self.is_evaluating = False
         self._evaluating_thread: int | None = None
-        """Identifier of the thread that is inside of `evaluating`, or None."""
+        """Identifier of the thread that is inside `evaluating`, or None."""
         self._evaluation_lock = threading.Lock()
 
         self._shapes: list[tuple[str, nn.Parameter, torch.Size]] = []
@@ -116,7 +116,7 @@ class ShardedModel:
             self._compared_collectives.enter_context(ComparedCollectives())
         free_after_evaluation(parts.model, unless=lambda: self.is_evaluating)
 
-        # A plain attribute of the user's model, outside of nn.Module's registries: no wrapper, no
+        # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no
         # global table, and all names stay as they are.
         object.__setattr__(parts.model, _ATTRIBUTE, self)
 
@@ -172,7 +172,7 @@ class ShardedModel:
         return [self.prepare_batch(micro_batch) for micro_batch in batches]
 
     def before_microbatch(self, *, last: bool) -> None:
-        """Announce the forward of a micro-batch to the step hooks.
+        """Notify the step hooks of the forward of a micro-batch.
 
         Args:
             last: Whether the micro-batch is the last of its step.
@@ -295,7 +295,7 @@ class ShardedModel:
     def non_finite_error(
         self, step: int, local_loss: Callable[[], float] | None = None
     ) -> Callable[[float], NumbersError]:
-        """Return a function that builds the error of a non-finite step from its norm.
+        """Return a function that creates the error of a non-finite step from its norm.
 
         The function that is returned is collective.
 
@@ -356,7 +356,7 @@ class ShardedModel:
         """Raise InputError if a call comes from within a forward, a backward or a pipeline's step.
 
         Such a call would free the parameters that the outer computation has gathered, and the other
-        ranks are at other places.
+        ranks would not join its collectives.
 
         Args:
             call: Name of the call, for the message.
@@ -366,7 +366,7 @@ class ShardedModel:
         if self._forwards is not None and (self._forwards.running or self.guard.in_backward):
             pass_name = "forward" if self._forwards.running else "backward"
             raise InputError(
-                f"{call} was called inside of the model's {pass_name} (by a hook, or by one of its"
+                f"{call} was called inside the model's {pass_name} (by a hook, or by one of its"
                 " modules), which computes with parts of the model on each rank, and the call would"
                 " change what it has gathered; call it before or after"
             )
@@ -374,7 +374,7 @@ class ShardedModel:
     def predict(self, batch: Any, *, cache: Any = None, passes_on: bool = False) -> Any:
         """Return the model's output for one micro-batch in evaluation mode. Collective.
 
-        Several calls in a row are faster inside of `evaluating`.
+        Several calls in a row are faster inside `evaluating`.
 
         Args:
             batch: One micro-batch. With `cache` it is a mapping.
@@ -431,7 +431,7 @@ class ShardedModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set evaluation mode inside of the context.
+        """Set evaluation mode inside the context.
 
         Parameters that `predict` gathers stay gathered until its end. It may be nested in one
         thread.
@@ -466,14 +466,14 @@ class ShardedModel:
 
     @contextmanager
     def logits_for(self, loss_fn: object) -> Iterator[None]:
-        """Leave logits split over the vocabulary inside of the context, if `loss_fn` supports it.
+        """Keep logits split over the vocabulary inside the context, if `loss_fn` supports it.
 
         It changes nothing without tensor parallelism.
         """
         if self.region is None:
             yield
             return
-        self.region.serve(loss_fn)
+        self.region.split_logits_for(loss_fn)
         try:
             yield
         finally:
@@ -493,7 +493,7 @@ class ShardedModel:
 
     @property
     def is_cut(self) -> bool:
-        """True if the model was changed for good, so that no other owner can take it over.
+        """True if the model was changed permanently, so that no other owner can take it over.
 
         That is so if its parameters are shards, or its modules were replaced.
         """
@@ -506,7 +506,7 @@ class ShardedModel:
         )
 
     def release(self) -> None:
-        """Remove all hooks from the model. Does nothing if the model has another owner by now.
+        """Remove all hooks from the model, unless another owner has taken it over.
 
         A replicated model is then as the user passed it, except for its weights.
         """
@@ -548,7 +548,7 @@ def refuse_taken(model: nn.Module) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
             "the model's parameters were split by DeepSpeed itself (its zero.Init, or Transformers'"
-            " HfDeepSpeedConfig), and this process has a part of them; leave that out, and build"
+            " HfDeepSpeedConfig), but this process has a part of them; leave that out, and build"
             " the model with plait.from_pretrained(name)"
         )
     owner = owner_of(model)

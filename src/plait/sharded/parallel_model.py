@@ -28,7 +28,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from plait._torch.passes import backward_was_interrupted, graph_task
 from plait._torch.tensors import local_tensor
-from plait._torch.units import has_unreduced, sharded_modules
+from plait._torch.units import has_unreduced, is_gathered, sharded_modules, zero_gradients
+from plait._torch.zeroing import observe_zero_grad
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, raise_problems
@@ -37,6 +38,7 @@ from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.optimizer import step_by_placement
 from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.parts import Parts
@@ -109,7 +111,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
             Problem(
                 "parallel.loss_chunk_tokens",
                 resolved.loss_chunk_tokens,
-                "only plait.causal_lm_loss is computed in chunks, and no loss is given",
+                "only plait.causal_lm_loss is computed in chunks, but no loss is given",
                 "use 0, and call plait.chunked_causal_lm_loss in your own training loop",
             )
         )
@@ -145,7 +147,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
 
 
 def _refuse_router_losses(model: nn.Module, resolved: Resolved) -> None:
-    """Refuse auxiliary losses of routers, which the loss of your own loop would leave out."""
+    """Refuse auxiliary losses of routers, which the loss of a user's loop would omit."""
     rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
     remedy = "use plait.initialize and engine.train_batch"
     raise_problems(
@@ -218,6 +220,7 @@ class ParallelModel(ShardedModel):
         super().__init__(parts, mesh, config, forward=forward, variable="sharded")
         if self.why_called is None:
             self.guard.recover_in_forwards()
+        observe_zero_grad(self._after_zero_grad)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model. The model itself may be called as well."""
@@ -231,13 +234,13 @@ class ParallelModel(ShardedModel):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate the gradients of the backwards inside of the context.
+        """Accumulate the gradients of the backwards inside the context.
 
         The forward and backward of every micro-batch but the last go inside; the last goes outside.
         Where the ZeRO stage allows it, nothing is communicated inside. An exception inside ends the
-        step and drops its gradients, also those that no optimizer sees yet. At ZeRO 1 and 2
-        `optimizer.zero_grad()` drops only reduced gradients, as with torch's `fully_shard`. A loop
-        that gives up a step after a micro-batch inside has to raise an exception inside.
+        step and drops its gradients. So does `optimizer.zero_grad()` or `model.zero_grad()` for its
+        parameters, inside or afterwards. `parameter.grad = None` is not enough: gradients that are
+        not reduced yet are not in `parameter.grad`.
         """
         self.before_microbatch(last=False)
         try:
@@ -245,6 +248,25 @@ class ParallelModel(ShardedModel):
                 yield
         finally:
             self.before_microbatch(last=True)
+
+    def _after_zero_grad(self, owner: Optimizer | nn.Module, *, set_to_none: bool) -> None:
+        """Drop the gradients that `zero_grad` of an optimizer or a module does not see.
+
+        Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
+        gathered parameters that a module has between its forward and its backward.
+        """
+        is_hidden = isinstance(owner, nn.Module) and is_gathered(self.model)
+        if not (self._watch.has_accumulated or is_hidden):
+            return
+
+        if isinstance(owner, nn.Module):
+            parameters = list(owner.parameters())
+        else:
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        shards = zero_gradients(self.model, parameters, set_to_none=set_to_none)
+        tracker = self.hooks.find(UnusedTracker)
+        if set_to_none and tracker is not None:
+            tracker.forget(shards)
 
     @contextmanager
     def _dropping_failed_step(self) -> Iterator[None]:
@@ -373,7 +395,7 @@ class ParallelModel(ShardedModel):
         """Prepare an optimizer before its first step, and return its stepper."""
         if self.why_called is not None and len(self._steppers):
             raise InputError(
-                f"{self.why_called}: a step ends for all parameters at once, and a second"
+                f"{self.why_called}: a step ends for all parameters at once, but a second"
                 " optimizer would find no gradients; use one optimizer with several parameter"
                 " groups"
             )
@@ -394,7 +416,7 @@ class ParallelModel(ShardedModel):
 
 
 class _WithUnitWeight:
-    """A mean loss in the form (loss, weight) that the checks of a pipeline call."""
+    """A mean loss as (loss, weight), the form that the checks of a pipeline require."""
 
     def __init__(self, loss_fn: MeanLoss) -> None:
         self._loss_fn = loss_fn
@@ -404,7 +426,7 @@ class _WithUnitWeight:
 
 
 class StepWatch(StepHook):
-    """Checks every step of every torch optimizer in this process that holds the model's parameters.
+    """Hook on the steps of all torch optimizers in this process that hold the model's parameters.
 
     It ends when the model is deleted or passed to another engine.
 
@@ -427,6 +449,8 @@ class StepWatch(StepHook):
         self._why_called = why_called
         self.in_handle_step = False
         """True while `ParallelModel.step` runs."""
+        self.has_accumulated = False
+        """True if the step has had a micro-batch that is not its last one."""
         self._model = weakref.ref(model)
 
         # Keyed by id, because parameters compare element by element. An id may be reused after a
@@ -449,6 +473,10 @@ class StepWatch(StepHook):
         for references in (self._current, self._replaced):
             weakref.finalize(model, references.clear).atexit = False
 
+    def before_microbatch(self, last: bool) -> None:
+        """Record that the step accumulates gradients."""
+        self.has_accumulated |= not last
+
     def release(self) -> None:
         """Stop checking."""
         self._handle.remove()
@@ -469,7 +497,7 @@ class StepWatch(StepHook):
 
         if graph_task() is not None and (self._reducer is not None or sharded_modules(model)):
             raise InputError(
-                "optimizer.step() was called inside of loss.backward(), where gradients are not"
+                "optimizer.step() was called inside loss.backward(), where gradients are not"
                 " complete; call it after the backward, or use plait.initialize with"
                 " parallel.optimizer_in_backward = true"
             )
@@ -492,9 +520,10 @@ class StepWatch(StepHook):
             raise InputError(
                 "optimizer.step() was called after backwards inside accumulate() only, which does"
                 " not reduce gradients; run the forward and backward of a step's last micro-batch"
-                " outside of it"
+                " outside it"
             )
 
+        self.has_accumulated = False
         # A forward between the last backward and this step would otherwise keep the old values, or
         # read parameters while they change.
         free_gathered(model)
@@ -531,7 +560,7 @@ class StepWatch(StepHook):
         """Return True if an optimizer holds parameters of the model.
 
         Raises:
-            InputError: It holds parameters that sharding has replaced.
+            InputError: The optimizer holds parameters that sharding has replaced.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:

@@ -83,7 +83,7 @@ def from_pretrained(
 
     if getattr(model, "generation_config", None) is not None:
         model.generation_config = settings
-    # Plain attributes, outside of nn.Module's registries.
+    # Plain attributes, outside nn.Module's registries.
     object.__setattr__(model, _WEIGHTS_FOLDER, folder)
     if callable(getattr(model, "resize_token_embeddings", None)):
         object.__setattr__(
@@ -196,7 +196,7 @@ def resize_remedy(folder: Path, tokens: int) -> str:
 
 
 def weights_of(model: nn.Module) -> Path | None:
-    """Return the folder of the weights of a model of `from_pretrained`, or None.
+    """Return the weights folder of a model that `from_pretrained` returned, or None.
 
     Raises:
         InputError: A module of the model is one of `from_pretrained` without weights. There are no
@@ -208,7 +208,7 @@ def weights_of(model: nn.Module) -> Path | None:
             continue
         if name and next(module.parameters()).is_meta:
             raise InputError(
-                f"`{name}` is a model of plait.from_pretrained, which has no weights yet, inside of"
+                f"`{name}` is a model of plait.from_pretrained, which has no weights yet, inside"
                 f" another one, whose other parameters {folder} does not hold; build it with"
                 f" {type(module).__name__}.from_pretrained, in full in every process"
             )
@@ -257,7 +257,7 @@ def _fetch(name: str, field: str) -> Path:
 
 
 def quantisation_of(config: Any) -> str | None:
-    """Return the quantisation method of a configuration of Transformers.
+    """Return the quantisation method in a Transformers configuration.
 
     Returns:
         The name in config.json ("torchao", "bitsandbytes", ...), or None for weights that are not

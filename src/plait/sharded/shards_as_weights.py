@@ -1,8 +1,8 @@
-"""Refusals of calls that would take the shards of a model for its full weights.
+"""Refusal of calls that would treat the shards of a model as its full weights.
 
 torch pickles a DTensor as the local shard with the full shape. The names and shapes in a file of
 `torch.save(model.state_dict())` look complete, although it holds one rank's part of every weight.
-`copy.deepcopy(model)` fails with an error of torch that names no remedy. Transformers'
+`copy.deepcopy(model)` and `torch.save(model)` fail with errors that name no remedy. Transformers'
 `save_pretrained` would write one process's shards, or fail with an error about storages, unless the
 full weights are passed, and `resize_token_embeddings` would fail with an error about operators.
 """
@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait._torch.tensors import local_tensor
 from plait.errors import InputError
+from plait.model.adapters import with_full_prompts
 
 FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
@@ -101,7 +102,7 @@ def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None
 
 
 def _reduce_shard(tensor: DTensor) -> Any:
-    """Reduce a DTensor for pickle, in place of torch's own method."""
+    """Reduce a DTensor for pickle. Replaces torch's own method."""
     if tensor.device_mesh not in _REMEDIES or _is_called_from("copy", _TORCH_CHECKPOINT):
         return tensor.__reduce_ex__(2)
     if is_full_here(tensor):
@@ -114,7 +115,7 @@ def _reduce_shard(tensor: DTensor) -> Any:
 
 
 def is_full_here(tensor: DTensor) -> bool:
-    """Return True if every rank holds all of a tensor, as at ZeRO stage 0."""
+    """Return True if every rank holds the full tensor, as at ZeRO stage 0."""
     sizes = (tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim))
     return all(
         placement.is_replicate() or size == 1
@@ -125,7 +126,7 @@ def is_full_here(tensor: DTensor) -> bool:
 def _is_called_from(*packages: str) -> bool:
     """Return True if a module of one of the packages is on the stack.
 
-    The search starts at the caller, and ends at the first module outside of torch.
+    The search starts at the caller, and ends at the first module outside torch.
     """
     # Two frames up: the caller of the function that calls this one.
     frame: FrameType | None = sys._getframe(2)
@@ -139,11 +140,33 @@ def _is_called_from(*packages: str) -> bool:
     return False
 
 
-def refuse_copies(model: nn.Module) -> None:
-    """Make `copy.deepcopy` of a model, and of its sharded modules, raise InputError."""
+def refuse_copies(model: nn.Module, *, is_split: bool) -> None:
+    """Make `copy.deepcopy` and pickle of a model, and of its sharded modules, raise InputError.
+
+    Args:
+        model: A model with its layout.
+        is_split: Whether this process has a part of the model even without ZeRO. Only pickle is
+            refused then.
+    """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        is_sharded = isinstance(module, FSDPModule)
+        if is_sharded:
             object.__setattr__(module, "__deepcopy__", types.MethodType(_refuse_copy, module))
+        if is_sharded or (is_split and module is model):
+            object.__setattr__(module, "__reduce_ex__", types.MethodType(_refuse_pickle, module))
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> Any:
+    if _is_called_from("copy"):
+        kind: Any = type(self)
+        return kind.__reduce_ex__(self, protocol)
+    raise InputError(
+        f"{type(self).__name__.removeprefix('FSDP')} cannot be pickled (by torch.save(model), for"
+        " example): it was split or wrapped for its layout, and this process may have only a part"
+        " of the weights; save the tensors of plait.iterate_weights(engine.sharded), or of the"
+        " result of plait.parallelize, which every process calls, or a checkpoint"
+        " (engine.save_checkpoint(folder), trainer.save_model(folder))"
+    )
 
 
 def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
@@ -192,7 +215,7 @@ def _save_full_weights(self: Any, *args: Any, **settings: Any) -> Any:
             f"{type(self).__name__}.save_pretrained, or push_to_hub: each process holds a part of"
             f" the weights; call {_REMEDY}"
         )
-    with own_classes(self):
+    with own_classes(self), with_full_prompts(self, weights):
         return type(self).save_pretrained(self, *args, **settings)
 
 
@@ -240,7 +263,7 @@ def refuse_given_shards(call: str, weights: Any, *, remedy: str) -> None:
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules the classes that they had before they were sharded, inside of the context.
+    """Restore the classes that modules had before they were sharded, inside the context.
 
     For some models (LLaVA, Qwen2-VL) Transformers looks up the names of parameters in files by the
     name of the class.

@@ -1,4 +1,4 @@
-"""Optimizer step on reduced gradients: norm, decision, clipping, update.
+"""Optimizer step on reduced gradients: norm, choice to skip, clipping, update.
 
 The global norm counts each element once on every layout and needs one all-reduce. The error of a
 step that is not finite names the ranks whose loss is not finite and the first bad gradient.
@@ -50,7 +50,7 @@ class StepOutcome:
 
 @dataclass
 class Stepper:
-    """Applies reduced gradients to the parameters of a model."""
+    """Callable that applies reduced gradients to the parameters of a model."""
 
     parameters: list[nn.Parameter]
     """Parameters whose gradients are dropped after each step.
@@ -154,7 +154,7 @@ class Stepper:
         return StepOutcome(norm, skipped)
 
     def zero_grad(self) -> None:
-        """Drop all gradients, also those of parameters that the optimizer does not hold."""
+        """Drop all gradients, including those of parameters that the optimizer does not hold."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -260,7 +260,7 @@ def global_norm(
 def norm_of_norms(
     norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh
 ) -> torch.Tensor:
-    """Return the result of `global_norm`, with the same bits, from norms of local gradients.
+    """Return a result bitwise equal to `global_norm`, from norms of local gradients.
 
     Collective over the model-parallel ranks.
 

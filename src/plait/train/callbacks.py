@@ -1,4 +1,4 @@
-"""Callbacks of `run.callbacks`: functions of the user that receive the events of a run."""
+"""Callbacks of `run.callbacks`: user functions that receive the events of a run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _import_callback(name: str) -> Any:
         return definition
 
     _check_call(
-        definition, 0, name, "the class is made without arguments", "give its arguments defaults"
+        definition, 0, name, "the class is created without arguments", "give its arguments defaults"
     )
     # `definition.__call__` would be that of the metaclass.
     defining_classes = (base for base in definition.__mro__ if "__call__" in vars(base))

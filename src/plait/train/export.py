@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a folder that `from_pretrained` opens.
+"""Export of a checkpoint to a folder that `from_pretrained` can load.
 
 The checkpoint may have any layout. Its weights are streamed, one file at a time. An exported folder
 can be compared with its checkpoint: tensors, logits and generated tokens.
@@ -147,7 +147,7 @@ def export(
 def _exported_names(
     model: nn.Module, stored: dict[str, Any], checkpoint: CheckpointFolder
 ) -> list[str]:
-    """Return the names of the tensors to write: each tied tensor under its first name only.
+    """Return the names of the tensors to write, each tied tensor only under its first name.
 
     Raises:
         CheckpointError: The checkpoint lacks a tensor of the model.
@@ -173,7 +173,7 @@ def _write_weights(
     sizes: dict[str, int],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Write the tensors in their order, and an index if they need several files."""
+    """Write the tensors in order, and an index if they need several files."""
     total_bytes = sum(sizes.values())
     written_bytes = 0
     files = _group_by_file(sizes, FILE_BYTES)
@@ -245,7 +245,7 @@ def _verify(verify: Callable[[Path], None], temporary: Path, out: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the files of a folder to the disk. Raises OSError."""
+    """Flush the files of a folder to disk. Raises OSError."""
     for path in folder.rglob("*"):
         if path.is_dir():
             places.sync_folder(path)
@@ -278,7 +278,7 @@ LOGIT_TOLERANCE = {
 
 
 def _load_with_transformers(folder: Path) -> Any:
-    """Open the folder as a user of Transformers does.
+    """Load the folder as a Transformers user would.
 
     Raises:
         CheckpointError: Transformers cannot open it.
@@ -328,7 +328,7 @@ def compare_reloaded(checkpoint: CheckpointFolder, out: Path) -> int:
 
 @dataclass(frozen=True)
 class ExportComparison:
-    """Agreement of Plait's model of a checkpoint with Transformers' model of the exported folder.
+    """Agreement between Plait's model of a checkpoint and Transformers' model of the export.
 
     Attributes:
         logits: Largest difference of a logit of the prompt.

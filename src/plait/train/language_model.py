@@ -40,7 +40,7 @@ _NOT_SHAPE = {
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """Model that has shapes but no weights yet.
+    """Model on the meta device, without weights.
 
     Attributes:
         model: The model, on the meta device.
@@ -160,7 +160,7 @@ def _load_config(
 
 
 def _instantiate(config: PreTrainedConfig, section: ModelSection) -> nn.Module:
-    """Create the model on the meta device, with errors of its class as errors of the section."""
+    """Create the model on the meta device. Errors of its class become errors of the section."""
     from transformers import AutoModelForCausalLM
 
     kind = config.model_type

@@ -6,15 +6,15 @@ resumed run computes what an uninterrupted one would. The loop notifies listener
 itself.
 
 Note [Reading a step's numbers]
-    A GPU works behind the program. If the loop read the loss of a step at once, the device would
+    A GPU runs asynchronously. If the loop read the loss of a step immediately, the device would
     idle until the program has queued the next step. The numbers are therefore copied to pinned
-    memory behind the step, and read when the next step is queued. That wait ends with the copy
+    memory after the step, and read when the next step is queued. That wait ends with the copy
     (`.item()` would also wait for the next step), and it keeps the program at most one step ahead.
 
-    Listeners hear of a step one step late. Where something depends on the numbers (validation, a
-    checkpoint, the end), all of them are read first, so a checkpoint never holds a step whose
-    numbers nobody has looked at. All ranks read at the same positions, so they stop at the same
-    one.
+    Listeners receive the event of a step one step late. Where something depends on the numbers
+    (validation, a checkpoint, the end), all of them are read first, so a checkpoint never contains
+    a step whose numbers were not checked. All ranks read at the same positions, so they stop at the
+    same one.
 
 Note [Stopping together]
     A signal reaches the ranks at different moments, or only one of them. A single rank that stopped
@@ -61,7 +61,7 @@ from plait.events import (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 STOP_REQUESTED = 1
-"""Number that stands for a request of the program itself, in place of a signal.
+"""Code of a stop request by the program itself, instead of a signal number.
 
 It is less than any signal of `_SIGNALS`, so that the signal wins if both occur.
 """
@@ -77,7 +77,7 @@ class Position:
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Everything the loop works with.
+    """Objects that the training loop works with.
 
     Attributes:
         engine: Engine that takes the steps.
@@ -176,7 +176,7 @@ def train(context: TrainingContext, start: Position) -> int:
 
 
 def _is_multiple(step: int, interval: int) -> bool:
-    """Return True if the step ends an interval. The interval 0 never ends."""
+    """Return True if the step is a multiple of the interval; 0 means never."""
     return interval > 0 and step % interval == 0
 
 
@@ -195,7 +195,7 @@ def _validate(context: TrainingContext, step: int) -> None:
 
 @dataclass
 class _CheckpointWriter:
-    """Starts asynchronous checkpoints, and reports each one when it is on the disk."""
+    """Writer that starts asynchronous checkpoints and reports each when it is on disk."""
 
     context: TrainingContext
     _position: Position | None = None
@@ -231,7 +231,7 @@ class _CheckpointWriter:
         )
 
     def report(self, *, wait: bool) -> None:
-        """Remove old checkpoints and emit the event if the checkpoint is on the disk."""
+        """Remove old checkpoints and emit the event if the checkpoint is on disk."""
         if self._position is None:
             return
         path = self.context.engine.checkpoint_written(wait=wait)
@@ -263,7 +263,7 @@ class _PendingStep:
 
 
 class _StepReader:
-    """Reads the numbers of queued steps and emits their events.
+    """Reader of the numbers of queued steps, which emits their events.
 
     See Note [Reading a step's numbers].
 
@@ -342,7 +342,7 @@ class _StepReader:
 
 
 class StepClock:
-    """Measures the time between the ends of consecutive steps.
+    """Clock for the time between the ends of consecutive steps.
 
     A GPU runs behind the program: when the numbers of a step are read, the next step may be queued
     or even finished. The clock therefore records the end of a step as an event on the device. On a
@@ -508,4 +508,4 @@ class Trainable(Protocol):
         """
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """Return a checkpoint that has reached the disk since the last call, or None."""
+        """Return a checkpoint that was completed on disk since the last call, or None."""

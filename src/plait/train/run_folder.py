@@ -1,4 +1,4 @@
-"""Folder of a run: its paths, whether it holds a run to resume, and starting over.
+"""Folder of a run: its paths, the run to resume in it, and how to start over.
 
     config.json              resolved configuration of the last start
     tokenizer/               opens with AutoTokenizer.from_pretrained
@@ -183,6 +183,6 @@ def _refuse_differences(checkpoint: Place, old: dict[str, Any], new: dict[str, A
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             problems.append(
-                Problem(name, new[name], f"{checkpoint} was made with {old[name]!r}", remedy)
+                Problem(name, new[name], f"{checkpoint} was created with {old[name]!r}", remedy)
             )
     raise_problems(problems)

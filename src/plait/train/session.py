@@ -1,7 +1,7 @@
 """Complete training run of a configuration.
 
 `check` finds what can be wrong before any process exists: the command calls it without a process
-group. `run` is what every process then does. Both print nothing; they notify listeners. `cautions`
+group. `run` trains in every process. Both print nothing; they notify listeners. `run_warnings`
 returns warnings about settings that are valid but probably not intended.
 """
 
@@ -55,7 +55,7 @@ _CHECKED_STEPS = 200
 
 @dataclass(frozen=True)
 class ValidatedRun:
-    """Run that can begin: its text is tokenised, its model fits, and its folder does not conflict.
+    """Run that can start: its text is tokenised, its model fits, and its folder does not conflict.
 
     Attributes:
         checked: The model and its resolved configuration, after all checks.
@@ -92,7 +92,7 @@ class ValidatedRun:
 
     @property
     def complete(self) -> bool:
-        """True if earlier runs of the command did all steps."""
+        """True if previous runs of the command have completed all steps."""
         return self.position.step >= self.section.steps
 
     @property
@@ -104,7 +104,7 @@ class ValidatedRun:
 def check(
     config: Config, *, world_size: int, cache: Path, say: Callable[[str], None], fresh: bool = False
 ) -> ValidatedRun:
-    """Check everything about a run that can be known before its processes exist.
+    """Run all checks of a run that need no processes.
 
     This prepares the data, which may take a while.
 
@@ -175,7 +175,7 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
             Problem(
                 "train_batch_size",
                 batch,
-                f"one step takes {batch} sequences and the text has {available} of"
+                f"one step takes {batch} sequences, but the text has {available} of"
                 f" {data.sequence_length} tokens",
                 "add more text to data.paths, or lower the batch or data.sequence_length",
             )
@@ -247,7 +247,7 @@ def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
         ConfigError: One of them, or `data.source`, is missing.
     """
     problems = []
-    rule = "the file does not have it, and plait train needs it"
+    rule = "the file does not have it, but plait train needs it"
     if config.model is None:
         example = '"model": {"config": {"model_type": "llama", "hidden_size": 320}}'
         problems.append(Problem("model", None, rule, f"add it, for example {example}"))
@@ -299,8 +299,8 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     """
     resolved = checked.resolved
     section = checked.section
-    # The folder caches the measured links. Its path does not affect the run, so it is no setting of
-    # the configuration.
+    # The folder caches the measured links. Its path does not affect the run, so it is not a
+    # setting of the configuration.
     data_parallel = resolved.data_parallel.model_copy(
         update={"kept_links": str(checked.folder.links)}
     )
@@ -418,7 +418,7 @@ def _check_same_on_all_ranks(checked: ValidatedRun) -> None:
     """Raise InputError if ranks differ in model, text or position. Collective.
 
     Machines may have different copies of a file. Without this check the run would silently train on
-    inputs that nobody intended.
+    unintended inputs.
     """
     identity = {**checked.identity, "position": asdict(checked.position)}
     identities = all_gather_objects(identity)
@@ -479,7 +479,7 @@ WARMUP_PARAMETERS = ("warmup_num_steps", "num_warmup_steps")
 """Names of the warm-up steps in schedulers of DeepSpeed and of Transformers."""
 
 
-def cautions(resolved: Resolved, *, processes: int, cores: int, on_gpus: bool) -> list[str]:
+def run_warnings(resolved: Resolved, *, processes: int, cores: int, on_gpus: bool) -> list[str]:
     """Return one line per questionable setting.
 
     Args:

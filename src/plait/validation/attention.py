@@ -1,4 +1,4 @@
-"""Attention of context parallelism: the device's fused kernels compared with products in float64.
+"""Attention of context parallelism: fused kernels compared with float64 matrix multiplications.
 
 The second half of a sequence attends to both halves, as a rank of a ring of two does: once for each
 half of the keys, with the results combined by their log-sum-exp.
@@ -44,7 +44,7 @@ NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
 
 @dataclass(frozen=True)
 class Case:
-    """Treatment of attention scores by a layer."""
+    """Dtype and mask of one attention comparison."""
 
     dtype: torch.dtype
     window: bool = False
@@ -76,7 +76,7 @@ CASES = (
 
 
 def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Compare every case, then again with other positions, windows and documents.
+    """Compare every case, and repeat with other positions, windows and documents.
 
     The second time nothing may be compiled: a training run has hundreds of positions.
     """
@@ -211,5 +211,5 @@ def attention(
 
 
 def relative_error(computed: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest exact number."""
+    """Return the largest difference as a fraction of the largest exact value."""
     return float((computed.double() - exact).abs().max() / exact.abs().max())

@@ -1,4 +1,4 @@
-"""The checks of `plait doctor --validate`, in the order of their value, with planned seconds.
+"""The checks of `plait doctor --validate`, most valuable first, with planned seconds.
 
 Planned times are those that rows took on an H100, rounded up. A layout with more ranks than there
 are GPUs runs with several ranks per GPU over gloo. That shows whether its numbers are right and
@@ -44,7 +44,7 @@ PACKAGES_OF_PEERS = {"deepspeed": "DeepSpeed", "liger_kernel": "Liger"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of a machine that decide which rows it can run."""
+    """Facts of a machine that determine which rows it can run."""
 
     gpus: int
     memory_bytes: int
@@ -56,7 +56,7 @@ class Machine:
 
 
 def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
-    """Return the rows for a machine in the order of their value.
+    """Return the rows for a machine, most valuable first.
 
     Args:
         machine: Rows that it cannot run have the reason in `unavailable`.
@@ -241,7 +241,7 @@ def _parity() -> list[Row]:
 
 
 def _compiled_parity() -> list[Row]:
-    """Configurations that compile, which is slow, so they come after the first throughput."""
+    """Configurations that compile. They run late, because compilation is slow."""
     return [
         Row(
             "parity/compile",
@@ -315,7 +315,7 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
 
 
 def _on_several_gpus(gpus: int) -> list[Row]:
-    """Rows that measure NCCL. They need a GPU per rank, and all GPUs take part."""
+    """Rows that measure NCCL. They need one GPU per rank and use all GPUs."""
     one_gpu = (
         "there is one GPU; ranks that share a GPU talk through host memory and show nothing about"
         " NCCL"

@@ -1,4 +1,4 @@
-"""Upper limits of the machine: memory bandwidth, matrix products, host link and collectives."""
+"""Upper limits of the machine: memory bandwidth, matrix multiplications, host link, collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CALLS = 10
 
 
 def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Measure a copy on the device and a large bfloat16 product."""
+    """Measure a copy on the device and a large bfloat16 matrix multiplication."""
     figures = datasheet(context)
     size = context.size(PRODUCT_SIZE, small=64)
     nbytes = context.size(GIB, small=MIB)
@@ -111,7 +111,7 @@ def datasheet(context: Context) -> DeviceSpec:
 
 
 def too_slow(name: str, rate: float, figure: float) -> str:
-    """Return what is wrong with a rate. Empty if nothing is; a figure of NaN is not compared."""
+    """Return why a rate is too low, or "" if it is not. NaN figures are not compared."""
     if not rate < LEAST_SHARE * figure:
         return ""
     return (
@@ -129,7 +129,7 @@ def copy_rate(context: Context, nbytes: int) -> float:
 
 
 def seconds_of(context: Context, operation: Callable[[], object], *, calls: int = _CALLS) -> float:
-    """Return the median seconds of one call, from rounds of several calls between two waits."""
+    """Return the median seconds per call, from rounds of several calls between two waits."""
     calls = context.size(calls, small=1)
     rounds = context.size(_ROUNDS, small=1)
     # The first call loads the kernel.

@@ -1,4 +1,4 @@
-"""Context of a check (rank, device, results of earlier rows), and the models that checks share.
+"""Context of a check (rank, device, results of earlier rows), and models that checks share.
 
 Models are built from configurations, so nothing needs a network. On a GPU they are built on the
 device itself: drawing the weights of a model of 2 B parameters on the host takes half a minute.
@@ -39,7 +39,7 @@ NO_TIMES = "a simulated device has no times; the code that measures them ran to 
 
 @dataclass
 class Context:
-    """Rank of a launch."""
+    """Context of the checks on one rank of a launch."""
 
     rank: int
     world: int
@@ -74,7 +74,7 @@ class Context:
         return small if self.is_small else full
 
     def group(self) -> Mesh:
-        """Return the mesh of all ranks. The first call makes the process group. Collective."""
+        """Return the mesh of all ranks. The first call creates the process group. Collective."""
         if self.mesh is None:
             # NCCL refuses two ranks on one GPU, so such ranks communicate over gloo.
             if self.shares_gpu:
@@ -95,11 +95,11 @@ class Context:
         return accelerator.peak_bytes(self.device)
 
     def free_bytes(self) -> int:
-        """Return the device memory that no process uses."""
+        """Return the unused device memory."""
         return accelerator.free_bytes(self.device)
 
     def release_memory(self) -> None:
-        """Collect garbage and give memory that the allocator keeps back to the device."""
+        """Collect garbage, and free the memory that the allocator caches."""
         # Reference cycles keep tensors alive until the collector runs.
         gc.collect()
         accelerator.release_cached_memory(self.device)
@@ -162,7 +162,7 @@ OPTIMIZER: Mapping[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 @dataclass(frozen=True)
 class Workload:
-    """A Llama and the batch of a rank's step."""
+    """Llama model and the batch of one rank's step."""
 
     hidden: int
     ffn: int
@@ -188,7 +188,7 @@ class Workload:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of the products of one layer."""
+        """Number of matrix parameters of one layer."""
         # Queries and the output have all heads, keys and values the key/value heads.
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         # Gate, up and down.
@@ -196,20 +196,20 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """All parameters of products, and the embedding."""
+        """Number of matrix parameters, including the embedding."""
         # The embedding and the head are not tied.
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
     @property
     def layer_flops(self) -> float:
-        """Model FLOPs of one layer in a step: products, and causal attention counted by half."""
+        """Model FLOPs of one layer in a step: weight matrices, and half of full attention."""
         products = 6.0 * self.layer_parameters * self.tokens
         attention = 6.0 * self.heads * self.head_dim * self.length * self.tokens
         return products + attention
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a rank's step, without recomputation."""
+        """Model FLOPs of one rank's step, without recomputation."""
         return self.layers * self.layer_flops + 6.0 * self.vocabulary * self.hidden * self.tokens
 
     @property
@@ -268,7 +268,7 @@ def largest_size(
         if required_bytes[name] <= free:
             return size
     raise NotRun(
-        f"needs {min(required_bytes.values()) / GIB:.1f} GiB, and the device has {free / GIB:.1f}"
+        f"needs {min(required_bytes.values()) / GIB:.1f} GiB, but the device has {free / GIB:.1f}"
         " GiB free"
     )
 

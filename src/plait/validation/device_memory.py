@@ -161,7 +161,7 @@ def library_bytes(context: Context, dtype: torch.dtype) -> int:
 
 
 def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Train the model that is predicted to take a share of the memory.
+    """Train the model whose predicted peak is a given fraction of the device memory.
 
     `settings["trains"]` is False for a model that must run out of memory.
     """
@@ -172,7 +172,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
     least = context.size(LEAST_BYTES, small=LEAST_SIMULATED_BYTES)
     if limit < least:
         raise NotRun(
-            f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}"
+            f"the device has {format_bytes(free)} free, but this check needs {format_bytes(least)}"
         )
     # The allocator enforces the limit, so that the prediction is tested against it.
     if limit < free and not context.is_small:
@@ -207,7 +207,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def shape_of(limit: float) -> Workload:
-    """Return a shape whose layers take about a twentieth of `limit` each.
+    """Return a shape whose layers each need about a twentieth of `limit`.
 
     A layer has 12.25 x hidden^2 parameters, with 16 bytes each.
     """
@@ -226,7 +226,7 @@ def shape_of(limit: float) -> Workload:
 
 
 def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Workload, int]:
-    """Return the model whose peak is closest to a share of the memory, and its predicted peak.
+    """Return the model whose predicted peak is closest to a fraction of the memory, and that peak.
 
     Args:
         limit: Bytes of memory.

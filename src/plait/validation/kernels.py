@@ -2,7 +2,7 @@
 
 The planner's constants that follow from the kernels are written as a calibration file, which
 `plait plan --calibrate FILE` reads. The measured constants get the uncertainty of a rate that is
-measured outside of a step; all others keep the shipped values. `plait calibrate` also measures
+measured outside a step; all others keep the shipped values. `plait calibrate` also measures
 training steps, and takes longer.
 
 `rank_of_plan` runs one rank of a planned layout of eight devices.
@@ -93,7 +93,7 @@ def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def products(context: Context, workload: Workload) -> dict[str, float]:
-    """Return FLOP/s of the products of a layer and of the head, in bfloat16, by their shape."""
+    """Return FLOP/s of a layer's and the head's bfloat16 matrix multiplications, by shape."""
     rows = context.size(TOKENS, small=64)
     width = (workload.heads + 2 * workload.kv_heads) * workload.head_dim
     shapes = [
@@ -159,7 +159,7 @@ def _forward_and_backward(
 
 
 def norms(context: Context, workload: Workload) -> dict[str, float]:
-    """Return seconds of RMSNorm with its backward, fused and as Transformers writes it."""
+    """Return seconds of RMSNorm with its backward, fused and in Transformers' implementation."""
     rows = context.size(TOKENS, small=64)
     x = _random_parameter(context, rows, workload.hidden)
     weight = torch.ones(
@@ -218,7 +218,7 @@ def addition(context: Context) -> float:
 
 
 def small_kernel(context: Context) -> float:
-    """Return the seconds per kernel of a long series of kernels that compute almost nothing.
+    """Return the seconds per kernel of a long series of nearly empty kernels.
 
     It is the longer one of the time in which the host launches a kernel and the time in which the
     device runs it.

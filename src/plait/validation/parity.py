@@ -1,11 +1,11 @@
-"""Layouts on the device compared with one process, as `plait verify` compares them.
+"""Comparison of layouts on the device with one process, as in `plait verify`.
 
 In float64 the reference is one process on the CPU, which shares no kernel with the device. In the
 configured precision the layout may be 1.2 times as far from float64 as one process on the device is
 (`verify.report`).
 
-References depend on the model, the data and the optimizer, and not on the layout. Rows of one
-process that agree in those share them, so the trace on the CPU is computed once.
+References depend on the model, the data and the optimizer, not on the layout. Single-process
+rows with the same model, data and optimizer share them, so the trace on the CPU is computed once.
 """
 
 from __future__ import annotations

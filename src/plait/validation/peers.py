@@ -1,4 +1,4 @@
-"""Trainers that `throughput` compares: Plait, and the same step written with torch or DeepSpeed.
+"""Trainers that `throughput` compares: Plait, and the same step in plain torch or DeepSpeed.
 
 All compute in bfloat16 on float32 parameters, reduce in float32, clip the gradient norm to 1 and
 use the fused AdamW. Torch's peers are written as its documentation recommends. Each trainer returns
@@ -40,7 +40,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TimedTrainer:
-    """A model with its optimizer."""
+    """Training step of a model with its optimizer, and how to release them."""
 
     step: Callable[[Batch], torch.Tensor]
     """Runs one optimizer step and returns the loss, 0-dimensional, on the device."""
@@ -76,7 +76,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Block(nn.Module):
-    """A layer of a Llama, with torch's fused RMSNorm and attention."""
+    """Llama layer with torch's fused RMSNorm and attention."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A hand-written Llama without anything that its training does not need."""
+    """Hand-written Llama that contains only what its training needs."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def liger_fsdp2(context: Context, workload: Workload) -> TimedTrainer:
 
 
 def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
-    """Return Plait with Liger's kernels and its own loss in chunks in place of Liger's."""
+    """Return Plait with Liger's kernels, but Plait's own chunked loss."""
     sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
     model = on_device(workload, context.device)
     restore = give_liger_kernels(model, fused_linear_cross_entropy=False)
@@ -244,7 +244,7 @@ def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
 
 
 def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) -> Callable[[], None]:
-    """Give a Transformers Llama Liger's kernels.
+    """Install Liger's kernels in a Transformers Llama.
 
     Returns: Function that restores Transformers' module. Liger replaces classes in it, and later
         models of this process would have its kernels as well.

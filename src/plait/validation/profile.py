@@ -1,4 +1,4 @@
-"""A profile of training steps: kernels, gaps, idle times, and waits of the host for the device.
+"""Profile of training steps: kernels, gaps, idle times, and waits of the host for the device.
 
 Every wait empties the queue of kernels: the device then idles until the host has launched the next
 ones. torch warns of such operations (`torch.cuda.set_sync_debug_mode`). The warnings are Python
@@ -209,7 +209,7 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 def outside(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of `intervals` that lie in none of `others`. Both are sorted and merged."""
+    """Return the parts of `intervals` outside all `others`. Both are sorted and merged."""
     parts = []
     first = 0
     for begin, end in intervals:

@@ -1,4 +1,4 @@
-"""Rows of a validation, their results, and the document and the summaries made of them.
+"""Rows of a validation, their results, and the document and summaries of the results.
 
 A row is one check with its settings. This module is plain data: the process that starts the checks
 needs neither torch nor a GPU.
@@ -25,7 +25,7 @@ LIMIT_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Row:
-    """Check of the catalogue."""
+    """One check of the catalogue, with its settings and limits."""
 
     name: str
     """Name as `check/variant`, for `--only` and for the document."""
@@ -80,11 +80,11 @@ class Verdict:
 
 
 class NotRun(Exception):
-    """Reason why a check cannot run on this machine. All ranks raise it, or none."""
+    """A check cannot run on this machine. Raised on all ranks or none."""
 
 
 def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:
-    """Return a verdict that has passed if there are no problems, and has failed otherwise."""
+    """Return a passed verdict if there are no problems, and a failed one otherwise."""
     return Verdict("failed" if problems else "passed", "; ".join(problems), numbers)
 
 
@@ -224,7 +224,7 @@ def _profile(numbers: Numbers) -> str:
 def _memory(numbers: Numbers) -> str:
     errors = []
     measured = []
-    # Each case has a list with an entry per rank. The other numbers are no lists.
+    # Each case has a list with an entry per rank. The other numbers are not lists.
     for value in numbers.values():
         for rank in value if isinstance(value, list) else ():
             if isinstance(rank, Mapping) and "predicted" in rank:

@@ -1,4 +1,4 @@
-"""Runs rows in processes of their own and within a time budget.
+"""Runner of validation rows in separate processes, within a time budget.
 
 Note [Turns]
     Rows that need the same number of ranks share one launch. The parent decides which row is next
@@ -59,7 +59,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Runner:
-    """Runs rows within a time budget. See Note [Turns] and Note [Which rows run]."""
+    """Runner of rows within a time budget. See Note [Turns] and Note [Which rows run]."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Runner:
             raise Interrupted
 
     def seconds_left(self) -> float:
-        """Return the rest of the budget."""
+        """Return the remaining budget in seconds."""
         return self._deadline - time.monotonic()
 
     def skip(
@@ -139,7 +139,7 @@ class Runner:
     def _no_time_for(
         self, row: Row, rows: Sequence[Row], later: Sequence[Row], *, launching: bool
     ) -> str:
-        """Return why there is no time for a row. Empty if it fits. See Note [Which rows run]."""
+        """Return why there is no time for a row, or "" if there is. See Note [Which rows run]."""
         more_valuable = {other.name for other in rows[: rows.index(row)]}
         reserved = [
             other for other in later if other.name in more_valuable and not other.unavailable
@@ -291,7 +291,7 @@ class _Launch:
         return [self._finished(outcome, reason, self._partial)]
 
     def _late(self) -> str:
-        """Return why the row must be stopped. Empty if it may continue."""
+        """Return why the row must be stopped, or "" if it may continue."""
         limit = self._pending[0].limit_seconds if self._running else LAUNCH_LIMIT_SECONDS
         if time.monotonic() - self._since <= limit:
             return ""
@@ -315,7 +315,7 @@ class _Launch:
 
 
 def batches(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows into launches: one per number of ranks, one for each row with its own process.
+    """Group rows into launches: one per number of ranks, and one per row with its own process.
 
     Rows that cannot run are in the group of those with as many ranks, where they start nothing.
     """

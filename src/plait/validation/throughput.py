@@ -1,10 +1,11 @@
-"""Throughput of a Llama of 8B width: Plait, torch's FSDP2 and a hand-written model compared.
+"""Throughput of a Llama with 8B widths under Plait, torch's FSDP2 and a hand-written model.
 
 Note [Visits]
     A model with as many layers as fit leaves no room for a second one, so contenders cannot be
-    resident together. A visit builds one on the device, warms it up, times some steps and frees
-    it. Rounds of visits alternate the order, so that a drift of the clocks meets all of them. The
-    first visit of each includes compilation. Rounds are added while the row's planned time lasts.
+    resident together. A visit builds one on the device, warms it up, times some steps and frees it.
+    Rounds of visits alternate the order, so that a drift of the clocks affects all of them equally.
+    The first visit of each includes compilation. Rounds are added while the row's planned time
+    lasts.
 
 Note [FLOPs]
     Model FLOPs of a step are 6 x parameters of products x tokens, plus 6 x width x length x tokens
@@ -134,7 +135,7 @@ def first_workload(context: Context, accumulation: int = 1) -> Workload:
 
 
 def layers_that_fit(free_bytes: float, workload: Workload) -> int:
-    """Return how many layers a training step on one GPU has room for.
+    """Return the number of layers for which a training step fits on one GPU.
 
     Two moments of a step decide. At the end of the forward there are 12 bytes per parameter
     (float32 weights and both moments of Adam), the gathered embedding and head in bfloat16, the
@@ -160,7 +161,7 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
     if layers < LEAST_LAYERS:
         needed = (forward_fixed + LEAST_LAYERS * forward_layer) / MARGIN
         raise NotRun(
-            f"{LEAST_LAYERS} layers need {format_bytes(needed)}, and the device has"
+            f"{LEAST_LAYERS} layers need {format_bytes(needed)}, but the device has"
             f" {format_bytes(free_bytes)} free"
         )
     return min(layers, MOST_LAYERS)
@@ -208,7 +209,7 @@ def first_visits(
 
 
 def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | None:
-    """Return a visit, None if memory ran out, or the error of a contender that does not run.
+    """Return a visit, None if memory ran out, or the error of a contender that failed.
 
     With several ranks every error is raised: the others wait in a collective, so the launch ends.
     """
@@ -273,7 +274,7 @@ def timed_steps(
 def another_round_fits(
     context: Context, rounds: Sequence[Mapping[str, Visit]], settings: Mapping[str, Any]
 ) -> bool:
-    """Return whether the row's planned time lasts for one more round. Collective."""
+    """Return whether one more round fits into the row's planned time. Collective."""
     if context.is_small:
         return len(rounds) < 2
     if len(rounds) >= settings.get("rounds", MOST_ROUNDS):

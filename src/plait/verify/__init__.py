@@ -1,1 +1,1 @@
-"""Comparison of a layout with one process: small model, ragged data, two references, report."""
+"""Comparison of a layout with one process, on a small model and ragged data."""

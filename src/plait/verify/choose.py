@@ -1,4 +1,4 @@
-"""Choice of a small model that stands for the one that a user names.
+"""Choice of a small model that represents the user's model.
 
 A user names a `model` section, a folder, a name on the hub, a config.json or a function. Candidates
 are tried from small to large, each by one forward and backward on the CPU in float64. An
@@ -62,7 +62,7 @@ class ModelChoice:
 
 
 def choose(config: Config, source: str | None, *, layout: Layout) -> ModelChoice:
-    """Return the small model that stands for the user's model.
+    """Return the small model that represents the user's model.
 
     Args:
         config: The configuration, whose `model` section is used if `source` is None.
@@ -226,7 +226,7 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
 
 
 def _least_depth(layout: Layout) -> int:
-    """Return the smallest number of blocks. A pipeline needs two per stage."""
+    """Return the smallest number of blocks for a layout. A pipeline needs two per stage."""
     if layout.pp == 1:
         return shrink.DEPTH
     return max(shrink.DEPTH, 2 * layout.pp)
@@ -277,8 +277,8 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
     names = list(inspect.signature(model.forward).parameters)
     if not embeddings or not names:
         raise InputError(
-            f"--model {path}: the module has no embedding, so it is no language model; return"
-            " (module, loss, micro_batch), where micro_batch(samples, generator) makes a"
+            f"--model {path}: the module has no embedding, so it is not a language model; return"
+            " (module, loss, micro_batch), where micro_batch(samples, generator) creates a"
             " micro-batch, and loss is as plait.initialize takes it"
         )
     return {
@@ -289,7 +289,7 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
 
 
 class _TooLarge(ModelError):
-    """Error for a model whose smallest version is too large."""
+    """The smallest version of a model is too large."""
 
     def __init__(self, title: str, size: int) -> None:
         rule = (

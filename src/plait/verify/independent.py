@@ -1,4 +1,4 @@
-"""Second reference, which uses torch's autograd and numpy and no code of Plait.
+"""Second reference, which uses torch's autograd and numpy but no Plait code.
 
 `parity.reference_trace` runs Plait's loss and Plait's choice of optimizer. A mistake in one of them
 would be on both sides of that comparison. Here cross entropy, the mean over the targets of a step,
@@ -38,7 +38,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """Results of a training. All arrays are float64.
+    """Results of a training run. All arrays are float64.
 
     A gradient is clipped. It is None if no micro-batch of the step used the parameter.
     """

@@ -1,4 +1,4 @@
-"""Context that keeps a float64 model in float64, by skipping the model's own casts.
+"""Context that keeps a float64 model in float64 by skipping the model's own casts.
 
 Transformers' norms, softmax and routers compute in float32 whatever the model's dtype is. This
 rounding turns a difference of 1e-16 between two layouts into one of 1e-7, which hides real errors.
@@ -66,7 +66,7 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
     that copies, wrappers and recomputation of the model are covered.
 
     Args:
-        model: The model. Nothing happens if it has no float64 parameters.
+        model: The model. One without float64 parameters is left unchanged.
         others: Optimizer classes whose `step` is treated the same, because it narrows on purpose
             (torch's Muon multiplies in bfloat16).
     """
@@ -89,7 +89,7 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
 
 
 def _owners(model: nn.Module) -> set[tuple[type[Any], str]]:
-    """Return the classes outside of torch that define the forwards of a model's modules."""
+    """Return the classes outside torch that define the forwards of a model's modules."""
     owners = set()
     for kind in {type(module) for module in model.modules()}:
         owner = _owner(kind, "forward")
@@ -116,7 +116,7 @@ def _owner(kind: type, name: str) -> type[Any]:
 
 
 def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
-    # A class that is created inside of the context keeps the wrapped function. `inside` is empty
+    # A class that is created inside the context keeps the wrapped function. `inside` is empty
     # after the context, which makes that function behave as the original one.
 
     @functools.wraps(function)

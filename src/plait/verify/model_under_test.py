@@ -67,7 +67,7 @@ class TestedModel(Policy):
     bare_logits: bool = False
     """True if the model returns logits [batch, seq, vocab] instead of an output object."""
     exact: bool = True
-    """True if the forward rounds no float64 tensor inside of `keeping_float64`."""
+    """True if the forward rounds no float64 tensor inside `keeping_float64`."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
     the weights that their function gives them.
 
     Raises:
-        ModelError: The model is no language model, and its function provides no batches.
+        ModelError: The model is not a language model, and its function provides no batches.
     """
     loss = None
     micro_batch = None
@@ -105,7 +105,7 @@ def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
     if loss is None or micro_batch is None:
         if tested.vocabulary is None:
             raise ModelError(
-                f"{tested.title}: a model without an embedding is no language model;"
+                f"{tested.title}: a model without an embedding is not a language model;"
                 f" {_WHAT_A_FUNCTION_RETURNS}"
             )
         loss = causal_lm_loss
@@ -131,7 +131,7 @@ def seed_everything(seed: int) -> None:
 
 
 def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
-    """Give a model on meta the weights that every layout has for `seed`, on the CPU.
+    """Initialise a meta model on the CPU with the weights that every layout has for `seed`.
 
     Any other model keeps its weights.
     """
@@ -291,7 +291,7 @@ def token_batches(
                 padded = slice(0, count)
                 if kind == "right":
                     padded = slice(length - count, length)
-                # Padding is no target, and the attention mask hides it.
+                # Padding is not a target, and the attention mask hides it.
                 labels[row, padded] = IGNORED
                 visible[row, padded] = 0
         batch = {first: ids, "labels": labels}

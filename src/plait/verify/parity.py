@@ -1,4 +1,4 @@
-"""Traces of a training by a layout and by one process, and their comparison.
+"""Training traces of a layout and of one process, and their comparison.
 
 The comparison covers losses, gradient norms, every gradient, and every parameter after the last
 step. The reference is written in plain torch without the engine, so that the two share no code.
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Trace:
-    """Results of a training.
+    """Results of a training run.
 
     Tensors are unsharded, on the CPU, and keyed by parameter name. A gradient is None if no rank
     used the parameter.
@@ -263,7 +263,7 @@ def full_tensor_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_all_ranks(local: Mapping[str, T]) -> dict[str, T]:
-    """Merge the entries of all ranks, of which each has those of its pipeline stage. Collective.
+    """Merge the entries of all ranks. Each rank has those of its pipeline stage. Collective.
 
     If several ranks have an entry, that of the lowest rank is used.
     """
@@ -366,7 +366,7 @@ def worst(differences: Sequence[Difference]) -> Difference:
 
 
 def relative_error(reference: float, value: float) -> float:
-    """Return the error of a number, relative to the reference. It is 0 if both are NaN."""
+    """Return the error of a number relative to the reference, or 0 if both are NaN."""
     if math.isnan(reference) and math.isnan(value):
         return 0.0
     return abs(reference - value) / max(abs(reference), 1e-12)

@@ -1,8 +1,8 @@
 """Plan of a verification: small model, processes, batch and changed settings.
 
-The plan is made before any process exists, and every process gets it. Degrees of tensor, sequence
-and pipeline parallelism are never changed. Degrees of data parallelism, the batch and the buckets
-shrink with the model, and a line of the report names each change.
+The plan is created before any process exists, and every process receives it. Degrees of tensor,
+sequence and pipeline parallelism are never changed. Degrees of data parallelism, the batch and the
+buckets shrink with the model, and a line of the report names each change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_STEPS = 10_000
 
 @dataclass(frozen=True)
 class VerificationPlan:
-    """Description of a verification, which every process gets."""
+    """Description of a verification, which every process receives."""
 
     tested: TestedModel
     resolved: Resolved
@@ -72,7 +72,7 @@ class VerificationPlan:
         """Build the model with random numbers that depend on the rank.
 
         If the model is built with weights, every rank therefore has different ones, which tests
-        that the engine replaces them by the weights of rank 0.
+        that the engine replaces them with the weights of rank 0.
         """
         seed_everything(self.resolved.seed + rank)
         return build(self.tested, dtype=dtype)
@@ -114,7 +114,7 @@ class VerificationPlan:
 
     @property
     def computes_in(self) -> str:
-        """Description of the configured precision: `bfloat16 with float32 parameters`."""
+        """Description of the configured precision, such as `bfloat16 with float32 parameters`."""
         compute = self.resolved.precision.compute
         if compute and compute != self.dtype:
             return f"{compute} with {self.dtype} parameters"
@@ -162,7 +162,7 @@ def prepare(
     resolved = resolve(small, world_size=world)
     if device == accelerator.NAME and gpus < world:
         raise InputError(
-            f"--device {accelerator.NAME}: {world} processes need a GPU each, and there are {gpus};"
+            f"--device {accelerator.NAME}: {world} processes need a GPU each, but there are {gpus};"
             " use --device cpu, or a smaller --nproc-per-node"
         )
     on_gpus = device != "cpu" and gpus >= world

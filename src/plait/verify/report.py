@@ -247,7 +247,7 @@ def _wrong_skips(one: Trace, trace: Trace) -> list[ComparedRow]:
 
 
 def _order(row: ComparedRow) -> tuple[int, int]:
-    """Return the sort key of the order in which a run computes. The sort is stable."""
+    """Return the sort key of a quantity in the order of the computation. The sort is stable."""
     if row.kind == "initial weight":
         return (0, 0)
     if row.kind in ("parameter", "other"):
@@ -461,7 +461,7 @@ def _cells(group: tuple[str, ComparedRow, int]) -> tuple[str, ...]:
     title, row, _ = group
     tensor = ""
     if not title.endswith(row.name):
-        # The name inside of its block, because the title has the block.
+        # The name inside its block, because the title has the block.
         tensor = row.name.rpartition(title.split(" ")[-1].removesuffix("*"))[2]
     step = "" if row.step is None else f"step {row.step}"
     return (

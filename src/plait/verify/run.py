@@ -1,9 +1,9 @@
-"""Execution of a plan: the layout in all processes, the references in one, and the comparison.
+"""Execution of a verification plan: layout, references, and their comparison.
 
-The layout is started by `plait.initialize` as in any training, so no technique is named here. The
-first reference is plain torch and uses the same weights, data and optimizer. The independent
-reference (`verify.independent`) gets the initial weights of the layout as arrays; the first
-reference has checked them.
+The layout is started by `plait.initialize` as in any training run, so this module depends on no
+technique. The first reference is plain torch and uses the same weights, data and optimizer. The
+independent reference (`verify.independent`) gets the initial weights of the layout as arrays; the
+first reference has checked them.
 """
 
 from __future__ import annotations

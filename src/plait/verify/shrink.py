@@ -1,9 +1,9 @@
-"""Rules that make a configuration or a model small, so that a layout splits it as the large one.
+"""Rules that shrink a configuration or model such that a layout splits it like the original.
 
 Sizes shrink. Properties that decide the code path stay: whether heads, key-value heads, widths and
 the vocabulary are divisible by each degree of the layout, grouped or multi-query attention, kinds
 of layers, experts per token. Every change is listed. The rules are arithmetic on a dictionary;
-`choose` tries whether the result builds and runs.
+`choose` checks that the result builds and runs.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _lower(
     target: int,
     degrees: Sequence[int],
 ) -> None:
-    """Lower fields to the least number from `target` on that is divided as before."""
+    """Lower fields to the smallest number >= `target` with the same divisibility."""
     _change(fields, result, names, lambda size: min(size, like(size, target, degrees)))
 
 
@@ -321,7 +321,7 @@ def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> No
 
 
 def _as_before(value: Any, before: Any, after: Any) -> Any:
-    """Return the size of a single layer, in the same ratio to the other layers as before."""
+    """Return the size of a single layer, in the original ratio to the other layers."""
     if not all(map(is_count, (value, before, after))):
         return value
     return max(1, value * after // before)
@@ -358,7 +358,7 @@ def with_small_vocabulary(fields: Mapping[str, Any], layout: Layout) -> Fields:
         if name in _SPREADS and isinstance(value, float):
             result[name] = max(value, SPREAD)
         elif "drop" in name and isinstance(value, float | int) and value > 0 and value is not True:
-            # A field such as `use_dropout` is no probability.
+            # A field such as `use_dropout` is not a probability.
             result[name] = 0.0
     return result
 
@@ -381,7 +381,7 @@ def _small_token(value: Any, size: int) -> Any:
 
 
 def like(value: int, target: int, degrees: Iterable[int]) -> int:
-    """Return the least number >= `target` that is divisible by the same `degrees` as `value`."""
+    """Return the smallest number >= `target` that is divisible by the same `degrees` as `value`."""
     degrees = tuple(degrees)
     # The pattern of divisibility repeats after the product of the degrees.
     least = max(target, 1)

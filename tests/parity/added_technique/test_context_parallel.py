@@ -77,7 +77,7 @@ def train(rank, world, name):
             )
         with pytest.raises(
             InputError,
-            match=r"engine\(...\) passes a batch to the model unchanged, and SequenceParts must transform",
+            match=r"engine\(...\) passes a batch to the model unchanged, but SequenceParts must transform",
         ):
             engine(torch.zeros(2, LENGTH, dtype=torch.int64))
     layout = engine.mesh.layout

@@ -13,9 +13,9 @@ from plait.checkpoint.windows import (
     ContentHash,
     TensorRecord,
     Window,
-    inside,
     overlap,
     record_of,
+    slices_within,
     tensor_blocks,
     window_of,
 )
@@ -53,7 +53,7 @@ def hashed(name, tensor, cuts):
         observe = found.observer(
             name, record, window, begins=all(start == 0 for start, _ in window)
         )
-        for piece in tensor_blocks(name, tensor[inside(window, full)]):
+        for piece in tensor_blocks(name, tensor[slices_within(window, full)]):
             observe(piece)
     return str(found)
 
@@ -108,7 +108,7 @@ def test_sums_of_ranks_add_up():
         observe = one.observer("x", record, window, begins=record.begins_at(at))
         part = overlap(window, window_of(tensor))
         assert part is not None
-        for piece in tensor_blocks("x", tensor[inside(part, window_of(tensor))]):
+        for piece in tensor_blocks("x", tensor[slices_within(part, window_of(tensor))]):
             observe(piece)
         halves.add(bytes(one))
     assert str(halves) == hashed("x", tensor, [])

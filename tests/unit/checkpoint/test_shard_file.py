@@ -64,7 +64,7 @@ def test_every_bit_counts(written):
 def test_a_cut_file(written, left):
     path, manifest = written
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(CheckpointError, match="bytes, and .* were written"):
+    with pytest.raises(CheckpointError, match="bytes, but .* were written"):
         verify_shards(path, manifest)
     path.unlink()
     with pytest.raises(CheckpointError, match="is missing or not a file"):

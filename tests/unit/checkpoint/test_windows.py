@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.checkpoint.windows import TensorRecord, inside, overlap
+from plait.checkpoint.windows import TensorRecord, overlap, slices_within
 from plait.cluster.layout import Layout
 
 CUTS = st.lists(
@@ -59,4 +59,4 @@ def test_parts_of_windows():
     assert overlap(((0, 4), (2, 3)), ((3, 5), (0, 3))) == ((3, 1), (2, 1))
     assert overlap(((0, 4),), ((4, 2),)) is None
     assert overlap((), ()) == ()
-    assert inside(((3, 1), (2, 1)), ((2, 4), (0, 3))) == (slice(1, 2), slice(2, 3))
+    assert slices_within(((3, 1), (2, 1)), ((2, 4), (0, 3))) == (slice(1, 2), slice(2, 3))

@@ -42,7 +42,7 @@ def test_a_plan_takes_the_constants_of_its_device_alone(tmp_path, capsys):
     after, _ = seconds(capsys, "--calibrate", out)
     assert not notes and after > 1.2 * before
     assert run("plan --model gpt2 --world-size 8 --gpu a100 --calibrate", out) == 2
-    assert "calibration of h100, and the plan is for a100" in capsys.readouterr().err
+    assert "calibration of h100, but the plan is for a100" in capsys.readouterr().err
     assert run(f"{PLAN} --calibrate", runs_file(tmp_path)) == 2
     assert "name a file that `plait calibrate` wrote" in capsys.readouterr().err
 

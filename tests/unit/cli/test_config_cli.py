@@ -92,7 +92,7 @@ MISTAKES = {
     "{file} --set nonsense": "--set = 'nonsense': an override is a dotted key",
     "{file} --world-size 3": "tp 2 = 2 and 3 % 2 = 1; start 2 or 4 processes",
     "{file} --world-size 0": "--world-size = '0': ",
-    "{file} {file}": "one FILE is read at a time and 2 are given",
+    "{file} {file}": "one FILE is read at a time, but 2 are given",
     "": "Missing argument",
     "-- --tensor-model-parallel-size 4": "run: plait config convert -- --tensor-model-parallel-size 4",
 }

@@ -28,7 +28,7 @@ WRONG = {
     "--seconds 3": "add --links",
     "--links --seconds 0": "not between 0.1 and 600",
     "--links --nproc-per-node 1": "one process has no links",
-    "--links --nccl": "one of them at a time",
+    "--links --nccl": "pass only one of them",
     "--links --out /no/such/folder/x.json": "there is no folder",
 }
 

@@ -19,7 +19,7 @@ def _exit(arguments):
 
 def test_help_names_every_verb_and_imports_no_torch():
     """Neither the modules of the verbs, nor the schedules that torch does not generate, import it."""
-    targets = [target for target, _ in command.VERBS.values()]
+    targets = [target for target, _ in command.COMMANDS.values()]
     modules = [target.partition(":")[0] for target in targets if "config" not in target]
     code = f"""
 import importlib, sys
@@ -33,7 +33,7 @@ print("torch" in sys.modules)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    for verb, (_, line) in command.VERBS.items():
+    for verb, (_, line) in command.COMMANDS.items():
         assert verb in done.stdout
         assert line.split(",")[0][:30] in done.stdout
     lines = done.stdout.splitlines()
@@ -67,7 +67,7 @@ def test_no_verb_is_left_out():
     files = Path(command.__file__).parent.glob("*.py")
     shared = ("__init__", "main", "options", "terminal")
     modules = {f"plait.cli.{file.stem}" for file in files if file.stem not in shared}
-    assert modules == {target.partition(":")[0] for target, _ in command.VERBS.values()}
+    assert modules == {target.partition(":")[0] for target, _ in command.COMMANDS.values()}
 
 
 class TestErrors:
@@ -83,7 +83,7 @@ class TestErrors:
         module = type(sys)("plait_test_verb")
         module.app = app  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "plait_test_verb", module)
-        monkeypatch.setitem(command.VERBS, "launch", ("plait_test_verb:app", "Fails."))
+        monkeypatch.setitem(command.COMMANDS, "launch", ("plait_test_verb:app", "Fails."))
         return raised
 
     @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ class TestErrors:
         assert _exit(["launch"]) == 130
 
 
-@pytest.mark.parametrize("verb", [*command.VERBS, "config explain", "config schema"])
+@pytest.mark.parametrize("verb", [*command.COMMANDS, "config explain", "config schema"])
 def test_help_is_a_screen(verb, capsys, monkeypatch):
     """At 100 columns, 40 lines; and a default that is told in words is not taken for markup."""
     monkeypatch.setenv("COLUMNS", "100")

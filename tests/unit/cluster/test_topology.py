@@ -200,7 +200,7 @@ class TestExistingGroup:
         _set(monkeypatch, TORCHRUN)
         with pytest.raises(
             ConfigError,
-            match="the launcher says rank 5 of 8, and the existing gloo process group says rank 0 of 1",
+            match="the launcher says rank 5 of 8, but the existing gloo process group says rank 0 of 1",
         ):
             place()
 

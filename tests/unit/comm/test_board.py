@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from plait.comm.hang import BYTES, FORWARD, SIGN_SECONDS, Board, condition, read_board
+from plait.comm.hang import BYTES, FORWARD, HEARTBEAT_SECONDS, Board, condition, read_board
 from plait.errors import InputError
 
 
@@ -17,7 +17,7 @@ def test_a_rank_that_never_signalled_holds_the_gil(tmp_path):
     board.progress(3, FORWARD)
     reading = read_board(tmp_path / "board")
     assert reading is not None and (reading.step, reading.phase) == (3, FORWARD)
-    said = condition(reading, time.monotonic() + SIGN_SECONDS + 1, state="S")
+    said = condition(reading, time.monotonic() + HEARTBEAT_SECONDS + 1, state="S")
     assert "a call holds the interpreter's lock" in said
     board.close()
 
@@ -44,5 +44,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r": no room for .* \(No space left on device\).* TMPDIR$"):
+    with pytest.raises(
+        InputError, match=r": no space for .* \(No space left on device\).* TMPDIR$"
+    ):
         Board(rank=0, timeout_seconds=5, path=tmp_path / "board")

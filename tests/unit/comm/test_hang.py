@@ -26,7 +26,7 @@ class TestBoard:
         own.progress(7, hang.FORWARD)
         wait = Wait("all-gather", "dp_shard", 12.5, 4, "[8] float32", (1, 3), (0, 1, 2, 3))
         own.wait(wait)
-        own.sign(
+        own.heartbeat(
             [Wait("all-reduce", "tp", 11.0, 9, "[2] int64", None, (2, 3))], line="a.py:3", seen=14.0
         )
         found = read_board(tmp_path / "board")
@@ -37,7 +37,7 @@ class TestBoard:
         assert found.waits[1].members == (2, 3) and found.waits[1].seen == 14.0
         own.waited()
         own.phase(hang.UPDATE)
-        own.sign()
+        own.heartbeat()
         found = read_board(tmp_path / "board")
         assert found is not None and (found.step, found.phase, found.waits) == (7, hang.UPDATE, ())
         own.close()
@@ -53,7 +53,7 @@ class TestBoard:
         own = Board(rank=0, timeout_seconds=TIMEOUT, path=tmp_path / "board")
         wait = Wait("all-reduce", "dp", 1.0, 1, "[8]", None, tuple(range(4096)))
         own.wait(wait)
-        own.sign([wait] * 3, line="a.py:3")
+        own.heartbeat([wait] * 3, line="a.py:3")
         found = read_board(tmp_path / "board")
         assert found is not None and found.line == "a.py:3"
         assert found.waits[0].operation == "all-reduce"

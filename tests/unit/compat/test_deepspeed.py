@@ -137,7 +137,7 @@ def test_what_a_constructor_sets_is_not_lost_under_zero_init():
         refuse_lost_writes(scaled)
     with deepspeed.zero.Init(enabled=False):
         refuse_lost_writes(Gpt())
-    with deepspeed.zero.Init(), pytest.raises(InputError, match="inside of zero.Init"):
+    with deepspeed.zero.Init(), pytest.raises(InputError, match="inside zero.Init"):
         deepspeed.initialize(model=alone, config=CONFIG)
 
 

@@ -56,11 +56,11 @@ def test_instructions():
     [
         ("chat", {"text": "x"}, "has no field 'messages'; it has 'text'"),
         ("chat", {"messages": []}, "is not a list with messages"),
-        ("chat", {"messages": [{"role": "user"}]}, "message 1 is not an object with the texts"),
+        ("chat", {"messages": [{"role": "user"}]}, "message 1 is not an object with the strings"),
         ("chat", {"messages": [{"role": "user", "content": ["x"]}]}, "message 1"),
         ("chat", {"messages": ["x"]}, "message 1"),
-        ("instruct", {"prompt": "x"}, "has the texts prompt and completion, or instruction and output"),
-        ("instruct", {"instruction": 3, "output": "x"}, "has the texts"),
+        ("instruct", {"prompt": "x"}, "has the strings prompt and completion, or instruction and output"),
+        ("instruct", {"instruction": 3, "output": "x"}, "has the strings"),
         ("instruct", {"instruction": "x", "output": "x", "input": 3}, "'input' holds a int"),
         ("chat", {"messages": CHAT, "functions": [], "tag": 1}, "nothing reads 'functions', 'tag'; a row has messages, tools"),
         ("chat", {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "message 1 has the weight 0.5"),
@@ -218,7 +218,7 @@ def test_a_template_that_ends_no_turn(tmp_path):
         "paths": (str(tmp_path / "a.jsonl"),),
         "format": "chat",
     }
-    assert not prepared(tmp_path, **section).cautions
+    assert not prepared(tmp_path, **section).warnings
 
 
 def test_templates_that_cannot_be_used():

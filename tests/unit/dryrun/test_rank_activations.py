@@ -143,7 +143,7 @@ def test_a_budget_in_the_engine():
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
     (rank,) = rank_activations(Parts(model, find_blocks(model)), mesh=ONE, batch=token_batch(2, 12))
     (facts,) = rank.stages
-    budget = rank.most(("none", "none")) - 1
+    budget = rank.peak_bytes(("none", "none")) - 1
     section = {"budget_gib": budget / 2**30, "sequence_length": 12}
     engine = plait.initialize(
         model,
@@ -153,7 +153,7 @@ def test_a_budget_in_the_engine():
     try:
         modes = engine.parts.recompute_modes
         assert set(modes) != {"none"}
-        assert rank.most(modes) <= budget
+        assert rank.peak_bytes(modes) <= budget
         batch = {
             name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()
         }

@@ -78,8 +78,11 @@ def test_a_file_that_contradicts(config, arguments, field):
 def test_layouts_without_a_loss_to_call(monkeypatch, axis):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*plait\.hf\.Trainer"):
+    instead = r"engine\.train_batch" if axis == "cp" else r"plait\.hf\.Trainer"
+    with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*{instead}") as error:
         Accelerator(cpu=True, plait_config={"parallel": {axis: 2}})
+    # The Trainer does not split sequences either.
+    assert ("plait.hf.Trainer" in str(error.value)) == (axis != "cp")
 
 
 def test_the_file_of_a_deepspeed_plugin():

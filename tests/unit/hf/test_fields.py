@@ -82,7 +82,7 @@ def test_fsdp_in_a_file(tmp_path):
     ("fsdp", "section", "said"),
     [
         ("hybrid_shard", {"version": 1}, "set parallel.dp_shard"),
-        ("full_shards", {}, "is no option of fsdp"),
+        ("full_shards", {}, "is not an option of fsdp"),
         ("full_shard", {"reshard": True}, "unknown key of fsdp_config"),
         (True, {"activation_checkpointing": True}, RECOMPUTE),
     ],

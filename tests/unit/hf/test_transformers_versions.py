@@ -40,7 +40,7 @@ def test_an_older_trainer_is_refused(installed, monkeypatch):
 def test_an_older_trainer_keeps_its_arguments(monkeypatch):
     """Plait takes `deepspeed=` and `fsdp=` from TrainingArguments only where its Trainer can train."""
     changes: list[str] = []
-    monkeypatch.setattr("plait.hf.arguments.reroute", lambda: changes.append("rerouted"))
+    monkeypatch.setattr("plait.hf.arguments.patch_transformers", lambda: changes.append("rerouted"))
     with monkeypatch.context() as older:
         older.setattr("plait.hf.transformers_trainer.version", lambda name: "5.16.1")
         execute_mixin(older)

@@ -144,7 +144,7 @@ def test_keys_and_values_on_the_host(work):
     for wrong, words in (
         (
             {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "on": on},
-            "the KV cache takes 7.0 MiB of pinned host memory, and 6.0 MiB may be",
+            "the KV cache takes 7.0 MiB of pinned host memory, but 6.0 MiB may be",
         ),
         (
             {"cpu_budget": 1 << 30},
@@ -153,7 +153,7 @@ def test_keys_and_values_on_the_host(work):
     ):
         with pytest.raises(InputError, match=words):
             deploy_streamed(kept, **wrong)
-    with pytest.raises(InputError, match="takes 2 pipeline stages, which cannot bring next layers"):
+    with pytest.raises(InputError, match="needs 2 pipeline stages, which cannot prefetch"):
         deploy(kept, tp=1, pp=2, devices=None, on=replace(on, memory_bytes=20 * MIB))
 
 

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         (3, None, "--tp 3: must divide the model's 64 attention heads"),
         (16, None, "--tp 16: a machine has 8 devices"),
         (None, 81, "--pp 81: must be between 1 and the model's 80 layers"),
-        (8, 2, "16 devices, and there are 8"),
+        (8, 2, "16 devices, but there are 8"),
     ],
 )
 def test_a_choice_that_cannot_be(tp, pp, words):

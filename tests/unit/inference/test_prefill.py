@@ -93,7 +93,7 @@ def test_a_sequence_that_the_tokenizer_lacks(tmp_path):
     saved(tmp_path / "model", layers=1)
     kept = load_model(open_source(tmp_path / "model"))
     with pytest.raises(
-        InputError, match="sequence 1 has token 80, and the tokenizer's tokens are 0 to 49"
+        InputError, match="sequence 1 has token 80, but the tokenizer's tokens are 0 to 49"
     ):
         score(kept, [[5], [5, 80]], tokenizer=Short())
     with pytest.raises(InputError, match="batch_size = 1.5 must be"):

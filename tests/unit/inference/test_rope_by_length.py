@@ -115,9 +115,7 @@ def test_without_a_cache_that_transformers_has(case, monkeypatch):
             for one in generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
         ] == case.tokens
         return
-    with pytest.raises(
-        InputError, match="keeps no keys and values here.* may have 67; .*use_cache=False"
-    ):
+    with pytest.raises(InputError, match="keeps no KV cache here.* may have 67; .*use_cache=False"):
         generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
 
 

@@ -127,10 +127,10 @@ def test_headers_that_are_not_what_they_say(tmp_path, saved):
     for content, words in (
         (whole[:-5], "cut off"),
         (b"\xff" * 16, "header would end at byte"),
-        (b"", "no readable"),
+        (b"", "not a readable"),
         (whole[:20], "header would"),
-        (_with_header(b'["a"]'), "no readable"),
-        (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "no readable.*data_offsets"),
+        (_with_header(b'["a"]'), "not a readable"),
+        (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "not a readable.*data_offsets"),
         (
             _with_header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', 8),
             "a is F32 .3. in bytes 0 to 8",
@@ -139,7 +139,7 @@ def test_headers_that_are_not_what_they_say(tmp_path, saved):
             _with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', 8),
             "in bytes 8 to 0",
         ),
-        (_with_header(b"[" * 100_000), "no readable"),
+        (_with_header(b"[" * 100_000), "not a readable"),
     ):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=words):
@@ -213,6 +213,6 @@ def test_what_stays_in_memory(tmp_path, saved):
     assert len(plan_streaming(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
     with pytest.raises(
         InputError,
-        match="is too small: weights outside of the repeated layers and adapters take 0 B, 2 layers .* pass at least",
+        match="is too small: weights outside the repeated layers and adapters take 0 B, 2 layers .* pass at least",
     ):
         plan_streaming(model, stored, budget_bytes=least - 1, other_bytes=100)

@@ -64,6 +64,6 @@ def test_files_of_another_model(tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(
         InputError,
-        match=r"model.layers.1.mlp.up_proj.weight has the shape \[127, 64\], and the model needs \[128, 64\]",
+        match=r"model.layers.1.mlp.up_proj.weight has the shape \[127, 64\], but the model needs \[128, 64\]",
     ):
         load_streamed(open_source(tmp_path / "model"), budget_bytes=1 << 20, other_bytes=0)

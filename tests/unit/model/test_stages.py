@@ -250,7 +250,7 @@ def test_a_model_reads_more_of_its_blocks_than_their_output():
     absent = one.model.blocks[1]
     with pytest.raises(
         ModelError,
-        match=r"reads blocks\.1\.inner\.weight outside of that block, which belongs to stage 1 on another rank",
+        match=r"reads blocks\.1\.inner\.weight outside that block, which belongs to stage 1 on another rank",
     ):
         absent.inner(arrived)
     with pytest.raises(ModelError, match=r"blocks\.1\.inner\.table"):
@@ -353,7 +353,7 @@ class Kernel(nn.Module):
 
 
 def test_kernels_that_run_with_values_only():
-    """Count as opaque, inside of blocks and after them; what a whole model does so is not known."""
+    """Count as opaque, inside blocks and after them; what a whole model does so is not known."""
     model = Net()
     model.norm = Kernel()
     model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), Kernel()) for _ in range(4))

@@ -527,16 +527,18 @@ def test_every_rate_is_megatrons(style, warm):
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
+    ("params", "words", "remedy"),
     [
-        ({"min_lr": 1}, "which is the highest rate"),
-        ({"warmup_num_steps": 50}, "before a warm-up of 50 steps does"),
-        ({"warmup_num_steps": 5, "warmup_fraction": 0.1}, "sets the same length"),
+        ({"min_lr": 1}, "which is the highest rate; use at most 0.0001234567890123", {"min_lr": 0.0001234567890123}),
+        ({"warmup_num_steps": 50}, "before a warm-up of 50 steps does; use less than 40", {"warmup_num_steps": 39}),
+        ({"warmup_num_steps": 5, "warmup_fraction": 0.1}, "sets the same length", {"warmup_fraction": 0.1}),
     ],
 )  # fmt: skip
-def test_what_megatron_asserts_is_refused(params, words):
+def test_what_megatron_asserts_is_refused(params, words, remedy):
+    """The numbers of the message are accepted."""
     with pytest.raises(ConfigError, match=words):
-        make("MegatronLR", {"total_num_steps": 40, **params})
+        make("MegatronLR", {"total_num_steps": 40, **params}, lr=0.0001234567890123)
+    make("MegatronLR", {"total_num_steps": 40, **remedy}, lr=0.0001234567890123)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])

@@ -38,7 +38,7 @@ def test_iterables_give_ready_micro_batches():
     loader = iter([torch.zeros(1), torch.zeros(5), torch.zeros(2)])
     assert [len(piece) for piece in micro_batches(loader, count=2, size=9)] == [1, 5]
     with pytest.raises(
-        InputError, match="got 1 micro-batches and a step has gradient_accumulation_steps 2"
+        InputError, match="got 1 micro-batches, but a step has gradient_accumulation_steps 2"
     ):
         micro_batches(loader, count=2, size=9)
 
@@ -149,7 +149,7 @@ def test_lists_of_micro_batches_stay_lists():
         )
     assert len(micro_batches([x_and_y(4)], count=1, size=4)[0]) == 2
     with pytest.raises(
-        InputError, match="got 3 micro-batches and a step has gradient_accumulation_steps 2"
+        InputError, match="got 3 micro-batches, but a step has gradient_accumulation_steps 2"
     ):
         micro_batches([(x, x) for x in (*tensors, tensors[0])], count=2, size=4)
 

@@ -51,9 +51,9 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path):
     save_calibration(file, calibrate(runs_of([measured()])), CalibrationOrigin("h100"))
     origin = load_calibration(file)[1]
     refuse_other(file, origin, gpu="h100", machine="")
-    with pytest.raises(InputError, match="calibration of h100, and the plan is for a100"):
+    with pytest.raises(InputError, match="calibration of h100, but the plan is for a100"):
         refuse_other(file, origin, gpu="a100", machine="")
-    with pytest.raises(InputError, match="'EPYC', and this is 'Xeon'"):
+    with pytest.raises(InputError, match="'EPYC', but this is 'Xeon'"):
         refuse_other(file, CalibrationOrigin("cpu", "EPYC"), gpu="cpu", machine="Xeon")
     content = json.loads(file.read_text())
     for change, words in (

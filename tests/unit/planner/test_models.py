@@ -279,7 +279,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
                 "num_attention_heads": 4,
             }
         )
-    with pytest.raises(InputError, match="no decoder-only transformer"):
+    with pytest.raises(InputError, match="not a decoder-only transformer"):
         from_config({"model_type": "t5", "hidden_size": 64})
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     for more, words in (
@@ -287,11 +287,11 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': not true or false"),
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8},
-            "a token goes to 8 experts, and a layer has 4",
+            "a token goes to 8 experts, but a layer has 4",
         ),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0},
-            "num_experts_per_tok = 0: a layer has 4 experts, and a",
+            "num_experts_per_tok = 0: a layer has 4 experts, but a",
         ),
         (
             {"model_type": "gemma3"},

@@ -55,12 +55,12 @@ def test_a_broken_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
         CheckpointError,
-        match=r"model.safetensors is no readable safetensors file \(.*\); download or save",
+        match=r"model.safetensors is not a readable safetensors file \(.*\); download or save",
     ):
         load_weights(nn.Linear(1, 1), tmp_path)
     with (
         pytest.warns(UserWarning, match="loads"),
-        pytest.raises(CheckpointError, match=r"model.safetensors is no readable"),
+        pytest.raises(CheckpointError, match=r"model.safetensors is not a readable"),
     ):
         plait.from_pretrained(tmp_path)
 

@@ -63,7 +63,7 @@ def test_functions_and_instances():
         ("heard_here:other", "heard_here has no 'other'"),
         ("heard_here:number", "it is called with (event, engine)"),
         ("heard_here:alone", "it is called with (event, engine)"),
-        ("heard_here:Needs", "the class is made without arguments"),
+        ("heard_here:Needs", "the class is created without arguments"),
         ("heard_here:Silent", "an instance is called with (event, engine)"),
     ],
 )

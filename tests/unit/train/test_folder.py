@@ -33,7 +33,7 @@ def test_each_difference_is_named(tmp_path):
         RunFolder(tmp_path).position({**IDENTITY, "model.hidden_size": 32, "run.seed": 1})
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["model.hidden_size = 32", "run.seed = 1"]
-    assert "was made with 64" in lines[0]
+    assert "was created with 64" in lines[0]
     assert "--fresh" in lines[0]
 
 

@@ -8,7 +8,7 @@ from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.train import session
 from plait.train.loop import Position
-from plait.train.session import cautions
+from plait.train.session import run_warnings
 
 
 class Handed(Exception):
@@ -67,7 +67,7 @@ FILE = {
 )
 def test_a_warm_up_longer_than_the_run(scheduler, warned):
     tree = FILE if scheduler is None else FILE | {"scheduler": scheduler}
-    found = cautions(
+    found = run_warnings(
         resolve(load(tree), world_size=1, total_steps=4), processes=1, cores=2, on_gpus=False
     )
     assert any("warms up" in line and "the run has 4" in line for line in found) == warned
@@ -77,7 +77,7 @@ def test_a_warm_up_longer_than_the_run(scheduler, warned):
     ("processes", "on_gpus", "warned"), [(64, False, True), (4, False, False), (64, True, False)]
 )
 def test_many_processes_on_few_cores(processes, on_gpus, warned):
-    found = cautions(
+    found = run_warnings(
         resolve(load(FILE), world_size=processes), processes=processes, cores=2, on_gpus=on_gpus
     )
     assert any("share 2 cores" in line for line in found) == warned

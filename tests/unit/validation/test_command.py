@@ -104,7 +104,7 @@ def test_a_full_disk(machine, monkeypatch, capsys):
     [
         (("--minutes", "0"), "not more than 0"),
         (("--seconds", "3"), "use --minutes"),
-        (("--links",), "one of them at a time"),
+        (("--links",), "pass only one of them"),
         (("--out", "/proc/none/x.json"), "cannot be written"),
         (("--nproc-per-node", "3"), "this machine has 2 GPUs"),
         (("--list", "--nproc-per-node", "9"), "a validation uses 1 to 8 GPUs"),

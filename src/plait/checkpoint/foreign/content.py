@@ -1,4 +1,4 @@
-"""Contents of another library's checkpoint, and its conversion to a checkpoint of Plait.
+"""Contents of another library's checkpoint, and its conversion to a Plait checkpoint.
 
 Tensors are assembled one at a time, when they are written.
 """
@@ -24,7 +24,7 @@ from plait.sizes import dtype_name
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Tensor that is assembled by a call."""
+    """Tensor that is assembled when it is called."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class LazyTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
-        """Return an entry for a tensor that exists already."""
+        """Return an entry for an existing tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def __call__(self) -> torch.Tensor:
@@ -69,7 +69,7 @@ class _AssembledTensors(UserDict[str, Any]):
 
 
 def slice_of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> torch.Tensor:
-    """Return elements of the concatenation of flattened tensors without concatenating all of them.
+    """Return a slice of the concatenation of flattened tensors without concatenating all of them.
 
     Args:
         parts: Tensors of any shapes.
@@ -96,7 +96,7 @@ def slice_of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> to
 
 
 def save(checkpoint: ForeignCheckpoint, folder: Place, tag: str) -> Place:
-    """Write the contents as a checkpoint of Plait and return its folder. Raises CheckpointError."""
+    """Write the contents as a Plait checkpoint and return its folder. Raises CheckpointError."""
     records = {
         name: TensorRecord(dtype=dtype_name(tensor.dtype), shape=tensor.shape)
         for name, tensor in checkpoint.tensors.items()

@@ -1,4 +1,4 @@
-"""`plait import`: convert another library's checkpoint in a process of its own.
+"""`plait import`: converts another library's checkpoint in a separate process.
 
 The process handles one checkpoint and prints one line of JSON: `python -m
 plait.checkpoint.foreign.convert SOURCE FOLDER TAG`.
@@ -34,7 +34,7 @@ class Imported:
 
 
 def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
-    """Import a checkpoint of DeepSpeed or torch.distributed.checkpoint.
+    """Import a DeepSpeed or torch.distributed.checkpoint checkpoint.
 
     Args:
         source: Folder of the checkpoint.

@@ -102,7 +102,7 @@ def _assembler(
 
 
 def _load(folder: Path, info: Any, name: str) -> Any:
-    """Load the data of one range of a file, which must be tensors and plain data."""
+    """Load one range of a file. It may contain only tensors and plain data."""
     file = offset = length = None
     if isinstance(info, Inert):
         file = info.get("relative_path")
@@ -134,7 +134,7 @@ def _read_value(folder: Path, info: Any, checkpoint: ForeignCheckpoint, name: st
 
 
 def _add_tensors(checkpoint: ForeignCheckpoint, tensors: dict[str, LazyTensor]) -> None:
-    """Add tensors of the model, without the prefix of a script, and of the optimizer."""
+    """Add the tensors of the model, without the script's prefix, and those of the optimizer."""
     model = {name: tensor for name, tensor in tensors.items() if not _STATE.search(name)}
     roots = {name.partition(".")[0] for name in model}
     prefix = ""
@@ -154,7 +154,7 @@ def _add_tensors(checkpoint: ForeignCheckpoint, tensors: dict[str, LazyTensor]) 
 
 
 def _add_values(checkpoint: ForeignCheckpoint, values: dict[str, Any]) -> None:
-    """Add parameter groups and numbers of steps."""
+    """Add parameter groups and step counts."""
     settings: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         grouped = _GROUPED.search(name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints of ZeRO 1 to 3 with data parallelism: float32 weights and Adam's moments.
+"""DeepSpeed checkpoints of ZeRO 1 to 3 with data parallelism: float32 weights and Adam moments.
 
 ZeRO 1 and 2 flatten the parameters of a group to one vector, of which every rank has an equal part.
 At ZeRO 3 every rank has its part of every parameter, one after the other, in sub-groups.
@@ -74,7 +74,7 @@ def read(folder: Path) -> ForeignCheckpoint:
     counts = count if isinstance(count, list | tuple) else [count]  # one per parameter group
     if max(counts) != len(ranks):
         raise CheckpointError(
-            f"{folder} was written by {count} ranks, and has the files of {len(ranks)}"
+            f"{folder} was written by {count} ranks, but has only the files of {len(ranks)}"
         )
     models = [read_torch(path) for path in _model_files(folder, stage, len(ranks))]
     model = models[0]
@@ -250,7 +250,7 @@ def _read_settings(
                 f"{description} (step {checkpoint.steps}: give it to the new run's configuration)"
             )
     if rank.get("dynamic_loss_scale"):
-        checkpoint.left_out.append("the dynamic loss scale, which starts anew")
+        checkpoint.left_out.append("the dynamic loss scale, which is reset")
     checkpoint.left_out.append("generators, which DeepSpeed does not save")
 
 
@@ -261,7 +261,7 @@ def _model_files(folder: Path, stage: int, ranks: int) -> list[Path]:
     files = {_rank(path): path for path in paths}
     if sorted(files) != list(range(ranks)):
         raise CheckpointError(
-            f"{folder} has the model states of the ranks {sorted(files)}, and {ranks} ranks"
+            f"{folder} has the model states of the ranks {sorted(files)}, but {ranks} ranks"
             " wrote it"
         )
     return [files[rank] for rank in range(ranks)]

@@ -55,7 +55,7 @@ _ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
 
 
 def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
-    """Rebuild a tensor that has attributes. The attributes are dropped."""
+    """Rebuild a tensor without its attributes."""
     if rebuild is not rebuilt_tensor:
         raise CheckpointError("it contains a tensor subclass, which is not supported")
     return rebuild(*arguments)
@@ -75,7 +75,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class Inert:
-    """Stand-in for an object of a class of another library. It calls nothing.
+    """Stand-in for an object of another library's class. It runs no code.
 
     Attributes:
         args: Arguments that the file passes to the class.
@@ -117,7 +117,7 @@ _ENUM_CLASSES = {
 
 
 def _enum_member(enum: Any, member: Any) -> Inert:
-    """Stand in for `builtins.getattr` in a pickle: a listed member of a listed enum, nothing else.
+    """Replace `builtins.getattr` in a pickle. Only listed members of listed enums are returned.
 
     The real `getattr` would let a file reach any attribute of any object that it can name.
 
@@ -154,7 +154,7 @@ class Unpickler(pickle.Unpickler):
         if (module, name) in _UNCALLED or f"{module}.".startswith(_INERT_MODULES):
             return type(name, (Inert,), {})
         raise CheckpointError(
-            f"it references {module}.{name}, and only tensors and plain data are loaded"
+            f"it references {module}.{name}, but only tensors and plain data are loaded"
         )
 
 
@@ -165,7 +165,7 @@ class Module:
 
     @staticmethod
     def load(stream: Any, **_: Any) -> Any:
-        """Refuse torch's format of before 2020."""
+        """Refuse the format that torch wrote before 2020."""
         raise CheckpointError("it is not a zip file; save it again with torch 1.6 or later")
 
 

@@ -1,4 +1,4 @@
-"""Launch of the ranks of this machine with the elastic agent of torchrun.
+"""Launch of the ranks of this machine with torchrun's elastic agent.
 
 torchrun does the rendezvous, the numbering, the start, the watch and the restart of ranks. Two
 methods that torch documents for extensions of its agent are overridden: the cause of a failed
@@ -82,11 +82,11 @@ SUCCESS_CODES = {
     signal.SIGINT: (0, 128 + signal.SIGINT, -signal.SIGINT),
     signal.SIGTERM: (0, 128 + signal.SIGTERM, -signal.SIGTERM),
 }
-"""Exit codes of a rank that are no failure after the launcher sent it the signal."""
+"""Exit codes of a rank that are not failures after the launcher sent it the signal."""
 
 
 class LaunchError(PlaitError):
-    """Machines of a launch that did not meet."""
+    """Machines of a launch that did not complete the rendezvous."""
 
 
 def launch(
@@ -172,7 +172,7 @@ def launch(
 
 
 class Agent(LocalElasticAgent):
-    """Agent of torchrun for the ranks of this machine, with Plait's reports and shutdown."""
+    """torchrun's agent for the ranks of this machine, with Plait's reports and shutdown."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Agent(LocalElasticAgent):
             self.exit_code = CommunicationError.exit_code
 
     def _signal_of_ranks(self, worker_group: WorkerGroup) -> signal.Signals | None:
-        """Return the signal after which ranks end although this process did not receive it.
+        """Return the signal that ended ranks although this process did not receive it.
 
         All ranks that have ended did so with 128 + N. The others follow after the same step. If
         they do not follow within the grace, the result is None.
@@ -286,7 +286,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
-        """End the ranks, before torch's shutdown, which then finds none.
+        """End the ranks before torch's shutdown, which then has none left to stop.
 
         Without a signal, other ranks failed or the machines changed. The ranks cannot continue
         in that case, and a long grace would only delay the restart.
@@ -429,7 +429,7 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
     return get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d" if elastic else "static",
-            endpoint=settings.meeting_point,
+            endpoint=settings.rendezvous_address,
             run_id=settings.rdzv_id or "plait",
             min_nodes=settings.min_nodes,
             max_nodes=settings.max_nodes,
@@ -439,7 +439,7 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
 
 
 def loopback_store(timeout: timedelta) -> TCPStore:
-    """Return the server of a store that only processes of this machine can connect to.
+    """Return a store server that only processes of this machine can connect to.
 
     TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
     the network could read and write the addresses that ranks exchange.
@@ -500,9 +500,10 @@ def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:
     place = "on this machine"
     unresolved = None
     if not settings.single_node:
-        place = f"at {settings.meeting_point}"
-        unresolved = _resolution_error(settings.meeting_point)
-    rule = f"{count} machine(s) did not meet {place} within {settings.timeout_seconds:.0f} s"
+        place = f"at {settings.rendezvous_address}"
+        unresolved = _resolution_error(settings.rendezvous_address)
+    rule = f"{count} machine(s) did not join the rendezvous {place} within"
+    rule = f"{rule} {settings.timeout_seconds:.0f} s"
     if unresolved is not None:
         return LaunchError(f"{rule}: {unresolved}")
     return LaunchError(
@@ -526,7 +527,7 @@ def _resolution_error(endpoint: str) -> str | None:
 
 
 def _rank_variables(settings: LaunchSettings) -> dict[str, str]:
-    """Return the variables of the ranks besides those of torchrun."""
+    """Return the environment variables of the ranks in addition to torchrun's."""
     # torchrun would handle SIGHUP even if nohup ignores it.
     handled = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}

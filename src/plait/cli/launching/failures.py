@@ -41,13 +41,13 @@ _LOST_PEER = re.compile(
 )
 """Messages of collectives and stores after another process has ended.
 
-They are the effect of a failure, and not its cause.
+They are the effect of a failure, not its cause.
 """
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Record of a rank about its own exception.
+    """Exception that a rank recorded in its error file.
 
     Attributes:
         is_message: Whether the text is a message for the user, which is shown without a traceback.
@@ -62,13 +62,13 @@ class FailureRecord:
 
     @property
     def lost_peer(self) -> bool:
-        """True if this looks like the effect of the end of another rank."""
+        """True if this failure looks like a consequence of another rank's exit."""
         return _LOST_PEER.match(self.summary) is not None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """End of a rank with an exit code other than 0, or negative if a signal killed it."""
+    """Exit of a rank with a non-zero exit code, which is negative if a signal killed the rank."""
 
     rank: int
     exit_code: int
@@ -147,7 +147,7 @@ def _print(text: str) -> None:
 
 
 class Reporter:
-    """Watch over the error files of the ranks on this machine.
+    """Reporter of failures from the error files of the ranks on this machine.
 
     The cause of each attempt is reported once, as soon as it is certain.
     """
@@ -183,7 +183,7 @@ class Reporter:
             self._reported_rank = None
 
     def report_hang(self, text: str) -> None:
-        """Report a line about ranks that hang. All later failures are effects of the hang."""
+        """Report ranks that hang. All later failures are consequences of the hang."""
         with self._lock:
             self._reported_rank = _HANG
             self._emit(text)
@@ -193,7 +193,7 @@ class Reporter:
         self._emit("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the exit codes of ranks that failed some time ago and still run.
+        """Return the exit codes of ranks that failed some time ago and are still running.
 
         Something blocks their end, for example a thread or a communicator.
 
@@ -218,7 +218,7 @@ class Reporter:
         running: Collection[int] = (),
         restarting: bool = False,
     ) -> Failure:
-        """Report the end of an attempt: its cause, unless that was reported, and the other ranks.
+        """Report the end of an attempt: its cause, unless already reported, and the other ranks.
 
         Args:
             exit_codes: Exit codes of the failed ranks.
@@ -365,7 +365,7 @@ STACK_SIGNAL = "PLAIT_STACK_SIGNAL"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the variables by which ranks take part.
+    """Return the environment variables that make ranks publish their progress.
 
     Args:
         folder: Folder for boards and stacks, which is removed with the launch.
@@ -374,7 +374,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class RankWatch:
-    """Watch over the ranks of one launch on this machine."""
+    """Hang detection for the ranks of one launch on this machine."""
 
     def __init__(
         self, folder: Path, *, stack_folder: Path | None, emit: Callable[[str], None]

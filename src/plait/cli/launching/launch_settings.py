@@ -23,7 +23,7 @@ MAX_PROCESSES_PER_NODE = 4096
 DEFAULT_GRACE_SECONDS = 300
 DEFAULT_TIMEOUT_SECONDS = 900
 MEETING_OPTIONS = ("node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
-"""Fields of LaunchSettings that determine where the machines meet."""
+"""Fields of LaunchSettings that determine the rendezvous."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class LaunchSettings:
 
     @property
     def single_node(self) -> bool:
-        """True if no other machine can take part."""
+        """True if no other machine can join."""
         return self.max_nodes == 1
 
     @property
-    def meeting_point(self) -> str:
-        """Address `host:port` at which the machines meet."""
+    def rendezvous_address(self) -> str:
+        """Rendezvous address `host:port` of the machines."""
         return self.rdzv_endpoint or f"{self.master_addr}:{self.master_port or DEFAULT_PORT}"
 
     @property
     def node_range(self) -> str:
-        """Number of machines as the user writes it: `4`, or `2:4`."""
+        """Number of machines in the notation of the command line: `4`, or `2:4`."""
         if self.min_nodes == self.max_nodes:
             return str(self.max_nodes)
         return f"{self.min_nodes}:{self.max_nodes}"
@@ -142,13 +142,13 @@ def check(settings: LaunchSettings) -> LaunchSettings:
     """Return the settings after checking them.
 
     Raises:
-        ConfigError: The settings cannot work. It lists all problems.
+        ConfigError: The settings contradict each other. The error lists all problems.
     """
     problems = _value_problems(settings)
     if settings.single_node:
         problems += _single_node_problems(settings)
     else:
-        problems += _meeting_problems(settings)
+        problems += _rendezvous_problems(settings)
     raise_problems(problems)
     return settings
 
@@ -204,7 +204,7 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
             Problem(
                 "--standby",
                 None,
-                "processes stand by for a restart, and there is none",
+                "processes stand by for a restart, but there is none",
                 "add --max-restarts N, or leave it out",
             ),
         ),
@@ -228,7 +228,7 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
 
 
 def common_problems(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
-    """Return the problems of settings that launches with and without a hostfile share."""
+    """Return the problems of settings that apply with and without a hostfile."""
     rules = (
         (
             not 0 <= grace < math.inf,
@@ -263,7 +263,7 @@ def _single_node_problems(settings: LaunchSettings) -> list[Problem]:
     ]
 
 
-def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
+def _rendezvous_problems(settings: LaunchSettings) -> list[Problem]:
     """Return the problems of the rendezvous of several machines."""
     count = settings.node_range
     if settings.rdzv_endpoint is not None:
@@ -273,8 +273,8 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             "--master-port": settings.master_port,
         }
         rule = (
-            "given together with --rdzv-endpoint, where the machines meet and are numbered"
-            " automatically"
+            "given together with --rdzv-endpoint, which determines the rendezvous and the numbers"
+            " of the machines"
         )
         return [
             Problem(name, value, rule, "leave it out")
@@ -297,7 +297,7 @@ def _meeting_problems(settings: LaunchSettings) -> list[Problem]:
             Problem(
                 "--nnodes",
                 count,
-                "the machines do not know where to meet",
+                "the rendezvous address is not set",
                 "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST"
                 " with --node-rank",
             )
@@ -338,10 +338,10 @@ _ADDRESS_OPTIONS = ("node_rank", "master_addr", "master_port")
 
 
 def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return options of a launch, completed from the variables that torchrun reads.
+    """Return the options of a launch, completed from the variables that torchrun reads.
 
     Args:
-        options: Values by torchrun's names, with underscores. None stands for an option that is not
+        options: Values by torchrun's names, with underscores. None means an option that is not
             used.
         environment: Variables of the environment.
 

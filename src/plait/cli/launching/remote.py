@@ -93,7 +93,7 @@ def _is_local_address(name: str) -> bool:
 
 
 def master_address(hosts: Sequence[HostfileEntry], address: str | None) -> str:
-    """Return the address at which the machines meet: `address`, or that of the first host.
+    """Return the rendezvous address: `address`, or that of the first host.
 
     Raises:
         ConfigError: The other machines cannot reach the address.
@@ -341,7 +341,7 @@ def _reason(machine: _NodeLauncher, code: int) -> str:
 
 
 class HasGrace(Protocol):
-    """Object that waits `grace_seconds` after a signal."""
+    """Object with a `grace_seconds` setting."""
 
     grace_seconds: float
 

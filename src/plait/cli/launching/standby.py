@@ -38,7 +38,7 @@ class _StandbyProcess:
 
     @property
     def ready(self) -> bool:
-        """True if it runs and has finished all requested imports."""
+        """True if the process runs and has finished all requested imports."""
         with suppress(BlockingIOError, ConnectionError):
             self.answered += self.connection.recv(64, socket.MSG_DONTWAIT).count(b"\n")
         return self.popen.poll() is None and 0 < self.requested == self.answered
@@ -65,9 +65,9 @@ class Standby:
         return {VARIABLE: str(self._import_list)} if self.count else {}
 
     def poll(self) -> None:
-        """Start missing processes, and request new imports. It is called while the ranks run.
+        """Start missing processes, and request new imports. Called while the ranks run.
 
-        Nothing happens until the first rank has listed its imports.
+        Does nothing until the first rank has listed its imports.
         """
         try:
             mtime_ns = self._import_list.stat().st_mtime_ns

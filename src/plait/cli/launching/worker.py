@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _exit_process(exit_code: int) -> None:
-    """End like the interpreter, but without the teardown of modules.
+    """Exit like the interpreter, but without the teardown of modules.
 
     With torch the teardown takes seconds, in which other ranks wait for this one.
     """
@@ -157,7 +157,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # Another name belongs to a failing import inside of a parent package.
+        # Another name belongs to a failing import inside a parent package.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return None
         raise
@@ -230,7 +230,7 @@ def _write_record(error: Exception, exit_code: int, text: str, is_message: bool)
 
 
 def _register_stack_signal() -> None:
-    """Let a signal of the launcher write the stacks of all threads to a file.
+    """Write the stacks of all threads to a file when the launcher sends its signal.
 
     faulthandler writes them from C, even while a call holds the GIL.
     """
@@ -246,7 +246,7 @@ def _register_stack_signal() -> None:
 
 
 def _start_listing_imports() -> None:
-    """Let one rank of the machine list its imports for the standby processes, in a thread."""
+    """Start a thread on one rank per machine that lists its imports for the standby processes."""
     path = os.environ.get("PLAIT_STANDBY")
     if path and os.environ.get("LOCAL_RANK") == "0":
         threading.Thread(
@@ -276,7 +276,7 @@ def _origin(name: str) -> str | None:
 
 
 def _stand_by(descriptor: int) -> list[str]:
-    """Import modules when the launcher requests it, until this process becomes a rank.
+    """Import the modules that the launcher requests until this process becomes a rank.
 
     Returns:
         The arguments of the rank.
@@ -310,7 +310,7 @@ def _stand_by(descriptor: int) -> list[str]:
     for number, received in zip(order["files"], files, strict=True):
         os.dup2(received, number)
         os.close(received)
-    # The rank gets the environment of the launch, and not that of this process.
+    # The rank gets the environment of the launch, not that of this process.
     os.environ.clear()
     os.environ.update(order["environment"])
     arguments: list[str] = order["arguments"]
@@ -330,7 +330,7 @@ def _import_listed(path: str) -> None:
 
 
 def _die_with(launcher: int) -> None:
-    """Let the kernel kill this process when its launcher dies.
+    """Request that the kernel kill this process when its launcher dies.
 
     This works on Linux only. Elsewhere the launcher has to send signals.
     """

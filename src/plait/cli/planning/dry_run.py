@@ -1,4 +1,4 @@
-"""Dry run of one rank of a planned layout, and its comparison with the planner's prediction.
+"""Dry run of one rank of a planned layout, compared with the planner's prediction.
 
 The engine builds and steps the rank without the other ranks. With fake tensors this needs no memory
 and no GPU; the prediction is then made for the operators of the device type of this machine. On a
@@ -238,7 +238,7 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
 
 
 def _micro_batches_to_peak(resolved: Resolved) -> int:
-    """Return the number of micro-batches with which a step reaches its peak.
+    """Return the number of micro-batches after which the memory of a step has reached its peak.
 
     It is twice the number of micro-batches that a pipeline has in flight.
     """

@@ -107,7 +107,7 @@ def read_request(
             note.
         keeps_layout: Whether a complete layout of the file is run as it is, and fixes nothing.
 
-    The other arguments are the options of the command line; None stands for an unused option.
+    The other arguments are the options of the command line; None means an unused option.
 
     Raises:
         ConfigError: The file cannot be run, or an option is out of range.
@@ -229,7 +229,7 @@ def _batch_size(
     machines: hardware.Cluster,
     notes: list[str],
 ) -> int:
-    """Return the samples per step: of the file, which has the options already, or the default."""
+    """Return the samples per step from the file, which includes the options, or a default."""
     if config is not None and isinstance(config.train_batch_size, int):
         return config.train_batch_size
     if config is not None and isinstance(config.train_micro_batch_size_per_gpu, int):
@@ -310,7 +310,7 @@ def _overrides(
     model: str | None,
     fixed: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Return the values by which options replace keys of a file. None removes the key."""
+    """Return the values with which options override keys of a file. None removes the key."""
     values = {
         "train_batch_size": batch,
         "data.sequence_length": seq,
@@ -327,7 +327,7 @@ def _overrides(
 
 
 def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) -> File | None:
-    """Read a training file, replace values by options, and add a note for each replaced value."""
+    """Read a training file, override values with options, and add a note for each override."""
     if file is None:
         return None
     document, before = examine_source(file)
@@ -389,7 +389,7 @@ def cluster_for(
 
 
 def live_devices() -> tuple[Topology, str]:
-    """Return the machines of the running processes, and the name that their devices report."""
+    """Return the machines of the running processes, and the reported name of their devices."""
     topology = discover()
     name = "cpu"
     if topology.device_type == accelerator.NAME:
@@ -427,7 +427,7 @@ def _local_cluster(
 
 
 def read_calibration(path: Path | None, request: Request) -> Calibration | None:
-    """Return the constants of a file of `plait calibrate`, or None without a path.
+    """Return the constants in a file that `plait calibrate` wrote, or None without a path.
 
     Raises:
         InputError: The file belongs to another device.
@@ -507,7 +507,7 @@ def refuse_auto(file: Path, overrides: list[str]) -> None:
     if searched_keys and not document.problems:
         raise InputError(
             f'{file}: {", ".join(searched_keys)} = "auto" is planned before processes are started,'
-            f" and these are running already; run `plait plan {file} --out planned.json` and"
+            f" but these are running already; run `plait plan {file} --out planned.json` and"
             f" train with planned.json, or use `plait train {file}` on one machine"
         )
 

@@ -146,7 +146,7 @@ def _neighbour_rows(neighbours: list[Comparison]) -> list[list[str]]:
 
 
 def print_nothing_fits(plan: Plan) -> None:
-    """Print to standard error that no layout fits, and what the smallest layouts lack."""
+    """Print to standard error that no layout fits, and how much the smallest layouts exceed."""
     request = plan.request
     print(
         f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}",
@@ -236,7 +236,7 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 class _ProgressPrinter:
-    """Prints a line about every ten seconds, and one at the end."""
+    """Printer of a progress line about every ten seconds, and of one at the end."""
 
     def __init__(self, total: int) -> None:
         self._total = total

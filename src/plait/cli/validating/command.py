@@ -183,7 +183,7 @@ def _why_no_devices(facts: dict[str, Any]) -> str:
 
 
 def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
-    """Return the facts that decide which rows run.
+    """Return the facts that determine which rows run.
 
     Raises:
         InputError: `gpus` is larger than the number of GPUs that can be used.
@@ -207,14 +207,14 @@ def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
 
 
 def _launch_command(ranks: int, folder: Path) -> list[str]:
-    """Return the command of a launch. Its ranks end when this process does, by the lifeline."""
+    """Return the command of a launch. The lifeline ends its ranks when this process ends."""
     launch = [sys.executable, "-m", "plait", "launch", "--lifeline"]
     options = ["--nproc-per-node", str(ranks), "--grace", "3"]
     return [*launch, *options, "-m", "plait.cli.validating.worker", str(folder)]
 
 
 class Screen:
-    """Shows rows as they begin and end.
+    """Terminal output of a validation while its rows run.
 
     With `quiet`, lines go to standard error, because standard output is the JSON document.
     """
@@ -275,7 +275,7 @@ class Screen:
         self._bar.console.print(line, style=_COLOURS[result.outcome], markup=False)
 
     def summary(self, results: Sequence[Result], out: Path, seconds: float) -> None:
-        """Show the counts and the place of the document."""
+        """Show the number of rows per result, and the path of the document."""
         number = counts(results)
         self._print(
             f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run"

@@ -29,7 +29,7 @@ _FRAMES = 12
 
 
 def main(folder: Path) -> None:
-    """Run the rows whose turn comes, until there are no more turns."""
+    """Run rows in the order in which the parent schedules them, until it schedules no more."""
     content = json.loads((folder / ROWS).read_text(encoding="utf-8"))
     facts = content["facts"]
     # Before CUDA starts. Segments that grow lose less memory between blocks of different models.
@@ -134,7 +134,7 @@ def _refuse_broken_device(context: Context) -> None:
 
 
 class _Events:
-    """Appends lines of JSON to a file, each at once."""
+    """JSON lines file that is flushed after every line."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -65,7 +65,7 @@ class _Slots:
         """Size for which memory was short. Requests of this size or more are not tried again."""
 
     def _reset(self) -> None:
-        """Reset the state of the slots. Called when new memory has replaced the old one."""
+        """Reset the state of the slots. Called when new memory has replaced the old memory."""
         raise NotImplementedError
 
     @property
@@ -78,7 +78,7 @@ class _Slots:
         return self._memory is not None and count <= self._slot_bytes
 
     def _make_room(self, count: int) -> None:
-        """Grow the slots to `count` bytes. Collective if no call before was as large."""
+        """Grow the slots to `count` bytes. Collective if no previous call was as large."""
         if self._fits(count):
             return
         if self._refused_bytes is not None and count >= self._refused_bytes:
@@ -102,7 +102,7 @@ class _Slots:
     ) -> torch.Tensor:
         """Return a tensor [numel] at the start of a slot.
 
-        `on_release` is called when no tensor of this rank points into the slot any more, unless new
+        `on_release` is called when no tensor of this rank uses the slot any longer, unless new
         memory has replaced it.
         """
         memory = self._shared
@@ -187,7 +187,7 @@ class SharedAllGather(_Slots, AllGather):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return the output of the next call [ranks x n], in shared memory if a slot is free."""
+        """Return the output [ranks x n] of the next call, in shared memory if a slot is free."""
         numel = prod(int(length) for length in size)
         count = numel * dtype.itemsize
         self._make_room(count)
@@ -283,7 +283,8 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
     ) -> torch.Tensor:
         """Return the input [ranks x n] of the next call, in shared memory if a slot is free.
 
-        The second request before a call returns its output [n], which is not shared.
+        If it is called twice before the collective, the second call returns the output [n], which
+        is not in shared memory.
         """
         if self._has_input:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -321,7 +322,7 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
         group: dist.ProcessGroup,
         slot: int | None,
     ) -> None:
-        """Reduce the inputs of all ranks where they are.
+        """Reduce the inputs of all ranks in place.
 
         Args:
             output: This rank's shard of the result.
@@ -359,7 +360,7 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
         return self._announce(count, shape, slot, operation="reduce-scatter", verb="reduces")
 
     def _free_slot(self) -> int | None:
-        """Return a slot into which no tensor of this rank points, or None.
+        """Return a slot that no tensor of this rank uses, or None.
 
         Waits until all ranks have read its previous content.
         """
@@ -460,7 +461,7 @@ class SharedBuckets:
         )
 
     def _sum_ready(self) -> None:
-        """Sum this rank's slices of buffers that all ranks have started, up to the first other."""
+        """Sum this rank's slices of buffers, up to the first one that some rank has not started."""
         while self._unsummed and not self._late_ranks(self._unsummed[0], 0):
             self._sum(self._unsummed.pop(0))
 

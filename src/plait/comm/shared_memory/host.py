@@ -56,7 +56,7 @@ class SharedMemoryUnavailable(Exception):
 
 
 class SharedMemoryGroup:
-    """Group whose ranks all run on this machine. Creating an object is collective.
+    """Group whose ranks all run on this machine. The constructor is collective.
 
     Args:
         group: The process group.
@@ -101,7 +101,7 @@ class SharedMemoryGroup:
         sequence: int = 0,
         shape: str = "",
     ) -> None:
-        """Return when no rank is missing. Yield the core at first and sleep later.
+        """Wait until no rank is missing. Yields the core at first and sleeps later.
 
         A busy loop would take the core from the ranks that are missing: there may be more ranks
         than cores.
@@ -264,7 +264,7 @@ class SharedMemory:
             offset: First byte of the range.
             numel: Number of elements.
             dtype: Dtype of the elements.
-            on_release: Called when no tensor of this rank references the range any more.
+            on_release: Called when no tensor of this rank references the range any longer.
         """
         start = self._data_start + offset
         # `frombuffer` refuses to make an empty tensor.

@@ -1,4 +1,4 @@
-"""DeepSpeed's API on Plait's engine: `import plait.compat.deepspeed as deepspeed`.
+"""DeepSpeed's API on top of Plait's engine: `import plait.compat.deepspeed as deepspeed`.
 
 Names, arguments and return values are those of DeepSpeed 0.19.8. A name that is not supported
 raises an error with a replacement. docs/how-to/deepspeed-scripts.md lists both kinds.

@@ -102,7 +102,7 @@ def refuse_no_group(dist_init_required: bool | None) -> None:
     """Raise InputError if `dist_init_required` is False and no process group exists."""
     if dist_init_required is False and not dist.is_initialized():
         raise InputError(
-            "dist_init_required=False says that the script makes the process group, and there is"
+            "dist_init_required=False says that the script creates the process group, but there is"
             " none; call torch.distributed.init_process_group before, or leave the argument out"
         )
 

@@ -176,7 +176,7 @@ class DeepSpeedEngine(CheckpointMethods):
             )
         if self._in_no_sync:
             raise InputError(
-                "engine.step() inside of engine.no_sync(): gradients there are not reduced; call it"
+                "engine.step() inside engine.no_sync(): gradients there are not reduced; call it"
                 " behind, after a backward"
             )
         self._update_boundary()
@@ -195,7 +195,7 @@ class DeepSpeedEngine(CheckpointMethods):
 
     @contextmanager
     def _updating(self, call: str) -> Iterator[None]:
-        """Context of calls that may update parameters. It allows the step of the optimizer."""
+        """Context manager for calls that may update parameters. It permits the optimizer's step."""
         if self.optimizer is None:
             raise InputError(
                 f'engine.{call}: deepspeed.initialize was given no optimizer; write "optimizer" in'
@@ -216,7 +216,7 @@ class DeepSpeedEngine(CheckpointMethods):
             )
 
     def _update_boundary(self) -> None:
-        """Set the boundary of Plait's engine, before each call."""
+        """Set the accumulation boundary of Plait's engine before each call."""
         # Plait's engine forgets the boundary after each step; DeepSpeed's keeps it.
         boundary = self._boundary
         if self._in_no_sync:
@@ -225,13 +225,13 @@ class DeepSpeedEngine(CheckpointMethods):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches whose gradients a later backward of the step reduces.
+        """Defer the reduction of gradients to a later backward of the step. Context manager.
 
         It is available at every ZeRO stage. Stages 2 and 3 reduce gradients immediately, with the
-        same result. The last forward and backward of a step, and `step`, belong outside.
+        same result. Call the last forward and backward of a step, and `step`, outside it.
         """
         if self._in_no_sync:
-            raise InputError("engine.no_sync() inside of engine.no_sync(); one is enough")
+            raise InputError("engine.no_sync() inside engine.no_sync(); one is enough")
         self._in_no_sync = True
         try:
             yield

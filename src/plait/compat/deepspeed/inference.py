@@ -1,4 +1,4 @@
-"""`deepspeed.init_inference`: forward and generation of a model that is split over processes."""
+"""`deepspeed.init_inference`: forward and generation with a model that is split over processes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class InferenceEngine:
         return torch.cat([ids, new_ids], dim=1)  # [batch, length + longest]
 
     def _padding_token(self, settings: Mapping[str, Any]) -> int:
-        """Return the padding token, or else the first end-of-text token, as Transformers does."""
+        """Return the padding token, or the first end-of-text token as Transformers does."""
         defaults = getattr(self.module, "generation_config", None)
         for name in ("pad_token_id", "eos_token_id"):
             token = settings.get(name, getattr(defaults, name, None))

@@ -19,7 +19,7 @@ from plait.errors import CheckpointError, InputError
 
 
 class RepeatingLoader:
-    """Iterator that restarts a loader at its end, without limit."""
+    """Iterator that restarts a loader whenever it is exhausted."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -38,7 +38,7 @@ class RepeatingLoader:
 
 
 class StreamLoader:
-    """Micro-batches of this data-parallel rank from an iterable data set, in the set's own order.
+    """Micro-batches of this data-parallel rank from an iterable data set, in the data set's order.
 
     Every rank reads all samples. The ranks take turns, each with one micro-batch. If the last
     samples do not suffice for all ranks, samples are repeated, as in torch's DistributedSampler, or
@@ -79,7 +79,7 @@ class StreamLoader:
         """True if the next pass continues an epoch of a loaded state."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch, or over the remainder of one after a state was loaded."""
+        """Iterate over an epoch, or over its remainder after a state was loaded."""
         # A pass that was abandoned starts again, unless its position was loaded.
         if not self._resumes:
             self._samples_read = 0
@@ -107,7 +107,7 @@ class StreamLoader:
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, and its samples that all ranks together have read."""
+        """Return the position: the epoch, and the number of samples that all ranks have read."""
         return {"epoch": self._epoch, "read": self._samples_read}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -119,7 +119,7 @@ class StreamLoader:
         """
         if state["read"] % self._samples_per_round:
             raise CheckpointError(
-                f"the data was left after {state['read']} samples, and a micro-batch of all ranks"
+                f"the data was left after {state['read']} samples, but a micro-batch of all ranks"
                 f" has {self._samples_per_round} here; keep micro-batch times data-parallel ranks"
             )
         self._epoch = state["epoch"]

@@ -31,7 +31,7 @@ _REMEDIES = {
 
 
 class PipelineModule(PipelineModel):
-    """Model of a pipeline, given as a list of layers.
+    """Pipeline model, given as a list of layers.
 
     Every process builds all layers and keeps those of its stage. Under `zero.Init()` they are built
     without memory.
@@ -239,12 +239,12 @@ class PipelineEngine(DeepSpeedEngine):
         return [self._batch_fn(micro_batch) for micro_batch in micro_batches]
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Set the loader that `train_batch()` reads, repeated without end."""
+        """Set the loader that `train_batch()` reads and restarts when it is exhausted."""
         self.training_dataloader = loader  # type: ignore[assignment]
         self._batches = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Set the iterator that `train_batch()` reads to its end."""
+        """Set the iterator that `train_batch()` reads."""
         self._batches = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:

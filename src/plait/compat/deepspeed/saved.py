@@ -54,7 +54,7 @@ class CheckpointMethods:
 
     @property
     def module(self) -> nn.Module:
-        """Model of the user, sharded in place."""
+        """The user's model, sharded in place."""
         return self.plait.model
 
     def save_checkpoint(
@@ -65,7 +65,7 @@ class CheckpointMethods:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint of Plait's, which loads on any layout. Collective.
+        """Write a Plait checkpoint, which loads on any layout. Collective.
 
         Args:
             save_dir: Folder of checkpoints.
@@ -115,7 +115,7 @@ class CheckpointMethods:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of Plait's. Collective.
+        """Load a Plait checkpoint. Collective.
 
         Args:
             load_dir: Folder of checkpoints.

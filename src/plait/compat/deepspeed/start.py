@@ -97,7 +97,7 @@ def initialize(
         )
     if torch.get_default_device().type == "meta":
         raise InputError(
-            "deepspeed.initialize inside of zero.Init(): tensors have no memory there; build the"
+            "deepspeed.initialize inside zero.Init(): tensors have no memory there; build the"
             " model inside, and call it after"
         )
     # Before the model is sharded, which draws its weights.
@@ -121,7 +121,7 @@ def initialize(
         sources = {**resolved.sources, "optimizer.type": "default"}
         resolved = resolved.model_copy(update={"sources": sources})
 
-    # A pipeline computes the loss inside of the engine, which calls `loss_fn` on its last stage.
+    # A pipeline computes the loss inside the engine, which calls `loss_fn` on its last stage.
     engine_class = DeepSpeedEngine
     loss: WeightedLoss | None = None
     if isinstance(model, PipelineModule):
@@ -144,7 +144,7 @@ def initialize(
 
 
 def _set_local_rank(args: Any) -> None:
-    """Set `args.local_rank`, if it exists, to the launcher's, as DeepSpeed does."""
+    """Set `args.local_rank`, if it exists, to the launcher's local rank, as DeepSpeed does."""
     local_rank = getattr(args, "local_rank", None)
     if local_rank is None:
         return

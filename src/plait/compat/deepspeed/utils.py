@@ -192,7 +192,7 @@ def _reduced_gradient(
         )
     if engine.plait.mesh.layout.tp > 1:
         raise InputError(
-            f"{call}: with parallel.tp > 1 gradients are complete inside of engine.step() only"
+            f"{call}: with parallel.tp > 1 gradients are complete inside engine.step() only"
         )
     reducer = engine.plait.hooks.find(Reducer)
     if reducer is not None:

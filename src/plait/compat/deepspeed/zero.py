@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: construction of a model without memory, and temporarily gathered parameters.
+"""`deepspeed.zero`: model construction on the meta device, and temporarily gathered parameters.
 
 A model is built on `meta`, where tensors have no memory. Its weights are drawn later by the classes
 of its modules (`parallel.materialise`). A write of the constructor, such as that of the scaled
@@ -40,7 +40,7 @@ _WRITES: dict[int, tuple[torch.Tensor, str]] = {}
 
 
 class RecordedWrites(TorchFunctionMode):
-    """Mode that records writes to tensors on `meta` that are not repeated with their weights."""
+    """Mode that records writes to meta tensors that weight initialisation would not repeat."""
 
     def __torch_function__(
         self,
@@ -75,7 +75,7 @@ def _writes_in_place(name: str) -> bool:
 
 
 def _find_writer(frame: FrameType | None) -> str | None:
-    """Return the innermost function outside of torch and Plait, with its place.
+    """Return the innermost function outside torch and Plait, with its file and line.
 
     Returns:
         None if the write is part of an initialiser, which is called again.
@@ -130,7 +130,7 @@ _INIT_REMEDIES = {
 
 
 class Init:
-    """Context in which a model is built without memory, under `torch.device("meta")`.
+    """Context that builds a model without memory, under `torch.device("meta")`.
 
     `initialize` later creates the shards of each rank. The classes of the model initialise them,
     with the same values on every layout. A model whose constructor sets weights itself is refused.
@@ -180,14 +180,14 @@ class Init:
         self._stack.close()
         if self._enabled and _META_CONTEXT in str(error or ""):
             raise InputError(
-                "from_pretrained inside of zero.Init(): Transformers loads no weights for a model "
+                "from_pretrained inside zero.Init(): Transformers loads no weights for a model "
                 "on the meta device; call plait.from_pretrained(name) without zero.Init(): every "
                 "process then loads its shards in deepspeed.initialize"
             ) from error
 
 
 class GatheredParameters:
-    """Context in which parameters have their full values. Collective on entry and on exit.
+    """Context in which parameters have their full values. Collective on entry and exit.
 
     In the context, functions of torch use the full value of a parameter, even if the script took
     the parameter from the module before. Parameters that no engine has do not change. On exit, the
@@ -214,7 +214,7 @@ class GatheredParameters:
     ) -> None:
         refuse_arguments(
             "zero.GatheredParameters",
-            {"fwd_module": "a forward inside of the context is refused"},
+            {"fwd_module": "a forward inside the context is refused"},
             fwd_module=fwd_module,
         )
         parameters = [params] if isinstance(params, nn.Parameter) else list(params)
@@ -273,13 +273,13 @@ class GatheredParameters:
             dist.all_reduce(counts)
         if counts[0]:
             raise InputError(
-                "zero.GatheredParameters: a parameter was replaced inside of the context, and the"
+                "zero.GatheredParameters: a parameter was replaced inside the context, and the"
                 " replacement would be lost; write in place (with torch.no_grad():"
                 " engine.module.head.weight.copy_(...))"
             )
         if counts[1]:
             raise InputError(
-                "zero.GatheredParameters: a parameter was changed inside of the context, and"
+                "zero.GatheredParameters: a parameter was changed inside the context, and"
                 " modifier_rank is not set, so the change would be lost; pass modifier_rank=0"
             )
 
@@ -294,7 +294,7 @@ class GatheredParameters:
 
 
 class _FullValues(TorchFunctionMode):
-    """Mode that passes full values to functions of torch in place of shards.
+    """Mode that passes full values instead of shards to torch functions.
 
     It is needed for code that took a shard from its module before the context.
     """
@@ -320,7 +320,7 @@ class _GatheredParameter:
     """Parameter whose full value replaces its shard in the modules of a model."""
 
     def __init__(self, engine: DeepSpeedEngine, shard: nn.Parameter) -> None:
-        """Gather the full value, and replace the shard by it in all modules. Collective."""
+        """Gather the full value, and replace the shard with it in all modules. Collective."""
         self.engine = engine
         self.shard = shard
         self.full = shard
@@ -340,7 +340,7 @@ class _GatheredParameter:
             registry[name] = self.full
 
     def is_changed(self) -> bool:
-        """Return True if the full value differs from the shard, as far as this rank can see."""
+        """Return True if this rank's part of the full value differs from the shard."""
         if not isinstance(self.shard, DTensor):
             return False
         if version_of(self.full) > self._version:

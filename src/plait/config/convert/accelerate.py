@@ -1,4 +1,4 @@
-"""Conversion of a file of `accelerate launch`.
+"""Conversion of the configuration file of `accelerate launch`.
 
 The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config` of earlier
 releases, and the options of `accelerate launch` that the sections become: what each sets, or why it
@@ -298,7 +298,7 @@ _COMBINED_IN_SECTION = {
 
 @dataclass
 class _AccelerateFile:
-    """File that is converted, and the result so far."""
+    """File that is being converted, and the result so far."""
 
     document: Document
     translation: Translation = field(default_factory=Translation)
@@ -321,13 +321,13 @@ class _AccelerateFile:
         return section
 
     def not_read(self) -> str:
-        """Return the reason for which the section of another type is not read."""
+        """Return the reason why the section of another type is not read."""
         kind = self.distributed_type or "missing"
         return f"distributed_type is {kind}, so Accelerate does not read it either"
 
 
 def translate(document: Document) -> TranslatedDocument:
-    """Return the configuration that a file of Accelerate describes. Problems are collected."""
+    """Return the configuration that an Accelerate file describes. Problems are collected."""
     file = _AccelerateFile(document)
     translation = file.translation
     # The sections that follow depend on these two.
@@ -380,7 +380,7 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
     elif kind in ("XLA", "TPU"):
         translation.refuse("distributed_type", value, "this release runs on GPUs and CPUs", remedy)
     elif kind not in _STAGES:
-        translation.refuse("distributed_type", value, "is no type that Accelerate has", remedy)
+        translation.refuse("distributed_type", value, "is not a type of Accelerate", remedy)
     else:
         if kind in REPLICATED:
             meaning = f"{STAGE} 0: a replica on every process"

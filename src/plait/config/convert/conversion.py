@@ -1,4 +1,4 @@
-"""Conversion of a configuration of another program, with a row for every key.
+"""Conversion of another program's configuration, with a row per key.
 
 A row says which settings a key becomes, or why it has no equivalent.
 """
@@ -65,7 +65,7 @@ def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config
     """Return the Config that a source describes. Its provenance names the other program's keys.
 
     Raises:
-        ConfigError: All problems.
+        ConfigError: The source is invalid. The error lists all problems.
     """
     return build_config(*_examine_source(source, overrides))
 
@@ -89,7 +89,7 @@ def _examine_source(
 
 
 def _translate(document: Document) -> Document:
-    """Translate a file of Accelerate or of the Trainer. Other files are returned unchanged."""
+    """Translate a file of Accelerate or the Trainer. Other files are returned unchanged."""
     if is_accelerate(document.tree):
         return accelerate.translate(document)
     if is_trainer_fsdp(document.tree):
@@ -98,7 +98,7 @@ def _translate(document: Document) -> Document:
 
 
 def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> None:
-    """Replace Plait's keys by those of the other program in rows, problems and origins."""
+    """Replace Plait's keys with those of the other program in rows, problems and origins."""
     translated = (*document.written, *document.defaults)
     # `examine` has a row per translated setting. The other program's keys have their own rows.
     other_rows = [row for row in examined.rows if row.key not in translated]

@@ -139,7 +139,7 @@ def strategy_named(value: Any) -> str:
         return names[int(text) - 1]
     if text not in names:
         raise ValueError(
-            f"is no strategy of FSDP1; use {', '.join(names)}, or 1 to {len(names)} in this order"
+            f"is not an FSDP1 strategy; use {', '.join(names)}, or 1 to {len(names)} in this order"
         )
     return text
 
@@ -252,7 +252,7 @@ def _shard_within_machines(
 ) -> None:
     processes = keys.processes_per_machine
     if processes is None:
-        rule = "shards inside of a machine, and the file does not say how many processes that is"
+        rule = "shards inside a machine, and the file does not say how many processes that is"
         remedy = "write full_shard, and set parallel.dp_shard in what is written"
         if keys.launched:
             remedy = "set num_processes and num_machines"
@@ -338,7 +338,7 @@ def _read_options(translation: Translation, value: Any, *, written: bool) -> lis
         translation.refuse(
             "fsdp",
             value,
-            "must be true, false, or a text of options",
+            "must be true, false, or a string of options",
             "use true, and write the rest in fsdp_config",
         )
         return None
@@ -352,7 +352,7 @@ def _read_options(translation: Translation, value: Any, *, written: bool) -> lis
     unknown = [name for name in names if name not in _OPTIONS]
     if unknown:
         translation.refuse(
-            "fsdp", value, f"{unknown[0]!r} is no option of fsdp", f"use {', '.join(_OPTIONS)}"
+            "fsdp", value, f"{unknown[0]!r} is not an option of fsdp", f"use {', '.join(_OPTIONS)}"
         )
         return None
     if written:
@@ -434,7 +434,7 @@ def _read_keys(
 
 
 def _merge_rows(translation: Translation) -> None:
-    """Keep one row for `fsdp`, whose options are several settings: a refusal, or the first one."""
+    """Merge the rows of the options of `fsdp` into one: a refused one if any, or the first."""
     rows = [row for row in translation.rows if row.key == "fsdp"]
     if not rows:
         return
@@ -444,7 +444,7 @@ def _merge_rows(translation: Translation) -> None:
 
 
 def _reshard_value(option: str, version: str) -> Any:
-    """Return the value of `reshard_after_forward` that an option of `fsdp` stands for.
+    """Return the value of `reshard_after_forward` that an option of `fsdp` implies.
 
     FSDP1, and strategies that FSDP2 does not have, use the option itself. FSDP2 refuses it later.
     """

@@ -309,9 +309,9 @@ FLAGS: dict[str, Flag] = {
         off=("uniform", 1),
     ),
     **_refused(
-        "this release keeps optimizer states on the device or in files"
-        " (zero_optimization.offload_optimizer)",
-        "leave it out",
+        "it offloads a part of the optimizer and of the activations in a way of its own",
+        "leave it out, and set zero_optimization.offload_optimizer, or parallel.activation_offload,"
+        " in the converted file",
         "optimizer_cpu_offload cpu_offloading",
         "switch",
     ),

@@ -111,7 +111,7 @@ class Translation:
         self.problems.append(Problem(key, value, rule, remedy))
 
     def set(self, path: str, key: str, value: Any) -> None:
-        """Set a path to a value. If another key has set another value, add a problem."""
+        """Set a path to a value. Add a problem if another key has set a different value."""
         other_key, other_value = self.settings.setdefault(path, (key, value))
         if other_value != value:
             self.problems.append(
@@ -189,7 +189,7 @@ def problems_in(key: str, error: ConfigError) -> list[Problem]:
 
 
 def parse_flag(value: Any) -> Any:
-    """Return the boolean that a text stands for; other values are returned unchanged."""
+    """Return a string such as "true" as a boolean. Other values are returned unchanged."""
     if isinstance(value, str):
         value = _FLAG_TEXTS.get(value.lower(), value)
     flag = as_flag(value)
@@ -197,7 +197,7 @@ def parse_flag(value: Any) -> Any:
 
 
 def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
-    """Set a dotted path in a tree, unless it has another value.
+    """Set a dotted path in a tree, unless it has a different value.
 
     Returns:
         The rule that the other value violates, or None.

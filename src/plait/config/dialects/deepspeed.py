@@ -621,14 +621,14 @@ def requests_nothing(key: Key, value: Any) -> bool:
 
 
 def as_flag(value: Any) -> bool | None:
-    """Return the boolean that a value stands for; None for any other value, including "auto"."""
+    """Return a switch's value as a boolean, or None for any other value, including "auto"."""
     if isinstance(value, bool):
         return value
     return {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
 
 
 def _is_enabled(value: Any, *, default: bool) -> bool:
-    """Return True if a section is enabled by a switch `enabled`, at its top or nested in it.
+    """Return True if a switch `enabled` turns on a section, at its top level or nested.
 
     Args:
         value: The section, or a boolean in place of it.

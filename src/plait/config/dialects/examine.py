@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 @dataclass
 class WrittenValue:
-    """Value of a setting, and the name under which the file contains it."""
+    """Value of a setting, and its name in the file."""
 
     name: str
     value: Any
@@ -86,7 +86,7 @@ def examine(
 
 
 def value_at(tree: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of a tree, or None if there is none."""
+    """Return the value at a dotted path of a tree, or None if the path does not exist."""
     value: Any = tree
     for name in path.split("."):
         if not isinstance(value, Mapping):
@@ -115,7 +115,7 @@ def brief(text: str) -> str:
 
 
 def _copy_tree(value: Any) -> Any:
-    """Copy objects and lists, and convert tuples to lists as JSON has them."""
+    """Copy objects and lists, and convert tuples to lists as in JSON."""
     if isinstance(value, dict):
         return {key: _copy_tree(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -250,7 +250,7 @@ _FREE_MEANINGS = {
 def _visit_free(
     written: tuple[str, ...], dotted: str, value: Tree, examined: ExaminedDocument
 ) -> Tree:
-    """Translate the keys of a free field, an object whose keys the schema does not list.
+    """Translate the keys of a free-form field, an object whose keys the schema does not list.
 
     Returns:
         The object without comments and without keys of the DeepSpeed table.
@@ -302,7 +302,7 @@ def _visit_table(shown: str, key: Key, value: Any, examined: ExaminedDocument) -
 def _set_value(
     target: str, candidates: list[WrittenValue], examined: ExaminedDocument, overridden: set[str]
 ) -> None:
-    """Store the value of a setting, or report two values that disagree.
+    """Store the value of a setting, or report conflicting values.
 
     A value takes precedence over "auto" under another name.
     """
@@ -412,7 +412,7 @@ def _target(path: str) -> str:
 
 
 def _expand_short_forms(tree: Tree, target: str) -> None:
-    """Replace a value that stands for a section by the section, if `target` may be in it."""
+    """Replace the short form of a section with the section, if it may contain `target`."""
     for section, expand in SHORT_FORMS.items():
         if section not in tree:
             continue

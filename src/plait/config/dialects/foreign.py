@@ -1,4 +1,4 @@
-"""Recognition of configurations of other programs: Accelerate, the Trainer and Megatron-LM.
+"""Detection of configurations of other programs: Accelerate, the Trainer and Megatron-LM.
 
 `plait config convert` translates them. `load` refuses a file of another program with the command
 that converts it, and looks for one only if a file has problems: every such file has keys that Plait
@@ -94,7 +94,7 @@ def refuse_foreign(document: Document) -> None:
 
 
 def refuse_flags(flags: Sequence[str]) -> NoReturn:
-    """Refuse a list of Megatron-LM's flags.
+    """Refuse a list of Megatron-LM flags.
 
     Raises:
         ConfigError: Always. The remedy is the command that converts the flags.

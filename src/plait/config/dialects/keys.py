@@ -48,7 +48,7 @@ def _auto_is_off(value: Any) -> Any:
 
 
 def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
-    """Return a function that replaces true by `on` and false by `off`, and keeps other values."""
+    """Return a function that maps true to `on` and false to `off`, and keeps other values."""
 
     def convert(value: Any) -> Any:
         # Invalid values stay for the check of the target's type.
@@ -184,7 +184,7 @@ ALIASES: dict[str, Alias] = {
 
 
 def _expand_zero(value: Any) -> Any:
-    """Expand `"zero_optimization": true`, DeepSpeed's first form of ZeRO, which means stage 1."""
+    """Expand `"zero_optimization": true`, DeepSpeed's original setting, which means stage 1."""
     return {"stage": int(value)} if isinstance(value, bool) else value
 
 
@@ -283,7 +283,7 @@ def schema_sections() -> frozenset[str]:
 
 @cache
 def sections() -> frozenset[str]:
-    """Return all paths below which keys are known: of the schema, the table and the aliases."""
+    """Return all paths that contain known keys: from the schema, the table and the aliases."""
     parents = {parent for path in (*schema_fields(), *TABLE, *ALIASES) for parent in _parents(path)}
     # A free field has known keys in it, but it is a setting.
     return frozenset(parents - set(schema_fields()))
@@ -366,7 +366,7 @@ def nearest(name: str, candidates: Iterable[str]) -> list[str]:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return the optimal string alignment distance of two texts.
+    """Return the optimal string alignment distance of two strings.
 
     It is the number of letters to insert, remove, replace or swap with their neighbour.
     """

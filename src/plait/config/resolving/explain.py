@@ -106,8 +106,8 @@ def _default_processes(config: Config) -> int:
             Problem(
                 "parallel",
                 None,
-                f"its degrees take {count:,} processes, and there are at most {MAX_PROCESSES:,}",
-                "lower one",
+                f"its degrees take {count:,} processes, but there are at most {MAX_PROCESSES:,}",
+                "lower one of them",
             )
         )
     return count
@@ -414,7 +414,7 @@ def _compression_values(compression: Compression) -> dict[str, Any]:
 
 
 def _compress_gradients(compression: Compression) -> str | list[str]:
-    """Return the scheme, or the list of candidates among which the first steps select."""
+    """Return the scheme, or the candidates from which the first steps select."""
     if compression.candidates:
         return [_scheme_name(scheme) for scheme in compression.candidates]
     return _scheme_name(compression.scheme)

@@ -50,7 +50,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _complete_descriptions(schema: dict[str, Any], section: dict[str, Any]) -> None:
-    """Write paragraphs of descriptions on one line, and restore those that pydantic drops."""
+    """Join the lines of each paragraph of descriptions, and restore those that pydantic drops."""
     for node in (section, *section["properties"].values()):
         # pydantic drops the description of a property that is equal to that of its section.
         if "$ref" in node:
@@ -61,7 +61,7 @@ def _complete_descriptions(schema: dict[str, Any], section: dict[str, Any]) -> N
 
 
 def _allow_auto(schema: dict[str, Any], path: str) -> None:
-    """Add "auto" to the values of a setting that `plait train` and `plait plan` can decide."""
+    """Allow "auto" for settings that `plait train` and `plait plan` can choose."""
     *parents, last = path.split(".")
     node = schema
     for name in parents:
@@ -92,7 +92,7 @@ def _add_property(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> N
 
 
 def _dereference(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    """Return the object behind a reference, or behind `X | None`."""
+    """Return the object that a reference, or the X of `X | None`, refers to."""
     for alternative in node.get("anyOf", []):
         if "$ref" in alternative:
             node = alternative

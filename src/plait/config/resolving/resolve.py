@@ -1,4 +1,4 @@
-"""`load` reads and checks a configuration; `resolve` decides everything that it leaves open.
+"""`load` reads and checks a configuration; `resolve` determines every value that it leaves open.
 
 Both are pure: they use no process group, no environment variable and no property of the machine.
 The number of processes is an argument. A `Resolved` records the source of every value.
@@ -70,7 +70,7 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
             the setting.
 
     Raises:
-        ConfigError: All problems.
+        ConfigError: The configuration is invalid. The error lists all problems.
     """
     if not isinstance(source, Config):
         return build_config(*examine_source(source, overrides))
@@ -114,7 +114,7 @@ def build_config(document: Document, examined: ExaminedDocument) -> Config:
     """Return the Config of a document: the second half of `load`.
 
     Raises:
-        ConfigError: All problems of keys and values.
+        ConfigError: Keys or values are invalid. The error lists all problems.
     """
     return validate_tree(examined, examined.tree).with_provenance(
         examined.provenance(document.name)
@@ -129,7 +129,7 @@ def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config
         tree: Tree of `examined`, or a part of it.
 
     Raises:
-        ConfigError: All problems of keys and values.
+        ConfigError: Keys or values are invalid. The error lists all problems.
     """
     problems = list(examined.problems)
     try:
@@ -198,7 +198,7 @@ def _field_problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return (rule, remedy) of a text `rule; remedy`, the form of the schema's own checks."""
+    """Split a message `rule; remedy`, the form of the schema's own checks."""
     # The last semicolon, because a rule may contain others.
     rule, semicolon, remedy = text.rpartition("; ")
     if not semicolon:
@@ -207,7 +207,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 class Resolved(Policy):
-    """Configuration in which nothing is open.
+    """Configuration in which every value is determined.
 
     It contains no "auto", and None only where the field documents its meaning.
     """
@@ -274,7 +274,7 @@ class Resolved(Policy):
     """
 
     def assumed(self) -> str | None:
-        """Return a warning about values of "auto" that Transformers' command line would decide.
+        """Return a warning about "auto" values that Transformers' command line would determine.
 
         Returns:
             The names and values that were assumed, or None if there are none.
@@ -331,7 +331,7 @@ def resolve(
     micro_batch_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Decide everything that a configuration leaves open.
+    """Determine every value that a configuration leaves open.
 
     Args:
         config: Configuration.
@@ -343,7 +343,7 @@ def resolve(
             TrainingArguments do.
 
     Raises:
-        ConfigError: All problems.
+        ConfigError: The configuration is invalid. The error lists all problems.
     """
     draft = outline(
         config,
@@ -360,7 +360,7 @@ def resolve(
 
 @dataclass(frozen=True)
 class Outline:
-    """Values of a configuration that could be resolved, and the problems of the others."""
+    """Resolved values of a configuration, and the problems of those that could not be resolved."""
 
     values: Mapping[str, Any]
     """Values by field of Resolved. Fields that could not be resolved are missing."""

@@ -77,7 +77,7 @@ _COMMAND_LINE = "is what Transformers' TrainingArguments say"
 
 @dataclass
 class Findings:
-    """Sources and problems, collected while a Config is resolved."""
+    """Sources and problems that are collected while a Config is resolved."""
 
     config: Config
     auto: Mapping[str, Any]
@@ -177,7 +177,7 @@ def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> 
             Problem(
                 "parallel.pp",
                 solved.pp,
-                f"a pipeline stage has at least one layer, and the model has {layers}",
+                f"a pipeline stage has at least one layer, but the model has {layers}",
                 f"use {layers} or fewer",
             )
         )
@@ -250,7 +250,7 @@ def format_processes(count: int) -> str:
 
 
 def smallest_world(parallel: ParallelSection) -> int:
-    """Return the smallest number of processes that satisfies all degrees that are given."""
+    """Return the smallest number of processes that satisfies all given degrees."""
     data = [
         degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)
     ]
@@ -275,8 +275,8 @@ def _data_degrees(
                     "parallel.dp_shard",
                     shard,
                     "zero_optimization.stage is 0, which shards nothing",
-                    "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to"
-                    f" {shard} instead",
+                    "set zero_optimization.stage to 1, 2 or 3, or leave dp_shard and dp_replicate"
+                    f" out (dp_replicate becomes {dp})",
                 )
             )
         # All data-parallel processes replicate.
@@ -291,13 +291,19 @@ def _data_degrees(
 
     if replicate * shard != dp:
         possible = format_processes(world_size // dp * replicate * shard)
+        # ZeRO needs more than one process to shard over.
+        left_out = []
+        if dp % shard == 0 and (shard > 1 or stage == 0):
+            left_out.append("dp_replicate")
+        if stage and dp % replicate == 0 and replicate < dp:
+            left_out.append("dp_shard")
         raise ConfigError(
             Problem(
                 "parallel",
                 None,
-                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, and"
+                f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but"
                 f" {format_processes(world_size)} leave {dp} for data parallelism",
-                f"start {possible}, or leave {'one of the two' if stage else 'dp_replicate'} out",
+                f"start {possible}, or leave {' or '.join(left_out) or 'both'} out",
             )
         )
     # ZeRO would shard over one process, which is stage 0 under another name.
@@ -316,11 +322,15 @@ def _data_degrees(
 
 
 def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
-    """Return the other degree of data parallelism, where `degree` is that of `name`."""
+    """Return the other degree of data parallelism, if that of `name` is `degree`."""
     if dp % degree == 0:
         return dp // degree
 
+    # ZeRO needs more than one process to shard over, unless there is only one.
     divisors = [str(number) for number in range(1, dp + 1) if dp % number == 0]
+    least_others = 1 if name == "dp_shard" else 2
+    if dp > 1:
+        divisors.remove("1" if name == "dp_shard" else str(dp))
     if len(divisors) > _MAX_LISTED:
         divisors = [*divisors[:6], "...", *divisors[-3:]]
     rule = (
@@ -328,7 +338,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
         f" {dp % degree}"
     )
     # The next lower number of processes that the degree divides, or the lowest of all.
-    possible = world_size // dp * degree * max(1, dp // degree)
+    possible = world_size // dp * degree * max(least_others, dp // degree)
     raise ConfigError(
         Problem(
             f"parallel.{name}",
@@ -367,7 +377,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE}, and none are here",
+                    f"{_COMMAND_LINE}, but none are here",
                     f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
                 )
             )
@@ -491,7 +501,7 @@ def precision(findings: Findings) -> Precision:
             Problem(
                 "fp16.enabled and bf16.enabled",
                 None,
-                "are both true, and a model computes in one dtype",
+                "are both true, but a model computes in one dtype",
                 "set one of them to false",
             )
         )
@@ -559,7 +569,7 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE} (--{name}), and none are here",
+                    f"{_COMMAND_LINE} (--{name}), but none are here",
                     "write true or false",
                 )
             )
@@ -568,7 +578,7 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
 
 
 def _reduce_dtype(findings: Findings, compute: ComputeDtype | None) -> ReduceDtype | None:
-    """Return the dtype of the gradient reduction; None is the dtype of the gradients."""
+    """Return the dtype of the gradient reduction, or None for the dtype of the gradients."""
     config = findings.config
     reduce = config.communication_data_type
     accumulate = config.data_types.grad_accum_dtype
@@ -622,7 +632,8 @@ def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
                 "fp16.min_loss_scale",
                 minimum,
                 f"the first scale is 2^{power} = {initial:g}, below it",
-                f"use at most {initial:g}, or raise fp16.initial_scale_power",
+                # All digits: six of them may be above the first scale.
+                f"use at most {initial:.0f}, or raise fp16.initial_scale_power",
             )
         )
     return LossScale(**values)
@@ -654,7 +665,7 @@ def optimizer(findings: Findings) -> OptimizerSpec:
 def scheduler(
     findings: Findings, optimizer_spec: OptimizerSpec, *, total_steps: int | None
 ) -> SchedulerSpec | None:
-    """Return the learning rate schedule; None is a constant rate.
+    """Return the learning rate schedule, or None for a constant rate.
 
     Args:
         findings: Sources and problems.
@@ -721,7 +732,7 @@ def _caller_values(
 
 
 def _learning_rate(spec: OptimizerSpec) -> float | None:
-    """Return the optimizer's learning rate or its default, or None if that is not known."""
+    """Return the optimizer's learning rate or its default, or None if it is unknown."""
     if "lr" in spec.params:
         return float(spec.params["lr"])
     if spec.type == "Lion":

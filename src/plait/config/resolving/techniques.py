@@ -42,7 +42,7 @@ DEFAULT_BUCKET_BYTES = 25 * MIB
 """Bucket size of DistributedDataParallel."""
 _SCHEMES = ("int8", "int4", "powersgd")
 """Compression schemes, from the least to the most lossy."""
-_BY_GROUP = ": auto, decided by each group when it is made"
+_BY_GROUP = ": auto, decided by each group when it is created"
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
@@ -67,7 +67,7 @@ def context_parallel(findings: Findings) -> ContextParallel:
 def _refuse(
     path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, otherwise: str
 ) -> None:
-    """Refuse a setting for all rules that apply.
+    """Record a problem for every rule that a setting violates.
 
     Args:
         path: Path of the setting.
@@ -86,10 +86,10 @@ def _refuse(
 
 
 def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, layout: Layout) -> None:
-    """Refuse settings that overlapped all-reduces cannot be combined with.
+    """Refuse settings that cannot be combined with overlapped all-reduces.
 
     Raises:
-        ConfigError: All of these settings.
+        ConfigError: Such settings exist. The error lists all of them.
     """
     if layout.tp == 1 or not tensor.tensor_overlap:
         return
@@ -277,13 +277,17 @@ def _check_compression(findings: Findings, dtypes: Precision) -> None:
     path = "parallel.compress_gradients"
     # PowerSGD needs full matrices, of which a rank of stages 1 to 3 reduces only shards.
     schemes = gradients if isinstance(gradients, list) else [gradients]
+    is_mixed = dtypes.compute is not None
     if stage and "powersgd" in schemes:
+        remedy = 'use "int8", or zero_optimization.stage 0'
+        if is_mixed:
+            remedy += " in the model's own dtype"
         raise ConfigError(
             Problem(
                 path,
                 gradients,
                 f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards",
-                'use "int8", or zero_optimization.stage 0',
+                remedy,
             )
         )
 
@@ -298,16 +302,21 @@ def _check_compression(findings: Findings, dtypes: Precision) -> None:
             )
         )
 
-    buckets = has_buckets(stage, mixed=dtypes.compute is not None)
+    buckets = has_buckets(stage, mixed=is_mixed)
     # FSDP reduces replicated parameters that are cast, with its own all-reduce.
     if gradients != "none" and stage == 0 and not buckets:
+        remedy = "use zero_optimization.stage 1, or compute in the model's own dtype"
+        if "powersgd" in schemes:
+            remedy = (
+                'compute in the model\'s own dtype, or use "int8" with zero_optimization.stage 1'
+            )
         raise ConfigError(
             Problem(
                 path,
                 gradients,
                 "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and"
                 " cannot be given another collective",
-                "use zero_optimization.stage 1, or compute in the model's own dtype",
+                remedy,
             )
         )
 
@@ -410,7 +419,7 @@ def refuse_in_backward(
 def refuse_unsharded_optimizer(
     spec: OptimizerSpec, data: DataParallel, dtypes: Precision, layout: Layout
 ) -> None:
-    """Refuse an optimizer of torch that fails at its first step on sharded parameters.
+    """Refuse a torch optimizer whose first step fails on sharded parameters.
 
     Raises:
         ConfigError: The parameters are sharded, and the optimizer does not support it.
@@ -440,7 +449,7 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
     """Refuse settings with which low-precision optimizer states are not tested.
 
     Raises:
-        ConfigError: All of these settings.
+        ConfigError: Such settings exist. The error lists all of them.
     """
     if spec.states is None:
         return
@@ -460,7 +469,7 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
 
 
 def _secondary_partition(findings: Findings, shard: int | None) -> int:
-    """Return the size of the secondary partition; 0 is off.
+    """Return the number of ranks of the secondary partition, or 0 for none.
 
     Args:
         findings: The configuration.
@@ -486,7 +495,7 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
 
 
 def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None) -> int | None:
-    """Return the size of a gradient bucket; None if the measured links decide."""
+    """Return the bytes of a gradient bucket, or None if they are chosen from measured links."""
     mib = findings.config.parallel.bucket_mib
     bytes_of_mib = None if mib == "auto" else round(mib * MIB)
     path = "zero_optimization.reduce_bucket_size"
@@ -529,7 +538,7 @@ def _bucket_bytes(findings: Findings, dtypes: Precision, hidden_size: int | None
 
 
 def has_buckets(stage: int, *, mixed: bool) -> bool:
-    """Return True if gradients are reduced in buckets, and not block by block.
+    """Return True if gradients are reduced in buckets rather than per block.
 
     Args:
         stage: ZeRO stage.
@@ -586,7 +595,7 @@ def recompute(findings: Findings) -> Recompute:
             Problem(
                 f"{path}.mode",
                 "budget",
-                "activations grow with the micro-batch, and the file gives no batch size",
+                "activations grow with the micro-batch, but the file gives no batch size",
                 "set train_micro_batch_size_per_gpu",
             ),
         ),
@@ -616,7 +625,7 @@ def recomputes(config: Config) -> bool:
 
 
 def activation_offload(findings: Findings) -> ActivationOffload:
-    """Return the settings of the offload of activations."""
+    """Return the settings of activation offload."""
     config = findings.config
     section = config.parallel.activation_offload
     path = "parallel.activation_offload"
@@ -630,7 +639,7 @@ def activation_offload(findings: Findings) -> ActivationOffload:
                 Problem(
                     name,
                     "true",
-                    f"it means {path}.fraction = 1 on cpu, and the file sets {fraction:g} on"
+                    f"it means {path}.fraction = 1 on cpu, but the file sets {fraction:g} on"
                     f" {section.device}",
                     "keep one of them",
                 )
@@ -740,7 +749,7 @@ def _parameter_offload_problems(zero: ZeroSection) -> list[Problem]:
             section.device == "nvme" and states.device == "cpu",
             "shards are the master weights, and offload_optimizer.device = cpu takes them into"
             " host memory",
-            'set offload_optimizer.device = "nvme" or "none", or "cpu" here',
+            'set offload_optimizer.device = "nvme" (with a nvme_path) or "none", or "cpu" here',
         ),
         (
             section.device == "nvme" and section.nvme_path is None,

@@ -47,7 +47,7 @@ _SHOWN_KEYS = 4
 
 
 class Status(StrEnum):
-    """Treatment of a key of a file."""
+    """How Plait treats a key of a file."""
 
     SUPPORTED = "supported"
     RENAMED = "renamed"
@@ -58,7 +58,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class KeyReport:
-    """Key of a file, with its value and its meaning to Plait."""
+    """Key of a file, its value, and its meaning in Plait."""
 
     key: str
     """Dotted path as written in the file."""
@@ -247,7 +247,7 @@ class OffloadOptimizerSection(Policy):
     """nvme: float32 elements per chunk, which holds parameters, gradients and states."""
     ratio: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), Number] = 1.0
     """Share of the parameters that is offloaded: blocks starting with the first, then the
-    parameters outside of the blocks, until the share is reached. Master weights, gradients and
+    parameters outside the blocks, until the share is reached. Master weights, gradients and
     states of all other parameters stay on the device.
     """
 
@@ -584,7 +584,7 @@ class Config(Policy):
         return self._techniques
 
     def with_techniques(self, *techniques: Technique) -> Self:
-        """Return a copy of this configuration with techniques of your own classes.
+        """Return a copy of this configuration with additional, user-defined techniques.
 
         See docs/how-to/add-a-technique.md.
         """

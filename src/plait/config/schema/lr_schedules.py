@@ -5,8 +5,8 @@ from signatures. This module checks names and values; `plait.optim.lr_schedules`
 schedules.
 
 The defaults of DeepSpeed's schedules are those of DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A
-schedule counts only optimizer steps that were not skipped. A problem is a text of the form
-`rule; remedy`.
+schedule counts only optimizer steps that were not skipped. A problem is a string of the form `rule;
+remedy`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OneCycle(Policy):
 
 
 class LRRangeTest(Policy):
-    """Rate that grows without limit, to find the largest rate that still trains."""
+    """Rate that grows without limit, to find the largest stable rate."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     """Learning rate at the first step."""
@@ -233,7 +233,7 @@ TORCH: Mapping[str, type[torch.optim.lr_scheduler.LRScheduler]] = MappingProxyTy
         for name, member in vars(torch.optim.lr_scheduler).items()
         if isinstance(member, type)
         and issubclass(member, torch.optim.lr_scheduler.LRScheduler)
-        # The base classes are no schedules.
+        # The base classes are not schedules.
         and name not in (*REFUSED, "LRScheduler", "_LRScheduler")
     }
 )
@@ -286,7 +286,7 @@ def auto_value(name: str) -> object:
 
 
 def kind_problems(kind: str) -> list[str]:
-    """Return the problems of a type; empty for one that can be used."""
+    """Return the problems of a type, or an empty list if it is supported."""
     known = (*DEEPSPEED, *TRANSFORMERS, *TORCH)
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]

@@ -4,7 +4,7 @@ This module checks names and values; `plait.optim.optimizer` builds the optimize
 torch's optimizers are read from the signatures of the installed torch, so new ones need no change
 here. The parameters that DeepSpeed 0.19.8 adds are a table.
 
-A problem is a text of the form `rule; remedy`.
+A problem is a string of the form `rule; remedy`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ SINGLE_VALUED_PARAMS: Mapping[str, tuple[object, str, str]] = MappingProxyType(
         "fp32_optimizer_states": (
             True,
             "optimizer states have the dtype of the master weights",
-            "set model.dtype instead",
+            "leave it out, and build the model in that dtype (in `plait train`: model.dtype)",
         ),
         "ns_method": (
             "standard",
@@ -188,7 +188,7 @@ def accepted(kind: str) -> frozenset[str] | None:
 
 
 def kind_problems(kind: str) -> list[str]:
-    """Return the problems of a type; empty for one that can be used."""
+    """Return the problems of a type, or an empty list if it is supported."""
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]
     if kind not in (*_TORCH, "Lion") and not is_path(kind):

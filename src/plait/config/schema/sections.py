@@ -1,4 +1,4 @@
-"""Sections that only Plait has, except for `parallel`, and DeepSpeed's sections of trackers.
+"""Plait's sections other than `parallel`, and DeepSpeed's tracker sections.
 
 The sections are pure descriptions. They open no path, build no model and do not inspect the
 machine. Rules that depend only on the file are checked here, so that an invalid file is refused
@@ -266,7 +266,7 @@ class RunSection(Policy):
 
     @property
     def checkpoint_seconds(self) -> float:
-        """Seconds between checkpoints; 0 writes none by the clock."""
+        """Seconds between checkpoints; 0 for no checkpoints by time."""
         if self.checkpoint_minutes is not None:
             return self.checkpoint_minutes * 60
         if self.checkpoint_every:
@@ -330,7 +330,7 @@ class FaultsSection(Policy):
 
 
 def _parse_folder(value: Any) -> Any:
-    """Convert "", which DeepSpeed files write for the working folder, to "."."""
+    """Convert "", DeepSpeed's notation for the working directory, to "."."""
     return "." if value == "" else value
 
 

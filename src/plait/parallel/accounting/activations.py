@@ -1,4 +1,4 @@
-"""Activations that a rank holds, block by block and for every recomputation mode, as numbers.
+"""Bytes of the activations that a rank holds, by block and recompute mode.
 
 The figures of a rank's stages are combined in the order of the rank's actions in the schedule (its
 row). Without a pipeline a rank has one stage, which runs one micro-batch at a time (`ONE_STAGE`).
@@ -41,7 +41,7 @@ ONE_STAGE = Schedule(
 
 @dataclass(frozen=True)
 class StageMode:
-    """Bytes of one micro-batch in a stage whose blocks all have one mode.
+    """Bytes of one micro-batch in a stage whose blocks all have the same mode.
 
     Tuples have one entry per block.
     """
@@ -49,7 +49,7 @@ class StageMode:
     saved: tuple[int, ...]
     """Bytes that a block keeps on the device from forward to backward, its input included."""
     outside: int
-    """Bytes that are saved before and outside of the blocks: embedding, positions, masks.
+    """Bytes that are saved before and outside the blocks: embedding, positions, masks.
 
     Boundary activations are included, except on the last stage.
     """
@@ -72,7 +72,7 @@ class StageMode:
     deferred: tuple[int, ...] = ()
     """Bytes that a block keeps between the halves of a split backward. Empty if none is split."""
     deferred_outside: int = 0
-    """Bytes that are kept between the halves outside of the blocks."""
+    """Bytes that are kept between the halves outside the blocks."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class StageFacts:
         return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
     def returning(self, assignment: Assignment) -> int:
-        """Return the most bytes that the backward of one block recomputes or prefetches."""
+        """Return the most bytes that one block's backward recomputes or prefetches."""
         returning = [self.modes[mode].returning[index] for index, mode in enumerate(assignment)]
         return max(returning, default=0)
 
@@ -117,7 +117,7 @@ class StageFacts:
         )
 
     def repeated(self, assignment: Assignment) -> float:
-        """Return the operations that one micro-batch repeats, as if all blocks were equal."""
+        """Return the operations that one micro-batch recomputes, assuming equal blocks."""
         base = self.modes["none"].flops
         additional = {mode: figures.flops - base for mode, figures in self.modes.items()}
         return sum(additional[mode] for mode in assignment) / max(1, len(assignment))
@@ -154,9 +154,9 @@ class RankActivations:
         return sum(stage.blocks for stage in self.stages)
 
     def held_after(self, assignment: Assignment) -> list[tuple[Action, int]]:
-        """Return every action of the row with the bytes that are kept when it has ended.
+        """Return every action of the row with the bytes that are kept after it.
 
-        These are the bytes of all micro-batches in flight: blocks, outside of them, head and loss.
+        These are the bytes of all micro-batches in flight: blocks, outside them, head and loss.
         """
         stages = self._stage_bytes(assignment)
         return [
@@ -164,7 +164,7 @@ class RankActivations:
             for action, _, after in _moments(self.schedule, self.rank)
         ]
 
-    def most(self, assignment: Assignment) -> int:
+    def peak_bytes(self, assignment: Assignment) -> int:
         """Return the peak that a budget limits.
 
         It consists of the saved tensors, and the tensors that the backward of one block recomputes
@@ -181,7 +181,7 @@ class RankActivations:
         return max(counts) / len(self.stages)
 
     def solve(self, budget_bytes: int) -> Assignment | None:
-        """Return the modes that repeat the fewest operations within the budget, or None.
+        """Return the modes that recompute the fewest operations within the budget, or None.
 
         Blocks of a stage count as equal, so only the number of blocks in each mode matters. The
         first blocks of a rank keep the least, because their forward comes first and their backward
@@ -223,11 +223,11 @@ class RankActivations:
                 yield full_mode * full + selective_mode * selective + no_recomputation * none
 
     def repeated(self, assignment: Assignment) -> float:
-        """Return the operations that one micro-batch repeats."""
+        """Return the operations that one micro-batch recomputes."""
         return sum(stage.repeated(modes) for stage, modes in self._split(assignment))
 
     def _moments(self) -> set[_RankMoment]:
-        """Return the distinct moments during the actions of the row, which are few."""
+        """Return the distinct moments during the actions of the row."""
         return {during for _, during, _ in _moments(self.schedule, self.rank)}
 
     def _stage_bytes(self, assignment: Assignment) -> list[_StageBytes]:
@@ -359,7 +359,7 @@ def _bytes_in_flight(moment: _RankMoment, stages: Sequence[_StageBytes]) -> int:
 
 
 def _peak_bytes(moments: Iterable[_RankMoment], stages: Sequence[_StageBytes]) -> int:
-    """Return the most bytes of any moment, with those of the running action."""
+    """Return the largest number of bytes at any moment, including those of the running action."""
     peak = 0
     for moment in moments:
         total = _bytes_in_flight(moment, stages)

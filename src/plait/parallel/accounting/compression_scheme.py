@@ -1,4 +1,4 @@
-"""Scheme of compression between data-parallel ranks, for the run and in numbers.
+"""Compression scheme between data-parallel ranks: its collectives, and its cost in bytes.
 
 `comm.compress` implements the collectives. A scheme installs them: as the reducer's buckets at
 stage 0, and per unit at the sharded stages. Every rank ends with the same bits. With `dp_replicate
@@ -60,14 +60,14 @@ class Scheme(Policy):
 
     @property
     def name(self) -> str:
-        """Description of the compression of gradients."""
+        """Description of the gradient compression."""
         if self.powersgd_rank:
             return f"PowerSGD of rank {self.powersgd_rank}"
         return f"int{self.gradient_bits}"
 
     @property
     def code(self) -> int:
-        """Number of the compression of gradients in a checkpoint."""
+        """Number that identifies the gradient compression in a checkpoint."""
         if self.powersgd_rank:
             return _POWERSGD_CODE
         return self.gradient_bits
@@ -119,7 +119,7 @@ class Scheme(Policy):
         )
 
     def install(self, model: nn.Module, levels: Levels | None) -> dict[str, QuantisedReduceScatter]:
-        """Give every unit of a sharded model its compressed collectives.
+        """Install the compressed collectives in every unit of a sharded model.
 
         Args:
             model: The sharded model.
@@ -175,5 +175,5 @@ def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Num
 
 
 def copies(scheme: Scheme) -> int:
-    """Return the number of tensors for each tensor that is carried from step to step."""
+    """Return the number of copies in memory of each tensor that persists between steps."""
     return 1 + scheme.revocable

@@ -1,4 +1,4 @@
-"""Ledger of layouts in bytes. Every technique writes to it, and the planner reads it.
+"""Ledger of the bytes of layouts. Every technique writes to it, and the planner reads it.
 
 All figures are NumPy arrays with one entry per candidate layout, so that one call accounts for
 a search space. Figures are per rank and exact: they are the bytes that a process measures, which
@@ -17,7 +17,7 @@ Note [Units after a backward]
     reduces and frees after a backward (`after_block_backward`, `after_root_backward`). Without a
     pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each unit
     ends its step with the last of them. In a pipeline the stages of a rank end their steps at
-    different times, and the root unit (all outside of the blocks) belongs to several of them.
+    different times, and the root unit (all outside the blocks) belongs to several of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StageCounts:
     root_reduces: Array
     """Number of times that ZeRO stages 2 and 3 reduce the root unit.
 
-    These are the backwards of the stages that own something outside of the blocks.
+    These are the backwards of the stages that own something outside the blocks.
     """
     sends: Array
     """Number of tensors sent to other stages: activations and their gradients."""
@@ -245,7 +245,7 @@ def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Arr
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """Part of a parameter, its gradient and its optimizer states on a rank, for every candidate.
+    """A rank's part of a parameter, its gradient and its optimizer states, for every candidate.
 
     tp splits a parameter along one dimension, and dp_shard along the first. It is replicated over
     all other axes. The counterpart of a run is `reduction.Reduction`.
@@ -290,7 +290,7 @@ def gradient_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
 def local_rows(
     shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger
 ) -> tuple[Array, Array]:
-    """Return (rows, elements of a row) of a parameter after tp, for every candidate."""
+    """Return (rows, elements per row) of a parameter after the tp split, for every candidate."""
     rows = np.full_like(ledger.tp, shape[0] if shape else 1)
     row_numel = np.full_like(ledger.tp, prod(shape[1:]))
     if tensor_dim is None:
@@ -403,7 +403,7 @@ def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
 
 
 class AfterBackward(NamedTuple):
-    """Actions after a backward on one unit of `fully_shard`, which gathers and reduces as one."""
+    """Actions on one unit of `fully_shard` after a backward."""
 
     reduce: bool
     """True if its gradients are reduced over dp_shard."""
@@ -477,7 +477,7 @@ def after_root_backward(
 def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
     """Return the units whose optimizer states are offloaded (`offload_optimizer.ratio`).
 
-    These are first the blocks, then everything outside of them (-1). Units are added until their
+    These are first the blocks, then everything outside them (-1). Units are added until their
     share of the parameters is at least `ratio`. Unsharded shapes are counted, so that every rank of
     a pipeline stage selects the same units.
     """

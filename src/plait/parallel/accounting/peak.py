@@ -1,4 +1,4 @@
-"""Peak memory of a rank in a training step, and the moment when it occurs.
+"""Peak memory of a rank in a training step, and the moment of the peak.
 
 `step_peak` follows the tensors in flight through the step, in order. It combines what a micro-batch
 keeps and needs, what ranks hold and move of parameters and gradients (`unit_bytes`, arithmetic, in
@@ -40,11 +40,11 @@ HEAD = -2
 LOSS = -3
 """Units that are not blocks.
 
-OUTSIDE: before, between and outside of the blocks. HEAD: from the last block's output to the
+OUTSIDE: before, between and outside the blocks. HEAD: from the last block's output to the
 model's output. LOSS: the loss.
 """
 
-_NAMES = {OUTSIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
+_NAMES = {OUTSIDE: "what is outside the blocks", HEAD: "the head", LOSS: "the loss"}
 
 Direction = Literal["forward", "backward", "weights"]
 """Direction of a computation.
@@ -71,7 +71,7 @@ PEAK_KINDS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Alive:
+class LiveBytes:
     """Bytes of one micro-batch by kind."""
 
     activations: int = 0
@@ -83,7 +83,7 @@ class Alive:
     gradients: int = 0
     """Gradients of a block's parameters, or of a head that is a unit, in the compute dtype."""
     root_gradients: int = 0
-    """Gradients of all other parameters outside of the blocks."""
+    """Gradients of all other parameters outside the blocks."""
 
     @property
     def total(self) -> int:
@@ -100,14 +100,14 @@ class Moment:
     direction: Direction
     unit: int
     """Index of the block on the rank, or OUTSIDE, HEAD or LOSS."""
-    peak: Alive
+    peak: LiveBytes
     """Peak if a parameter's gradient is gone at once, added to another or moved to a bucket."""
-    peak_with_gradients: Alive
+    peak_with_gradients: LiveBytes
     """Peak if gradients stay until the backward of their unit ends.
 
-    Gradients outside of the blocks stay until the backward of the model ends.
+    Gradients outside the blocks stay until the backward of the model ends.
     """
-    end: Alive
+    end: LiveBytes
     """Bytes at the end, with gradients."""
 
 
@@ -268,9 +268,9 @@ class _StepSimulation:
         """Input of the last reduction, which stays until the next one."""
         self.replica_buffers = 0
         """Buffers of the sums over dp_replicate, which stay until the end of the backward."""
-        self.in_flight: dict[tuple[int, int], Alive] = {}
+        self.in_flight: dict[tuple[int, int], LiveBytes] = {}
         """Bytes that each (stage, micro-batch) keeps between its computations."""
-        self.now = Alive()
+        self.now = LiveBytes()
         """Bytes of the running computation."""
         self.receiving: set[Message] = set()
         self.local_messages: set[Message] = set()
@@ -289,7 +289,7 @@ class _StepSimulation:
         self,
         moment: str,
         *,
-        alive: Alive | None = None,
+        alive: LiveBytes | None = None,
         buffers: int = 0,
         unsharded_gradients: int = 0,
         gradient_shards: int = 0,
@@ -380,14 +380,14 @@ class _StepSimulation:
         self.phase = "optimizer step"
         self.place = ""
         self._record(
-            "optimizer step", alive=Alive(temporaries=self.facts.optimizer_temporary_bytes)
+            "optimizer step", alive=LiveBytes(temporaries=self.facts.optimizer_temporary_bytes)
         )
 
     def _forward(self, action: Action, stage: StageMoments) -> None:
         shared = 0
         if action.stage > 0:
             shared = self._receive(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
-        self.now = Alive()
+        self.now = LiveBytes()
         blocks = self.blocks[action.stage]
         self._gather(ROOT, forward=True)
         for name in self.embeddings:
@@ -404,7 +404,7 @@ class _StepSimulation:
             if moment.unit >= 0:
                 self.forward_order.append(moment.unit)
             if self.zero == 3:
-                # Embeddings run outside of the blocks, and the first such moment frees them.
+                # Embeddings run outside the blocks, and the first such moment frees them.
                 freed: Sequence[Unit] = self.embeddings
                 if moment.unit >= 0:
                     freed = (moment.unit,)
@@ -414,7 +414,7 @@ class _StepSimulation:
         self.forward_order.append(ROOT)
         self.last_gather = 0
         self.in_flight[action.stage, action.microbatch] = self.now
-        self.now = Alive()
+        self.now = LiveBytes()
         if action.stage < self.last_stage:
             self._send(Message(Payload.ACTIVATION, action.stage, action.microbatch))
 
@@ -458,7 +458,7 @@ class _StepSimulation:
             self.in_flight[action.stage, action.microbatch] = self.now
         else:
             self._end_backward(action.stage)
-        self.now = Alive()
+        self.now = LiveBytes()
         if action.stage > 0:
             self._send(Message(Payload.GRADIENT, action.stage, action.microbatch))
 
@@ -471,7 +471,7 @@ class _StepSimulation:
 
         # The gradients of all blocks exist now. They are reduced block by block.
         gradients = self.now.gradients
-        self.now = Alive(root_gradients=self.now.root_gradients)
+        self.now = LiveBytes(root_gradients=self.now.root_gradients)
         total = sum(self.units[unit].gradients for unit in blocks) or 1
         shares = {unit: gradients * self.units[unit].gradients // total for unit in blocks}
         for unit in blocks:
@@ -546,7 +546,7 @@ class _StepSimulation:
             self._record(f"gather of {self._unit_name(unit)}", buffers=self.units[unit].cast_shards)
 
     def _previous_in_forward(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
-        """Return the block that is prefetched when the backward of a block begins, or nothing.
+        """Return the block to prefetch when the backward of a block begins, or an empty list.
 
         It is the block whose forward ran before that of `unit`. torch forgets the order when
         another backward ends, and then prefetches nothing.
@@ -654,7 +654,7 @@ class _StepSimulation:
         return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
-        """Receive a message as the runtime does: in the order of the sender, one ahead.
+        """Receive a message as the runtime does: in the sender's order, one message ahead.
 
         Returns:
             Bytes of the message that another stage of this rank holds too.
@@ -684,14 +684,14 @@ class _StepSimulation:
             self.sending = 0
 
 
-def _without_shared(alive: Alive, shared: int) -> Alive:
+def _without_shared(alive: LiveBytes, shared: int) -> LiveBytes:
     return replace(alive, activations=alive.activations - shared)
 
 
-def _sum(parts: Sequence[Alive]) -> Alive:
-    total = Alive()
+def _sum(parts: Sequence[LiveBytes]) -> LiveBytes:
+    total = LiveBytes()
     for part in parts:
-        total = Alive(
+        total = LiveBytes(
             activations=total.activations + part.activations,
             logits=total.logits + part.logits,
             temporaries=total.temporaries + part.temporaries,

@@ -1,4 +1,4 @@
-"""Places of a block's saved tensors between forward and backward.
+"""Stores for a block's saved tensors between forward and backward.
 
 By default autograd keeps saved tensors on the device. `SavedTensors` moves them to a slice on each
 rank of the tp axis, or to a store: pinned host memory (`HostStore`) or files (`DiskStore`).
@@ -75,7 +75,7 @@ class ActivationStore(Protocol):
     """Store for saved tensors."""
 
     def begin(self) -> None:
-        """Begin another forward. Call it if the backward of the last forward may not have begun."""
+        """Begin another forward. Required if the last forward's backward may not have begun."""
 
     def open(self, index: int) -> SavedGroup:
         """Open a group for block `index`. Groups are opened in the order of the blocks."""
@@ -91,11 +91,11 @@ class ActivationStore(Protocol):
 
 
 class OffloadedActivations(StepHook):
-    """Note of `Parts` and hook for the blocks whose saved tensors are moved to a store.
+    """Offloading of saved tensors to a store: step hook, and note in `Parts`.
 
     Args:
         store: The store.
-        blocks: Number of blocks of the rank, from the first one on, that use the store.
+        blocks: Number of blocks of the rank, starting with the first, that use the store.
     """
 
     def __init__(self, store: ActivationStore, blocks: int) -> None:
@@ -112,7 +112,7 @@ class OffloadedActivations(StepHook):
 
 
 class SavedTensors:
-    """Moves the saved tensors of one block. See Note [Tensors that are moved].
+    """Offloading of the saved tensors of one block. See Note [Tensors that are moved].
 
     Args:
         block: The block.
@@ -211,7 +211,7 @@ def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
 
 @dataclass(frozen=True)
 class _PartitionedTensor:
-    """Part of this rank of a tensor that is the same on every rank of the partition's group."""
+    """This rank's part of a tensor that is equal on every rank of the partition's group."""
 
     part: torch.Tensor | _StoredView
     shape: torch.Size
@@ -253,7 +253,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _StoredCall:
-    """Puts saved tensors of one call of a block into its group, each storage once."""
+    """Saved tensors of one call of a block, whose storages are put into its group once each."""
 
     def __init__(self, group: SavedGroup) -> None:
         self._group = group
@@ -312,7 +312,7 @@ class _Store:
         return partial(_prefetch, self._last[1] if self._last is not None else None)
 
     def _link(self, index: int, group: Any) -> None:
-        """Link the group of block `index` to the group before it, if there is one."""
+        """Link the group of block `index` to the previous group, if one exists."""
         if self._last is not None and self._last[0] < index:
             group.previous = self._last[1]
         self._last = (index, weakref.ref(group))
@@ -383,7 +383,7 @@ class HostStore(_Store):
         )
 
     def _free_buffers(self, surplus: int) -> None:
-        """Free unused buffers of at least `surplus` bytes, if there are as many."""
+        """Free `surplus` bytes of unused buffers, or all of them if there are fewer."""
         # No event is waited for: torch keeps pinned memory until copies that read it are done.
         for capacity in sorted(self._free, reverse=True):
             while surplus > 0 and self._free[capacity]:
@@ -405,7 +405,7 @@ class HostGroup:
     """Tensors of one call of a block in host memory. See Note [Life of an offloaded tensor].
 
     Attributes:
-        previous: Weak reference to the group of the block before, or None.
+        previous: Weak reference to the group of the previous block, or None.
     """
 
     def __init__(self, store: HostStore) -> None:
@@ -453,7 +453,7 @@ class HostGroup:
             self._arrived = stream.record_event()
 
     def get(self, handle: int) -> torch.Tensor:
-        """Return a tensor on the device, and start the prefetch of the block before."""
+        """Return a tensor on the device, and start the prefetch of the previous block."""
         self.prefetch()
         _prefetch(self.previous)
         flat = self._returned.pop(handle, None)
@@ -470,7 +470,7 @@ class HostGroup:
 
 
 class DiskStore(_Store):
-    """Store in unnamed files of a folder, which threads write and read.
+    """Store in unnamed files of a folder, which background threads write and read.
 
     Args:
         folder: Folder of the files.
@@ -509,7 +509,7 @@ class DiskStore(_Store):
         self.pool.shutdown()
 
     def wait_for_room(self, size: int) -> None:
-        """Wait until `size` more bytes may be queued, and count them."""
+        """Wait until `size` more bytes may be queued, and reserve them."""
         with self._changed:
             # A tensor above the limit waits until no other is queued.
             self._changed.wait_for(
@@ -523,13 +523,13 @@ class DiskStore(_Store):
             self._changed.wait_for(lambda: self._pending == 0)
 
     def written(self, size: int) -> None:
-        """Remove `size` bytes from those that wait to be written."""
+        """Subtract `size` bytes from those that wait to be written."""
         with self._changed:
             self._pending -= size
             self._changed.notify_all()
 
     def failed(self, error: OSError) -> DiskError:
-        """Return the error to raise for an error of the system."""
+        """Return the DiskError to raise for an OSError."""
         return DiskError(
             f"activations cannot be kept in {self.folder}: {error.strerror or error}; free some"
             " space there, name another folder in parallel.activation_offload.path, or lower"
@@ -538,7 +538,7 @@ class DiskStore(_Store):
 
 
 class DiskError(PlaitError):
-    """Error of a file that cannot be written."""
+    """A file cannot be written."""
 
 
 @dataclass
@@ -555,7 +555,7 @@ class DiskGroup:
     """Tensors of one call of a block, in one file. See Note [Life of an offloaded tensor].
 
     Attributes:
-        previous: Weak reference to the group of the block before, or None.
+        previous: Weak reference to the group of the previous block, or None.
     """
 
     def __init__(self, store: DiskStore) -> None:
@@ -604,7 +604,7 @@ class DiskGroup:
             extent.read = self._store.pool.submit(_read, self._store, self._file, extent)
 
     def get(self, handle: int) -> torch.Tensor:
-        """Return a tensor on the device, and start the prefetch of the block before."""
+        """Return a tensor on the device, and start the prefetch of the previous block."""
         self.prefetch()
         _prefetch(self.previous)
         extent = self._extents[handle]

@@ -49,9 +49,9 @@ class Snapshot:
 
 
 class BlockState:
-    """Saves and restores what the forward of one block changes.
+    """State that the forward of one block changes, which is saved and restored.
 
-    Call `save` and `record_changes` around every forward with gradients, and recompute inside of
+    Call `save` and `record_changes` around every forward with gradients, and recompute inside
     `restored`. See Note [State of recomputed blocks].
     """
 
@@ -72,7 +72,7 @@ class BlockState:
         self._containers: dict[StateKey, Any] = {}
 
     def save(self) -> Snapshot:
-        """Return the state that a forward is about to change."""
+        """Return the state that the next forward may change."""
         snapshot = Snapshot([vars(module).copy() for module in self._modules])
         # Usually no attribute has changed since the last forward, and comparing is fast.
         if not _are_same(self._searched, snapshot.values):
@@ -180,7 +180,7 @@ def _are_same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool
 
 
 def _changed_names(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names of attributes that are other objects, added or removed."""
+    """Return the names of attributes that were replaced, added or removed."""
     if len(before) == len(after) and all(map(operator.is_, before.values(), after.values())):
         return []
     return [

@@ -132,7 +132,7 @@ def kept_operators(names: Sequence[str]) -> KeptOperators:
 
 
 def _operators(names: Sequence[str]) -> set[Any]:
-    """Return the operators of a group that this release of torch has."""
+    """Return the operators of a group that exist in this torch release."""
     return {operator_named(name) for name in names} - {None}
 
 
@@ -241,12 +241,12 @@ class _ReuseResults(TorchDispatchMode):
 
 
 def _detach(value: Any) -> Any:
-    """Return the same values without their autograd graph, which a kept result must not hold."""
+    """Return the same values without their autograd graph, which would stay alive with them."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a call wrote into."""
+    """Yield the tensors that a call wrote to."""
     # The schemas of collectives do not say which tensors they write.
     if func.namespace in ("c10d", "_c10d_functional"):
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -267,7 +267,7 @@ def _generator(device: torch.device | None) -> torch.Generator:
 
 @contextmanager
 def recompute_everything() -> Iterator[None]:
-    """Recompute a part of a block completely, although its operators may be chosen to be kept."""
+    """Recompute a part of a block completely, even if its operators are in the kept list."""
     token = _KEEPS_NOTHING.set(True)
     try:
         yield
@@ -300,7 +300,7 @@ def recording_contexts(inner: ContextFn | None) -> ContextFn:
 class _DecisionContext:
     """Context manager that can be entered several times, once for each recomputation.
 
-    Every recomputation reads the decisions from the first one on.
+    Every recomputation reads the decisions starting with the first.
     """
 
     begin: Callable[[], list[Any] | Iterator[Any]]

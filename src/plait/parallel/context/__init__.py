@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of the cp axis each have a part of every sequence.
+"""Context parallelism: each rank of the cp axis has a part of every sequence.
 
 `techniques.context_parallel` is the technique. `kinds` holds the split of a sequence and the three
 ways in which queries reach the keys of other ranks, `kernel` the attention of some queries to some

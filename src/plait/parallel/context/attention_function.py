@@ -1,11 +1,11 @@
-"""Attention function that Transformers' models call for a part of a sequence.
+"""Attention function that Transformers models call for a part of a sequence.
 
 Transformers has one table of attention functions by name, for all models of the process. Settings
 that differ between models are attached to their modules (`install`).
 
 The keys that each token may see are those before it in its own document, as Transformers decides
 it. They are described by one number per token, the position at which its document begins, so that
-no mask [seq, seq] exists. The description is made from the full batch (`document_starts`). A
+no mask [seq, seq] exists. The description is derived from the full batch (`document_starts`). A
 sliding window is not part of it, because layers of one model may have different ones. Padding on
 the right is not either: no token follows it, and its own results enter no loss.
 """
@@ -89,7 +89,7 @@ def install(model: Any, attention: PartialAttention) -> None:
 
 
 def remove(model: Any, original: str) -> None:
-    """Give a model the attention implementation that it had before `install`."""
+    """Restore the attention implementation that a model had before `install`."""
     model.set_attn_implementation(original)
     for module in model.modules():
         if hasattr(module, _ATTRIBUTE):
@@ -240,7 +240,7 @@ def _flash_attention(
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents of a micro-batch as FlashAttention takes them: all rows are concatenated.
+    """Documents of a micro-batch in FlashAttention's form, with all rows concatenated.
 
     Attributes:
         bounds: Start of each document, and end of the last one: [documents + 1] int32, on the
@@ -355,7 +355,7 @@ def _refuse_other_than_right_padding(
     mask = mask.bool()
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise InputError(
-            "parallel.cp: attention_mask has zeros before ones, and only padding on the right of a"
+            "parallel.cp: attention_mask has zeros before ones, but only padding on the right of a"
             ' row is supported; pad on the right (tokenizer.padding_side = "right")'
         )
     targets = batch.get(SHIFTED)
@@ -369,7 +369,7 @@ def _refuse_other_than_right_padding(
 
 
 def as_mask(starts: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
-    """Return the document starts as a mask of four dimensions.
+    """Return the document starts as a four-dimensional mask.
 
     Transformers passes such a mask to every attention unchanged.
 

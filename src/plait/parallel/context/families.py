@@ -1,4 +1,4 @@
-"""Models whose sequences can be split, decided from the class and the configuration of a model.
+"""Models whose sequences can be split, according to their class and configuration.
 
 Between the parts of a sequence only attention may pass information, and the model must call it
 through Transformers' attention interface, with masks that are causal, of a window or of documents.
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
-from plait.model.adapters import without_wrapper
+from plait.model.adapters import refuse_prompts, without_wrapper
 from plait.parallel.context.kernel import AttentionRule, Kernel, kernel_for
 from plait.parallel.context.kinds import Kind
 
@@ -82,7 +82,7 @@ _LAYERS = ("full_attention", "sliding_attention")
 def refuse_unknown_model(
     model: nn.Module, *, cp: int, kind: Kind, tp: int, device_type: str
 ) -> None:
-    """Check that a model would compute the same as in one process.
+    """Check that a model would compute the same results as in one process.
 
     Args:
         model: The model.
@@ -93,14 +93,15 @@ def refuse_unknown_model(
 
     Raises:
         ModelError: The model, one of its settings or its attention kernel is not supported.
-        ConfigError: With `ulysses`, the number of heads is not divisible.
+        ConfigError: `ulysses` cannot divide the number of heads.
     """
+    refuse_prompts(model, "parallel.cp")
     model = without_wrapper(model)
     config: Any = getattr(model, "config", None)
     reason = (
         _why_unknown(model, config)
         or next(_unsupported_settings(config), None)
-        or _why_no_kernel(config, kind, device_type)
+        or _why_no_kernel(model, kind, device_type)
     )
     if reason is not None:
         raise ModelError(f"parallel.cp = {cp}: {type(model).__name__} {reason}, or parallel.cp = 1")
@@ -149,25 +150,27 @@ def _why_unknown(model: nn.Module, config: Any) -> str | None:
     return None
 
 
-def _why_no_kernel(config: Any, kind: Kind, device_type: str) -> str | None:
+def _why_no_kernel(model: nn.Module, kind: Kind, device_type: str) -> str | None:
     """Return why the model's attention implementation cannot be used, or None."""
+    config: Any = model.config
     implementation = config._attn_implementation
+    instead = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
     if implementation == "flex_attention" and device_type in WITHOUT_FLEX_BACKWARD:
         return (
             f"computes attention with {implementation!r}, whose backward torch does not"
             f" implement on devices of type {device_type!r}; use"
-            ' attn_implementation="sdpa" or "eager"'
-        )
-    if implementation in IMPLEMENTATIONS and kind != "ulysses":
-        return (
-            f"computes attention with {implementation!r}, which is given complete sequences,"
-            f" and with parallel.context = {kind!r} a rank has none; use parallel.context ="
-            ' "ulysses", or attn_implementation="sdpa"'
+            f' attn_implementation="{instead}"'
         )
     if implementation in IMPLEMENTATIONS and config.model_type == "gpt_oss":
         return (
             f"has attention sinks, which some versions of {implementation!r} silently ignore;"
             ' use attn_implementation="eager"'
+        )
+    if implementation in IMPLEMENTATIONS and kind != "ulysses":
+        return (
+            f"computes attention with {implementation!r}, which is given complete sequences,"
+            f" and with parallel.context = {kind!r} a rank has none; use parallel.context ="
+            f' "ulysses", or attn_implementation="{instead}"'
         )
     return None
 
@@ -233,14 +236,14 @@ def implementation_of(model: nn.Module) -> str:
 
 
 def kernel_named(implementation: str) -> Kernel:
-    """Return the kernel that a result of `implementation_of` stands for."""
+    """Return the kernel for a result of `implementation_of`."""
     return _KERNEL_NAMES.get(implementation, "sdpa")
 
 
 def why_in_tiles(
     config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool
 ) -> str:
-    """Return the reason why attention is computed in tiles of matrix products on a GPU.
+    """Return the reason why attention on a GPU uses tiled matrix multiplications.
 
     Args:
         config: Configuration of the model.

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, as a part of a softmax over more keys.
+"""Attention of some queries to some keys, as part of a softmax over more keys.
 
 Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU
 one fused kernel computes a complete block. If the kernel does not support its shape, the block is
@@ -204,7 +204,7 @@ def attend_backward(
 
 
 class PartialSoftmax:
-    """Running softmax: output and log-sum-exp over the keys that were added so far."""
+    """Running softmax: output and log-sum-exp over the keys added so far."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         """Start with no keys.
@@ -219,7 +219,7 @@ class PartialSoftmax:
         self._log_sum_exp: torch.Tensor | None = None
 
     def add(self, row: int, output: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
-        """Add the softmax over more keys for the queries from index `row` on.
+        """Add the softmax over more keys for the queries starting at index `row`.
 
         Both tensors belong to this object afterwards and may be changed in place.
         """
@@ -295,7 +295,7 @@ class BackwardInputs:
 
 
 def _pack_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return [batch, heads, tokens, width] with tokens that follow each other in memory."""
+    """Return [batch, heads, tokens, width] with tokens contiguous in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -317,7 +317,7 @@ class GradientSum:
         self._total = total
 
     def add(self, start: int, gradient: torch.Tensor) -> None:
-        """Add a gradient of the tokens from index `start` on.
+        """Add a gradient of the tokens starting at index `start`.
 
         The tensor belongs to this object afterwards and may be changed in place.
         """
@@ -330,7 +330,7 @@ class GradientSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """Sum of the gradients that were added so far."""
+        """Sum of the gradients added so far."""
         if self._total is None:
             self._total = torch.zeros_like(self.like, dtype=wide_dtype(self.like.dtype))
         return self._total
@@ -630,7 +630,7 @@ def _attend_flex(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tens
 def _flex_gradients(
     block: AttentionBlock, rule: AttentionRule, outputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
-    """Return the share of the gradients of query, key and value that flows through a block.
+    """Return the contribution of a block to the gradients of query, key and value.
 
     Let o and l be the output and the log-sum-exp over these keys, and O and L those over all keys.
     O is the sum of w o over all parts of the keys, with w = exp(l - L). A gradient g of O therefore

@@ -1,4 +1,4 @@
-"""Three kinds of attention in which queries reach the keys of other ranks.
+"""Three implementations of attention to keys of other ranks.
 
 Each kind is an autograd function of local tensors:
 
@@ -128,7 +128,7 @@ class SequenceLayout:
         return (rank, self.count - 1 - rank) if self.zigzag else (rank,)
 
     def chunks(self, part: int, rank: int | None = None) -> tuple[Chunk, ...]:
-        """Return the chunks of a rank, by default of this one, that has `part` tokens."""
+        """Return the chunks of a rank, by default this one, whose part has `part` tokens."""
         if rank is None:
             rank = self.rank
         size = part // self.per_rank
@@ -485,7 +485,7 @@ class _RingBlocks:
 
 
 class _RingGradients:
-    """Gradients of the keys and values of one rank, summed over the ranks that they visited."""
+    """Gradients of one rank's keys and values, summed over the ranks that they have visited."""
 
     def __init__(self, kv: torch.Tensor, exchange: _RingExchange | None) -> None:
         self.kv = kv
@@ -493,7 +493,7 @@ class _RingGradients:
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum of earlier ranks, to which this rank adds. The first access waits for its arrival."""
+        """Sum over previous ranks, to which this rank adds. The first access waits for it."""
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide_dtype(self.kv.dtype))
         return self._exchange.wait()
@@ -516,7 +516,7 @@ class _RingGradientSum(GradientSum):
 def _ring_steps(
     local: torch.Tensor, place: SequencePlacement
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (rank, its tensor) for every rank, beginning with this one.
+    """Yield (rank, its tensor) for every rank, starting with this one.
 
     The next tensor is received while the caller works with the current one.
     """

@@ -15,7 +15,7 @@ Note [Changing buffers]
     Buffers that are not persistent are included only if they change in place in the first step. A
     new tensor may be a cache whose size depends on this rank's sequences.
 
-    In a pipeline several stages may hold a buffer outside of the blocks. The lowest stage that
+    In a pipeline several stages may hold a buffer outside the blocks. The lowest stage that
     changed it has the right values, because later stages saw no inputs.
 """
 
@@ -42,7 +42,7 @@ from plait.parallel.hooks import StepEnd, StepHook
 
 
 class ChangingBuffers(StepHook):
-    """Broadcasts changed buffers after every step. See Note [Changing buffers]."""
+    """Hook that broadcasts changed buffers after every step. See Note [Changing buffers]."""
 
     def __init__(
         self, model: nn.Module, blocks: Collection[str], mesh: Mesh, batch_axes: Sequence[str]
@@ -74,7 +74,7 @@ class ChangingBuffers(StepHook):
         if self._group is not None:
             self._watch(model)
         self._names_of_stage: dict[int, list[str]] = {}
-        """Buffers outside of the blocks, by the rank over pp whose values are right."""
+        """Buffers outside the blocks, by the rank over pp whose values are right."""
         self._unsent: set[str] = set()
         """Buffers that have changed on this rank, but are not in `names`."""
         self._any_unsent: AsyncMaximum | None = None
@@ -162,7 +162,7 @@ class ChangingBuffers(StepHook):
         return bool(exchange.value())
 
     def _agree(self) -> None:
-        """Exchange which buffers have changed on any rank. All of them are sent from now on."""
+        """Exchange which buffers have changed on any rank. All of them are sent from then on."""
         self._has_agreed = True
         all_names = sorted(self._buffers)
         changed = {*self.names, *self._unsent}
@@ -182,7 +182,7 @@ class ChangingBuffers(StepHook):
             self._agree_over_stages(self._stage_group)
 
     def _agree_over_stages(self, group: dist.ProcessGroup) -> None:
-        """Select the stage whose values are right, for every buffer that all stages share."""
+        """Select the stage with the valid values of every buffer that all stages share."""
         prefixes = tuple(f"{block}." for block in self._blocks)
         outside = [name for name in sorted(self._buffers) if not name.startswith(prefixes)]
         answers = all_gather_objects((self.names, outside, self._may_change_later), group)
@@ -201,7 +201,7 @@ class ChangingBuffers(StepHook):
 
     @torch.no_grad()
     def _broadcast(self, names: Sequence[str], group: dist.ProcessGroup, source: int) -> None:
-        """Broadcast buffers of any dtypes in one message of bytes."""
+        """Broadcast buffers of any dtypes in one byte message."""
         tensors = [self._buffers[name].tensor for name in names]
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         dist.broadcast(flat, group_src=source, group=group)
@@ -212,7 +212,7 @@ class ChangingBuffers(StepHook):
         for name, tensor, part in zip(names, tensors, parts, strict=True):
             # A part starts at any byte, and a view in another dtype needs alignment.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-            # The write of the broadcast itself is no change.
+            # The write of the broadcast itself is not a change.
             self._buffers[name].changed()
 
 

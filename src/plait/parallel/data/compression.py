@@ -1,4 +1,4 @@
-"""Hooks of compressed gradients: the state that they keep, and the selection by measured time.
+"""Hooks for compressed gradients: their persistent state, and the selection by measured time.
 
 `Residuals` is the state of compressed collectives between steps. A checkpoint stores it, and a
 skipped step does not change it.
@@ -55,7 +55,7 @@ class Residuals(StepHook):
         self._device = device
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return all tensors that are carried to the next step, by name."""
+        """Return all tensors that persist until the next step, by name."""
         state: dict[str, torch.Tensor] = {}
         if self._reducer is not None:
             state.update(self._reducer.reduction.state)
@@ -67,7 +67,7 @@ class Residuals(StepHook):
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore the tensors that have the same shape in this run.
 
-        The others start anew, which loses what compression has left over from one step.
+        The others are reset, which loses the compression error of one step.
         """
         if self._reducer is not None:
             for name, tensor in self._reducer.reduction.state.items():
@@ -126,7 +126,7 @@ _DECISION = "autotune.decision"
 
 @dataclass
 class CompressionAutotuner(StepHook):
-    """Times steps and selects the compression of gradients.
+    """Hook that times steps and selects the gradient compression.
 
     Attributes:
         groups: One group for each axis whose ranks must take the same decision (see
@@ -242,7 +242,7 @@ class CompressionAutotuner(StepHook):
 
 @dataclass(frozen=True)
 class CompressionCandidate:
-    """A scheme of compression that may be selected.
+    """Compression scheme that may be selected.
 
     Attributes:
         name: Name for the user.
@@ -257,7 +257,7 @@ class CompressionCandidate:
 
 
 def best_candidate(seconds: Mapping[str, float]) -> str:
-    """Return the last candidate whose steps are 5 % shorter than those of the best before it.
+    """Return the last candidate whose steps are 5 % shorter than those of the previous best.
 
     Args:
         seconds: Seconds per step of each candidate, the least lossy first.

@@ -68,7 +68,7 @@ from plait.parallel.parameter_layout import (
 
 @dataclass
 class Reducer(StepHook):
-    """All-reduces the gradients of a model over a group. See Note [Life of a gradient].
+    """All-reduce of the gradients of a model over a group. See Note [Life of a gradient].
 
     `attach` allocates the buckets and registers the hooks. In the last backward of a step buckets
     are launched as they become complete, and `finish_reduction` waits for their sums.
@@ -102,7 +102,7 @@ class Reducer(StepHook):
     expects_gradients: bool = True
     """True if a gradient may arrive now. At other times it raises InputError.
 
-    An engine expects gradients inside of its backward, and the user's training loop at any time.
+    An engine expects gradients inside its backward, and the user's training loop at any time.
     """
     buckets: list[Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
@@ -134,7 +134,7 @@ class Reducer(StepHook):
     _handles: list[Any] = field(default_factory=list, init=False)
 
     def attach(self) -> None:
-        """Allocate the buckets and listen to the parameters.
+        """Allocate the buckets and register the gradient hooks.
 
         Call this once, when the model has its final parameters (not on `meta`).
         """
@@ -152,7 +152,7 @@ class Reducer(StepHook):
         """
         self.mean = True
         self._finishes_with_backward = True
-        # Inside of a compiled call the hook would be compiled too.
+        # Inside a compiled call the hook would be compiled too.
         if not is_compiled(self.model):
             self._handles.append(self.model.register_forward_hook(_OutputHook(self)))
 
@@ -176,7 +176,7 @@ class Reducer(StepHook):
         bucket_bytes: int,
         separate_vectors: bool,
     ) -> None:
-        """Replace the buckets between two steps, when no gradient is needed any more. Collective.
+        """Replace the buckets between two steps, when no gradient is needed. Collective.
 
         Args:
             make_buckets: See `Reducer.make_buckets`.
@@ -266,7 +266,7 @@ class Reducer(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context for a backward of a step. Gradients outside of it are refused."""
+        """Return a context for a backward of a step. Gradients outside it are refused."""
         if self._finished:
             self._save_sums()
         self.expects_gradients = True
@@ -276,7 +276,7 @@ class Reducer(StepHook):
             self.expects_gradients = False
 
     def _save_sums(self) -> None:
-        """Move the sums of the finished round to `Bucket.reduced`, and begin another round."""
+        """Move the sums of the finished round to `Bucket.reduced`, and start another round."""
         for bucket in self.buckets:
             for index, parameter in zip(bucket.slots, bucket.parameters, strict=True):
                 # The user may have dropped or changed the gradient.
@@ -336,7 +336,7 @@ class Reducer(StepHook):
                 raise ModelError(
                     f"`{parameter_name(self.model, parameter)}` has a"
                     f" {str(gradient.layout).removeprefix('torch.')}"
-                    " gradient, and only dense gradients can be reduced; build the embedding with"
+                    " gradient, but only dense gradients can be reduced; build the embedding with"
                     " sparse=False"
                 )
             with torch.no_grad():
@@ -365,7 +365,7 @@ class Reducer(StepHook):
     def expect_backward(self, output: Any) -> None:
         """Finish the reduction when the backward of `output` ends.
 
-        If reentrant checkpoints run other backward passes inside of it, the outermost one counts.
+        If reentrant checkpoints run nested backward passes, the end of the outermost one counts.
         """
         if not (torch.is_grad_enabled() and self.synchronise):
             return
@@ -382,7 +382,7 @@ class Reducer(StepHook):
             after_backward(self.finish_reduction)
 
     def after_backward(self) -> None:
-        """Finish the reduction after the last backward, because the caller reads gradients now."""
+        """Finish the reduction after the last backward, because the caller reads gradients next."""
         if self.synchronise:
             self.finish_reduction()
 
@@ -438,7 +438,7 @@ class Reducer(StepHook):
             self._wait_for_bucket(index)
 
     def _launch_flags(self) -> AsyncAllReduce | None:
-        """Start to exchange which slots this rank used, and which buckets are late on it."""
+        """Start exchanging which slots this rank used, and which of its buckets are late."""
         for index in self._late_buckets:
             for parameter in self.buckets[index].parameters:
                 self._used[self._slots[parameter].index] |= parameter.grad is not None
@@ -592,7 +592,7 @@ class _OutputHook:
 
 
 def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[list[int]]:
-    """Assign parameters to gradient buckets, in about the order in which their gradients appear.
+    """Assign parameters to gradient buckets, approximately in the order of their gradients.
 
     Parameters are taken in reverse order of registration. A bucket is closed before it exceeds
     `bucket_bytes`, and holds one kind of parameters.

@@ -1,4 +1,4 @@
-"""Parameters that a step did not use, under `fully_shard`.
+"""Handling of parameters that a step did not use, under `fully_shard`.
 
 In a single process the gradient of an unused parameter stays None, and the optimizer skips the
 parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
@@ -13,7 +13,7 @@ compares the order of the units' collectives between ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import or_
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait._torch.operators import allowing_requires_grad
 from plait._torch.passes import around_backward
 from plait._torch.tensors import local_tensor
 from plait._torch.unit_order import DIGEST_BITS, UnitOrder
@@ -41,10 +42,10 @@ from plait.parallel.parameter_layout import parameter_name
 
 
 class UnusedTracker(StepHook):
-    """Restores None as the gradient of parameters that no rank used.
+    """Hook that restores None as the gradient of parameters that no rank used.
 
     An engine calls `finish_reduction` once per step, after the last backward and before gradients
-    are read. In the user's own training loop, the end of every backward outside of `accumulate`
+    are read. In the user's own training loop, the end of every backward outside `accumulate`
     calls it instead, and gradients from before that backward are kept.
     """
 
@@ -57,7 +58,7 @@ class UnusedTracker(StepHook):
         order: UnitOrder | None = None,
         finishes_backward: bool = False,
     ) -> None:
-        """Listen to the parameters of a sharded model.
+        """Register gradient hooks on the parameters of a sharded model.
 
         Args:
             model: The root.
@@ -112,7 +113,7 @@ class UnusedTracker(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context for a backward of a step. Gradients outside of it are refused."""
+        """Return a context for a backward of a step. Gradients outside it are refused."""
         self.expects_gradients = True
         try:
             yield
@@ -123,6 +124,18 @@ class UnusedTracker(StepHook):
         """Clear the record of the parameters that the step has used so far."""
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clear the record of parameters whose gradients were dropped in the middle of a step.
+
+        Args:
+            parameters: Shards.
+        """
+        for parameter in parameters:
+            index = self._index[parameter]
+            self._used[index] = False
+            if self._had_gradient is not None:
+                self._had_gradient[index] = False
 
     def on_error(self, lost: FailureScope) -> None:
         """Forget the collectives of a failed pass, which may differ between ranks."""
@@ -184,7 +197,7 @@ class UnusedTracker(StepHook):
         self.drop_gradients()
 
     def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
-        """Refuse to drop a gradient that is not zero: its parameter would silently not train."""
+        """Refuse to drop a non-zero gradient, which would silently not train its parameter."""
         gradient = parameter.grad
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):
@@ -203,10 +216,12 @@ def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor]
     The parameter may be frozen now and unfrozen later.
     """
     # torch refuses the hook for a frozen parameter, but keeps it if the parameter is frozen later.
+    # The first forward, which gathers the parameter, may run inside of torch.func.jvp.
     requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(function)
-    parameter.requires_grad_(requires_grad)
+    with allowing_requires_grad():
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(function)
+        parameter.requires_grad_(requires_grad)
 
 
 _DELAY_STEPS = 2
@@ -214,7 +229,7 @@ _DELAY_STEPS = 2
 
 
 class _OrderComparison:
-    """Comparison of the order of the units' collectives between the ranks of a group.
+    """Check that the ranks of a group issue the units' collectives in the same order.
 
     Ranks exchange the bytes of their digest and of its complement by an all-reduce with MAX. The
     two maxima are each other's complement only if all digests are equal.

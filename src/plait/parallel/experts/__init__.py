@@ -1,5 +1,5 @@
 """Mixture of experts: routers, their balance, and experts on different ranks.
 
-`techniques.expert_parallel` splits experts over ranks, and `dispatch` sends tokens to them.
+`techniques.experts` splits experts over ranks, and `dispatch` sends tokens to them.
 `router_statistics` computes the losses of routers.
 """

@@ -1,4 +1,4 @@
-"""Low-rank adapters on parameters, such as those of experts (PEFT's `target_parameters`).
+"""Low-rank adapters on parameters (PEFT's `target_parameters`), such as those of experts.
 
 PEFT's wrapper of a module adds the product of its two matrices to one parameter of the module. It
 registers a parametrization in every forward, which moves the parameter and counts as a write to it.
@@ -27,7 +27,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class AdaptedForward:
-    """Forward of a module some of whose parameters have adapters."""
+    """Forward of a module that has adapters on some of its parameters."""
 
     module: nn.Module
     original: Forward
@@ -38,12 +38,12 @@ class AdaptedForward:
     """Index of this rank's first expert."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with the products of its adapters added to its parameters."""
+        """Run the module with its adapters' weight updates added to its parameters."""
         parameters: dict[str, torch.Tensor] = {}
         attributes: dict[str, torch.Tensor] = {}
         for wrapper in self.wrappers:
             name = wrapper.parameter_name
-            # The dispatch of expert parallelism has replaced parameters by attributes.
+            # The dispatch of expert parallelism has replaced parameters with attributes.
             values = parameters if name in direct_parameters(self.module) else attributes
             values[name] = self._adapted(wrapper, getattr(self.module, name))
         with own_values(self.module, parameters, **attributes):
@@ -70,13 +70,13 @@ class AdaptedForward:
 
 @dataclass(frozen=True)
 class WrapperForward:
-    """Forward of PEFT's wrapper, whose module computes with the adapter already."""
+    """Forward of a PEFT wrapper whose module already applies the adapter."""
 
     wrapper: Any
     original: Forward
 
     def __call__(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
-        """Run the module that is wrapped."""
+        """Run the wrapped module."""
         if self.wrapper.merged or adapter_names is not None:
             # PEFT unmerges an adapter that was disabled, and refuses a batch of several adapters.
             return self.original(*args, adapter_names=adapter_names, **kwargs)
@@ -84,7 +84,7 @@ class WrapperForward:
 
 
 class AdaptedParameters(StepHook):
-    """Restores the forwards that `install` has replaced.
+    """Handle that restores the forwards that `install` has replaced.
 
     Args:
         modules: Modules with adapted parameters, and their wrappers.

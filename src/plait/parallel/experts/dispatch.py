@@ -1,4 +1,4 @@
-"""Forward of a layer of experts of which each rank has some.
+"""Forward of a layer whose experts are distributed over ranks.
 
 Note [Dispatch of tokens]
     Tokens are sent to the ranks of their experts by an all-to-all, computed there by the original
@@ -48,7 +48,7 @@ def install(
     tp: ProcessGroup | None,
     sequence: Region | None,
 ) -> None:
-    """Replace the forward of a module of experts by `Dispatch`.
+    """Replace the forward of a module of experts with `Dispatch`.
 
     Args:
         module: The module, which has the parameters of this rank's experts.
@@ -71,7 +71,7 @@ def remove(module: nn.Module, *, count: int) -> None:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Replaces the forward of a module of experts. See Note [Dispatch of tokens]."""
+    """Replacement for the forward of a module of experts. See Note [Dispatch of tokens]."""
 
     module: nn.Module
     original: Forward
@@ -119,7 +119,7 @@ class Dispatch:
         dtype: torch.dtype,
         length: int,
     ) -> torch.Tensor:
-        """Compute this rank's shards of sequences of `length`. Other tokens of the output are 0.
+        """Compute this rank's shards of sequences of `length` tokens. The other outputs are 0.
 
         Gradients of tokens are not gathered either, because each rank keeps those of its shard.
         Gradients of weights are, because all ranks compute the routers for all tokens.
@@ -178,7 +178,7 @@ class Dispatch:
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 
     def _plan(self, flat: torch.Tensor) -> _DispatchPlan | _EvenDispatchPlan:
-        """Exchange the numbers of rows with the other ranks. Collective.
+        """Exchange row counts with the other ranks. Collective.
 
         Args:
             flat: Expert of every row [rows].
@@ -229,7 +229,7 @@ class _DispatchPlan:
 
 @dataclass(frozen=True)
 class _EvenDispatchPlan:
-    """Plan of a dry run, in which all experts have equally many tokens."""
+    """Plan of a dry run, in which all experts receive the same number of tokens."""
 
     order: torch.Tensor
     ranks: int
@@ -247,7 +247,7 @@ class _EvenDispatchPlan:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Return True if a hook of the user receives the output of a module or its gradient.
+    """Return True if a user's hook receives the output of a module or its gradient.
 
     It must receive all of it.
     """

@@ -60,10 +60,10 @@ class RouterStatistics:
         group: dist.ProcessGroup | None = None,
         is_global: bool = False,
     ) -> None:
-        """Listen to the routers of a model.
+        """Register hooks on the routers of a model.
 
         Args:
-            model: The model on this rank. Its own forward computes no balance loss any more if
+            model: The model on this rank. Its own forward no longer computes a balance loss if
                 `balances`. Its config stays as it is.
             routers: The routers of the model on this rank.
             experts: Number of experts.
@@ -122,7 +122,7 @@ class RouterStatistics:
         return output, self.sums()
 
     def like(self, output: Any) -> Any:
-        """Return tensors like those that a stage of another rank sends, for their shapes."""
+        """Return tensors with the shapes of those that a stage of another rank sends."""
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         return output, self._zeros(device)
@@ -198,7 +198,7 @@ class RouterStatistics:
         return balance, (squares / rows).sum() * (self.z_loss * self.routers)
 
     def _record_logits(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        # A forward inside of a backward is a recomputation.
+        # A forward inside a backward is a recomputation.
         if self._logits is None or graph_task() is not None:
             return
         if isinstance(output, tuple | list):

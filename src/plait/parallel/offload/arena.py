@@ -1,9 +1,9 @@
-"""Arena of tensors in memory-mapped files, and prefetching of the parameter shards in it.
+"""Arena of tensors in memory-mapped files, and prefetching of parameter shards in an arena.
 
 A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it
 unchanged. The order of accesses bounds the memory: `fetch` reads a range before it is used, and
 `evict` starts to write it to the disk and releases its pages. Disk space is reserved when a tensor
-is made, so a full disk raises an error there and never faults in the middle of a step. The files
+is created, so a full disk raises an error there and never faults in the middle of a step. The files
 have no name: a process that dies leaves nothing behind.
 
 A training step gathers its units in the same order every time. `ShardPrefetcher` therefore reads
@@ -48,7 +48,7 @@ _WRITE_RANGE = 2
 
 
 def in_pages(tensor: torch.Tensor) -> int:
-    """Return the bytes that a copy of a tensor takes in an arena, which are complete pages."""
+    """Return the bytes of the complete pages that a copy of a tensor occupies in an arena."""
     return _pages(tensor.nbytes)
 
 
@@ -130,7 +130,7 @@ class Arena:
         """Release the memory of a mapped tensor, or of a slice of one.
 
         Args:
-            tensor: The tensor. Nothing happens if it is not mapped here.
+            tensor: The tensor. One that is not mapped in this arena is ignored.
             written: Whether it has changed, so that the system should start to write it to the
                 disk.
         """
@@ -151,7 +151,7 @@ class Arena:
         self._advise(tensor, _DONTNEED)
 
     def close(self) -> None:
-        """Close the files. Tensors stay readable, but cannot be fetched or evicted any more."""
+        """Close the files. Tensors stay readable, but can no longer be fetched or evicted."""
         for segment in self._segments:
             segment.file.close()
         self._segments.clear()
@@ -204,7 +204,7 @@ _Gather = tuple[Moment, int | None, int]
 
 
 class ShardPrefetcher:
-    """Prefetches the shards of a sharded model from an arena.
+    """Prefetching of a sharded model's shards from an arena.
 
     Shards take at most `pool_bytes` of memory at once, or as much as the one unit that is gathered,
     if that is more.
@@ -267,7 +267,7 @@ class ShardPrefetcher:
             self._evict(unit)
 
     def _prefetch(self, current: int) -> None:
-        """Start to read the units that will be gathered next, as many as the pool has room for."""
+        """Start reading the units that will be gathered next, as many as fit into the pool."""
         room = self._pool_bytes - self._sizes[current]
         next_units: list[int] = []
         gather = self._last
@@ -306,6 +306,6 @@ class ShardPrefetcher:
             self._arena.evict(shard, written=False)
 
     def _drop(self, unit: int) -> None:
-        """Queue the eviction of a unit behind its read, which may still be running."""
+        """Queue the eviction of a unit after its read, which may still be running."""
         del self._ahead[unit]
         self._reader.submit(self._evict, unit)

@@ -1,4 +1,4 @@
-"""Check that the pipeline stages of a model compute the same as the full model.
+"""Check that the pipeline stages of a model compute the same results as the full model.
 
 The check runs before the first use of every kind of batch, on all ranks and without communication.
 It traces one forward and the loss of a copy without weights (`model.dataflow`). The trace also
@@ -45,7 +45,7 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
 @dataclass
 class CutCheck:
-    """Checks every kind of batch once, and again if attributes outside of the blocks change.
+    """Check that runs once per kind of batch, and again if attributes outside the blocks change.
 
     Attributes:
         skeleton: Copy of the uncut model without weights.
@@ -89,7 +89,7 @@ class CutCheck:
         return self._results[key]
 
     def follow_settings(self) -> None:
-        """Give the copy the attributes that changed since the last call, and drop older results."""
+        """Copy attributes that changed since the last call to the copy, and drop older results."""
         settings = outer_settings(self._modules)
         changed = changed_settings(self._settings, settings)
         self._settings = settings
@@ -211,7 +211,7 @@ class CutCheck:
     def _why_missing(
         self, entry: str | int, leaves: list[torch.Tensor], trace: ForwardTrace
     ) -> str | None:
-        """Return the error message for an entry that the last stage lacks, else None."""
+        """Return the error message if the last stage lacks an entry, else None."""
         last = self.cut.stages - 1
         begin = self.cut.bounds[last]
         for leaf in leaves:

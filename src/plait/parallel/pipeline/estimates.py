@@ -1,13 +1,13 @@
-"""Numbers of a pipeline without running it: balanced stages, and the bytes of each rank.
+"""Estimates of a pipeline without running it: balanced stages, and the bytes of each rank.
 
-`balance_stages` partitions the blocks such that the slowest stage is as fast as possible. It works
-on numbers only: costs of blocks in, numbers of blocks out. The embedding is on the first stage and
-the head on the last, and both are counted. Stages are contiguous in the model's order. The result
-is exact: no other partition has a smaller largest stage.
+`balance_stages` partitions the blocks such that the slowest stage is as fast as possible. Its input
+is the cost of each block, its output the number of blocks per stage. The embedding is on the first
+stage and the head on the last, and both are counted. Stages are contiguous in the model's order.
+The result is exact: no other partition has a smaller largest stage.
 
-A rank's parameters are those of its stages. For them the numbers of all techniques hold as without
-a pipeline. What differs is counted from the schedule's table: how often the root unit (the
-parameters outside of the blocks) is gathered and reduced, and what is sent to other stages.
+A rank's parameters are those of its stages. The accounting of all techniques applies to them as
+without a pipeline. The differences are counted from the schedule's table: how often the root unit
+(the parameters outside the blocks) is gathered and reduced, and the messages to other stages.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def balance_stages(
 
 
 def _integer_costs(costs: Sequence[float], first: float, last: float) -> list[int]:
-    """Return the costs of the blocks in a unit in which all are integers.
+    """Return the costs of the blocks, scaled to integers.
 
     Sums and comparisons of integers are exact. The first block is always on the first stage, so
     `first` is added to it, and `last` to the last block.
@@ -175,7 +175,7 @@ def _least_limit(items: Sequence[int], stages: int) -> int:
 
 
 def _stages_needed(items: Sequence[int], limit: int) -> list[int]:
-    """Return, for each i, the number of stages that the blocks from i on need within `limit`."""
+    """Return, for each i, the number of stages that blocks i and later need within `limit`."""
     needed = [0] * (len(items) + 1)
     count = 0
     load = limit + 1
@@ -225,7 +225,7 @@ def imbalance(loads: Sequence[float]) -> float:
 
 
 def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> ModelFacts:
-    """Return the facts of the part of a model that a rank with these stages has.
+    """Return the facts of the part of a model on a rank with these stages.
 
     Tied parameters of several stages are on each of them.
     """
@@ -252,7 +252,7 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
         blocks=blocks,
         tensor_plan=tensor_plan,
         experts=experts,
-        # In a pipeline everything outside of the blocks is one unit (`techniques.shard_units`).
+        # In a pipeline everything outside the blocks is one unit (`techniques.shard_units`).
         outer=OuterUnits(),
     )
 
@@ -391,7 +391,7 @@ def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[Sta
 
 
 def rank_imbalance(rows: Sequence[StageRow]) -> float:
-    """Return the largest cost of a rank divided by the mean; 1.0 is even."""
+    """Return the largest cost of a rank divided by the mean; 1.0 is balanced."""
     loads: dict[int, float] = {}
     for row in rows:
         loads[row.rank] = loads.get(row.rank, 0.0) + row.cost

@@ -27,7 +27,7 @@ import torch
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import expect_backward
 from plait._torch.tensors import local_tensor
-from plait.comm.messages import Arriving, Messenger
+from plait.comm.messages import Messenger, PendingReceive
 from plait.errors import InputError, ModelError
 from plait.model.stages import with_unavailable_entries
 from plait.parallel.experts.router_statistics import RouterStatistics
@@ -87,7 +87,7 @@ class Runtime:
     _is_running: bool = field(default=False, init=False)
 
     def refuse_within(self, call: str) -> None:
-        """Raise InputError for a collective call from inside of `train` or `evaluate`.
+        """Raise InputError for a collective call from inside `train` or `evaluate`.
 
         The other stages would not take part in it.
         """
@@ -242,7 +242,7 @@ class _ScheduleRun:
         self.cached = [has_cache(batch) for batch in batches]
         self.activations: dict[tuple[int, int], _StageActivations] = {}
         self.local_messages: dict[Message, tuple[torch.Tensor, ...]] = {}
-        self.arriving: dict[Message, Arriving] = {}
+        self.arriving: dict[Message, PendingReceive] = {}
         self.expected = {
             source: list(row) for (source, to), row in messages(schedule).items() if to == self.rank
         }
@@ -397,7 +397,7 @@ class _ScheduleRun:
         outputs: list[torch.Tensor],
         model_output: Any,
     ) -> None:
-        """Raise ModelError if a value that this stage does not have reached its outputs as NaN.
+        """Raise ModelError if an unavailable value has reached this stage's outputs as NaN.
 
         Values of earlier stages that are not sent are NaN here. The check runs once per stage and
         signature of a batch, because it waits for the device.
@@ -466,7 +466,7 @@ class _ScheduleRun:
                 f"parallel.pp: stage {action.stage} sent {known.summary()} for a batch of these"
                 f" shapes before, and now {boundary.summary()}: what the model passes between"
                 " blocks follows from more than the batch's shapes and from what it looks at"
-                " outside of its blocks; pad every batch to one length, or use parallel.pp = 1"
+                " outside its blocks; pad every batch to one length, or use parallel.pp = 1"
             )
         self._send(message, tensors)
         return tensors
@@ -547,7 +547,7 @@ class _StageActivations:
 
 
 class EarlierStageFailed(ModelError):
-    """Error of a stage whose input is missing because an earlier stage failed.
+    """The input of a stage is missing because an earlier stage failed.
 
     The rank of the earlier stage raises the actual error.
     """
@@ -587,7 +587,7 @@ def _may_contain_nan(output: Any) -> bool:
 
 
 def _has_opaque_leaf(output: Any) -> bool:
-    """Return True if a model's output contains an object into which torch does not look."""
+    """Return True if a model's output contains an object that torch's pytree does not traverse."""
     known = torch.Tensor | int | float | str | None
     return any(not isinstance(leaf, known) for leaf in tree_leaves(output))
 
@@ -635,7 +635,7 @@ class TensorSlot:
 
 
 def _comparable_leaves(structure: Any) -> list[Any]:
-    """Return the leaves whose equality has a meaning; other objects may not define it."""
+    """Return the leaves with well-defined equality. Other objects may not define it."""
     return [
         leaf
         for leaf in tree_leaves(structure)
@@ -666,7 +666,7 @@ def unflatten_output(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any
 
 
 def signature(batch: Any) -> Signature:
-    """Return the properties of a micro-batch that decide the shapes between stages."""
+    """Return the properties of a micro-batch that determine the shapes between stages."""
     if has_cache(batch):
         # The mask covers all earlier tokens. The shapes of single tokens do not follow from it.
         batch = {

@@ -131,7 +131,7 @@ class DeferredBackward:
 
 @dataclass(eq=False)
 class WeightGroup:
-    """Leaves whose gradients are computed in one pass, and the places where it starts.
+    """Leaves whose gradients are computed in one pass, and the graph nodes where it starts.
 
     Attributes:
         leaves: Nodes that accumulate into a parameter.
@@ -203,7 +203,7 @@ def _accumulate(
     *,
     retain_graph: bool = False,
 ) -> None:
-    """Run a backward pass from edges, with their gradients, to some leaves."""
+    """Run a backward pass from edges with given gradients to some leaves."""
     edges = [edge for edge, _ in starts]
     gradients = [gradient for _, gradient in starts]
     inputs = [GradientEdge(leaf, 0) for leaf in leaves]
@@ -242,7 +242,7 @@ class _Graph:
         self._chained: list[WeightGroup] = []
 
     def _walk(self) -> None:
-        """Visit all nodes depth first, without recursion: graphs are deeper than Python's stack."""
+        """Visit all nodes depth first. Graphs are too deep for recursion in Python."""
         pending: dict[Node, list[Node]] = {}
         for root in self._roots:
             stack = [root]
@@ -289,7 +289,7 @@ class _Graph:
         return list(groups.values())
 
     def _find_chained(self, groups: Iterable[WeightGroup]) -> list[WeightGroup]:
-        """Return the groups of which an intermediate leads to another one."""
+        """Return the groups with an intermediate that leads to another of their intermediates."""
         several = [group for group in groups if len(group.intermediates) > 1]
         if not several:
             return []
@@ -316,7 +316,7 @@ class _Graph:
         return any(_is_custom(node) and not allows_two_runs(node) for node in group.intermediates)
 
     def owners(self, group: WeightGroup, edges: Sequence[GradientEdge]) -> list[Any]:
-        """Return objects that keep the custom Functions among the intermediates alive."""
+        """Return objects that keep alive the custom Functions among the intermediates."""
         owners: list[Any] = []
         for node in group.intermediates:
             if _is_custom(node):

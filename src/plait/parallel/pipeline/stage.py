@@ -1,8 +1,8 @@
-"""Stages of one pipeline rank: a model whose other blocks are replaced by placeholders, in place.
+"""Stages of one pipeline rank: a model in which placeholders replace the blocks of other ranks.
 
 Note [Running a stage]
     The model keeps its own `forward`, and each stage runs its part of it. The list of blocks keeps
-    its length. While a stage runs, the blocks outside of it are replaced by placeholders: the one
+    its length. While a stage runs, the blocks outside it are replaced by placeholders: the one
     before the stage returns what arrived from the previous stage, and the last block of the stage
     ends the forward.
 
@@ -54,7 +54,7 @@ Run = Callable[[nn.Module], Any]
 
 @dataclass
 class StagedModel:
-    """Model of which this rank has some stages. See Note [Running a stage].
+    """Model with this rank's stages. See Note [Running a stage].
 
     Attributes:
         model: The model, changed in place.
@@ -176,7 +176,7 @@ class Stage:
 
 @dataclass
 class NanParameter:
-    """Stand-in for a parameter of an earlier stage that the model's code still passes over.
+    """Stand-in for an earlier stage's parameter that the model's code still uses.
 
     Attributes:
         module: Module that has the parameter.
@@ -191,7 +191,7 @@ class NanParameter:
     device: torch.device
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the attribute to NaN of a dtype, expanded from one element."""
+        """Set the attribute to NaN in a dtype, expanded from one element."""
         current = self.module.__dict__.get(self.leaf)
         if not isinstance(current, torch.Tensor) or current.dtype != dtype:
             self.module.__dict__[self.leaf] = _nan(self.shape, dtype, self.device, dense=False)
@@ -281,7 +281,7 @@ def stage_model(
 
 def _absent_message(block: str, stage: int, name: str) -> str:
     return (
-        f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage"
+        f"parallel.pp: the model reads {block}.{name} outside that block, which belongs to stage"
         f" {stage} on another rank, and a pipeline stage has only the tensors of its blocks; use"
         " parallel.pp = 1"
     )
@@ -290,7 +290,7 @@ def _absent_message(block: str, stage: int, name: str) -> str:
 def _drop_parameters(
     model: nn.Module, cut: StageCut, indices: set[int], device: torch.device
 ) -> tuple[NanParameter, ...]:
-    """Remove the parameters outside of the blocks that only other stages use.
+    """Remove the parameters outside the blocks that only other stages use.
 
     Returns:
         Stand-ins for those that an earlier stage uses: the model's code still passes over them. Any
@@ -304,7 +304,9 @@ def _drop_parameters(
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
         parameter = direct_parameters(module)[leaf]
-        assert parameter is not None
+        if parameter is None:
+            # Another name of a module whose parameter was removed already.
+            continue
         direct_parameters(module)[leaf] = None
         local = local_tensor(parameter.detach())
         if cut.first_use(name) < begin:
@@ -384,7 +386,7 @@ class Placeholder(nn.Module):
     __slots__ = ("plait_block", "plait_value")
 
     def plait_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run instead of the block's forward."""
+        """Run in place of the block's forward."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Dtypes of AdamW's two moments, and their bytes: `optimizer.states`.
+"""Dtypes and bytes of AdamW's two moments: `optimizer.states`.
 
     form    first moment       second moment      bytes of both per parameter
     own     parameter's dtype  parameter's dtype  8 (float32)
@@ -43,8 +43,8 @@ _SCALE_BYTES = 4
 def block_of(shape: Sequence[int]) -> int:
     """Return the number of elements that share a scale.
 
-    It is the largest power of two from 16 to 256 that divides an eighth of a row. It is 0 if the
-    parameter keeps float32 moments, because it is small, a vector, or has no such power.
+    It is the largest power of two from 16 to 256 that divides an eighth of a row. The result is 0
+    for parameters that keep float32 moments: small ones, vectors, and those without such a power.
 
     Args:
         shape: The unsharded shape of a parameter.
@@ -85,7 +85,7 @@ def state_bytes(
 
 
 def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse tensor parallelism that splits rows inside of a block.
+    """Refuse tensor parallelism that splits rows inside a quantization block.
 
     Args:
         form: Form of the states.

@@ -96,7 +96,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if a backward is split into I and W, which a runtime must support."""
+        """True if backwards are split into I (inputs) and W (weights), as some runtimes cannot."""
         return any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in self.ranks for action in row)
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class Schedule:
         It must be complete, with every action once and on its stage's rank, and without a deadlock.
 
         Raises:
-            InputError: It names what is wrong.
+            InputError: The table cannot be run. The error names the first defect.
         """
         _check_shape(self)
         _check_counts(self)
@@ -133,7 +133,7 @@ class ScheduleSpec:
 
     @property
     def default_stages_per_rank(self) -> int:
-        """The only possible number of stages per rank, or otherwise 2."""
+        """The only possible number of stages per rank, or 2 if several are possible."""
         fewest, most = self.stages_per_rank
         if most == fewest:
             return fewest
@@ -281,7 +281,7 @@ def _gpipe(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """Yield the row of a rank, which starts with one forward per later pipeline rank.
+    """Yield the row of a rank. It starts with one forward per later pipeline rank.
 
     PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473.
     """
@@ -396,7 +396,7 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     it must wait for another one.
 
     Raises:
-        InputError: All ranks wait. It names what each rank waits for.
+        InputError: The ranks deadlock. The error names what each rank waits for.
     """
     numbers = MessageNumbers(stages=schedule.stages, microbatches=schedule.microbatches)
     done = bytearray(numbers.size)
@@ -551,7 +551,7 @@ def _check_shape(schedule: Schedule) -> None:
                 and 0 <= action.microbatch < schedule.microbatches
             ):
                 raise _malformed(
-                    schedule, f"rank {rank} has {action}, and there are {schedule.stages} stages"
+                    schedule, f"rank {rank} has {action}, but there are {schedule.stages} stages"
                 )
             if schedule.stage_ranks[action.stage] != rank:
                 raise _malformed(

@@ -133,7 +133,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times of a step, from the start of the first action at 0 to the end of the last one."""
+    """Times of the actions of a step. The first one starts at 0."""
 
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]

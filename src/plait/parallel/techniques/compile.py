@@ -63,5 +63,5 @@ class Compile(Technique):
                 ) from error
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged: compilation holds no state and sends nothing."""
+        """Return the ledger unchanged, because compilation adds no state or traffic."""
         return ledger

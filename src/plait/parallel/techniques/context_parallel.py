@@ -341,7 +341,7 @@ class SequenceShards(StepHook):
 
 
 def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:
-    """Return a rank's part of a micro-batch as a user passes it; all of it if cp is 1."""
+    """Return a rank's part of a micro-batch from the user, or all of it if cp is 1."""
     if cp == 1:
         return batch
     return dict(technique.local_batch(with_explicit_entries(batch), technique.layout(cp, rank)))

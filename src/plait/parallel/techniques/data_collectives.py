@@ -95,7 +95,7 @@ class Compression(Technique):
 
     @property
     def gradients(self) -> bool:
-        """True if gradients are compressed, or may be once the first steps have chosen a scheme."""
+        """True if gradients are compressed, or may be after the first steps chose a scheme."""
         return self.scheme.gradients or bool(self.candidates)
 
     @property
@@ -244,7 +244,7 @@ class BucketReduction:
     bucket_bytes: int
 
     def activate(self, reducer: Reducer, *, compressed: bool) -> None:
-        """Use it from the next step on. Collective."""
+        """Use it starting with the next step. Collective."""
         reducer.rebuild(
             self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=compressed
         )
@@ -323,7 +323,7 @@ def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
 
 
 def _candidate_schemes(shard: ShardSettings, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
-    """Return the schemes that the first steps choose from, and a sentence about them."""
+    """Return the schemes that the first steps choose from, and a description of them."""
     schemes = shard.compression_candidates
     if not schemes:
         return (), ""
@@ -431,7 +431,7 @@ def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) 
 
 
 def _computes_with_shards(parts: Parts) -> bool:
-    """Return True if forward computes with the numbers that shards store.
+    """Return True if the forward uses shards as they are stored: in memory, without a cast.
 
     Only such parameters can be stored in shared memory. Shards in files or in another dtype cannot.
     """
@@ -441,7 +441,7 @@ def _computes_with_shards(parts: Parts) -> bool:
 
 
 def _dp_shard_units(parts: Parts) -> list[FSDPModule]:
-    """Return the units that are sharded over `dp_shard`, which those of experts are not."""
+    """Return the units that are sharded over `dp_shard`, which excludes those of experts."""
     separate = {id(parts.model.get_submodule(name)) for name in parts.shard.separate_mesh}
     return [module for module in sharded_modules(parts.model) if id(module) not in separate]
 
@@ -452,7 +452,7 @@ def _install_reduce_scatter(reduce_scatter: ReduceScatter, parts: Parts) -> None
 
 
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups whose ranks must take the same decision on compression.
+    """Return the groups whose ranks must make the same choice of compression.
 
     These are all ranks that sum the same gradients, and those of tp, which hold the same replicated
     parameters and sum them in separate groups.
@@ -464,7 +464,7 @@ def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
 def _connect(
     technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh, *, label: str
 ) -> Transport:
-    """Return a transport that is the same on all ranks of tp. Collective over the group and tp."""
+    """Return the same type of transport on all ranks of tp. Collective over the group and tp."""
     transport = connect(group, label=label, device=mesh.device, requested=technique.transport)
     # Only a preference can have another result on another rank. The exchange comes before the last
     # condition, because all ranks of tp must take part in it.

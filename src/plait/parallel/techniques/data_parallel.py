@@ -2,7 +2,7 @@
 
 Note [ZeRO stages]
     A stage defines what is sharded and what a step sends. P: bytes of all parameters, O: bytes of
-    the parameters outside of the blocks, k: micro-batches per step, n: ranks. Traffic is in units
+    the parameters outside the blocks, k: micro-batches per step, n: ranks. Traffic is in units
     of (n - 1) / n.
 
     stage  sharded                   traffic per step  held between micro-batches
@@ -11,7 +11,7 @@ Note [ZeRO stages]
     2      and gradients             (k + 1) P         gathered parameters, gradient shards
     3      and parameters            3 k P - k O       shards only
 
-    Stage 3 frees gathered parameters after their use. Parameters outside of the blocks are gathered
+    Stage 3 frees gathered parameters after their use. Parameters outside the blocks are gathered
     once per micro-batch: the root unit stays gathered from forward to the end of backward, the head
     from its forward to its backward, and an embedding does not need its weight in backward
     (`model.outer_layers`).
@@ -83,6 +83,7 @@ from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
 from plait.parallel.techniques.shard_units import (
     refuse_complex,
     refuse_quantised,
+    refuse_uneven_complex,
     refuse_unusable_parameters,
     shard_units,
 )
@@ -106,7 +107,7 @@ class DataParallel(CollectiveSettings):
     Costs one small all-reduce per step.
     """
     update_in_backward: bool = False
-    """True to update a parameter inside of backward, as soon as its gradient is complete.
+    """True to update a parameter inside backward, as soon as its gradient is complete.
 
     The gradient is freed after the update.
     """
@@ -139,10 +140,11 @@ class DataParallel(CollectiveSettings):
         refuse_unusable_parameters(
             context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1
         )
+        refuse_uneven_complex(context.model, layout.dp_shard)
         return Plans(outer_units=outer_units(context.model, context.blocks))
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the axes whose collectives run within and between machines in turn."""
+        """Return the axes whose collectives run first within and then between machines."""
         compression = context.technique(Compression)
         layout = context.layout
         if _all_reduces(context):
@@ -256,7 +258,7 @@ class DataParallel(CollectiveSettings):
         return [*hooks, buffers]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Add the bytes and the traffic of Note [ZeRO stages], exact to the padding."""
+        """Add the bytes and the traffic of Note [ZeRO stages], including padding."""
         sharded = is_sharded(ledger)
         if not ledger.experts:
             return _account_parameters(self, ledger, facts, sharded=sharded)
@@ -280,7 +282,7 @@ class DataParallel(CollectiveSettings):
 
 
 class ShardedSteps(StepHook):
-    """Sets the flags of `fully_shard` per micro-batch. See Note [ZeRO stages]."""
+    """Hook that sets the flags of `fully_shard` per micro-batch. See Note [ZeRO stages]."""
 
     def __init__(self, model: FSDPModule, stage: Stage) -> None:
         assert isinstance(model, nn.Module)
@@ -315,7 +317,7 @@ class ShardedSteps(StepHook):
 
 
 class LostWrites(StepHook):
-    """Refuses a model that writes to gathered parameters, because sharding drops what is written.
+    """Hook that refuses models that write to gathered parameters, which resharding drops.
 
     The parameters of the first step are compared. On a device the comparison is read at the end of
     the second step, so that no step waits for it.
@@ -386,7 +388,7 @@ def _gradient_bytes(parts: Parts) -> int:
 
 
 def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:
-    """Move the shards to shared memory if it was selected, and describe how they are gathered."""
+    """Move the shards to shared memory if selected, and describe how they are gathered."""
     sentences = [collectives.description]
     if collectives.parameter_host is not None:
         sentences.append(share_parameters(parts.model, collectives.parameter_host))
@@ -395,7 +397,7 @@ def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:
 
 def _attach_reducer(reducer: Reducer, *, mean: bool) -> Reducer:
     reducer.mean = mean
-    # An engine expects gradients only inside of its backward, and sets this there.
+    # An engine expects gradients only inside its backward, and sets this there.
     reducer.expects_gradients = mean
     reducer.attach()
     if mean:
@@ -445,18 +447,18 @@ def _unit_order(technique: DataParallel, parts: Parts, mesh: Mesh) -> UnitOrder 
 
 
 def reduce_by_sum(model: nn.Module) -> None:
-    """Make the reductions of a sharded model sums, where torch's default is the mean over ranks.
+    """Make a sharded model sum gradients over ranks. torch's default is the mean.
 
     The engine has already divided every loss by its global weight.
     """
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
-        # By default torch scales inside of the collective, which gloo does not support.
+        # By default torch scales inside the collective, which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
 
 
 def watch_shards_of(model: nn.Module) -> None:
-    """Make the access of users to sharded parameters correct, or raise an error.
+    """Make user access to sharded parameters either correct or an error.
 
     This covers reading numbers of shards, and writing to tensors that are not shards. Call it when
     the model has its final parameters.
@@ -472,7 +474,7 @@ def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda:
     Code that reads or writes the parameters of the model afterwards finds the shards.
 
     Args:
-        model: The root. Nothing happens if it is not sharded.
+        model: The root. A model that is not sharded is left unchanged.
         unless: Returns True if the parameters stay gathered.
     """
 
@@ -607,7 +609,7 @@ def _account_parameters(
 def _shapes(
     facts: ModelFacts, ledger: Ledger
 ) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
-    """Count equal parameters: (shape, itemsize, trainable, in a block, dimension split over tp)."""
+    """Count parameters by (shape, itemsize, trainable, in a block, dimension split over tp)."""
     return Counter(
         (p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name))
         for p in facts.parameters
@@ -615,7 +617,7 @@ def _shapes(
 
 
 def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bool_]) -> Array:
-    """Return the most bytes of gradients that exist together if backward updates the parameters.
+    """Return the most bytes of gradients that exist at once if backward updates the parameters.
 
     In a sharded model these are the gradients of the largest unit, which are reduced together.
     Otherwise it is the gradient of the largest parameter.

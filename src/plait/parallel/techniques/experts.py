@@ -1,4 +1,4 @@
-"""Mixtures of experts: expert parallelism, balance of the tokens, and updates of routing biases.
+"""Mixture of experts: expert parallelism, load balancing, and updates of routing biases.
 
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
 are sent to the ranks of the experts that they are routed to. The axis is a second view of the ranks
@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +50,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import direct_buffers
 from plait._torch.passes import graph_task
-from plait.cluster.layout import STAGE_AXES, shard_size
+from plait.cluster.layout import STAGE_AXES, Layout, shard_size
 from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ConfigError, ModelError, Problem, raise_problems
 from plait.model.experts import (
@@ -85,10 +86,10 @@ Balance = Literal["micro_batch", "global"]
 
 
 class ExpertParallel(Technique):
-    """Expert parallelism. Its degree is that of the layout."""
+    """Expert parallelism. The layout defines its degree."""
 
     def check(self, context: TechniqueContext) -> None:
-        """Refuse models and settings that are not computed as in one process, or not tested to be.
+        """Refuse models and settings whose results may differ from those of one process.
 
         Raises:
             ConfigError: A setting is not supported.
@@ -103,7 +104,7 @@ class ExpertParallel(Technique):
             if applies
         )
         if context.model is not None:
-            _refuse_unsupported_model(context.model, ep, tp=context.layout.tp)
+            _refuse_unsupported_model(context.model, context.layout)
 
     def groups(self, context: TechniqueContext) -> Groups:
         """Return the group of all ranks that may use different experts of a layer."""
@@ -176,7 +177,7 @@ class ExpertParallel(Technique):
 
 
 class ExpertGradients(StepHook):
-    """Sums the gradients of experts over the ranks that have the same ones."""
+    """Hook that sums the gradients of experts over the ranks that have the same experts."""
 
     def __init__(
         self,
@@ -274,7 +275,9 @@ _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """Implementations of experts in Transformers that work with the experts of one rank."""
 
 
-def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
+def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
+    ep = layout.ep
+    tp = layout.tp
     layers = find_experts(model)
     name = type(model).__name__
     if not layers:
@@ -284,12 +287,14 @@ def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
         )
     for experts in layers:
         if experts.count % ep:
-            divisors = [d for d in range(1, experts.count + 1) if experts.count % d == 0]
+            # ep also divides the ranks of a pipeline stage.
+            common = gcd(experts.count, layout.stage_ranks)
+            divisors = [degree for degree in range(1, common + 1) if common % degree == 0]
             rule = (
                 f"{experts.name} has {experts.count} experts, of which every process has as many,"
                 f" and {experts.count} % {ep} = {experts.count % ep}"
             )
-            remedy = f"use a divisor: {', '.join(map(str, divisors))}"
+            remedy = f"use {', '.join(map(str, divisors))}"
             raise ConfigError(Problem("parallel.ep", ep, rule, remedy))
 
     expert_names = {name for experts in layers for name in experts.parameters}
@@ -298,7 +303,7 @@ def _refuse_unsupported_model(model: nn.Module, ep: int, *, tp: int) -> None:
         first = first_names.setdefault(id(parameter), second)
         if first != second and {first, second} & expert_names:
             raise ModelError(
-                f"parallel.ep = {ep}: {first} and {second} are one parameter, and experts are"
+                f"parallel.ep = {ep}: {first} and {second} are one parameter, but experts are"
                 " split; use 1"
             )
     config = getattr(model, "config", None)
@@ -367,7 +372,7 @@ def _traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
 
 
 class Routing(Technique):
-    """Balance of the tokens between experts."""
+    """Load balancing between experts."""
 
     bias_update_rate: float = 0.0
     """Change of an expert's bias after a step. 0 leaves biases as they are."""
@@ -394,7 +399,7 @@ class Routing(Technique):
         return settings
 
     def check(self, context: TechniqueContext) -> None:
-        """Refuse settings that would count a part of the tokens, or nothing.
+        """Refuse settings that would count only some or none of the tokens.
 
         Raises:
             ConfigError: The model does not support a setting.
@@ -409,7 +414,8 @@ class Routing(Technique):
                 degree = getattr(context.layout, axis)
                 if degree > 1:
                     setting = f"parallel.{axis}"
-                    _check_statistics(model, f"{setting} = {degree}", f"use {setting} = 1")
+                    remedy = f"set it to False, or use {setting} = 1"
+                    _check_statistics(model, f"{setting} = {degree}", remedy)
                     break
         if self.balance == "global" and not enables_balance_loss(model):
             rule = (
@@ -468,12 +474,12 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged: a few numbers per expert are counted as control."""
+        """Return the ledger unchanged. The few numbers per expert count as control traffic."""
         return ledger
 
 
 class RecordedBalance(StepHook):
-    """Restores the model's own balance loss when the model is released."""
+    """Hook that restores the model's own balance loss when the model is released."""
 
     def __init__(self, statistics: RouterStatistics) -> None:
         self.statistics = statistics
@@ -484,7 +490,7 @@ class RecordedBalance(StepHook):
 
 
 class BiasUpdate(StepHook):
-    """Counts the tokens of each expert in a step, and updates the biases once per step.
+    """Hook that counts the tokens of each expert and updates the biases once per step.
 
     The count is the sum over micro-batches and over ranks with different tokens. Padding,
     evaluations, recomputed blocks and skipped steps do not count.
@@ -498,7 +504,7 @@ class BiasUpdate(StepHook):
         rate: float,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Listen to the routers of a model.
+        """Register hooks on the routers of a model.
 
         Args:
             model: The model on this rank.
@@ -525,7 +531,7 @@ class BiasUpdate(StepHook):
         return bias
 
     def _count(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
-        # A forward inside of a backward is a recomputation.
+        # A forward inside a backward is a recomputation.
         if not router.training or not torch.is_grad_enabled() or graph_task() is not None:
             return
         chosen = chosen_experts(output)  # [tokens, k]
@@ -553,7 +559,7 @@ class BiasUpdate(StepHook):
         self._totals = list(summed.split([len(counts) for counts in self._counts]))
 
     def after_step(self, end: StepEnd) -> str:
-        """Move every bias by the rate, unless the step was skipped."""
+        """Change every bias by the rate, unless the step was skipped."""
         for router, counts in zip(self._routers, self._totals, strict=True):
             if not end.skipped:
                 wide = counts.to(torch.float64)
@@ -563,7 +569,7 @@ class BiasUpdate(StepHook):
         return ""
 
     def drop_gradients(self) -> None:
-        """Reset the counts, because the step starts again."""
+        """Reset the counts, because the step restarts."""
         for counts in self._counts:
             counts.zero_()
 
@@ -581,9 +587,9 @@ def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
     )
     if not has_numbers or not recorded_routers(model):
         raise ModelError(
-            f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does"
+            f"{setting}: model.config.output_router_logits is true, but {type(model).__name__} does"
             " not say which modules its routers are, so their balance cannot be summed over ranks;"
-            f" set it to False, or {remedy}"
+            f" {remedy}"
         )
 
 

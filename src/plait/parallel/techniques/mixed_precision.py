@@ -261,4 +261,4 @@ def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
 
 
 class LossScaleError(PlaitError):
-    """Error for gradients that are not finite even at the smallest allowed scale."""
+    """Gradients are not finite even at the smallest allowed scale."""

@@ -1,4 +1,4 @@
-"""Offload of optimizer states, parameter shards and activations: settings, refusals and costs.
+"""Offload of optimizer states, parameter shards and activations: settings, checks and costs.
 
 `OptimizerOffload` (DeepSpeed's `offload_optimizer`) stores states and gradients on the device, in
 host memory, or in files. Master weights go to host memory with them. Host memory is an argument of
@@ -104,7 +104,7 @@ class OptimizerOffload(Technique):
             return parts
         on_host = self.device == "cpu"
         pinned = on_host and self.pin_memory and accelerator.is_accelerator(mesh.device)
-        # The unit -1 has the parameters outside of the blocks.
+        # The unit -1 has the parameters outside the blocks.
         unit_names = (*parts.blocks, "")
         units = offloaded_units(model_facts(parts.model, parts.blocks), self.ratio)
         return parts.with_shard(
@@ -194,7 +194,7 @@ class ParameterOffload(Technique):
         return parts.with_shard(always_shard=True)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Count the offloaded parameters as bytes in files, and add the pool that they are read to.
+        """Count the offloaded parameters as bytes in files, and add the buffer pool for reads.
 
         Parameters in host memory are counted with the optimizer states.
         """
@@ -222,7 +222,7 @@ class ActivationOffload(Technique):
     """Folder of the files, with device disk."""
 
     def blocks(self, count: int) -> int:
-        """Return how many of `count` blocks are offloaded."""
+        """Return the number of offloaded blocks among `count`."""
         return round(self.fraction * count)
 
     def check(self, context: TechniqueContext) -> None:

@@ -54,7 +54,7 @@ from plait.parallel.techniques.data_parallel import DataParallel
 
 
 class Pipeline(Technique):
-    """Settings of the pp axis. Its degree is part of the layout."""
+    """Settings of the pp axis. The layout defines its degree."""
 
     schedule: str = "1f1b"
     """Order of forwards and backwards: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
@@ -116,7 +116,7 @@ class Pipeline(Technique):
         return PipelinePlan(schedule, stage_cut, skeleton)
 
     def _refuse_split_backward(self, context: TechniqueContext) -> None:
-        """Raise ConfigError if a technique does not allow a backward in two halves."""
+        """Raise ConfigError if a technique does not support a split backward."""
         if context.technique(DataParallel).stage == 3:
             unsplit = [name for name, spec in SCHEDULES.items() if not spec.splits_backward]
             rule = (
@@ -158,6 +158,8 @@ class Pipeline(Technique):
                     f" {len(blocks)}"
                 )
                 remedy = 'use "1f1b", which has one stage per rank'
+                if self.stages_per_rank is not None and self.stages_per_rank > 1:
+                    remedy += ", leave stages_per_rank out"
                 if schedule.pp > len(blocks):
                     remedy += f", and parallel.pp = {len(blocks)} or less"
                 raise ConfigError(
@@ -201,7 +203,9 @@ class Pipeline(Technique):
         assert mesh.reverse_pp is not None
 
         zero = StagedZero(staged, schedule, zero=parts.zero_stage, reducer=parts.reducer)
-        messenger = Messenger([(forward_group, mesh.reverse_pp), *mesh.more_pp], device=mesh.device)
+        messenger = Messenger(
+            [(forward_group, mesh.reverse_pp), *mesh.extra_pp], device=mesh.device
+        )
         check = CutCheck(plan.skeleton, plan.cut, parts.model)
         runtime = Runtime(schedule, staged, messenger, check=check, observers=[zero])
         runtime.statistics = parts.router_statistics
@@ -321,13 +325,13 @@ class StagedZero:
                 block = model.get_submodule(name)
                 self._blocks.add(block)
                 stage_of_module.update(dict.fromkeys(block.modules(), index))
-        # Blocks, and modules inside of them that are sharded separately.
+        # Blocks, and modules inside them that are sharded separately.
         self._units = [unit for unit in sharded_modules(model) if unit in stage_of_module]
         self._stage_of = {unit: stage_of_module[unit] for unit in self._units}
         self._root: FSDPModule | None = None
         if isinstance(model, FSDPModule):
             self._root = model
-        # The root unit has the parameters outside of the blocks: those before the blocks on the
+        # The root unit has the parameters outside the blocks: those before the blocks on the
         # first stage, those after them on the last, rarely more on others.
         self._root_stages = staged.cut.outside_stages() & set(staged.stages)
         # Backwards that each stage still has to run in this step.
@@ -347,7 +351,7 @@ class StagedZero:
         self._remaining.clear()
 
     def __call__(self, action: Action, done: bool) -> None:
-        """Handle the begin (`done` False) or the end of a computation."""
+        """Handle the start (`done` False) or the end of a computation."""
         if not self._initialised:
             # At this point all blocks of the rank are in the model, with their weights.
             self._initialised = True
@@ -434,7 +438,7 @@ class StagePrefetcher:
         self._prefetches: dict[tuple[int, int], Callable[[], None]] = {}
 
     def __call__(self, action: Action, done: bool) -> None:
-        """Handle the begin (`done` False) or the end of a computation."""
+        """Handle the start (`done` False) or the end of a computation."""
         key = (action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
             if not done:

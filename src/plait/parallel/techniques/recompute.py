@@ -1,10 +1,10 @@
 """Activation checkpointing: activations that a block does not keep are recomputed in backward.
 
-The recomputation is bitwise the same, dropout included. It is built on torch's non-reentrant
+The recomputation is bitwise identical, including dropout. It is built on torch's non-reentrant
 checkpoint.
 
 A block's own `forward` is replaced, in place. Names of parameters do not change, and what sharding
-and sequence parallelism do around a block (gather parameters, split the sequence) stays outside of
+and sequence parallelism do around a block (gather parameters, split the sequence) stays outside
 it and is not repeated. The mode of every block is decided before anything runs: by the setting, or,
 for a budget, from measured activations (`accounting.activations`).
 
@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +48,7 @@ Mode = Literal["none", "full", "selective", "budget"]
 
 
 class Recompute(Technique):
-    """Settings of activation checkpointing: the recomputed blocks, and the results they keep."""
+    """Settings of activation checkpointing: recomputed blocks, and the results they keep."""
 
     mode: Mode = "none"
     """Recomputation mode. none keeps everything; full keeps a block's input only; selective keeps
@@ -109,9 +110,10 @@ class Recompute(Technique):
     def solved(self, ranks: Sequence[RankActivations], *, rank: int = 0) -> Recompute:
         """Return the settings with the modes of a rank's blocks solved from the budget.
 
-        The modes are those that repeat the fewest operations while all micro-batches in flight fit
-        into the budget. Each rank is solved separately: a rank with fewer micro-batches in flight
-        repeats less, which delays no other rank. A mode other than budget is returned unchanged.
+        The modes are those that recompute the fewest operations while all micro-batches in flight
+        fit into the budget. Each rank is solved separately. A rank with fewer micro-batches in
+        flight recomputes less, which does not delay other ranks. A mode other than budget is
+        returned unchanged.
 
         Args:
             ranks: Measured activations of all pipeline ranks.
@@ -129,7 +131,7 @@ class Recompute(Technique):
         for activations, (least_bytes, modes) in zip(ranks, minima, strict=True):
             if least_bytes > self.budget_bytes:
                 rule = _budget_rule(activations, least_bytes, modes)
-                remedy = _budget_remedy(largest_minimum, len(ranks))
+                remedy = _budget_remedy(largest_minimum)
                 problems.append(
                     Problem("parallel.recompute.budget_gib", self.budget_bytes / GIB, rule, remedy)
                 )
@@ -173,7 +175,7 @@ class Recompute(Technique):
         return replace(parts, recompute_modes=modes)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook that restores the forward of blocks if the model gets another owner."""
+        """Return the hook that restores the blocks' forwards if the model gets another owner."""
         # `apply` may have been given modes that were solved from a budget.
         modes = parts.recompute_modes or self.modes(len(parts.blocks))
         recomputed = []
@@ -183,7 +185,7 @@ class Recompute(Technique):
         return [Recomputed(recomputed)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Add the activations of one micro-batch, and the traffic that recomputation repeats.
+        """Add the activations of one micro-batch, and the collectives that recomputation repeats.
 
         The ledger is returned unchanged if no activations were measured.
         """
@@ -236,7 +238,7 @@ def _check_model(model: nn.Module, blocks: Sequence[str], *, setting: str) -> No
 
 
 def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
-    """Return how many bytes a rank needs at least, for an error message."""
+    """Return a description of the fewest bytes that a rank needs, for an error message."""
     if rank.schedule.pp == 1:
         (stage,) = rank.stages
         head = stage.modes["none"].head
@@ -256,13 +258,10 @@ def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
     )
 
 
-def _budget_remedy(least: int, ranks: int) -> str:
-    if ranks == 1:
-        return (
-            "raise it, lower train_micro_batch_size_per_gpu or the sequence length, or raise"
-            " parallel.tp"
-        )
-    return f"use {least / GIB:.4g} or more, a smaller micro-batch or sequence, or more parallel.tp"
+def _budget_remedy(least: int) -> str:
+    # Rounded up, so that the printed number suffices.
+    gib = ceil(1000 * least / GIB) / 1000
+    return f"use {gib:.3f} or more, a smaller micro-batch or sequence, or more parallel.tp"
 
 
 def _wrap(
@@ -314,7 +313,7 @@ def _wrap(
             return forward(*args, **kwargs)
 
         if torch.compiler.is_compiling():
-            # Without a context, inside of which torch.compile cannot resume after a graph break.
+            # Without a context, inside which torch.compile cannot resume after a graph break.
             # The saved tensors of compiled blocks are never moved.
             return checkpoint(
                 run, *leaves, use_reentrant=False, preserve_rng_state=True, **context_fn
@@ -357,7 +356,7 @@ def _without_cache(value: Any) -> Any:
 
 
 def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
-    """Start the prefetch of the block before when the backward of this block begins.
+    """Start the prefetch of the previous block when the backward of this block begins.
 
     `block` is the first block that is not offloaded. Offloaded blocks start the prefetch of the
     block before them by themselves.

@@ -34,7 +34,7 @@ from plait.sizes import dtype_name
 
 
 def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    """Shard the blocks and the parameters outside of them, in place.
+    """Shard the blocks and the parameters outside them, in place.
 
     Args:
         parts: The model, with the outer units that `DataParallel.check` returned.
@@ -96,7 +96,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
         if name not in parts.shard.float32_modules:
             shard(name, dp_mesh, policy, free=free_after_forward)
 
-    # A pipeline gathers the parameters outside of the blocks for each computation of a stage, so
+    # A pipeline gathers the parameters outside the blocks for each computation of a stage, so
     # they stay one unit.
     outer = OuterUnits()
     if mesh.layout.pp == 1 and parts.plans.outer_units is not None:
@@ -118,12 +118,7 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
     owner: dict[int, tuple[str, str]] = {}
     for name, parameter in parts.model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0:
-            if is_pipeline or parts.shard.master_weights_on_host:
-                raise ModelError(
-                    f"{name} is a 0-dimensional parameter, which a pipeline and an offloaded"
-                    " optimizer cannot shard; make it 1-dimensional (shape [1]) or use ZeRO"
-                    " stage 0"
-                )
+            _refuse_scalar(name, parts, is_pipeline=is_pipeline)
             continue
         block = _block_of(parts.blocks, name) or "the rest of the model"
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
@@ -135,13 +130,29 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
             )
 
 
+def _refuse_scalar(name: str, parts: Parts, *, is_pipeline: bool) -> None:
+    """Refuse a 0-dimensional parameter where it cannot stay replicated beside the shards."""
+    if parts.shard.master_weights_on_host:
+        raise ModelError(
+            f"{name} is a 0-dimensional parameter, which cannot be sharded, and"
+            " offload_optimizer updates shards only; make it 1-dimensional (shape [1]), or set"
+            ' zero_optimization.offload_optimizer.device = "none"'
+        )
+    if is_pipeline:
+        raise ModelError(
+            f"{name} is a 0-dimensional parameter, which cannot be sharded, and a pipeline trains"
+            " it only where all parameters are replicated; make it 1-dimensional (shape [1]), or"
+            " use ZeRO stage 0 without bf16, fp16 and offloading"
+        )
+
+
 def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
     """Refuse units with parameters of several dtypes, which torch cannot shard.
 
-    A unit is a block, or all parameters outside of the blocks.
+    A unit is a block, or all parameters outside the blocks.
 
     Raises:
-        ModelError: It names two parameters of a unit.
+        ModelError: The dtypes of a unit differ. The error names two of its parameters.
     """
     first: dict[str, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
@@ -151,14 +162,14 @@ def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
             if dtype != parameter.dtype:
                 raise ModelError(
                     f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
-                    f" and what is sharded together ({unit or 'all outside of the blocks'}) has to"
+                    f" but what is sharded together ({unit or 'all outside the blocks'}) has to"
                     " be of one dtype; convert one of them, name modules of one dtype each in"
                     " parallel.blocks, or use ZeRO stage 0"
                 )
 
 
 def _block_of(blocks: Sequence[str], name: str) -> str:
-    """Return the block that is called `name` or has it inside, or an empty string."""
+    """Return the block that is, or contains, the module `name`, or an empty string."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
 
 
@@ -192,7 +203,8 @@ def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool
         several: Whether there are other processes.
 
     Raises:
-        ModelError: It names the first such weight, with a remedy.
+        ModelError: The layout would break a quantised weight. The error names the first, and a
+            remedy.
     """
     for name, parameter in quantised_by_bitsandbytes(model).items():
         if moved:
@@ -218,13 +230,37 @@ def refuse_complex(model: nn.Module) -> None:
     """Refuse complex parameters that would be cast to real numbers of 16 or 32 bits.
 
     Raises:
-        ModelError: It names the first complex parameter.
+        ModelError: A parameter is complex. The error names the first one.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             raise ModelError(
                 f"{name} is {dtype_name(parameter.dtype)}, and bf16, fp16 and"
                 " communication_data_type would drop its imaginary part; leave them out"
+            )
+
+
+def refuse_uneven_complex(model: nn.Module, shards: int) -> None:
+    """Refuse complex vectors whose shards have different lengths.
+
+    torch's Adam updates a complex tensor through a view of its real numbers. Of a DTensor that is
+    split unevenly along its last dimension, `view_as_real` returns a copy.
+
+    Args:
+        model: The model.
+        shards: Number of ranks over which parameters are sharded.
+
+    Raises:
+        ModelError: It names the first such parameter, with a remedy.
+    """
+    for name, parameter in model.named_parameters():
+        is_vector = parameter.is_complex() and parameter.ndim == 1
+        if parameter.requires_grad and is_vector and parameter.numel() % shards:
+            raise ModelError(
+                f"{name} is {dtype_name(parameter.dtype)} with {parameter.numel()} elements, and"
+                f" {shards} ranks hold shards of different lengths, which torch's Adam would not"
+                f" update; make its length a multiple of {shards}, keep its real numbers as the"
+                " parameter (torch.view_as_complex(parameter) in the forward), or use ZeRO stage 0"
             )
 
 
@@ -241,7 +277,7 @@ def refuse_unusable_parameters(
         summed: Whether gradients are summed over ranks.
 
     Raises:
-        ModelError: It names the first such parameter, with a remedy.
+        ModelError: A parameter cannot be trained. The error names the first one, and a remedy.
     """
     for name, parameter in model.named_parameters():
         if (
@@ -280,8 +316,8 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
             and module.weight.requires_grad
         ):
             raise ModelError(
-                f"{name or 'the model'} makes sparse gradients ({type(module).__name__},"
-                " sparse=True), and only dense gradients can be reduced; build it with"
+                f"{name or 'the model'} produces sparse gradients ({type(module).__name__},"
+                " sparse=True), but only dense gradients can be reduced; build it with"
                 " sparse=False"
             )
 

@@ -64,7 +64,7 @@ from plait.parallel.tensor.styles import SEQUENCE, Region, RegionInput
 
 
 class TensorParallel(Technique):
-    """Tensor parallelism. Its degree is that of the layout."""
+    """Tensor parallelism. The layout defines its degree."""
 
     sequence_parallel: bool = False
     """True to shard norms and the residual stream along the sequence.
@@ -332,7 +332,7 @@ def _shard_sequence(
 
 
 def _leave_random_streams(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
-    """Return to the shared random numbers after each block, even if it failed."""
+    """Return to the shared random stream after each block, even if it failed."""
 
     def leave(_module: nn.Module, _args: object, _output: object) -> None:
         region.stream.leave()

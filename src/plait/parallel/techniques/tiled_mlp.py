@@ -44,7 +44,7 @@ _FIELD = "parallel.mlp_tile_tokens"
 
 
 class TiledMLP(Technique):
-    """Number of tokens of an MLP that are computed at the same time."""
+    """Number of tokens that an MLP computes at a time."""
 
     tokens: int = 0
     """Tokens of a tile on a rank, in all rows of a micro-batch together. 0: all."""
@@ -157,7 +157,7 @@ Weights = dict[nn.Module, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Replaces the forward of a module whose arguments and output have one row per token."""
+    """Replacement for the forward of a module whose arguments and output have one row per token."""
 
     module: nn.Module
     original: Callable[..., torch.Tensor]
@@ -168,7 +168,7 @@ class Tiles:
     """Group whose ranks get all tokens of the sequence, and return their shard of them, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute tensors [.., tokens, width] to one such tensor, in tiles."""
+        """Compute an output tensor [..., tokens, width] from such tensors, in tiles."""
         names = [*([None] * len(args)), *kwargs]
         values = [*args, *kwargs.values()]
         if self.scattered is None:
@@ -187,7 +187,7 @@ class Tiles:
                     positional.append(value)
                 else:
                     named[name] = value
-            # A surrounding recompute must not keep results of operators inside of a tile.
+            # A surrounding recompute must not keep results of operators inside a tile.
             with recompute_everything(), _replace_weights(weights):
                 return self.original(*positional, **named)
 
@@ -217,7 +217,7 @@ class Tiles:
     def _split_by_rank(
         self, values: Sequence[torch.Tensor], group: ProcessGroup
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return tiles with equally many tokens of each rank's shard, in the order of the ranks.
+        """Return tiles with equal numbers of tokens of each rank's shard, in rank order.
 
         Padding at the end belongs to no shard.
         """
@@ -233,7 +233,7 @@ class Tiles:
 
 
 def _local_weights(module: nn.Module) -> Weights:
-    """Return the tensors that the module computes with now, this rank's parts of them.
+    """Return this rank's parts of the tensors with which the module currently computes.
 
     The module has others in the backward, when each tile is computed again.
     """

@@ -1,9 +1,10 @@
-"""Refusal of hooks and parametrizations on modules that tensor parallelism computes in parts.
+"""Refusal of hooks and parametrizations on modules that tensor parallelism splits.
 
-Such a hook would receive this rank's part instead of the full tensor, and compute other values than
-in one process. Existing hooks are refused before a process group exists, and later ones in the
-forward. Hooks that see full tensors stay (in front of a column-parallel layer, behind a
-row-parallel one, on the containers around both), and so do those of Plait, torch and Transformers.
+Such a hook would receive this rank's part instead of the full tensor, and its results would differ
+from those of one process. Existing hooks are refused before a process group exists, and later ones
+in the forward. Hooks that receive full tensors are kept (on the input of a column-parallel layer,
+on the output of a row-parallel one, and on containers of both), as are those of Plait, torch and
+Transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ALL = (*_BEFORE, *_AFTER, *_BACKWARD)
 def refuse_hooks(
     model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    """Refuse hooks that would receive a part, and hooks on parameters that are replaced by shards.
+    """Refuse hooks that would receive a part, and hooks on parameters that shards replace.
 
     Args:
         model: The model of the user.
@@ -56,7 +57,7 @@ def refuse_hooks(
         sequence_parallel: Whether hidden states are sharded along the sequence.
 
     Raises:
-        ModelError: It names the module or parameter, with a remedy.
+        ModelError: A hook is refused. The error names the module or parameter, and a remedy.
     """
     for hooked in _hooked_modules(model, plan, blocks=blocks, sequence_parallel=sequence_parallel):
         _refuse(*hooked)
@@ -91,7 +92,7 @@ def watch(
 
 
 def _first_layer(name: str, layers: set[str]) -> str | None:
-    """Return a split layer inside of the module `name` or next to it, called whenever it is."""
+    """Return a split layer inside or next to module `name` that is called when the module is."""
     for scope in (name, name.rpartition(".")[0]):
         if not scope:
             continue

@@ -1,4 +1,4 @@
-"""All-reduces of tensor parallelism that overlap with the matrix products around them.
+"""All-reduces of tensor parallelism that overlap with adjacent matrix multiplications.
 
 Forward: a row-parallel product is computed in chunks of its rows, and the all-reduce of a chunk
 overlaps with the product of the next one. Backward: the gradient of a column-parallel layer's input
@@ -38,7 +38,7 @@ class DeferredGradient:
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def put(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Store the gradient of the layer's output [.., out] and its input [.., in]."""
+        """Store the gradient of the layer's output [..., out] and its input [..., in]."""
         self._operands = grad, x
 
     def gradient(self, _placeholder: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def enter_overlapped(
     """Copy an input and the weights that read it to the tensor-parallel region.
 
     Args:
-        x: An input [.., in] that is equal on every rank.
+        x: An input [..., in] that is equal on every rank.
         group: The ranks of tp.
         weights: Trainable weights [out, in] of the siblings that read `x`, by any key.
 
@@ -78,7 +78,7 @@ def enter_overlapped(
 
 
 def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `x` [.., in] times the transpose of a weight [out, in], plus `bias` [out]."""
+    """Return `x` [..., in] times the transpose of a weight [out, in], plus `bias` [out]."""
     y: torch.Tensor = _Product.apply(x, *weight)
     if bias is None:
         return y
@@ -88,7 +88,7 @@ def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
 def summed_product(
     x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, *, chunks: int
 ) -> torch.Tensor:
-    """Return the sum over the ranks of `x` [.., in] times the transpose of `weight` [out, in].
+    """Return the sum over the ranks of `x` [..., in] times the transpose of `weight` [out, in].
 
     Args:
         x: This rank's features of the input.
@@ -122,12 +122,12 @@ class _GradientSum:
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return [out, in] from the gradient of a layer's output [.., out] and its input [.., in]."""
+    """Return [out, in] from the gradient of a layer's output [..., out] and its input [..., in]."""
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 class _Identity(torch.autograd.Function):
-    """Identity whose backward maps the gradient by a function."""
+    """Identity whose backward applies a function to the gradient."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         ctx.deferred.put(grad, x)
-        # The weight's `_Identity` replaces it by the gradient.
+        # The weight's `_Identity` replaces it with the gradient.
         placeholder = weight.new_zeros(()).expand(weight.shape)
         return grad @ weight, placeholder, None
 

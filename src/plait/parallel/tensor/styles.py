@@ -94,8 +94,8 @@ class Region:
     def __post_init__(self) -> None:
         self.stream = SplitStream(self.group.rank())
 
-    def serve(self, loss_fn: object) -> None:
-        """Let the head leave its logits sharded if `loss_fn` supports it."""
+    def split_logits_for(self, loss_fn: object) -> None:
+        """Keep the head's logits sharded if `loss_fn` supports it."""
         self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
 
     def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ class Region:
             self.stream.enter(like, read=read)
 
     def leave_part(self) -> None:
-        """End the part, because a row-parallel layer reads it."""
+        """End the part when a row-parallel layer reads its activations."""
         if self.random_scope == "parts":
             self.stream.leave()
 
@@ -140,7 +140,7 @@ class RegionInput:
     _remaining_uses: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input as column-parallel layers need it.
+        """Return the input in the form that column-parallel layers need.
 
         It is unsharded, and its gradient is summed over the ranks of tp.
         """
@@ -422,7 +422,7 @@ def on_hidden(
 def own_values(
     module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any
 ) -> Iterator[None]:
-    """Replace parameters and attributes of a module for the length of a call.
+    """Replace parameters and attributes of a module for the duration of a call.
 
     Args:
         module: The module.
@@ -497,7 +497,7 @@ class SplitStream:
     """Input of the split part and position of the generator at its beginning, if they are known."""
 
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
-        """Begin a split part. This does nothing if one has begun already.
+        """Begin a split part, unless one has already begun.
 
         Args:
             like: A tensor on the device of the part.
@@ -524,7 +524,7 @@ class SplitStream:
     def leave(self) -> None:
         """End a split part, after which all ranks draw the same numbers again.
 
-        Nothing happens outside of a part.
+        Does nothing outside a part.
         """
         if (
             self._generator is not None

@@ -44,7 +44,7 @@ WRONG = {
     "--master-port = 70000": BY_HAND(node_rank=0, master_port=70000),
     "--rdzv-endpoint = 'a': not HOST:PORT": TWO(rdzv_endpoint="a"),
     "--node-rank = 1: there is one machine": ONE(node_rank=1),
-    "do not know where to meet": TWO(),
+    "the rendezvous address is not set": TWO(),
     "--node-rank: not set": BY_HAND(),
     "--node-rank = 2: not one of the 2": BY_HAND(node_rank=2),
     "--max-restarts = 1: with --master-addr": BY_HAND(node_rank=0, max_restarts=1),

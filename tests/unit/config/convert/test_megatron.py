@@ -182,8 +182,8 @@ def test_overrides_win_over_flags():
 REFUSALS = """
     --tensor-model-paralel-size 4 -> --tensor-model-paralel-size: unknown flag; did you mean --tensor-model-parallel-size?
     --zzz 4 -> --zzz: unknown flag; leave it out, or set the key
-    --micro-batch-size -> --micro-batch-size: takes one value and 0 are given; write one after it
-    --micro-batch-size 1 2 -> --micro-batch-size = '1 2': takes one value and 2 are given; write one after it
+    --micro-batch-size -> --micro-batch-size: takes one value, but 0 are given; write one after it
+    --micro-batch-size 1 2 -> --micro-batch-size = '1 2': takes one value, but 2 are given; write one after it
     --bf16 true -> --bf16 = 'true': takes no value; leave the value out
     --micro-batch-size four -> --micro-batch-size = 'four': must be a whole number; write a whole number
     --data-parallel-sharding-strategy all -> --data-parallel-sharding-strategy = 'all': is none of no_shard, optim,

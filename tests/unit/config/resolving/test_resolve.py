@@ -87,7 +87,7 @@ def test_the_loss_scale_has_deepspeeds_names_and_defaults():
 
 def test_contradictions_of_precision():
     assert problems(written("fp16.enabled=true bf16.enabled=true")) == [
-        "fp16.enabled and bf16.enabled: are both true, and a model computes in one dtype; set one of them to false"
+        "fp16.enabled and bf16.enabled: are both true, but a model computes in one dtype; set one of them to false"
     ]
     low = "fp16.enabled=true fp16.initial_scale_power=2 fp16.min_loss_scale=8"
     assert problems(written(low)) == [
@@ -246,8 +246,8 @@ def test_the_links_decide_the_bucket_where_nothing_else_does():
 WRONG = """
     zero_optimization.reduce_bucket_size=1000 parallel.bucket_mib=1 -> zero_optimization.reduce_bucket_size = 1000 and parallel.bucket_mib = 1: both set the bucket and disagree: 1000 x 4 bytes = 0.0038147 MiB; keep one of them
     data_parallel_size=2 parallel.tp=1 -> data_parallel_size = 2: 4 processes (dp_replicate=4) make dp_replicate 4 x dp_shard 1 = 4; leave it out or set it to 4
-    num_layers=2 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, and the model has 2; use 2 or fewer
-    model.config.model_type=llama model.config.num_hidden_layers=3 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, and the model has 3;
+    num_layers=2 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 2; use 2 or fewer
+    model.config.model_type=llama model.config.num_hidden_layers=3 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 3;
     model.config.model_type=gpt2 model.config.n_layer=3 num_layers=2 -> num_layers = 2: the model section describes 3 layers; leave it out or set it to 3
 """
 

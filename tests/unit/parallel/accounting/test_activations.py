@@ -58,7 +58,7 @@ def test_one_forward_one_backward_by_hand():
         0,
     ]
     assert [held for _, held in last.held_after(modes)] == [one, 0] * 4
-    assert (first.most(modes), last.most(modes)) == (2 * one + 96, one + 96)
+    assert (first.peak_bytes(modes), last.peak_bytes(modes)) == (2 * one + 96, one + 96)
     assert (first.most_in_flight(), last.most_in_flight()) == (2, 1)
     assert first.repeated(modes) == 100
 
@@ -82,9 +82,9 @@ def test_halves_by_hand():
     both = 2 * (10 + 2 * 4) - RECEIVED
     assert held["2F0"] == both
     # In 2W0 both blocks of stage 2 come back, and stage 1 still waits for its backward.
-    assert whole.most(again) == both + 2 * 7 + 2 * 96
+    assert whole.peak_bytes(again) == both + 2 * 7 + 2 * 96
     # Without recompute nothing comes back, and the most is what waits between the halves.
-    assert whole.most(("none",) * 4) == 2 * (10 + 2 * 100) - RECEIVED + 2 * 7
+    assert whole.peak_bytes(("none",) * 4) == 2 * (10 + 2 * 100) - RECEIVED + 2 * 7
 
 
 @settings(max_examples=40, deadline=None)
@@ -98,17 +98,17 @@ def test_a_budget_is_kept_with_the_least_work(budget, name, rank):
     kept is."""
     at = rank_of(name, rank, blocks=1 if name in ("interleaved-1f1b", "zbv") else 2)
     found, (least, how) = at.solve(budget), at.least()
-    assert at.most(how) == least
+    assert at.peak_bytes(how) == least
     rising = {"full": 0, "selective": 1, "none": 2}
     ordered = [
         modes
         for modes in product(KEPT, repeat=at.blocks)
         if [rising[m] for m in modes] == sorted(rising[m] for m in modes)
     ]
-    fitting = [modes for modes in ordered if at.most(modes) <= budget]
+    fitting = [modes for modes in ordered if at.peak_bytes(modes) <= budget]
     assert (found is None) == (least > budget) == (not fitting)
     if found is not None:
-        assert at.most(found) <= budget
+        assert at.peak_bytes(found) <= budget
         assert at.repeated(found) == min(at.repeated(modes) for modes in fitting)
 
 
@@ -129,4 +129,4 @@ def test_all_ranks_refuse_together():
     ]
     assert work[0] >= work[1]
     with pytest.raises(ValueError, match="1 modes for 2 blocks"):
-        ranks[0].most(("none",))
+        ranks[0].peak_bytes(("none",))

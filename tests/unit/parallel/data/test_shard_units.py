@@ -84,7 +84,7 @@ def test_what_is_sharded_together_is_of_one_dtype():
         }
     )
     refuse_several_dtypes(several, ("layers.0", "layers.1"))
-    with pytest.raises(ModelError, match="all outside of the blocks"):
+    with pytest.raises(ModelError, match="all outside the blocks"):
         refuse_several_dtypes(several, ("layers.0",))
 
 

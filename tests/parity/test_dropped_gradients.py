@@ -1,0 +1,146 @@
+"""`zero_grad` between the micro-batches of a step drops gradients that are not reduced yet, as in one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import plait
+from plait.verify.parity import full_tensor_on_cpu
+from tests.parity import cases
+from tests.parity.data_parallel import materialised, settings
+from tests.parity.mean_losses import close, mean_loss
+
+FULL_STEP = ["inside", "last", "step"]
+
+PROGRAMS = {
+    "accumulates": ["inside side", *FULL_STEP, "inside", "last side", "step"],
+    "gives up": ["inside side", "zero", *FULL_STEP, "last side", "step"],
+    "gives up twice": ["inside", "inside side", "zero", "inside", "zero", *FULL_STEP],
+    "zeroes in place": ["inside side", "zero in place", *FULL_STEP, "last side", "step"],
+    "zeroes inside": ["inside side then zero", *FULL_STEP],
+    "model.zero_grad": ["inside side", "model.zero_grad", *FULL_STEP],
+    "model.zero_grad in place": ["inside side", "model.zero_grad in place", *FULL_STEP],
+    "one block's zero_grad": ["inside side", "block.zero_grad", *FULL_STEP],
+    "between forward and backward": ["inside side", "last after zero", "step"],
+    "after a forward": ["last side", "last after zero", "step"],
+    "steps after zero": ["inside", "zero", "step", *FULL_STEP],
+    "after a reduced backward": ["last side", "inside", "zero", *FULL_STEP],
+    "in place after a reduced backward": ["last", "inside side", "zero in place", *FULL_STEP],
+    "one of two optimizers": ["inside side", "zero matrices", *FULL_STEP],
+}
+
+
+def run(program, model, loss, accumulate):
+    """(weights, parameters that have a gradient before each step)."""
+    parameters = list(model.parameters())
+    optimizers = {
+        "matrices": cases.adamw([p for p in parameters if p.ndim > 1]),
+        "vectors": cases.adamw([p for p in parameters if p.ndim == 1]),
+    }
+
+    def zero(action):
+        for name, optimizer in optimizers.items():
+            if name == "matrices" or not action.endswith("matrices"):
+                optimizer.zero_grad(set_to_none="in place" not in action)
+
+    has_gradient = []
+    for number, action in enumerate(program):
+        side = "side" in action
+        if action.startswith("inside"):
+            with accumulate():
+                loss(number, side).backward()
+                if action.endswith("zero"):
+                    zero(action)
+        elif action == "last after zero":
+            value = loss(number, side)
+            model.zero_grad()
+            value.backward()
+        elif action.startswith("last"):
+            loss(number, side).backward()
+        elif action.startswith("zero"):
+            zero(action)
+        elif action == "block.zero_grad":
+            model.blocks[0].zero_grad()
+        elif action.startswith("model.zero_grad"):
+            model.zero_grad(set_to_none="in place" not in action)
+        else:
+            has_gradient += [parameter.grad is not None for parameter in parameters]
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, has_gradient
+
+
+def loss_of(model, world, ranks):
+    """Function (number of the micro-batch, side branch) -> mean of the ranks' losses."""
+    step = cases.ragged_steps(max(map(len, PROGRAMS.values())) * world, steps=1, keys=())[0]
+
+    def loss(number, side):
+        def forward(input_ids):
+            return model(input_ids, side)
+
+        losses = [mean_loss(forward, step[number * world + rank])[0] for rank in ranks]
+        return torch.stack(losses).mean()
+
+    return loss
+
+
+def sharded_runs(rank, world, config, programs):
+    """Runs in a worker."""
+    results = []
+    for name in programs:
+        model = materialised("plain", tied=True)
+        sharded = plait.parallelize(model, config)
+        loss = loss_of(model, world, [rank])
+        results.append(run(PROGRAMS[name], model, loss, sharded.accumulate))
+        sharded.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "replicas"), [(2, 0, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (4, 2, 2)]
+)
+def test_dropped_gradients_stay_dropped(pool, world, stage, replicas):
+    """The same weights, and the same parameters without a gradient, as one process."""
+    programs = list(PROGRAMS)
+    if world > 2:
+        programs = ["gives up", "zeroes in place", "one of two optimizers"]
+    found = pool.run(world, sharded_runs, settings(world, stage, replicas, 1), programs)
+    problems = []
+    for index, name in enumerate(programs):
+        model = materialised("plain", tied=True)
+        expected, has_gradient = run(
+            PROGRAMS[name], model, loss_of(model, world, list(range(world))), nullcontext
+        )
+        for rank in range(world):
+            weights, rank_has_gradient = found[rank][index]
+            if rank_has_gradient != has_gradient:
+                problems.append(f"{name}, rank {rank}: other parameters have a gradient")
+            try:
+                close(weights, expected)
+            except AssertionError as error:
+                problems.append(f"{name}, rank {rank}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+def reduced_in_another_dtype(rank, world):
+    """Weights after each of three programs with bf16. Runs in a worker."""
+    results = []
+    for dropped in ([], ["inside side", "zero"], ["inside side", "model.zero_grad"]):
+        model = materialised("plain", tied=True).float()
+        sharded = plait.parallelize(model, settings(world, 1, 1, 1, bf16={"enabled": True}))
+        # The same micro-batches, whatever comes before them.
+        program = [*dropped, *["zero"] * (2 - len(dropped)), *FULL_STEP]
+        results.append(run(program, model, loss_of(model, world, [rank]), sharded.accumulate)[0])
+        sharded.close()
+    return results
+
+
+def test_sums_of_another_dtype_are_dropped(pool):
+    """The unreduced sum in float32 is not `grad` of any parameter before torch 2.15."""
+    for expected, *found in pool.run(2, reduced_in_another_dtype):
+        for weights in found:
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
