@@ -49,6 +49,18 @@ def test_supervised_fine_tuning_is_one_process(pool, tmp_path, dp, config, lora)
         assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
 
 
+def dynamic(wrap, folder, *, lora, **settings):
+    """TRL's loss of dynamic fine-tuning, which it computes from the counts of an evaluation too."""
+    return made(wrap, folder, lora=lora, loss_type="dft", **settings)
+
+
+@pytest.mark.parametrize(("dp", "config"), [(2, zero(3)), (1, {"parallel": {"tp": 2}})])
+def test_dynamic_fine_tuning_is_one_process(pool, tmp_path, dp, config):
+    wanted = trl_runs.native(dynamic, (), dp, lora=False)
+    found = pool.run(2, trl_runs.on_plait, dynamic, (), config, str(tmp_path), False)[0]
+    close(found, wanted)
+
+
 def packed(wrap, folder, *, lora, **settings):
     """Several texts in a row of 16 tokens, with positions of their own."""
     return made(wrap, folder, lora=lora, packing=True, max_length=16, **settings)

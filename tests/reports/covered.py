@@ -42,5 +42,6 @@ COVERED = {
     "transformers-46731": "test_trainer_fields.py::test_on_every_layout",
     "trl-1652": "test_dpo.py::test_preferences_are_one_process",
     "trl-2882": "test_dpo.py::test_every_remainder_of_rows",
+    "trl-4096": "test_sft.py::test_dynamic_fine_tuning_is_one_process",
 }
 """Report, and the test of `tests/parity` that runs it."""

@@ -1,6 +1,8 @@
 """The list of planted defects stays a list of defects: each still applies to the sources, and a probe finds its place."""
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 
 import pytest
@@ -20,6 +22,15 @@ def mutants():
 def test_every_mutant_applies(mutants):
     assert len(mutants) >= 60
     check(mutants)
+
+
+def test_planted_lines_use_names_that_exist(mutants, tmp_path):
+    """A defect that ends in NameError is noticed by any test that reaches it."""
+    for mutant in mutants:
+        (tmp_path / f"{mutant.id}.py").write_text(mutant.applied())
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,E9"]
+    checked = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_probes_stand_before_what_mutants_change(mutants):

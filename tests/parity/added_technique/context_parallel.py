@@ -14,11 +14,14 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from plait._torch.tensors import local_tensor
+from plait.cluster.mesh import Mesh
 from plait.comm.collectives import gather_sum, shard_range
 from plait.errors import ConfigError, InputError, ModelError, Problem
-from plait.parallel.accounting.ledger import gradient_bytes
+from plait.model.facts import ModelFacts
+from plait.parallel.accounting.ledger import Ledger, gradient_bytes
 from plait.parallel.hooks import StepHook
-from plait.parallel.technique import Technique
+from plait.parallel.parts import Parts
+from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.data_parallel import DataParallel
 
 
@@ -29,7 +32,7 @@ class ContextParallel(Technique):
     sequence_length: int
     """Tokens of every sequence, before it is cut."""
 
-    def check(self, context):
+    def check(self, context: TechniqueContext) -> None:
         """Raise ConfigError or ModelError for what this technique does not do."""
         cp, length = context.layout.cp, self.sequence_length
         if length % cp:
@@ -50,12 +53,14 @@ class ContextParallel(Technique):
                 f"parallel.cp = {cp}: only the attention of a Llama is known here, not that of {type(context.model).__name__}"
             )
 
-    def apply(self, parts, mesh):
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Give the model its attention; Transformers then makes no mask."""
         if mesh.layout.cp > 1:
             group, model = mesh.group("cp"), parts.model
 
-            def attend(module, query, key, value, mask, scaling, **_):
+            def attend(
+                module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
+            ) -> tuple[torch.Tensor, None]:
                 # [batch, heads, part of seq, head_dim]; the backward of a gathering sums what all parts give.
                 length = query.shape[2] * mesh.layout.cp
                 start, size = shard_range(length, group)
@@ -71,7 +76,7 @@ class ContextParallel(Technique):
             model.set_attn_implementation("gathered")  # type: ignore[operator]
         return parts
 
-    def attach(self, parts, mesh):
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Cut every micro-batch; sum gradients over cp."""
         summed = [
             parameter
@@ -80,7 +85,7 @@ class ContextParallel(Technique):
         ]
         return [SequenceParts(self.sequence_length, summed, mesh)] if mesh.layout.cp > 1 else []
 
-    def account(self, ledger, facts):
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Keys and values forward, their gradients backward, and the sum of the parameters' gradients."""
         n = ledger.cp
         kept = [p for p in facts.parameters if p.name.endswith(("k_proj.weight", "v_proj.weight"))]
@@ -98,10 +103,10 @@ class ContextParallel(Technique):
 class SequenceParts(StepHook):
     """This rank's part of every sequence, and of every gradient."""
 
-    def __init__(self, length, parameters, mesh):
+    def __init__(self, length: int, parameters: list[torch.nn.Parameter], mesh: Mesh) -> None:
         self.length, self.parameters, self.group = length, parameters, mesh.group("cp")
 
-    def transform(self, batch):
+    def transform(self, batch: Any) -> Any:
         """Labels are shifted and positions written already."""
         if batch["input_ids"].shape[1] != self.length or batch.get("attention_mask") is not None:
             raise InputError(
@@ -110,7 +115,7 @@ class SequenceParts(StepHook):
         start, size = shard_range(self.length, self.group)
         return {name: entry.narrow(1, start, size) for name, entry in batch.items()}
 
-    def finish_reduction(self):
+    def finish_reduction(self) -> None:
         """After the sums over data-parallel ranks."""
         for parameter in self.parameters:
             if parameter.grad is not None:

@@ -562,7 +562,7 @@ def _parse_value(flag: Flag, values: list[str]) -> Any:
     elif flag.takes == "values":
         parsed = values
     elif len(values) != 1:
-        raise ValueError(f"takes one value and {len(values)} are given; write one after it")
+        raise ValueError(f"takes one value, but {len(values)} are given; write one after it")
     else:
         # Parsed as a value of --set, so that `1e-4` is a number.
         parsed = scalar(values[0])

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from math import ceil
+from decimal import ROUND_CEILING, Context
 from typing import Any, Literal
 
 import numpy as np
@@ -259,9 +259,9 @@ def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
 
 
 def _budget_remedy(least: int) -> str:
-    # Rounded up, so that the printed number suffices.
-    gib = ceil(1000 * least / GIB) / 1000
-    return f"use {gib:.3f} or more, a smaller micro-batch or sequence, or more parallel.tp"
+    # Rounded up to four digits, so that the printed number suffices.
+    gib = Context(prec=4, rounding=ROUND_CEILING).create_decimal(least / GIB)
+    return f"use {float(gib):g} or more, a smaller micro-batch or sequence, or more parallel.tp"
 
 
 def _wrap(
