@@ -17,7 +17,8 @@
 #                      writes docs/development/versions.md
 #   make versions-lowest versions-newest    tests with the lowest and the newest packages that pyproject.toml
 #                      allows, in separate environments; writes docs/development/versions-packages.md
-#   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
+#   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it
+#                      (an hour or two; ARGS=--again: only the tests that noticed them the last time, half an hour)
 #   make step-counts   kernels, copies, collectives and waits of a step compared with plain torch, minutes
 #                      (needs a C++ compiler); writes docs/development/step_counts.md
 #   make faults        plants faults in runs and checkpoints and checks the outcome, minutes; ARGS=nightly for all;
