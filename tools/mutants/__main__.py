@@ -2,6 +2,7 @@
 
     python -m tools.mutants                 all of them
     python -m tools.mutants A1 wrong-norm   these only; the results of the others stay
+    python -m tools.mutants --again         each against the test that noticed it the last time
     python -m tools.mutants --reaching-only survivors of the tests that reach them stay open
     python -m tools.mutants --survivors     those that no test noticed, against all tests
     python -m tools.mutants --check         only check that every defect applies
@@ -21,12 +22,14 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from tools.mutants import reach, report
 from tools.mutants.catalogue import Mutant, check, load
+from tools.mutants.preloaded import run_pytest, server
 from tools.planted.project import ROOT, ProjectCopy
 
 BUILD = ROOT / "build/mutants"
@@ -42,6 +45,7 @@ NOT_EQUAL = 3
 
 Outcome = dict[str, Any]
 """`caught_by` (empty if no test failed), `seconds`, and `ran`: `reaching` or `everything`."""
+UNREACHED: Outcome = {"caught_by": "", "seconds": 0.0, "ran": "reaching"}
 
 
 def main() -> int:
@@ -54,6 +58,7 @@ def main() -> int:
     parser.add_argument("--survivors", action="store_true", help="those that no test noticed")
     parser.add_argument("--check", action="store_true", help="run nothing")
     parser.add_argument("--reaching-only", action="store_true", help="leave survivors open")
+    parser.add_argument("--again", action="store_true", help="the test that noticed it, no other")
     parser.add_argument("--reached", type=Path, help="file of an earlier run with probes")
     options = parser.parse_args()
 
@@ -73,10 +78,14 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     if options.survivors:
         selected = [one for one in selected if not results.get(one.id, {}).get("caught_by")]
+    elif options.again:
+        selected = [one for one in selected if "::" in results.get(one.id, {}).get("caught_by", "")]
+        tests = {one.id: [results[one.id]["caught_by"]] for one in selected}
     else:
         lines = options.reached or reach.find(mutants, BUILD, limit_seconds=9 * LIMIT_SECONDS)
         tests = reach.tests_by_mutant(lines)
-    for mutant, outcome in run(selected, results, tests, thorough=not options.reaching_only):
+    thorough = not (options.reaching_only or options.again)
+    for mutant, outcome in run(selected, results, tests, thorough=thorough):
         results[mutant.id] = outcome
         if not outcome["caught_by"] and outcome["ran"] == "everything":
             outcome["verify"] = is_noticed_by_verify(mutant)
@@ -107,6 +116,7 @@ def run(
         tests: Tests that reach each mutant, or None to run all tests against each.
         thorough: Whether survivors of the tests that reach them run all tests.
     """
+    context = server()
     copies: SimpleQueue[ProjectCopy] = SimpleQueue()
     for index in range(min(SIDE_BY_SIDE, len(mutants))):
         copies.put(ProjectCopy(BUILD / f"copy-{index}"))
@@ -114,15 +124,16 @@ def run(
     def test(mutant: Mutant) -> Outcome:
         copy = copies.get()
         try:
+            outcome = UNREACHED
             reaching = [] if tests is None else tests.get(mutant.id, [])
             if reaching:
                 last = results.get(mutant.id, {}).get("caught_by", "")
                 # A stable sort: the test that noticed the mutant the last time comes first.
                 reaching = sorted(reaching, key=lambda name: name != last)
-                outcome = test_mutant(mutant, copy, reaching, limit_seconds=LIMIT_SECONDS)
-                if outcome["caught_by"] or not thorough:
-                    return outcome
-            return test_mutant(mutant, copy, None, limit_seconds=3 * LIMIT_SECONDS)
+                outcome = test_mutant(mutant, copy, reaching, context, limit_seconds=LIMIT_SECONDS)
+            if outcome["caught_by"] or not thorough:
+                return outcome
+            return test_mutant(mutant, copy, None, context, limit_seconds=3 * LIMIT_SECONDS)
         finally:
             copies.put(copy)
 
@@ -136,7 +147,12 @@ def run(
 
 
 def test_mutant(
-    mutant: Mutant, copy: ProjectCopy, tests: list[str] | None, *, limit_seconds: float
+    mutant: Mutant,
+    copy: ProjectCopy,
+    tests: list[str] | None,
+    context: ForkServerContext,
+    *,
+    limit_seconds: float,
 ) -> Outcome:
     """Run `tests` in this order, or all if None, until the first failure.
 
@@ -148,7 +164,9 @@ def test_mutant(
     options = ("-x", "-q", "--no-header", "-rfE", "-p", "no:cacheprovider", f"@{arguments}")
     began = time.monotonic()
     with copy.planted(mutant.file, mutant.applied()):
-        code, output = copy.run("-m", "pytest", *options, limit_seconds=limit_seconds, log=log)
+        code, output = run_pytest(
+            context, copy.folder, *options, limit_seconds=limit_seconds, log=log
+        )
     failure = FIRST_FAILURE.search(output)
     if code in (0, NO_TESTS):
         caught_by = ""
