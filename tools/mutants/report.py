@@ -1,9 +1,9 @@
 """Results of the last runs in benchmarks/results/mutants.json, and docs/development/mutants.md.
 
-The JSON file has three entries. "date" is the date of the last run. "noticed" maps a test file to
-its tests, a test to the mutants that it was the first to notice, and a mutant to the seconds until
-that failure. "missed" maps the other mutants to what ran, the seconds, and whether `plait verify`
-notices them. Grouping by test keeps the file below 20 KB.
+The JSON file has three entries. "date" is the date of the last run. "noticed" maps a test file
+below `tests` to its tests, and a test to the mutants that it was the first to notice. "missed" maps
+the other mutants to what ran, and whether `plait verify` notices them. Grouping by test keeps the
+file below 20 KB.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ def load(path: Path = RESULTS) -> tuple[dict[str, Any], str]:
     }
     for file, tests in recorded["noticed"].items():
         for test, mutants in tests.items():
-            caught_by = f"{file}::{test}" if test else file
-            for mutant, seconds in mutants.items():
-                results[mutant] = {"caught_by": caught_by, "seconds": seconds}
+            caught_by = f"tests/{file}::{test}" if test else file
+            for mutant in mutants:
+                results[mutant] = {"caught_by": caught_by}
     return results, recorded["date"]
 
 
 def store(results: dict[str, Any], path: Path = RESULTS, date: str | None = None) -> None:
     """Write results keyed by mutant, as of `date` (default: today)."""
-    noticed: dict[str, dict[str, dict[str, float]]] = {}
+    noticed: dict[str, dict[str, list[str]]] = {}
     missed = {}
     for mutant, outcome in results.items():
-        seconds = round(outcome["seconds"])
         if outcome["caught_by"]:
             file, _, test = outcome["caught_by"].partition("::")
-            noticed.setdefault(file, {}).setdefault(test, {})[mutant] = seconds
+            noticed.setdefault(file.removeprefix("tests/"), {}).setdefault(test, []).append(mutant)
         else:
             verify = outcome.get("verify", False)
-            missed[mutant] = {"seconds": seconds, "ran": outcome["ran"], "verify": verify}
+            missed[mutant] = {"ran": outcome["ran"], "verify": verify}
 
     # One line per test file.
     lines = [f"  {json.dumps(file)}: {json.dumps(tests)}" for file, tests in noticed.items()]
@@ -81,8 +80,7 @@ def page(mutants: list[Mutant], results: dict[str, Any], date: str) -> str:
         "the sources, with the first test",
         "of `make test` that failed. For each defect the tests that reach its lines run until the "
         "first failure; if none fails, all",
-        "tests run. Seconds are from the start of pytest to that failure, with two defects tested "
-        "at the same time.",
+        "tests run.",
         "",
         f"**{len(recorded) - len(missed)} of {len(recorded)} are noticed by `make test`.** "
         f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. "
@@ -93,7 +91,7 @@ def page(mutants: list[Mutant], results: dict[str, Any], date: str) -> str:
     ]
     for author, title in TITLES.items():
         rows = [_row(one, results.get(one.id)) for one in mutants if one.author == author]
-        table = markdown(("defect", "what goes wrong", "noticed by", "s"), rows, right=(3,))
+        table = markdown(("defect", "what goes wrong", "noticed by"), rows, right=())
         lines += ["", f"## {title}", "", table.rstrip()]
     return "\n".join(lines) + "\n"
 
@@ -101,7 +99,7 @@ def page(mutants: list[Mutant], results: dict[str, Any], date: str) -> str:
 def _row(mutant: Mutant, result: dict[str, Any] | None) -> tuple[str, ...]:
     place = f"{mutant.what} (`{mutant.file}`)"
     if result is None:
-        return mutant.id, place, "not run yet", ""
+        return mutant.id, place, "not run yet"
     if result["caught_by"]:
         by = f"`{result['caught_by']}`"
     elif result.get("verify"):
@@ -110,4 +108,4 @@ def _row(mutant: Mutant, result: dict[str, Any] | None) -> tuple[str, ...]:
         by = "**nothing**"
     else:
         by = "no test that reaches it; not run against everything yet"
-    return mutant.id, place, by, f"{result['seconds']:.0f}"
+    return mutant.id, place, by
