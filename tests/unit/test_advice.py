@@ -367,7 +367,7 @@ FOLLOWED = {
     "set data.append_end_of_text to true": "unit/data/test_templates.py::test_a_template_that_ends_no_turn",
     "set is_decoder to true where the architecture has it": "unit/train/test_build.py::test_causal_models_are_built",
     # 8: settings
-    "or leave {' or '.join(left_out) or 'both'} out": "unit/config/resolving/test_degrees.py::test_the_product_is_the_world_or_it_is_refused",
+    "leave {' or '.join(left_out) or 'both'} out": "unit/config/resolving/test_degrees.py::test_the_product_is_the_world_or_it_is_refused",
     "or change a factor": "unit/config/resolving/test_batch.py::test_the_product_holds_or_is_refused_with_a_remedy",
     "use {below} or {above}": "unit/parallel/schedules/test_schedule.py::test_refused_numbers",
     "pass at least": "unit/inference/test_deployment.py::test_the_least_budget_suffices",
