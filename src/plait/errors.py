@@ -126,7 +126,7 @@ class CommunicationError(PlaitError):
 
 
 class DeviceError(PlaitError):
-    """No device of the required type exists."""
+    """Missing device of the required type."""
 
     exit_code = 6
 

@@ -57,6 +57,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
         "first": {"caught_by": test},
         "second": {"caught_by": "(hangs)"},
         "third": {"caught_by": "", "ran": "everything", "verify": True},
+        "fourth": {"caught_by": "tests/unit/test_b.py"},
     }
     report.store(outcomes, file, "2026-11-27")
     assert report.load(file) == (outcomes, "2026-11-27")

@@ -41,6 +41,7 @@ def load(path: Path = RESULTS) -> tuple[dict[str, Any], str]:
     }
     for file, tests in recorded["noticed"].items():
         for test, mutants in tests.items():
+            # Without a test it is a file that did not start, or how the tests ended.
             caught_by = f"tests/{file}::{test}" if test else file
             for mutant in mutants:
                 results[mutant] = {"caught_by": caught_by}
@@ -54,7 +55,8 @@ def store(results: dict[str, Any], path: Path = RESULTS, date: str | None = None
     for mutant, outcome in results.items():
         if outcome["caught_by"]:
             file, _, test = outcome["caught_by"].partition("::")
-            noticed.setdefault(file.removeprefix("tests/"), {}).setdefault(test, []).append(mutant)
+            place = file.removeprefix("tests/") if test else file
+            noticed.setdefault(place, {}).setdefault(test, []).append(mutant)
         else:
             verify = outcome.get("verify", False)
             missed[mutant] = {"ran": outcome["ran"], "verify": verify}

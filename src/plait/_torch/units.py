@@ -168,7 +168,8 @@ def zero_gradients(
             zeroed.add(p.sharded_param)
             if set_to_none:
                 _drop_gradients_of(p)
-            elif p.sharded_param.grad is not None:
+                continue
+            if p.sharded_param.grad is not None:
                 p.sharded_param.grad.zero_()
             for gradient in _unsharded_gradients(p):
                 gradient.zero_()

@@ -45,20 +45,21 @@ def full_weights(
     weights: dict[str, torch.Tensor] = {}
     count = 0
 
+    def is_adapters(name: str) -> bool:
+        return not set(adapters).isdisjoint(name.split("."))
+
     def tensors() -> dict[str, torch.Tensor]:
         if not adapters:
             return local_tensors(source)
         # Not only the trainable ones: PEFT freezes every adapter but the active one.
         stored: dict[str, torch.Tensor] = {}
         for name, parameter in source.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad or not (
-                set(adapters).isdisjoint(name.split(".")) and states.is_left_out(source, name)
-            ):
+            is_trained = parameter.requires_grad or not states.is_left_out(source, name)
+            if is_adapters(name) or is_trained:
                 stored[name] = parameter
         # Adapters have buffers too, such as the projections that the layers of VeRA share.
         for name, tensor in local_tensors(source).items():
-            is_adapter = not set(adapters).isdisjoint(name.split("."))
-            if is_adapter and not isinstance(tensor, nn.Parameter):
+            if is_adapters(name) and not isinstance(tensor, nn.Parameter):
                 stored[name] = tensor
         return stored
 

@@ -51,6 +51,7 @@ from plait.inference.requests import (
     token_ids,
 )
 from plait.inference.rope_by_length import group_requests, refuse_past, rope_by_length
+from plait.model.adapters import adapter_type
 from plait.sharded.cache import arguments_of, counts_tokens, requires_single_prefill, supports_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
@@ -210,7 +211,7 @@ def _refuse_other_adapters(model: nn.Module) -> None:
     # In Transformers' own classes it is a method, which does not know all active adapters.
     for name in configs if callable(active) else active:
         config = configs[name]
-        kind = getattr(config.peft_type, "value", config.peft_type)
+        kind = adapter_type(config)
         if getattr(config, "is_prompt_learning", False):
             raise InputError(
                 f"generate: the adapter {name!r} of the kind {kind} puts"

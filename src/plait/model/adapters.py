@@ -66,6 +66,12 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
         )
 
 
+def adapter_type(config: Any) -> str:
+    """Return the type in a configuration of PEFT, such as `LORA`. An enum there, or a string."""
+    kind = getattr(config, "peft_type", None)
+    return str(getattr(kind, "value", kind))
+
+
 def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = None) -> None:
     """Raise ModelError for an adapter of PEFT that puts learned tokens before the sequence.
 
@@ -77,7 +83,7 @@ def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = 
     for name, config in getattr(model, "peft_config", {}).items():
         if not getattr(config, "is_prompt_learning", False):
             continue
-        kind = getattr(config.peft_type, "value", config.peft_type)
+        kind = adapter_type(config)
         if kinds is None:
             reason = "every rank would put them before its own part of the sequence"
         elif kind in kinds:
@@ -93,8 +99,7 @@ def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = 
 def refuse_rank_allocation(model: nn.Module) -> None:
     """Raise ModelError for AdaLoRA, whose loss reads all adapters after the forward."""
     for name, config in getattr(model, "peft_config", {}).items():
-        kind = getattr(config, "peft_type", None)
-        if getattr(kind, "value", kind) == "ADALORA":
+        if adapter_type(config) == "ADALORA":
             raise ModelError(
                 f"zero_optimization.stage = 3: the adapter {name} is of type ADALORA, which adds a"
                 " penalty on all of its weights to the loss, and these are shards after the"

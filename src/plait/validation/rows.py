@@ -25,7 +25,7 @@ LIMIT_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Row:
-    """One check of the catalogue, with its settings and limits."""
+    """Check of the catalogue, with its settings and limits."""
 
     name: str
     """Name as `check/variant`, for `--only` and for the document."""
