@@ -120,10 +120,14 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     return gathered
 
 
-def has_unreduced(model: nn.Module) -> bool:
+def has_unreduced(units: Iterable[FSDPModule]) -> bool:
     """Return whether a unit has micro-batch gradients that are not yet reduced over all ranks."""
-    has_partial = any(g._partial_reduce_output is not None for g in all_parameter_groups(model))
-    return has_partial or any(_unsharded_gradients(p) for p in _gathered(model))
+    return any(
+        group._partial_reduce_output is not None
+        or any(map(_unsharded_gradients, group.fsdp_params))
+        for unit in units
+        for group in parameter_groups(unit)
+    )
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.tensors import local_tensor
-from plait._torch.units import drop_gradients, has_unreduced
+from plait._torch.units import drop_gradients, has_unreduced, sharded_modules
 from plait.cluster.accelerator import HostCopy
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
@@ -62,6 +62,7 @@ class Guard(StepHook):
             name: p for name, p in parts.model.named_parameters() if not p.requires_grad
         }
         self._reducer = parts.reducer
+        self._units = sharded_modules(parts.model)
         self.backwards = 0
         self.in_backward = False
         self.reduced = False
@@ -184,7 +185,7 @@ class Guard(StepHook):
                 " produce: loss.backward() does not divide by the number of micro-batches and"
                 f" ranks; call {self._variable}.backward(loss)"
             )
-        if has_unreduced(self._parts.model):
+        if has_unreduced(self._units):
             self._refuse_unreduced_gradients()
         self.backwards = 0
 

@@ -452,6 +452,7 @@ class StepWatch(StepHook):
         self.has_accumulated = False
         """True if the step has had a micro-batch that is not its last one."""
         self._model = weakref.ref(model)
+        self._units = [weakref.ref(unit) for unit in sharded_modules(model)]
 
         # Keyed by id, because parameters compare element by element. An id may be reused after a
         # parameter is deleted; the weak reference tells whether it is still the same one.
@@ -495,7 +496,8 @@ class StepWatch(StepHook):
                 f"{self._why_called}: call sharded.step(optimizer) instead of optimizer.step()"
             )
 
-        if graph_task() is not None and (self._reducer is not None or sharded_modules(model)):
+        units = [unit for reference in self._units if (unit := reference()) is not None]
+        if graph_task() is not None and (self._reducer is not None or units):
             raise InputError(
                 "optimizer.step() was called inside loss.backward(), where gradients are not"
                 " complete; call it after the backward, or use plait.initialize with"
@@ -509,7 +511,7 @@ class StepWatch(StepHook):
         ]
         self._refuse_added_parameters(model, optimizer, updated)
         self._refuse_unfrozen_parameters(updated)
-        unreduced = (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model)
+        unreduced = (self._reducer is not None and self._reducer.unfinished) or has_unreduced(units)
         if (updated or unreduced) and self._backward_failed(model):
             raise InputError(
                 "optimizer.step() was called after a backward that ended with an exception, so some"
@@ -526,7 +528,8 @@ class StepWatch(StepHook):
         self.has_accumulated = False
         # A forward between the last backward and this step would otherwise keep the old values, or
         # read parameters while they change.
-        free_gathered(model)
+        for unit in units:
+            unit.reshard()
 
     def _backward_failed(self, model: nn.Module) -> bool:
         if self._reducer is not None and self._reducer.backward_failed():

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from plait._torch.units import has_unreduced
+from plait._torch.units import has_unreduced, sharded_modules
 from plait.cluster.topology import place
 from plait.compat.deepspeed.loaders import StreamLoader, build_loader
 from plait.compat.deepspeed.refused import METHODS, missing
@@ -478,7 +478,7 @@ def find_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Paramet
         # While a module is gathered, its shards are in no module, but `known` has their identities.
         if not names and id(parameter) not in engine.plait.sharded.guard.known:
             continue
-        if has_unreduced(engine.module):
+        if has_unreduced(sharded_modules(engine.module)):
             raise InputError(
                 f"a parameter of shape {tuple(parameter.shape)} was requested between the"
                 " micro-batches of a step, whose gradients are not reduced yet; request it after"

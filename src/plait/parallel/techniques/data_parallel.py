@@ -288,6 +288,8 @@ class ShardedSteps(StepHook):
         assert isinstance(model, nn.Module)
         self.model = model
         self.stage = stage
+        # torch's setters walk over all modules of the root. On a GPU the device waits for that.
+        self._units = sharded_modules(model)
 
     def before_microbatch(self, last: bool) -> None:
         """Select which gradients are reduced and which parameters are freed."""
@@ -297,15 +299,17 @@ class ShardedSteps(StepHook):
         if last:
             backwards_left = 1
         after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, block_stage=0)
-        self.model.set_requires_gradient_sync(after_backward.reduce)
-        self.model.set_requires_all_reduce(after_backward.last)
-        self.model.set_reshard_after_backward(after_backward.free)
+        for unit in self._units:
+            unit.set_requires_gradient_sync(after_backward.reduce, recurse=False)
+            unit.set_requires_all_reduce(after_backward.last, recurse=False)
+            unit.set_reshard_after_backward(after_backward.free, recurse=False)
 
     def finish_reduction(self) -> None:
         """Free all gathered parameters."""
         # A forward after the last backward gathers parameters again. They would keep their old
         # values through the update.
-        free_gathered(self.model)
+        for unit in self._units:
+            unit.reshard()
 
     def backward_failed(self) -> bool:
         """Return True if an exception has ended the last backward of the model."""
