@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: it makes .venv and installs requirements.lock there first (seconds when nothing changed).
 #
 #   make quickstart    train the small model of examples/quickstart.json
-#   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
+#   make test          the tests, seven minutes on two quick cores; ARGS="-k topology" passes options to pytest
 #   make simulated     the tests on a simulated CUDA device (needs a C++ compiler); RUN=/path/to/python
 #                      runs them with another torch, built with CUDA or without
 #   make simulated-docs   runs these tests and more, and writes docs/development/simulated_device.md (half an hour)
