@@ -40,7 +40,7 @@ from plait.hf.arguments import (
     settings_of,
 )
 from plait.hf.batches import EpochOrder, Rounds, plan_of
-from plait.hf.checkpoints import CheckpointMixin, has_adapters
+from plait.hf.checkpoints import CheckpointMixin, has_adapters, saving_problems
 from plait.hf.fields import examined
 from plait.hf.generation import (
     answering,
@@ -144,6 +144,7 @@ class TrainerMixin(CheckpointMixin):
             )
             remedy = "use 1, or plait.hf.Trainer on the prepared data"
             problems.append(Problem("parallel.pp", pp, rule, remedy))
+        problems += saving_problems(self.args, self._resolved)
         raise_problems([*problems, *problems_of(self.model, self.args, self._resolved)])
         if process.rank == 0:
             for note in notes:
