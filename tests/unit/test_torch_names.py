@@ -247,7 +247,13 @@ def test_outputs_in_objects(nested, kind):
     for unit in units.sharded_modules(model):
         ignored_changes.watch_shards(unit)
         gathering.on_shard_reads(unit, lambda when: seen.append(when[0]), lambda: None)
+    outputs = []
+    model.inner.register_forward_hook(lambda _module, _args, output: outputs.append(output))
     loss = model(torch.ones(1, 4), nested=nested).states.sum()
+    for tensor in (outputs[0].states, *outputs[0].others):
+        # The root returns one of them too.
+        states = [hook.__self__ for hook in tensor._backward_hooks.values()]
+        assert len(states) == len(set(states)), "torch finds those of dataclasses itself"
     assert seen == ["forward"] * 2
     loss.backward()
     assert seen[2:] == ["backward"] * 2
