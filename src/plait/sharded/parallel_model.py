@@ -254,11 +254,12 @@ class ParallelModel(ShardedModel):
     def _dropping_failed_step(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             # A plain loop may call nothing of Plait afterwards, so `Guard.recover` would come
             # too late.
             if self.why_called is None:
                 self.guard.drop()
+            self.guard.refuse_mixed_tensors(error)
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
