@@ -144,7 +144,6 @@ class TrainerMixin(CheckpointMixin):
             )
             remedy = "use 1, or plait.hf.Trainer on the prepared data"
             problems.append(Problem("parallel.pp", pp, rule, remedy))
-        problems += saving_problems(self.args, self._resolved)
         raise_problems([*problems, *problems_of(self.model, self.args, self._resolved)])
         if process.rank == 0:
             for note in notes:
@@ -190,6 +189,8 @@ class TrainerMixin(CheckpointMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train the model, as the Trainer does. Collective."""
+        # An evaluation saves nothing.
+        raise_problems(saving_problems(self.args, self._resolved))
         # The engine recomputes and compiles. The Trainer would do it a second time.
         arguments = self.args
         names = (*recompute_fields(arguments), "torch_compile")

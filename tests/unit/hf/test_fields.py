@@ -124,7 +124,7 @@ def test_refused(tmp_path):
 
 
 def test_checkpoints_that_could_not_be_written_or_read(tmp_path):
-    """Before the training, at whose end they would be missed."""
+    """Before the first step, because the end of the training would be too late."""
     saves = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
     best = {**saves, "load_best_model_at_end": True}
     weights = arguments(TrainingArguments, str(tmp_path), **best, save_only_model=True)
@@ -134,8 +134,10 @@ def test_checkpoints_that_could_not_be_written_or_read(tmp_path):
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
     in_files = arguments(TrainingArguments, str(tmp_path), **saves)
+    trainer = Trainer(model(), in_files, plait_config=config, eval_dataset=samples())
     with pytest.raises(ConfigError, match="save_strategy.*keeps the parameters in files"):
-        Trainer(model(), in_files, plait_config=config, eval_dataset=samples())
+        trainer.train()
+    assert trainer.engine is None
 
 
 def test_plain_arguments_are_taken(tmp_path):
