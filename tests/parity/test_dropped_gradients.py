@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -30,21 +30,37 @@ PROGRAMS = {
     "after a reduced backward": ["last side", "inside", "zero", *FULL_STEP],
     "in place after a reduced backward": ["last", "inside side", "zero in place", *FULL_STEP],
     "one of two optimizers": ["inside side", "zero matrices", *FULL_STEP],
+    "two optimizers": ["inside side", "zero", "step", *FULL_STEP],
+    "zero_grad of one's own": ["inside side", "zero", *FULL_STEP],
 }
 
 
-def run(program, model, loss, accumulate):
+class OwnZeroGrad(torch.optim.AdamW):
+    """AdamW whose `zero_grad` does not call torch's."""
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def own_optimizer(model):
+    return {"all": OwnZeroGrad(list(model.parameters()), **cases.OPTIMIZER["params"])}
+
+
+def run(program, model, loss, accumulate, optimizers=None):
     """(weights, parameters that have a gradient before each step)."""
     parameters = list(model.parameters())
-    optimizers = {
+    optimizers = optimizers or {
         "matrices": cases.adamw([p for p in parameters if p.ndim > 1]),
         "vectors": cases.adamw([p for p in parameters if p.ndim == 1]),
     }
 
     def zero(action):
+        in_place = {"set_to_none": False} if "in place" in action else {}
         for name, optimizer in optimizers.items():
             if name == "matrices" or not action.endswith("matrices"):
-                optimizer.zero_grad(set_to_none="in place" not in action)
+                optimizer.zero_grad(**in_place)
 
     has_gradient = []
     for number, action in enumerate(program):
@@ -95,7 +111,8 @@ def sharded_runs(rank, world, config, programs):
         model = materialised("plain", tied=True)
         sharded = plait.parallelize(model, config)
         loss = loss_of(model, world, [rank])
-        results.append(run(PROGRAMS[name], model, loss, sharded.accumulate))
+        optimizers = own_optimizer(model) if "own" in name else None
+        results.append(run(PROGRAMS[name], model, loss, sharded.accumulate, optimizers))
         sharded.close()
     return results
 
@@ -107,7 +124,7 @@ def test_dropped_gradients_stay_dropped(pool, world, stage, replicas):
     """The same weights, and the same parameters without a gradient, as one process."""
     programs = list(PROGRAMS)
     if world > 2:
-        programs = ["gives up", "zeroes in place", "one of two optimizers"]
+        programs = ["gives up", "zeroes in place", "one of two optimizers", "two optimizers"]
     found = pool.run(world, sharded_runs, settings(world, stage, replicas, 1), programs)
     problems = []
     for index, name in enumerate(programs):
@@ -121,6 +138,80 @@ def test_dropped_gradients_stay_dropped(pool, world, stage, replicas):
                 problems.append(f"{name}, rank {rank}: other parameters have a gradient")
             try:
                 close(weights, expected)
+            except AssertionError as error:
+                problems.append(f"{name}, rank {rank}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+ENGINE_PROGRAMS = [
+    "gives up",
+    "gives up twice",
+    "zeroes in place",
+    "model.zero_grad",
+    "model.zero_grad in place",
+    "one block's zero_grad",
+    "between forward and backward",
+    "steps after zero",
+    "after a reduced backward",
+    "in place after a reduced backward",
+]
+
+
+class EngineOptimizer:
+    """Optimizer of `run` whose step is the engine's."""
+
+    def __init__(self, engine):
+        self.step = engine.step
+        self.zero_grad = engine.optimizer.zero_grad
+
+
+class Backward:
+    """Loss of `run` whose backward is the engine's."""
+
+    def __init__(self, engine, loss):
+        self.engine, self.loss = engine, loss
+
+    def backward(self):
+        self.engine.backward(self.loss)
+
+
+def engine_runs(rank, world, config):
+    """Weights after each of `ENGINE_PROGRAMS`. Runs in a worker."""
+    results = []
+    for name in ENGINE_PROGRAMS:
+        engine = plait.initialize(materialised("plain", tied=True), config)
+
+        @contextmanager
+        def accumulate(engine=engine):
+            engine.set_gradient_accumulation_boundary(False)
+            yield
+            engine.set_gradient_accumulation_boundary(True)
+
+        loss = loss_of(engine, world, [rank])
+        weights, _ = run(
+            PROGRAMS[name],
+            engine.module,
+            lambda number, side, engine=engine, loss=loss: Backward(engine, loss(number, side)),
+            accumulate,
+            {"all": EngineOptimizer(engine)},
+        )
+        results.append(weights)
+        engine.close()
+    return results
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_dropped_gradients_of_an_engine(pool, stage):
+    """`engine.module.zero_grad()` and `engine.optimizer.zero_grad()` between micro-batches."""
+    config = settings(2, stage, 1, 1, gradient_clipping=0)
+    found = pool.run(2, engine_runs, config)
+    problems = []
+    for index, name in enumerate(ENGINE_PROGRAMS):
+        model = materialised("plain", tied=True)
+        expected, _ = run(PROGRAMS[name], model, loss_of(model, 2, [0, 1]), nullcontext)
+        for rank in range(2):
+            try:
+                close(found[rank][index], expected)
             except AssertionError as error:
                 problems.append(f"{name}, rank {rank}: {error}")
     assert not problems, "\n".join(problems)
@@ -144,3 +235,26 @@ def test_sums_of_another_dtype_are_dropped(pool):
     for expected, *found in pool.run(2, reduced_in_another_dtype):
         for weights in found:
             assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("zeroed", ["module", "optimizer"])
+def test_weights_of_dropped_micro_batches_do_not_count(zeroed):
+    """The step divides by the weights of the micro-batches whose gradients it has."""
+    config = {
+        **settings(1, 0, 1, 3),
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine = plait.initialize(torch.nn.Linear(3, 1, bias=False), config)
+    before = engine.module.weight.detach().clone()
+    for index, weight in enumerate((1, 2, 6)):
+        engine.backward(engine(torch.full((1, 3), 2.0**index)).mean(), weight=weight)
+        if index == 0:
+            getattr(engine, zeroed).zero_grad()
+        engine.step()
+        if index == 0:
+            with pytest.warns(UserWarning, match=r"zero_grad\(\) drops 1 of the 3 micro-batches"):
+                getattr(engine, zeroed).zero_grad()
+    engine.close()
+    expected = torch.full((1, 3), (2 * 2 + 6 * 4) / 8)
+    torch.testing.assert_close(before - engine.module.weight, expected)

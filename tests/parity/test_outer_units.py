@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -353,6 +357,44 @@ def test_a_penalty_before_the_forward_is_refused(pool, stage):
     for message in pool.run(2, early_penalty, stage):
         assert message.startswith("embed.weight is read by the loss itself (a penalty on weights?)")
         assert "read it after the model was called (below ZeRO stage 3 it is unsharded" in message
+
+
+def mixing_losses(rank, world):
+    """Messages about losses that multiply a weight by a mask. Runs in a worker."""
+    model = model_of("Base")
+    sharded = plait.parallelize(model, settings(2, 3, 1, 1))
+    ids = steps(2)[0][rank]["input_ids"]
+
+    def loss():
+        mask = torch.ones(model.embed.weight.shape, dtype=torch.float64)
+        return model(ids).logits.square().mean() + (model.embed.weight * mask).sum()
+
+    said = []
+    with pytest.raises(InputError) as refused, sharded.accumulate():
+        loss()
+    said.append(str(refused.value))
+    with pytest.raises(InputError) as refused:
+        sharded.forward_backward([{"input_ids": ids}], lambda output, batch: loss())
+    said.append(str(refused.value))
+    with pytest.raises(RuntimeError, match="got mixed") as raised:
+        loss()
+    report = StringIO()
+    with redirect_stderr(report):
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    said.append(report.getvalue())
+    sharded.close()
+    return said
+
+
+def test_a_loss_that_mixes_a_shard_and_a_tensor_is_named(pool):
+    """Inside a call of Plait by its error, elsewhere by a note under torch's message."""
+    for said in pool.run(2, mixing_losses):
+        for message in said:
+            assert (
+                "aten.mul.Tensor was given a full tensor together with one that is split" in message
+            )
+            assert "its parameters are shards (ZeRO stage 3)" in message
+            assert "read no weight there" in message
 
 
 def test_which_layers_are_units():

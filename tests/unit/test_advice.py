@@ -253,6 +253,17 @@ def trained(folder, config=None, resume=None, first=0, **settings):
             trainer.engine.close()
 
 
+def engine_saved(folder, config):
+    """Save the engine's checkpoint after the training, and read its weights."""
+    import plait
+
+    trainer = trainers.trainer_of(str(folder), config, max_steps=1)
+    trainer.train()
+    trainer.engine.save_checkpoint(folder / "checkpoints")
+    trainer.engine.close()
+    plait.load_trained(trainers.model(), folder / "checkpoints")
+
+
 def best(folder, **settings):
     """Load the best model at the end."""
     every = {"save_steps": 1, "eval_steps": 1, "save_strategy": "steps", "eval_strategy": "steps"}
@@ -280,6 +291,11 @@ def test_trainers(tmp_path):
     whole, weights, states = (tmp_path / name for name in ("whole", "weights", "states"))
     saves = {"save_strategy": "steps", "save_steps": 1}
     recompute = {"parallel": {"recompute": {"mode": "full"}}}
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "files")}
+    in_files = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+    in_files["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    zero = {**in_files["zero_optimization"], "offload_param": {"device": "none"}}
+    in_memory = {**in_files, "zero_optimization": zero}
     train, answer = partial(trained, tmp_path), partial(answered, tmp_path)
     resumed = partial(trained, resume="checkpoint-1", max_steps=2)
     other = partial(resumed, whole, gradient_accumulation_steps=1)
@@ -293,7 +309,8 @@ def test_trainers(tmp_path):
         assert not failures([
             Case(("make them equal, or set ignore_data_skip=True",), other, lambda: (resumed(whole), other(ignore_data_skip=True))),
             Case(("has weights only", "load it in a new Trainer"), lambda: resumed(weights, first=1), lambda: resumed(weights)),
-            Case(("which a sharded model does not load; train with save_only_model=False",), lambda: best(tmp_path / "best", save_only_model=True), lambda: best(tmp_path / "best")),
+            Case(("leave it out, or train with save_only_model=False",), lambda: best(tmp_path / "best", save_only_model=True), lambda: best(tmp_path / "best")),
+            Case(('use "no", and after the training trainer.engine.save_checkpoint(folder)', 'set offload_param.device to "none"'), lambda: train(in_files, **saves), lambda: (engine_saved(tmp_path / "engine", in_files), train(in_memory, **saves))),
             Case(("pass another checkpoint-N of the run, or load the weights alone with from_pretrained",), lambda: resumed(states), lambda: type(trainers.model()).from_pretrained(states / "checkpoint-1")),
             Case((*both, "3.0 in both"), lambda: train({"gradient_clipping": 3.0}), lambda: (train({"gradient_clipping": "auto"}), train({"gradient_clipping": 3.0}, max_grad_norm=3.0))),
             Case((*both, "4 in both"), lambda: train({"train_batch_size": 8}), lambda: (train({"train_batch_size": "auto"}), train(auto), train({"train_batch_size": 8}, per_device_train_batch_size=4))),
@@ -353,6 +370,7 @@ FOLLOWED = {
     "each process holds a part of the weights; call {remedy}": "parity/test_saved_weights.py::test_parts_are_no_weights",
     "load the model, resize it, and then train it": "unit/sharded/test_resized.py::test_resized_after_training",
     "resize and save it once": "unit/sharded/test_resized.py::test_more_tokens_than_a_saved_model_has",
+    "delete the line, and build the model with plait.from_pretrained(name)": "unit/sharded/test_resized.py::test_configuration_of_transformers_without_deepspeed",
     "call plait.from_pretrained(name) without zero.Init()": "unit/sharded/test_resized.py::test_pretrained_inside_of_zero_init",
     ".from_pretrained, in full in every process": "unit/sharded/test_resized.py::test_adapters_on_a_model_without_weights",
     "if it returns a mean, set loss_is_scaled_for_ga = False": "parity/test_own_steps.py::test_own_steps_are_one_process",

@@ -247,7 +247,13 @@ def test_outputs_in_objects(nested, kind):
     for unit in units.sharded_modules(model):
         ignored_changes.watch_shards(unit)
         gathering.on_shard_reads(unit, lambda when: seen.append(when[0]), lambda: None)
+    outputs = []
+    model.inner.register_forward_hook(lambda _module, _args, output: outputs.append(output))
     loss = model(torch.ones(1, 4), nested=nested).states.sum()
+    for tensor in (outputs[0].states, *outputs[0].others):
+        # The root returns one of them too.
+        states = [hook.__self__ for hook in tensor._backward_hooks.values()]
+        assert len(states) == len(set(states)), "torch finds those of dataclasses itself"
     assert seen == ["forward"] * 2
     loss.backward()
     assert seen[2:] == ["backward"] * 2
@@ -963,19 +969,41 @@ def test_zero_grad_tells_its_observers():
         def after_zero_grad(self, owner, *, set_to_none):
             calls.append((owner, set_to_none, module.weight.grad))
 
+    class OwnModule(nn.Linear):
+        def zero_grad(self):
+            self.weight.grad = None
+
+    class OwnOptimizer(torch.optim.SGD):
+        def zero_grad(self, set_to_none=False):
+            module.weight.grad = None
+
+    class Calling(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad(set_to_none=False)
+
     calls = []
-    module = nn.Sequential(nn.Linear(2, 2))[0]
-    optimizer = torch.optim.AdamW(module.parameters())
+    module = nn.Sequential(OwnModule(2, 2))[0]
+    before = Calling(module.parameters())
     module(torch.ones(2)).sum().backward()
     observer = Observer()
-    zeroing.observe_zero_grad(observer.after_zero_grad)
-    zeroing.observe_zero_grad(observer.after_zero_grad)
+    zeroing.observe_zero_grad(observer.after_zero_grad, module)
+    zeroing.observe_zero_grad(observer.after_zero_grad, module)
+    optimizer = torch.optim.AdamW(module.parameters())
+    own, calling = OwnOptimizer(module.parameters()), Calling(module.parameters())
     optimizer.zero_grad()
-    module.zero_grad(set_to_none=False)
-    assert calls == [(optimizer, True, None), (module, False, None)]
+    module.zero_grad()
+    own.zero_grad()
+    own.zero_grad(True)
+    calling.zero_grad()
+    before.zero_grad()
+    other = nn.Linear(2, 2)
+    other.zero_grad(set_to_none=False)
+    expected = [(optimizer, True), (module, True), (own, False), (own, True)]
+    expected += [(calling, False), (before, False), (other, False)]
+    assert calls == [(*call, None) for call in expected]
     del observer
     optimizer.zero_grad()
-    assert len(calls) == 2
+    assert len(calls) == len(expected)
 
 
 def test_forget_meshes():

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -31,6 +31,9 @@ from plait._torch.passes import leaves_of_graph
 from plait._torch.tensors import local_tensor
 from plait._torch.units import all_parameter_groups, parameter_groups
 from plait.errors import InputError
+
+# Since torch 2.12. Before, torch searches containers only.
+_tensors_found_by_torch = getattr(_common_utils, "collect_grad_tensors", tree_leaves)
 
 _SAMPLES = 1 << 16
 """Elements of a parameter that are compared at most."""
@@ -63,9 +66,12 @@ def _search_objects(module: FSDPModule) -> None:
         if torch.is_grad_enabled():
             # An output with tensors may have a cache with those of other units as well.
             has_tensors = any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output))
-            hidden = list(_tensors_of_objects(output, set(), only_dataclasses=has_tensors))
+            objects = _tensors_of_objects(output, set(), only_dataclasses=has_tensors)
+            hidden = {id(tensor): tensor for tensor in objects}
+            for tensor in _tensors_found_by_torch(output):
+                hidden.pop(id(tensor), None)
             if hidden:
-                register(hidden)
+                register(list(hidden.values()))
         return register(output)
 
     state._register_pre_backward_hook = register_in_objects

@@ -183,17 +183,28 @@ def zero_gradients(
 
 
 def _zero_partial_reduction(group: Any, zeroed: set[nn.Parameter], *, set_to_none: bool) -> None:
-    """Drop or zero the gradients that a group has reduced over some of the ranks."""
+    """Drop or zero the gradients that a group has reduced over some of the ranks.
+
+    They share one tensor, which is dropped when all of them are. Several optimizers may hold them.
+    """
+    partial = group._partial_reduce_output
     trainable = [p for p in _reduction_order(group.fsdp_params) if p.sharded_param.requires_grad]
-    if set_to_none and all(p.sharded_param in zeroed for p in trainable):
+    dropped: set[nn.Parameter] = set()
+    if set_to_none:
+        # A later reduction adds gradients in place, which raises the version.
+        version, dropped_before = getattr(partial, "plait_dropped", (None, dropped))
+        if version == partial._version:
+            dropped = dropped_before
+        dropped = dropped | zeroed
+    if all(p.sharded_param in dropped for p in trainable):
         group._partial_reduce_output = None
         return
 
     sizes = [p.padded_sharded_param_size.numel() for p in trainable]
-    gradients = group._partial_reduce_output.split(sizes)
-    for p, gradient in zip(trainable, gradients, strict=True):
+    for p, gradient in zip(trainable, partial.split(sizes), strict=True):
         if p.sharded_param in zeroed:
             gradient.zero_()
+    partial.plait_dropped = (partial._version, dropped)
 
 
 def is_gathered(model: nn.Module) -> bool:

@@ -1,13 +1,15 @@
 """Calls of `zero_grad`, for which torch has no hooks.
 
-Patched behaviour: `zero_grad` of `torch.optim.Optimizer` and `torch.nn.Module` tells observers for
-the rest of the process. An optimizer with a `zero_grad` of its own that does not call torch's is
-not observed.
+Patched behaviour: `zero_grad` of `torch.optim.Optimizer`, of `torch.nn.Module` and of subclasses
+that have their own tells observers for the rest of the process. Subclasses of `Optimizer` are
+patched when an optimizer of theirs is constructed, and those of `Module` when a model with one of
+their modules is observed.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -19,29 +21,61 @@ from torch.optim import Optimizer
 _OBSERVERS: weakref.WeakKeyDictionary[Any, Callable[..., None]] = weakref.WeakKeyDictionary()
 """Functions of the observing methods, keyed by the objects that the methods are bound to."""
 
+_OBSERVED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""Functions that tell the observers."""
 
-def observe_zero_grad(observer: Callable[..., None]) -> None:
+_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers and modules that the observers were told of since their `zero_grad` was called."""
+
+
+def observe_zero_grad(observer: Callable[..., None], model: nn.Module) -> None:
     """Call `observer(owner, set_to_none=)` after every `zero_grad` of an optimizer or module.
 
     Args:
         observer: A bound method. It is called for as long as its object lives.
+        model: Model whose modules may have a `zero_grad` of their own.
     """
     assert isinstance(observer, MethodType)
     _OBSERVERS[observer.__self__] = observer.__func__
     _patch()
+    for module in model.modules():
+        _observe_class(type(module))
 
 
 @functools.cache
 def _patch() -> None:
-    Optimizer.zero_grad = _observed(Optimizer.zero_grad)  # type: ignore[method-assign]
-    nn.Module.zero_grad = _observed(nn.Module.zero_grad)  # type: ignore[method-assign]
+    _observe_class(Optimizer)
+    _observe_class(nn.Module)
+    optimizer_class: Any = Optimizer
+    construct = optimizer_class.__init__
+
+    @functools.wraps(construct)
+    def construct_observed(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        construct(optimizer, *args, **kwargs)
+        _observe_class(type(optimizer))
+
+    optimizer_class.__init__ = construct_observed
 
 
-def _observed(zero_grad: Callable[..., None]) -> Callable[..., None]:
+def _observe_class(owner_class: Any) -> None:
+    zero_grad = owner_class.zero_grad
+    if zero_grad in _OBSERVED:
+        return
+    signature = inspect.signature(zero_grad)
+
     @functools.wraps(zero_grad)
-    def zero_and_tell(owner: Any, set_to_none: bool = True) -> None:
-        zero_grad(owner, set_to_none)
-        for instance, function in list(_OBSERVERS.items()):
-            function(instance, owner, set_to_none=set_to_none)
+    def zero_and_tell(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        _TOLD.discard(owner)
+        result = zero_grad(owner, *args, **kwargs)
+        # A subclass may call the method of its base class, which knows the right `set_to_none`.
+        if owner not in _TOLD:
+            arguments = signature.bind(owner, *args, **kwargs)
+            arguments.apply_defaults()
+            set_to_none = arguments.arguments.get("set_to_none", True)
+            for instance, function in list(_OBSERVERS.items()):
+                function(instance, owner, set_to_none=set_to_none)
+            _TOLD.add(owner)
+        return result
 
-    return zero_and_tell
+    _OBSERVED.add(zero_and_tell)
+    owner_class.zero_grad = zero_and_tell

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait._torch.zeroing import observe_zero_grad
 from plait.checkpoint.load import Verify
 from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.save import Writer
@@ -134,6 +135,7 @@ class Engine(EngineFacts):
         """Description of what the hooks decided in the last step."""
         self._writer = Writer(sharded.mesh)
         self.trackers: EngineTrackers | None = None
+        observe_zero_grad(self._after_zero_grad, self.model)
         WATCH.progress(1, hang.BETWEEN)
 
     def train_batch(self, batch: Any) -> StepResult:
@@ -489,14 +491,29 @@ class Engine(EngineFacts):
         if not restart:
             self._drop_losses()
             return
+        self._warn_of_dropped("engine.zero_grad()", "which begins again with its first one")
+        self._restart_step()
+
+    def _warn_of_dropped(self, call: str, consequence: str) -> None:
         dropped = self._micro_step - self._step_start
         if dropped and self.rank == 0:
             warn(
-                f"engine.zero_grad() drops {dropped} of the {self.config.batch.accumulation}"
-                " micro-batches of a step, which begins again with its first one; leave it out of"
+                f"{call} drops {dropped} of the {self.config.batch.accumulation}"
+                f" micro-batches of a step, {consequence}; leave it out of"
                 " a loop over micro-batches, because engine.step() drops the gradients it has used"
             )
-        self._restart_step()
+
+    def _after_zero_grad(self, owner: Any, *, set_to_none: bool) -> None:
+        """Leave out the weights of the gradients that `ShardedModel` drops after a `zero_grad`."""
+        if owner is not self.model and owner is not self.optimizer:
+            return
+        self._warn_of_dropped(
+            f"{type(owner).__name__}.zero_grad()", "which goes on without their gradients"
+        )
+        count = len(self._weights)
+        self._drop_losses()
+        # The other micro-batches of the step must be passed weights too.
+        self._weights = [0] * count
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode."""

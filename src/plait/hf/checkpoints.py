@@ -22,9 +22,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from plait import exact
 from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import place
+from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, unsplit_model
-from plait.errors import CheckpointError, InputError, warn
+from plait.errors import CheckpointError, InputError, Problem, warn
 from plait.hf.accelerator import FULL_WEIGHTS
 from plait.model.adapters import adapter_names, with_full_prompts
 from plait.sharded.shards_as_weights import refuse_given_shards
@@ -196,6 +197,22 @@ class CheckpointMixin:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing, because the engine has restored the generators with its checkpoint."""
+
+
+def saving_problems(args: Any, resolved: Resolved) -> list[Problem]:
+    """Return the reason why a Trainer cannot write its checkpoints on a layout, if there is one."""
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if resolved.parameter_offload.device != "nvme" or strategy == "no":
+        return []
+    rule = (
+        "a checkpoint of the Trainer has the full weights, and"
+        ' zero_optimization.offload_param.device = "nvme" keeps the parameters in files'
+    )
+    remedy = (
+        'use "no", and after the training trainer.engine.save_checkpoint(folder), whose weights'
+        ' plait.load_trained(model, folder) reads; or set offload_param.device to "none"'
+    )
+    return [Problem("TrainingArguments.save_strategy", strategy, rule, remedy)]
 
 
 def refuse_empty_files(folder: Path, adapters: Sequence[str] = ()) -> None:

@@ -49,6 +49,10 @@ def _shares_batches(value: Any, args: Any, layout: Layout) -> bool:
     return bool(value) and layout.dp != layout.world_size
 
 
+def _saves_weights_only(value: Any, args: Any, layout: Layout) -> bool:
+    return bool(value and args.save_only_model)
+
+
 def _is_unsupported_optimizer(value: Any, args: Any, layout: Layout) -> bool:
     return _text(value) not in _ELEMENTWISE
 
@@ -262,7 +266,12 @@ FIELDS: dict[str, ArgumentField] = {
     "hub_strategy": _honoured("with push_to_hub"),
     "hub_always_push": _honoured("with push_to_hub"),
     "hub_revision": _honoured("with push_to_hub"),
-    "load_best_model_at_end": _honoured(),
+    "load_best_model_at_end": ArgumentField(
+        "refused",
+        "honoured without save_only_model; a sharded model does not load a folder of weights alone",
+        "leave it out, or train with save_only_model=False",
+        _saves_weights_only,
+    ),
     "metric_for_best_model": _honoured(),
     "greater_is_better": _honoured(),
     "ignore_data_skip": _honoured(),

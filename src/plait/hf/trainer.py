@@ -40,7 +40,7 @@ from plait.hf.arguments import (
     settings_of,
 )
 from plait.hf.batches import EpochOrder, Rounds, plan_of
-from plait.hf.checkpoints import CheckpointMixin, has_adapters
+from plait.hf.checkpoints import CheckpointMixin, has_adapters, saving_problems
 from plait.hf.fields import examined
 from plait.hf.generation import (
     answering,
@@ -189,6 +189,8 @@ class TrainerMixin(CheckpointMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train the model, as the Trainer does. Collective."""
+        # An evaluation saves nothing.
+        raise_problems(saving_problems(self.args, self._resolved))
         # The engine recomputes and compiles. The Trainer would do it a second time.
         arguments = self.args
         names = (*recompute_fields(arguments), "torch_compile")

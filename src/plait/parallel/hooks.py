@@ -100,6 +100,14 @@ class StepHook:
     def drop_gradients(self) -> None:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
+    def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
+        """Handle a `zero_grad` of the user within a step, which has set `grad` already.
+
+        Args:
+            parameters: Parameters whose gradients were zeroed. Sharded ones are shards.
+            set_to_none: Whether their gradients were dropped or filled with zeros.
+        """
+
     def backward_failed(self) -> bool:
         """Return True if a backward of the user's training loop ended with an exception."""
         return False
@@ -151,6 +159,9 @@ class Hooks:
         self.before_update: list[Callable[[], None]] = self._overrides("before_update")
         self.after_step: list[Callable[[StepEnd], str]] = self._overrides("after_step")
         self.drop_gradients: list[Callable[[], None]] = self._overrides("drop_gradients")
+        self.zero_gradients: list[Callable[[set[torch.Tensor], bool], None]] = self._overrides(
+            "zero_gradients"
+        )
         self.backward_failed: list[Callable[[], bool]] = self._overrides("backward_failed")
         self.on_error: list[Callable[[FailureScope], None]] = self._overrides("on_error")
         self.load_state: list[Callable[[Mapping[str, torch.Tensor]], None]] = self._overrides(

@@ -71,8 +71,9 @@ def gathered(
     """
     if sharded.config.parameter_offload.device == "nvme":
         raise InputError(
-            'iterate_weights: offload_param.device = "nvme" keeps the parameters in files; save a '
-            "checkpoint and use `plait export`, or choose a layout that has them in memory"
+            'iterate_weights: offload_param.device = "nvme" keeps the parameters in files; save a'
+            " checkpoint, whose weights plait.load_trained(model, folder) reads, or choose a layout"
+            " that has them in memory"
         )
     return _buckets(sharded, tensors, bucket_bytes)
 

@@ -12,6 +12,9 @@ Note [Clearing a failed step]
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,10 +69,14 @@ class Guard(StepHook):
         self.backwards = 0
         self.in_backward = False
         self.reduced = False
+        if parts.zero_stage or parts.region is not None:
+            _GUARDS.add(self)
+            _explain_uncaught_errors()
 
     def release(self) -> None:
         """Refuse further use: the sharded model was closed, or another owner has the model."""
         self.replaced = True
+        _GUARDS.discard(self)
         if self._forward_handle is not None:
             self._forward_handle.remove()
 
@@ -106,14 +113,18 @@ class Guard(StepHook):
             # A lost step includes a lost forward.
             if self._lost != "step":
                 self._lost = lost
-            if isinstance(error, RuntimeError) and MIXED_TENSORS in str(error):
-                raise InputError(_mixed_tensors_message(error, self._parts)) from error
+            self.refuse_mixed_tensors(error)
             failure = failed_collective(
                 error, "a collective of the forward, the backward or the update"
             )
             if failure is not None:
                 raise failure from error
             raise
+
+    def refuse_mixed_tensors(self, error: BaseException) -> None:
+        """Raise InputError if `error` is torch's about shards and full tensors together."""
+        if _is_of_mixed_tensors(error):
+            raise InputError(_mixed_tensors_message(error, self._parts)) from error
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -260,7 +271,34 @@ class _RecoveryHook:
         return _RecoveryHook, ()
 
 
-def _mixed_tensors_message(error: Exception, parts: Parts) -> str:
+_GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
+"""Guards of models whose parameters or activations are split."""
+
+
+@functools.cache
+def _explain_uncaught_errors() -> None:
+    """Explain torch's error about mixed tensors where no call of Plait sees it.
+
+    The loop computes a loss between the forward and the backward, and torch raises from C++. Only
+    an error that ends the process is explained, by a note under torch's message.
+    """
+    report = sys.excepthook
+
+    def explain_and_report(kind: Any, error: BaseException, trace: Any) -> None:
+        if _is_of_mixed_tensors(error):
+            notes = {_mixed_tensors_message(error, guard._parts) for guard in _GUARDS}
+            for note in sorted(notes):
+                error.add_note(note)
+        report(kind, error, trace)
+
+    sys.excepthook = explain_and_report
+
+
+def _is_of_mixed_tensors(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and MIXED_TENSORS in str(error)
+
+
+def _mixed_tensors_message(error: BaseException, parts: Parts) -> str:
     """Return the message for code that computes with shards and full tensors together."""
     explanations = []
     stage = parts.zero_stage

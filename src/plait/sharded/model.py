@@ -22,7 +22,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel as TorchDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from plait._torch.units import is_gathered, zero_gradients
+from plait._torch.zeroing import observe_zero_grad
 from plait.cluster.mesh import Mesh
 from plait.cluster.process_groups import is_fake
 from plait.cluster.small_messages import broadcast_object
@@ -119,6 +122,7 @@ class ShardedModel:
         # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no
         # global table, and all names stay as they are.
         object.__setattr__(parts.model, _ATTRIBUTE, self)
+        observe_zero_grad(self._after_zero_grad, parts.model)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of the model, or a model from a file, has no owner.
@@ -214,6 +218,29 @@ class ShardedModel:
                 scaled_loss = loss(self.forward(self.model, batch), batch)
                 with self.guard.backward():
                     scaled_loss.backward()
+
+    @property
+    def _has_accumulated(self) -> bool:
+        """True if the step has had a backward whose gradients may not be reduced yet."""
+        return self.guard.backwards > 0
+
+    def _after_zero_grad(self, owner: Optimizer | nn.Module, *, set_to_none: bool) -> None:
+        """Drop the gradients that `zero_grad` of an optimizer or a module does not see.
+
+        Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
+        gathered parameters that a module has between its forward and its backward.
+        """
+        is_hidden = isinstance(owner, nn.Module) and is_gathered(self.model)
+        if not (self._has_accumulated or is_hidden):
+            return
+
+        if isinstance(owner, nn.Module):
+            parameters = list(owner.parameters())
+        else:
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        shards = zero_gradients(self.model, parameters, set_to_none=set_to_none)
+        for callback in self.hooks.zero_gradients:
+            callback({*parameters, *shards}, set_to_none)
 
     def finish_reduction(self) -> None:
         """Reduce the gradients of a step over all ranks. Collective.

@@ -28,8 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from plait._torch.passes import backward_was_interrupted, graph_task
 from plait._torch.tensors import local_tensor
-from plait._torch.units import has_unreduced, is_gathered, sharded_modules, zero_gradients
-from plait._torch.zeroing import observe_zero_grad
+from plait._torch.units import has_unreduced, sharded_modules
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, raise_problems
@@ -38,7 +37,6 @@ from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.optimizer import step_by_placement
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.parts import Parts
@@ -220,7 +218,6 @@ class ParallelModel(ShardedModel):
         super().__init__(parts, mesh, config, forward=forward, variable="sharded")
         if self.why_called is None:
             self.guard.recover_in_forwards()
-        observe_zero_grad(self._after_zero_grad)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model. The model itself may be called as well."""
@@ -249,34 +246,20 @@ class ParallelModel(ShardedModel):
         finally:
             self.before_microbatch(last=True)
 
-    def _after_zero_grad(self, owner: Optimizer | nn.Module, *, set_to_none: bool) -> None:
-        """Drop the gradients that `zero_grad` of an optimizer or a module does not see.
-
-        Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
-        gathered parameters that a module has between its forward and its backward.
-        """
-        is_hidden = isinstance(owner, nn.Module) and is_gathered(self.model)
-        if not (self._watch.has_accumulated or is_hidden):
-            return
-
-        if isinstance(owner, nn.Module):
-            parameters = list(owner.parameters())
-        else:
-            parameters = [p for group in owner.param_groups for p in group["params"]]
-        shards = zero_gradients(self.model, parameters, set_to_none=set_to_none)
-        tracker = self.hooks.find(UnusedTracker)
-        if set_to_none and tracker is not None:
-            tracker.forget(shards)
+    @property
+    def _has_accumulated(self) -> bool:
+        return self._watch.has_accumulated or super()._has_accumulated
 
     @contextmanager
     def _dropping_failed_step(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             # A plain loop may call nothing of Plait afterwards, so `Guard.recover` would come
             # too late.
             if self.why_called is None:
                 self.guard.drop()
+            self.guard.refuse_mixed_tensors(error)
             raise
 
     def backward(self, loss: torch.Tensor) -> None:

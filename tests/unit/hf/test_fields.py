@@ -123,6 +123,23 @@ def test_refused(tmp_path):
         )
 
 
+def test_checkpoints_that_could_not_be_written_or_read(tmp_path):
+    """Before the first step, because the end of the training would be too late."""
+    saves = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    best = {**saves, "load_best_model_at_end": True}
+    weights = arguments(TrainingArguments, str(tmp_path), **best, save_only_model=True)
+    with pytest.raises(ConfigError, match=r"load_best_model_at_end.*save_only_model=False"):
+        Trainer(model(), weights, eval_dataset=samples())
+    assert examined(arguments(TrainingArguments, str(tmp_path), **best), Layout()) == ([], [])
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+    in_files = arguments(TrainingArguments, str(tmp_path), **saves)
+    trainer = Trainer(model(), in_files, plait_config=config, eval_dataset=samples())
+    with pytest.raises(ConfigError, match="save_strategy.*keeps the parameters in files"):
+        trainer.train()
+    assert trainer.engine is None
+
+
 def test_plain_arguments_are_taken(tmp_path):
     assert examined(arguments(TrainingArguments, str(tmp_path)), Layout()) == ([], [])
     assert examined(arguments(Seq2SeqTrainingArguments, str(tmp_path)), Layout(tp=2)) == ([], [])

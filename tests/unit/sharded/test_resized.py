@@ -1,11 +1,15 @@
 """Models that a script resizes, or builds without weights: what works, and the way that a refusal names."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import plait
 import plait.compat.deepspeed as deepspeed
+from plait.compat.deepspeed import hf_config
 from plait.config.schema.sections import ModelSection
 from plait.errors import ConfigError, InputError, ModelError
 from plait.train.language_model import build_model
@@ -113,6 +117,39 @@ def test_pretrained_inside_of_zero_init(tmp_path):
     engine = deepspeed.initialize(model=plait.from_pretrained(tmp_path), config=CONFIG)[0]
     assert torch.equal(engine.module.lm_head.weight, model().lm_head.weight)
     engine.destroy()
+
+
+def test_configuration_of_transformers_without_deepspeed(tmp_path):
+    """`HfDeepSpeedConfig` names the remedy, and the remedy works after it."""
+    model().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"delete the line.* plait.from_pretrained\(name\)"):
+        _ = transformers.integrations.HfDeepSpeedConfig(CONFIG)
+    assert not transformers.integrations.is_deepspeed_zero3_enabled()
+    engine = deepspeed.initialize(model=plait.from_pretrained(tmp_path), config=CONFIG)[0]
+    assert torch.equal(engine.module.lm_head.weight, model().lm_head.weight)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_configuration_is_patched_in_either_order(is_first, monkeypatch, tmp_path):
+    """Whether Transformers or Plait is imported first."""
+    lines = (
+        "from importlib.metadata import version",
+        "unset_hf_deepspeed_config = int",
+        "class HfDeepSpeedConfig:",
+        "    def __init__(self, config):",
+        "        version('no-such-distribution')",
+    )
+    (tmp_path / "stand_in.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(hf_config, "_MODULE", "stand_in")  # Transformers is imported already.
+    monkeypatch.delitem(sys.modules, "stand_in", raising=False)
+    if is_first:
+        importlib.import_module("stand_in")
+    hf_config.name_replacement()
+    with pytest.raises(InputError, match=r"plait.from_pretrained\(name\)"):
+        importlib.import_module("stand_in").HfDeepSpeedConfig(CONFIG)
+    monkeypatch.delitem(sys.modules, "stand_in")
 
 
 def test_parameters_that_deepspeed_has_cut():

@@ -216,18 +216,15 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
     model = parallel.pp * parallel.cp * parallel.tp
     if world_size % model:
         product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
-        # Both neighbours are named, because processes can be added as well as removed.
-        below = world_size // model * model
-        above = below + model
-        if below:
+        if world_size > model:
             rule = f"{product} and {world_size} % {model} = {world_size % model}"
-            possible = f"{below} or {above}"
         else:
             rule = f"{product}, more than {format_processes(world_size)}"
-            possible = f"{above}"
-        raise ConfigError(
-            Problem("parallel", None, rule, f"start {possible} processes, or change a degree")
-        )
+        remedy = "change a degree"
+        possible = _nearest_worlds(parallel, stage=stage, world_size=world_size)
+        if possible:
+            remedy = f"start {' or '.join(map(str, possible))} processes, or {remedy}"
+        raise ConfigError(Problem("parallel", None, rule, remedy))
 
     replicate, shard = _data_degrees(
         parallel, stage=stage, dp=world_size // model, world_size=world_size
@@ -242,11 +239,35 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
     )
 
 
+def _nearest_worlds(parallel: ParallelSection, *, stage: int, world_size: int) -> list[int]:
+    """Return the next lower and the next higher number of processes that fit all degrees.
+
+    Both are named, because processes can be added as well as removed. Either may not exist.
+    """
+    unit = smallest_world(parallel)
+    quotient = world_size // unit
+    lower: list[int] = []
+    higher: list[int] = []
+    # With dp_replicate alone, ZeRO takes two of these units at least.
+    for count in sorted({1, 2, max(quotient, 1), quotient + 1}):
+        try:
+            solve_layout(parallel, stage=stage, world_size=unit * count)
+        except ConfigError:
+            continue
+        (lower if unit * count < world_size else higher).append(unit * count)
+    return [*lower[-1:], *higher[:1]]
+
+
 def format_processes(count: int) -> str:
     """Return `1 process`, `2 processes` and so on."""
     if count == 1:
         return f"{count} process"
     return f"{count} processes"
+
+
+def _processes_leave(count: int, dp: int) -> str:
+    verb = "leaves" if count == 1 else "leave"
+    return f"{format_processes(count)} {verb} {dp} for data parallelism"
 
 
 def smallest_world(parallel: ParallelSection) -> int:
@@ -304,7 +325,7 @@ def _data_degrees(
                 "parallel",
                 None,
                 f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but"
-                f" {format_processes(world_size)} leave {dp} for data parallelism",
+                f" {_processes_leave(world_size, dp)}",
                 f"{start}leave {' or '.join(left_out) or 'both'} out",
             )
         )
@@ -335,10 +356,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
         divisors.remove("1" if name == "dp_shard" else str(dp))
     if len(divisors) > _MAX_LISTED:
         divisors = [*divisors[:6], "...", *divisors[-3:]]
-    rule = (
-        f"{format_processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} ="
-        f" {dp % degree}"
-    )
+    rule = f"{_processes_leave(world_size, dp)} and {dp} % {degree} = {dp % degree}"
     # The next lower number of processes that the degree divides, or the lowest of all.
     possible = world_size // dp * degree * max(least_others, dp // degree)
     raise ConfigError(

@@ -514,6 +514,17 @@ class Reducer(StepHook):
             parameter.grad = None
         self.start_step()
 
+    def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
+        """Zero the sums of earlier rounds, which are not in `parameter.grad`."""
+        for parameter, slot in self._slots.items():
+            sums = slot.bucket.reduced
+            if sums is None or parameter not in parameters:
+                continue
+            start = slot.view.storage_offset() - slot.bucket.flat.storage_offset()
+            sums[start : start + slot.view.numel()].zero_()
+            if set_to_none:
+                self._used[slot.index] = False
+
     def start_step(self) -> None:
         """Clear the state of the previous step.
 

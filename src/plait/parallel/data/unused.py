@@ -13,7 +13,7 @@ compares the order of the units' collectives between ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import or_
@@ -125,14 +125,13 @@ class UnusedTracker(StepHook):
         self._used = [False] * len(self.parameters)
         self._had_gradient = None
 
-    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clear the record of parameters whose gradients were dropped in the middle of a step.
-
-        Args:
-            parameters: Shards.
-        """
-        for parameter in parameters:
-            index = self._index[parameter]
+    def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
+        """Clear the record of parameters whose gradients were dropped in the middle of a step."""
+        if not set_to_none:
+            return
+        for parameter, index in self._index.items():
+            if parameter not in parameters:
+                continue
             self._used[index] = False
             if self._had_gradient is not None:
                 self._had_gradient[index] = False

@@ -38,14 +38,13 @@ def test_every_layout_is_found_back_from_any_sufficient_part(pp, replicate, shar
 
 
 def alternatives(problem):
-    """The changes that a remedy names, without the one that names no degree."""
-    if "or change a degree" in problem.remedy:
-        return
+    """The changes that a remedy names. "change a degree" names none."""
     for text in re.findall(r"use (\d[\d, ]*\d|\d)", problem.remedy):
         for degree in text.split(", "):
             yield {problem.field.removeprefix("parallel."): int(degree)}
-    for count in re.findall(r"start (\d+) process", problem.remedy):
-        yield {"world": int(count)}
+    for counts in re.findall(r"start ([\d or]+) process", problem.remedy):
+        for count in counts.split(" or "):
+            yield {"world": int(count)}
     (left_out,) = re.findall(r"leave (.*?) out", problem.remedy) or [""]
     if left_out in ("both", "dp_shard and dp_replicate"):
         yield {"dp_replicate": None, "dp_shard": None}
@@ -93,6 +92,14 @@ def test_processes_that_remain():
 REFUSALS = """
     world_size=6 stage=0 tp=4 -> parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree
     world_size=2 stage=0 tp=2 pp=2 -> parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree
+    world_size=8 stage=2 tp=3 dp_shard=2 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 8 % 3 = 2; start 6 or 12 processes, or change a degree
+    world_size=8 stage=2 tp=3 dp_replicate=2 dp_shard=2 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 8 % 3 = 2; start 12 processes, or change a degree
+    world_size=13 stage=2 tp=3 dp_replicate=2 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 13 % 3 = 1; start 12 or 18 processes, or change a degree
+    world_size=8 stage=0 tp=3 dp_replicate=2 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 8 % 3 = 2; start 6 processes, or change a degree
+    world_size=8 stage=2 tp=3 ep=2 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 8 % 3 = 2; start 6 or 12 processes, or change a degree
+    world_size=8 stage=0 tp=3 dp_shard=2 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 8 % 3 = 2; change a degree
+    world_size=1 stage=2 dp_shard=2 -> parallel.dp_shard = 2: 1 process leaves 1 for data parallelism and 1 % 2 = 1; use 1, or start 2 processes
+    world_size=1 stage=2 dp_replicate=2 dp_shard=2 -> parallel: dp_replicate 2 x dp_shard 2 = 4, but 1 process leaves 1 for data parallelism; start 4 processes, or leave both out
     world_size=8 stage=2 dp_shard=3 -> parallel.dp_shard = 3: 8 processes leave 8 for data parallelism and 8 % 3 = 2; use 2, 4, 8, or start 6 processes
     world_size=8 stage=2 dp_shard=2 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 2 = 4, but 8 processes leave 8 for data parallelism; start 4 processes, or leave dp_replicate or dp_shard out
     world_size=4 stage=0 dp_shard=2 -> parallel.dp_shard = 2: zero_optimization.stage is 0, which shards nothing; set zero_optimization.stage to 1, 2 or 3, or leave dp_shard and dp_replicate out (dp_replicate becomes 4)
