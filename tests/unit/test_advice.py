@@ -25,7 +25,7 @@ from plait.data.text import open_corpus
 from plait.data.tokenizer import load_tokenizer
 from plait.model.blocks import find_blocks
 from plait.parallel.order import check_all
-from tests.advice import Case, each, failures
+from tests.advice import Case, each, failures, table
 from tests.parity import cases, experts, trainers
 from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 
@@ -112,11 +112,7 @@ SETTINGS = """
 
 
 def test_settings():
-    rows = []
-    for line in SETTINGS.strip().splitlines():
-        wrong, words, rights = line.strip().split(" -> ")
-        rows.append(Case((words,), partial(checks, wrong), each(checks, *rights.split(" | "))))
-    assert not failures(rows)
+    assert not failures(table(SETTINGS, checks))
 
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
