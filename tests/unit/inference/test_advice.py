@@ -106,8 +106,6 @@ COMMANDS = """
     generate --model MODEL --prompts latin.jsonl --out d.jsonl -> save the file as UTF-8 -> generate --model MODEL --prompts one.jsonl --out d.jsonl NEW
     generate --model MODEL --prompts half.jsonl --out e.jsonl -> correct the line -> generate --model MODEL --prompts one.jsonl --out e.jsonl NEW
     generate --model MODEL --prompts one.jsonl --out left.jsonl NEW -> pass another --out, or remove left.jsonl.partial -> generate --model MODEL --prompts one.jsonl --out f.jsonl NEW
-    export MODEL --out x -> no complete checkpoint -> generate --model MODEL --prompt a NEW
-    import MODEL --out x -> contains neither -> generate --model MODEL --prompt a NEW
 """  # fmt: skip
 PROMPTS = {
     "one": '{"prompt": "a"}', "once": '{"prompt": "Once"}', "ids": '{"token_ids": [3]}\n{"token_ids": [4]}', "empty": "",
