@@ -13,9 +13,12 @@ from plait.cli.validating import command as validating
 from plait.cluster import topology
 from plait.config.convert.conversion import convert
 from plait.config.convert.translated import set_path
+from plait.config.dialects.examine import examine
 from plait.config.resolving.resolve import load
-from plait.config.source import parse_override
+from plait.config.source import parse_override, read
 from plait.errors import raise_problems
+from plait.planner.configuration import complete, read_file
+from plait.planner.hardware import cluster
 from tests.advice import check, command, table
 
 LAUNCHES = """
@@ -234,6 +237,36 @@ def test_conversions(tmp_path, monkeypatch):
     check(table(CONVERSIONS, converted))
 
 
+PLANS = """
+    train_batch_size= -> set the samples of an optimizer step -> train_batch_size=8
+    model= -> set model.config or model.path -> model.config.model_type=llama
+    bf16.enabled=auto -> write true or false -> bf16.enabled=true | bf16.enabled=false
+    parallel.recompute={"mode":"budget","budget_gib":1} -> use "auto" or none, full, selective, and leave parallel.recompute.budget_gib out -> parallel.recompute.mode=auto | parallel.recompute.mode=selective
+    parallel.recompute={"mode":"full","budget_gib":1} -> but a fixed mode has none; leave it out -> parallel.recompute.mode=full
+    parallel={"tp":"auto","pipeline":{"blocks_per_stage":[1,3]}} -> set parallel.pp, or leave it out -> parallel={"tp":"auto","pp":2,"pipeline":{"blocks_per_stage":[1,3]}} | parallel.tp=auto
+    parallel={"tp":"auto","pipeline":{"schedule":"looped-bfs"}} -> use gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble, zbv, dualpipev -> parallel={"tp":"auto","pp":2,"pipeline":{"schedule":"gpipe"}} | parallel={"tp":"auto","pp":2,"pipeline":{"schedule":"zbv"}}
+"""  # fmt: skip
+"""Settings of a file whose layout is planned."""
+
+
+def test_plans():
+    def planned(text):
+        path, value = parse_override(text)
+        tree = {
+            "train_batch_size": 8,
+            "model": {"config": SMALL},
+            "parallel": {"tp": "auto", "pp": 1},
+        }
+        if value == "":
+            del tree[path[0]]
+            examined = examine(read(tree), [])
+        else:
+            examined = examine(read(tree), [(path, value)])
+        complete(read_file(examined), cluster=cluster("h100", 2))
+
+    check(table(PLANS, planned))
+
+
 COMMANDS = """
     plan -> name a public model (`plait plan models`), a config.json, or a training configuration -> plan models | PLAN | plan --model config.json GPUS | plan run.json GPUS
     plan --model gpt2 --nnodes 2 --batch 4 --seq 512 -> add --nproc-per-node, or --gpu for the usual number of that GPU -> plan --model gpt2 --nnodes 1 --nproc-per-node 2 BATCH | plan --model gpt2 --nnodes 1 --gpu h100 --batch 8 --seq 512 --fix pp=1,stage=3
@@ -247,7 +280,8 @@ COMMANDS = """
     plan --model gpt2 --gpu v100 --world-size 2 BATCH --precision bf16 -> use one of fp16, fp32 -> plan --model gpt2 --gpu v100 --world-size 2 BATCH --precision fp16
     plan --model gpt2 GPUS --batch 0 -> pass 1 or more -> PLAN
     PLAN --fix tp -> for example tp=4 -> plan --model gpt2 --gpu h100 --world-size 4 BATCH --fix tp=4
-    PLAN --fix recompute=all -> use none, attention, full, selective, budget -> PLAN --fix recompute=full
+    PLAN --fix recompute=all -> use none, full, selective, budget -> PLAN --fix recompute=none | PLAN --fix recompute=full | PLAN --fix recompute=selective | PLAN --fix recompute=budget
+    PLAN --fix schedule=zb-h1 -> use none, gpipe, 1f1b, interleaved, interleaved-zb, zbv, dualpipev, interleaved-1f1b, interleaved-zero-bubble -> PLAN --fix schedule=none | plan --model gpt2 GPUS --batch 8 --seq 512 --fix schedule=interleaved-zero-bubble,stage=1
     PLAN --fix tp=x -> write for example tp=1 -> PLAN --fix tp=1
     PLAN --fix tp=1,tp=2 -> keep one of them -> PLAN --fix tp=1 | PLAN --fix tp=2
     PLAN --fix tp=3 -> 2 devices and 2 % 3 = 2; change it, or let the search choose -> PLAN --fix tp=2 | PLAN
