@@ -5,8 +5,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
+
+from plait.cli.main import main
 from plait.errors import PlaitError
 
 
@@ -36,12 +40,20 @@ def failures(table):
             found += [
                 f"{words!r} not in: {error}" for words in case.words if words not in str(error)
             ]
+        except Exception:
+            found.append(f"{case.words[0]}: another error: {traceback.format_exc(limit=-3)}")
         try:
             if case.remedy() is False:
                 found.append(f"{case.words[0]}: the remedy has no effect")
         except Exception:
             found.append(f"{case.words[0]}: {traceback.format_exc(limit=-3)}")
     return found
+
+
+def check(rows):
+    """Fail with all failures of a table."""
+    found = failures(rows)
+    assert not found, "\n".join(found)
 
 
 def each(function, *values):
@@ -51,3 +63,32 @@ def each(function, *values):
         return all(function(value) is not False for value in values)
 
     return call
+
+
+def table(text, call):
+    """Cases of lines `mistake -> words -> remedy | remedy`, which `call` receives as texts."""
+    rows = []
+    for line in text.strip().splitlines():
+        mistake, words, remedies = line.strip().split(" -> ")
+        rows.append(Case((words,), partial(call, mistake), each(call, *remedies.split(" | "))))
+    return rows
+
+
+def command(capsys):
+    """A function that runs `plait` with a line of arguments, and raises the message of a refusal.
+
+    A line that has succeeded is not run again.
+    """
+    succeeded = set()
+
+    def run(line):
+        if line in succeeded:
+            return
+        with pytest.raises(SystemExit) as caught:
+            main(line.split())
+        output = capsys.readouterr()
+        if caught.value.code:
+            raise PlaitError(output.err)
+        succeeded.add(line)
+
+    return run

@@ -1,6 +1,7 @@
 """What messages advise works, in one process: settings, data, and what a Trainer or an Accelerator refuses.
 
-tests/parity/test_advice.py follows the advice that needs two ranks. `FOLLOWED` lists the messages whose advice a test of a subject
+tests/parity/test_advice.py follows the advice that needs two ranks, tests/unit/cli/test_advice.py that of commands,
+tests/unit/inference/test_advice.py that of generation, tests/parity/test_deepspeed_advice.py that of DeepSpeed's calls. `FOLLOWED` lists the messages whose advice a test of a subject
 follows.
 """
 
@@ -25,7 +26,7 @@ from plait.data.text import open_corpus
 from plait.data.tokenizer import load_tokenizer
 from plait.model.blocks import find_blocks
 from plait.parallel.order import check_all
-from tests.advice import Case, each, failures
+from tests.advice import Case, each, failures, table
 from tests.parity import cases, experts, trainers
 from tests.unit.data.byte_tokenizer import TEMPLATE, tokenizer
 
@@ -112,11 +113,7 @@ SETTINGS = """
 
 
 def test_settings():
-    rows = []
-    for line in SETTINGS.strip().splitlines():
-        wrong, words, rights = line.strip().split(" -> ")
-        rows.append(Case((words,), partial(checks, wrong), each(checks, *rights.split(" | "))))
-    assert not failures(rows)
+    assert not failures(table(SETTINGS, checks))
 
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -391,6 +388,9 @@ FOLLOWED = {
     "pass at least": "unit/inference/test_deployment.py::test_the_least_budget_suffices",
     "In Python, on one device: plait.generate": "unit/inference/test_quantised_folders.py::test_the_page",
     "and set model.path to that folder": "unit/sharded/test_resized.py::test_more_tokens_than_a_saved_model_has",
+    # checkpoints and generation
+    "was written by DeepSpeed; convert it with `plait import": "unit/checkpoint/test_import.py::test_advice",
+    "{remedy}; or use_cache=False": "unit/inference/test_rope_by_length.py::test_without_a_cache_that_transformers_has",
 }  # fmt: skip
 """Test that follows an advice, by words of the message, where it is not one of the tests of advice."""
 

@@ -122,7 +122,9 @@ def _validate(
     from plait.cli.validating.command import DEFAULT_MINUTES, validate
 
     if minutes is not None and not 0 < minutes <= 24 * 60:
-        raise InputError(f"--minutes {minutes}: not more than 0 and at most {24 * 60}")
+        raise InputError(
+            f"--minutes {minutes}: not more than 0 and at most {24 * 60}; use for example 8"
+        )
     if claim(os.environ) is not None:
         raise InputError("--validate: starts its own processes; run it without a launcher")
     raise typer.Exit(
@@ -141,7 +143,7 @@ def _measure(
 ) -> None:
     """Check the options, and measure here or start the processes of this machine."""
     if seconds is not None and not 0.1 <= seconds <= 600:
-        raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
+        raise InputError(f"--seconds {seconds}: not between 0.1 and 600; use for example 4")
     if processes is not None and processes < 2:
         raise InputError(
             f"--nproc-per-node {processes}: one process has no links; start two or more"

@@ -155,15 +155,15 @@ def launch(
     )
     if hostfile is None and not on_this_machine:
         hostfile_options = {
-            "--include": include,
-            "--exclude": exclude,
-            "--export": export,
-            "--no-ssh": not ssh,
+            "--include": (include, "name localhost"),
+            "--exclude": (exclude, "name localhost"),
+            "--export": (export, "leave it out"),
+            "--no-ssh": (not ssh, "leave it out"),
         }
-        rule = "chooses among the machines of a hostfile, and there is none"
+        rule = "is for the machines of a hostfile, and there is none"
         raise_problems(
-            Problem(name, None, rule, "add --hostfile, or name localhost")
-            for name, value in hostfile_options.items()
+            Problem(name, None, rule, f"add --hostfile, or {remedy}")
+            for name, (value, remedy) in hostfile_options.items()
             if value
         )
         settings = LaunchSettings(
@@ -371,21 +371,26 @@ def _refuse_contradictions(
                 "--rdzv-backend",
                 backend,
                 f"the rendezvous backend must be {' or '.join(backends)}",
-                "leave it out",
+                "leave it (or PET_RDZV_BACKEND) out",
             )
         )
-    elif (
-        backend is not None
-        and several
-        and (options["rdzv_endpoint"] is not None) != (backend == "c10d")
-    ):
-        required = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
-        problems.append(
-            Problem(
-                "--rdzv-backend",
-                backend,
-                f"this backend requires {required}",
-                f"pass {required}, or leave --rdzv-backend out",
-            )
-        )
+    elif backend is not None and several:
+        problems += _backend_problems(backend, options)
     raise_problems(problems)
+
+
+def _backend_problems(backend: object, options: Mapping[str, object]) -> list[Problem]:
+    """Return the problem of a rendezvous backend with the address of another one, or of none."""
+    by_endpoint = options["rdzv_endpoint"] is not None
+    by_address = options["master_addr"] is not None
+    required, other = "--rdzv-endpoint HOST:PORT", "--master-addr and --node-rank"
+    has_required, has_other = by_endpoint, by_address
+    if backend == "static":
+        required, other = "--master-addr HOST and --node-rank N", "--rdzv-endpoint"
+        has_required, has_other = by_address, by_endpoint
+    if has_required and not (has_other and backend == "static"):
+        return []
+    remedy = f"pass {required}"
+    if has_other:
+        remedy += f" instead of {other}, or leave --rdzv-backend out"
+    return [Problem("--rdzv-backend", backend, f"this backend requires {required}", remedy)]

@@ -8,7 +8,7 @@ peak memory of a step. Times are not predicted. `plait schedule` needs no model 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +18,7 @@ from plait.cli.options import PROCESSES, Json, Nnodes, RunFile, Set, count
 from plait.cli.terminal import aligned, print_table
 from plait.cluster import accelerator
 from plait.cluster.machines import Node, Topology
-from plait.errors import InputError
+from plait.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from plait.config.resolving.resolve import Resolved
@@ -354,6 +354,12 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 schedule_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_OPTION_OF_KEY = {
+    "gradient_accumulation_steps": "--microbatches",
+    "parallel.pp": "--pp",
+    "parallel.pipeline.schedule": "NAME",
+    "parallel.pipeline.stages_per_rank": "--stages-per-rank",
+}
 _PIPE_WIDTH = 200
 _MAX_ACTIONS = 2**20
 
@@ -388,7 +394,15 @@ def schedule(
             f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, but at most"
             f" {_MAX_ACTIONS // 2:,} can be drawn; pass fewer"
         )
-    table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    try:
+        table = make_schedule(
+            name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank
+        )
+    except ConfigError as error:
+        # The rules name the keys of a file, and this command has options.
+        raise ConfigError(
+            *(replace(p, field=_OPTION_OF_KEY.get(p.field, p.field)) for p in error.problems)
+        ) from None
     durations = even(table)
     timeline = simulate(table, durations)
     if as_json:

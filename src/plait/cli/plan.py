@@ -412,7 +412,8 @@ def _open_model(
             f"--model {name}: no such folder or file, and no public model; {hint}`plait plan"
             " models` lists them"
         )
-    config = to_config(public, positions=1 << 20)
+    # Learned positions are weights, so a model that has them keeps their number.
+    config = to_config(public, positions=public.positions or 1 << 20)
     return None, model_of_config(config, dtype=torch_dtype or torch.bfloat16)
 
 

@@ -149,10 +149,12 @@ def _claim(environment: Mapping[str, str], names: LauncherVariables, size_name: 
         rendezvous_address = (
             f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_port(environment)}"
         )
+    # Without the other one, each of the two is refused.
+    remedy = f"correct it, or unset {names.rank} and {size_name} for a single process"
     return Claim(
         launcher=names.launcher,
-        rank=_integer(environment, names.rank),
-        world_size=_integer(environment, size_name),
+        rank=_integer(environment, names.rank, remedy),
+        world_size=_integer(environment, size_name, remedy),
         local_rank=_integer_or_none(environment, names.local_rank),
         local_world_size=local_world_size,
         node_rank=node_rank,
@@ -177,16 +179,13 @@ def _integer_or_none(environment: Mapping[str, str], name: str | None) -> int | 
     return _integer(environment, name)
 
 
-def _integer(environment: Mapping[str, str], name: str) -> int:
+def _integer(
+    environment: Mapping[str, str], name: str, remedy: str = "correct it, or unset it"
+) -> int:
     text = environment[name].strip()
     if not re.fullmatch(r"\d+", text):
         raise ConfigError(
-            Problem(
-                name,
-                environment[name],
-                "not a whole number of at least 0",
-                "set it by the launcher, or unset it",
-            )
+            Problem(name, environment[name], "not a whole number of at least 0", remedy)
         )
     return int(text)
 

@@ -171,7 +171,8 @@ def select_hosts(
         if slots:
             selected.append(HostfileEntry(host.name, slots))
     if not selected:
-        raise ConfigError(Problem(option, text, "leaves no machine", "select at least one slot"))
+        remedy = "name at least one machine" if include else "leave at least one slot"
+        raise ConfigError(Problem(option, text, "leaves no machine", remedy))
     return tuple(selected)
 
 
@@ -199,7 +200,7 @@ def _listed_slots(
         slots = hostfile_slots[name]
         if colon:
             if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", numbers):
-                remedy = f"write for example `{name}:0,1`"
+                remedy = f"write for example `{entry.partition(':')[0].strip()}:0`"
                 problems.append(Problem(option, entry, "not slot numbers after the colon", remedy))
                 continue
             slots = tuple(int(number) for number in numbers.split(","))

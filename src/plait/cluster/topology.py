@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.cluster import accelerator
@@ -284,7 +284,10 @@ def _check_against_group(claimed: Claim | None, rank: int, world_size: int, back
         ConfigError: The launcher and the process group contradict each other.
     """
     if claimed is None:
-        return Claim(launcher="the process group", rank=rank, world_size=world_size)
+        # LOCAL_RANK and LOCAL_WORLD_SIZE count without RANK and WORLD_SIZE, which the group knows.
+        variables = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        placed = claim(variables) or Claim("the process group", rank, world_size)
+        return replace(placed, launcher="the process group")
     if (claimed.rank, claimed.world_size) != (rank, world_size) and backend != "fake":
         raise ConfigError(
             Problem(

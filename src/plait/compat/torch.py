@@ -25,7 +25,10 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
         "buffers that a forward changes are rank 0's at the start of every step",
     ),
     "init_sync": (True, "all ranks begin with rank 0's weights"),
-    "process_group": (None, 'write "parallel": {"dp_shard": 2} in config= for groups of processes'),
+    "process_group": (
+        None,
+        'the groups of processes follow from config=, for example from "parallel": {"tp": 2}',
+    ),
     "device_mesh": (None, 'write "parallel": {"tp": 2} in config='),
     "mixed_precision": (None, 'write "bf16": {"enabled": true} in config='),
     "delay_all_reduce_named_params": (None, "all gradients are reduced in the backward"),

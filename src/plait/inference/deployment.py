@@ -555,11 +555,7 @@ def _candidates(needs: Needs, devices: int) -> Iterator[tuple[int, int]]:
 
     See Note [Choice of a placement].
     """
-    degrees = [
-        degree
-        for degree in range(1, devices + 1)
-        if needs.heads % degree == 0 and _can_split(degree, needs.key_value_heads)
-    ]
+    degrees = _tensor_degrees(needs, devices)
     for degree in degrees:
         yield degree, 1
 
@@ -569,28 +565,40 @@ def _candidates(needs: Needs, devices: int) -> Iterator[tuple[int, int]]:
     yield from sorted(others, key=lambda pair: (pair[0] * pair[1], -pair[0]))
 
 
+def _tensor_degrees(needs: Needs, devices: int) -> list[int]:
+    """Return the degrees of tensor parallelism that a model allows on a number of devices."""
+    return [
+        degree
+        for degree in range(1, devices + 1)
+        if needs.heads % degree == 0 and _can_split(degree, needs.key_value_heads)
+    ]
+
+
 def _can_split(degree: int, key_value_heads: int) -> bool:
     """Return True if every rank has complete key-value heads, or several ranks share one."""
     return key_value_heads % degree == 0 or degree % key_value_heads == 0
 
 
 def _check_choices(needs: Needs, devices: int, *, tp: int | None, pp: int | None) -> None:
+    degrees = ", ".join(map(str, _tensor_degrees(needs, devices)))
     if tp is not None and (tp < 1 or needs.heads % tp or not _can_split(tp, needs.key_value_heads)):
         raise InputError(
             f"--tp {tp}: must divide the model's {needs.heads} attention heads, and divide or be a"
-            f" multiple of its {needs.key_value_heads} key and value heads"
+            f" multiple of its {needs.key_value_heads} key and value heads; use one of {degrees}"
         )
     if tp is not None and tp > devices:
         raise InputError(
             f"--tp {tp}: a machine has {devices} devices, and tensor parallelism stays inside"
-            " of one; use --pp as well"
+            f" of one; use one of {degrees}"
         )
     if pp is not None and not 1 <= pp <= needs.layers:
-        raise InputError(f"--pp {pp}: must be between 1 and the model's {needs.layers} layers")
+        raise InputError(
+            f"--pp {pp}: must be between 1 and the model's {needs.layers} layers; use fewer"
+        )
     chosen = (tp or 1) * (pp or 1)
     if chosen > devices:
         raise InputError(
-            f"--tp {tp or 1} x --pp {pp or 1}: {chosen} devices, but there are {devices}"
+            f"--tp {tp or 1} x --pp {pp or 1}: {chosen} devices, but there are {devices}; use fewer"
         )
 
 

@@ -217,7 +217,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
             raise InputError(f"{name} = {value!r} must be True or False")
     for value in values["stop_strings"]:
         if not isinstance(value, str) or not value:
-            raise InputError(f"stop_strings: {value!r} is not a string")
+            raise InputError(f"stop_strings: {value!r} is not a string with characters")
     for name in _TOKEN_LISTS:
         for token in values[name]:
             if type(token) is not int:

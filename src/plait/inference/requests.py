@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,8 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
             prompts = [prompts.tolist()]
     elif isinstance(prompts, Sequence) and prompts and all(map(is_integer, prompts)):
         prompts = [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, dict | torch.Tensor):
+    # A tokenizer's result is a mapping, and not a dictionary.
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | torch.Tensor):
         raise InputError(
             "generate takes strings, conversations or token ids, one or a list, not"
             f" {type(prompts).__name__}; pass a tokenizer's `input_ids` as lists without padding"
@@ -156,7 +157,7 @@ def check_room(tokens: int, name: str, settings: GenerationSettings) -> int:
     if new_tokens < 1:
         raise InputError(
             f"{name} has {tokens} tokens, and max_length = {settings.max_length} leaves none to"
-            " generate; raise max_length, or shorten the prompt"
+            " generate; pass max_new_tokens, raise max_length, or shorten the prompt"
         )
     return new_tokens
 

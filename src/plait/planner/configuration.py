@@ -243,13 +243,11 @@ def fixed_by(file: File) -> dict[str, int]:
             continue
         if name == "recompute":
             if value not in RECOMPUTE_FIXED:
+                remedy = f'use "auto" or {", ".join(RECOMPUTE_FIXED)}'
+                if config.parallel.recompute.budget_gib is not None:
+                    remedy += ", and leave parallel.recompute.budget_gib out"
                 problems.append(
-                    Problem(
-                        path,
-                        value,
-                        "not a mode that can be fixed for a plan",
-                        f'use "auto" or {", ".join(RECOMPUTE_FIXED)}',
-                    )
+                    Problem(path, value, "not a mode that can be fixed for a plan", remedy)
                 )
                 continue
             value = RECOMPUTE_INDEX[value]

@@ -236,7 +236,8 @@ def cluster(
         below = devices // per_node * per_node
         raise InputError(
             f"--world-size {devices}: nodes have {per_node} devices and {devices} % {per_node} ="
-            f" {devices % per_node}; use {below} or {below + per_node}, or pass --nproc-per-node"
+            f" {devices % per_node}; use {below} or {below + per_node}, or pass a --nproc-per-node"
+            f" that divides {devices}"
         )
 
     return Cluster(chosen, devices)

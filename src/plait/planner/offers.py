@@ -355,8 +355,10 @@ _OTHER_NAMES = {
 
 
 _NAMED_VALUES = {
-    "schedule": {name: index for index, name in enumerate(SCHEDULES)} | SCHEDULE_INDEX,
-    "recompute": RECOMPUTE_INDEX,
+    "schedule": {name: SCHEDULES.index(name) for name in ("none", *SCHEDULE_NAMES)}
+    | SCHEDULE_INDEX,
+    # Plans do not offer to recompute the core of attention alone.
+    "recompute": {name: at for name, at in RECOMPUTE_INDEX.items() if name != "attention"},
     "context": {name: index for index, name in enumerate(CONTEXT)},
     "offload": {
         "none": 0,

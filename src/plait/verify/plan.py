@@ -161,9 +161,13 @@ def prepare(
     small, batch_notes = small_batch(config.model_copy(update={"parallel": parallel}))
     resolved = resolve(small, world_size=world)
     if device == accelerator.NAME and gpus < world:
+        remedy = "use --device cpu"
+        degrees = resolved.layout
+        if gpus and gpus % (degrees.pp * degrees.cp * degrees.tp) == 0:
+            remedy += f", or --nproc-per-node {gpus}"
         raise InputError(
             f"--device {accelerator.NAME}: {world} processes need a GPU each, but there are {gpus};"
-            " use --device cpu, or a smaller --nproc-per-node"
+            f" {remedy}"
         )
     on_gpus = device != "cpu" and gpus >= world
     rule = (

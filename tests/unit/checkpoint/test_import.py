@@ -1,9 +1,11 @@
 """Checkpoints of DeepSpeed (made by tools/deepspeed_fixtures.py) and of torch: what they hold, on Plait's side; and nothing is executed."""
 
 import contextlib
+import copy
 import io
 import os
 import pickle
+import re
 import shutil
 import sys
 import zipfile
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
 import plait
+import plait.compat.deepspeed as deepspeed
 from plait import exact
 from plait.checkpoint.foreign import content, convert
 from plait.checkpoint.foreign.unpickle import read_pickle, read_torch
@@ -29,6 +32,7 @@ from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
 from plait.cli.checkpoint import import_app as app
 from plait.errors import CheckpointError, InputError, PlaitError
+from tests.advice import check, command, table
 
 MADE = Path(__file__).parent / "deepspeed"
 
@@ -141,6 +145,37 @@ def test_the_command_line(tmp_path):
     assert "step 3, 5 tensors and 9 states" in run.output
     assert "not converted: generators" in run.output
     assert compare(tmp_path / "out", rtol=1e-5).path == tmp_path / "out" / "theirs"
+
+
+ADVICE = """
+    import gone --out a -> name one that DeepSpeed or torch.distributed.checkpoint wrote -> import zero1 --out a
+    import zero1 --out zero1-plait -> name a new folder -> import zero1 --out b
+    checkpoint ls gone -> name one that holds checkpoints -> checkpoint ls zero1-plait
+    checkpoint verify gone -> name a checkpoint, or a folder of them -> checkpoint verify zero1-plait | checkpoint verify zero1-plait/step-00000003
+"""  # fmt: skip
+
+
+def test_advice(tmp_path, monkeypatch, capsys):
+    """A script that finds a checkpoint of DeepSpeed gets the command that converts it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(convert.subprocess, "run", run_in_this_process)
+    shutil.copytree(MADE / "zero1", "zero1")
+    model, optimizer = trained()
+    optimizer = torch.optim.AdamW(optimizer.param_groups)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config={"train_batch_size": 4}
+    )
+    with pytest.raises(CheckpointError, match="was written by DeepSpeed") as error:
+        engine.load_checkpoint("zero1")
+    run = command(capsys)
+    run(re.search(r"`plait (.*)`", str(error.value))[1])
+    expected = copy.deepcopy(engine.module_state_dict())
+    with torch.no_grad():
+        engine.module.first.weight.zero_()
+    folder = re.search(r"and load (\S+)$", str(error.value))[1]
+    assert engine.load_checkpoint(folder)[0] is not None
+    torch.testing.assert_close(engine.module_state_dict(), expected, rtol=1e-5, atol=1e-7)
+    check(table(ADVICE, run))
 
 
 def test_a_bad_file_on_the_command_line(tmp_path, monkeypatch):

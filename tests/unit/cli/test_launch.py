@@ -93,7 +93,7 @@ MISTAKES = {
     "-m": "no module to launch",
     "missing.py": "missing.py: no such script",
     "--nnodes x train.py": "--nnodes = 'x'",
-    "-i a train.py": "--include: chooses among the machines of a hostfile",
+    "-i a train.py": "--include: is for the machines of a hostfile",
     "--no-ssh train.py": "--no-ssh",
     "--export A train.py": "--export",
     "-H hosts --nnodes 2 train.py": "--nnodes = '2': given together with --hostfile",

@@ -78,8 +78,8 @@ WRONG = {
     "interleaved-1f1b --microbatches 11": "use 10 or 12",
     "dualpipev --microbatches 7": "has 8 stages and needs as many micro-batches",
     "1f1b --stages-per-rank 2": "1f1b has exactly 1 on a rank",
-    "1f1b --pp 0": "parallel.pp = 0",
-    "1f1b --microbatches 0": "gradient_accumulation_steps = 0",
+    "1f1b --pp 0": "--pp = 0",
+    "1f1b --microbatches 0": "--microbatches = 0",
     "": "NAME",
 }
 

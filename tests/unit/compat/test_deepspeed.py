@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mpu=object()), '"parallel": {"tp": 2, "pp": 2}'),
+        (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mpu=object()), '"parallel": {"tp": 2}'),
         (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, mesh_param=(1, 1)), "mesh_param"),
         (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, distributed_port=29501), "MASTER_PORT"),
         (lambda: deepspeed.initialize(model=MODEL, config=CONFIG, dist_init_required=False), "there is none"),

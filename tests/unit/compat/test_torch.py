@@ -11,7 +11,7 @@ from plait.errors import InputError
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"process_group": object()}, "dp_shard"),
+        ({"process_group": object()}, "follow from config="),
         ({"mixed_precision": object()}, '"bf16"'),
         ({"broadcast_buffers": False}, "rank 0's at the start of every step"),
         ({"dim": 1}, "first dimension"),

@@ -117,6 +117,9 @@ def test_without_a_cache_that_transformers_has(case, monkeypatch):
         return
     with pytest.raises(InputError, match="keeps no KV cache here.* may have 67; .*use_cache=False"):
         generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
+    # What the message advises.
+    assert generate(case.sharded, PROMPTS[:1], max_new_tokens=NEW, temperature=0, use_cache=False)
+    assert generate(case.sharded, [PROMPTS[0][:4]], max_new_tokens=2, temperature=0)
 
 
 def test_what_a_configuration_says():

@@ -258,7 +258,8 @@ def _single_node_problems(settings: LaunchSettings) -> list[Problem]:
             "--node-rank",
             settings.node_rank,
             "there is one machine, whose rank is 0",
-            "set --nnodes to the number of machines",
+            "set --nnodes to the number of machines and --master-addr to the first one,"
+            " or leave it out",
         )
     ]
 
@@ -267,29 +268,27 @@ def _rendezvous_problems(settings: LaunchSettings) -> list[Problem]:
     """Return the problems of the rendezvous of several machines."""
     count = settings.node_range
     if settings.rdzv_endpoint is not None:
-        redundant = {
-            "--node-rank": settings.node_rank,
-            "--master-addr": settings.master_addr,
-            "--master-port": settings.master_port,
-        }
         rule = (
             "given together with --rdzv-endpoint, which determines the rendezvous and the numbers"
             " of the machines"
         )
         return [
             Problem(name, value, rule, "leave it out")
-            for name, value in redundant.items()
-            if value is not None
+            for name, value in _options_by_hand(settings).items()
         ]
 
     problems = []
+    by_hand = _options_by_hand(settings)
+    endpoint = "--rdzv-endpoint HOST:PORT"
+    if by_hand:
+        endpoint = f"{endpoint} in place of {' and '.join(by_hand)}"
     if settings.min_nodes != settings.max_nodes:
         problems.append(
             Problem(
                 "--nnodes",
                 count,
                 "an elastic number of machines needs a rendezvous endpoint",
-                "add --rdzv-endpoint HOST:PORT",
+                f"add {endpoint}",
             )
         )
     elif settings.master_addr is None:
@@ -298,8 +297,8 @@ def _rendezvous_problems(settings: LaunchSettings) -> list[Problem]:
                 "--nnodes",
                 count,
                 "the rendezvous address is not set",
-                "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST"
-                " with --node-rank",
+                f"add {endpoint}, the same on every machine, or --master-addr HOST with"
+                " --node-rank",
             )
         )
     elif settings.node_rank is None:
@@ -326,10 +325,20 @@ def _rendezvous_problems(settings: LaunchSettings) -> list[Problem]:
                 "--max-restarts",
                 settings.max_restarts,
                 "with --master-addr the other machines do not learn of a restart",
-                "use --rdzv-endpoint HOST:PORT instead, or 0",
+                f"use {endpoint}, or 0",
             )
         )
     return problems
+
+
+def _options_by_hand(settings: LaunchSettings) -> dict[str, object]:
+    """Return the options in use that an endpoint excludes, because it numbers the machines."""
+    options = {
+        "--node-rank": settings.node_rank,
+        "--master-addr": settings.master_addr,
+        "--master-port": settings.master_port,
+    }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 _INTEGERS = ("node_rank", "master_port", "max_restarts")

@@ -296,7 +296,7 @@ def _device_count(
     if world_size is not None and world_size != nnodes * per_node:
         raise InputError(
             f"--world-size {world_size}: {nnodes} machines of {per_node} GPUs are"
-            f" {nnodes * per_node}; leave one of the options out"
+            f" {nnodes * per_node}; leave --world-size out, or correct the others"
         )
     return nnodes * per_node
 

@@ -29,8 +29,7 @@ _CACHE_SIZES = ("max_out_tokens", "max_tokens", "min_out_tokens", "min_tokens")
 _KERNELS = ("replace_with_kernel_inject", "kernel_inject", "replace_method")
 _REMEDIES = {
     "checkpoint": (
-        "build the model with plait.from_pretrained(folder, config), or run plait generate --model"
-        " FOLDER"
+        "build the model with plait.from_pretrained(folder), or run plait generate --model FOLDER"
     ),
     "zero": (
         "run plait generate --model FOLDER --gpu-budget SIZE, which reads weights from the host or"
@@ -43,7 +42,7 @@ _REMEDIES = {
     "injection_policy": (
         "parallel.tp splits the models that docs/reference/model_types.md lists, and no others"
     ),
-    "moe": "use plait.initialize with parallel.ep, and engine.plait.generate",
+    "moe": "leave it out, and split all layers, experts included, with tensor_parallel",
 }
 
 
@@ -88,7 +87,7 @@ class InferenceEngine:
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise InputError(
                 f"generate takes token ids [batch, length], not {type(ids).__name__}; pass a"
-                " tokenizer's input_ids"
+                ' tokenizer\'s input_ids as a tensor (return_tensors="pt")'
             )
         mask = attention_mask
         if mask is None:

@@ -17,8 +17,8 @@ FUNCTIONS: Mapping[str, str] = {
     "tp_model_init": 'write "parallel": {"tp": 2} in the configuration',
     "checkpointing": f"call torch.utils.checkpoint.checkpoint, or {_RECOMPUTE}",
     "moe": (
-        'use a mixture-of-experts model of Transformers, and write "parallel": {"ep": 2} in the'
-        " configuration"
+        "use a mixture-of-experts model of Transformers, for experts on several processes with"
+        ' plait.initialize and "parallel": {"ep": 2} in the configuration'
     ),
     "runtime": (
         "pass an optimizer and a schedule of torch to initialize; torch.manual_seed sets the seed"
@@ -49,12 +49,13 @@ UTILS: Mapping[str, str] = {
 
 _PRECISION = 'write "bf16": {"enabled": true} or "fp16" in the configuration'
 _SIZES = (
-    "write it in the configuration and call initialize again; checkpoints load with other batch"
-    " sizes"
+    "build the model again, and call initialize with the new sizes; checkpoints load with other"
+    " batch sizes"
 )
 _BACKWARD = "call engine.backward(loss), which scales and divides"
 _OFFLOAD = (
-    'write "zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the configuration'
+    'write "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}} in the'
+    " configuration"
 )
 METHODS: Mapping[str, str] = {
     "to": "initialize has moved the model to engine.device",

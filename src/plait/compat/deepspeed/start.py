@@ -28,11 +28,13 @@ from plait.optim.optimizer import build_optimizer
 from plait.sharded.assemble import resolved_for
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
+_DEGREES = (
+    'write the degrees of parallelism in the configuration: "parallel": {"tp": 2}, and "pp" for a'
+    " PipelineModule"
+)
 _REMEDIES = {
-    "mpu": 'write the degrees of parallelism in the configuration: "parallel": {"tp": 2, "pp": 2}',
-    "mesh_param": (
-        'write the degrees of parallelism in the configuration: "parallel": {"tp": 2, "cp": 2}'
-    ),
+    "mpu": _DEGREES,
+    "mesh_param": _DEGREES,
 }
 
 _FULL_WEIGHTS = (

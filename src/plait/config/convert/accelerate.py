@@ -426,11 +426,17 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
         elif name not in keys:
             _refuse_unknown(file, shown, item, (*keys, *combined))
         elif file.deepspeed is not None and name in IN_DEEPSPEED_FILE and item is not None:
+            remedy = "leave it out"
+            sets = keys[name].sets
+            # Some values of a key set nothing.
+            paths = list(sets(item)) if sets is not None else []
+            if paths:
+                remedy += f", and write {paths[0]} in that file"
             translation.refuse(
                 shown,
                 item,
                 "is given together with deepspeed_config_file, which decides it",
-                "leave it out, and write it in that file",
+                remedy,
             )
         else:
             translation.translate_key(shown, keys[name], item)
@@ -457,7 +463,7 @@ def _refuse_unknown(file: _AccelerateFile, shown: str, value: Any, names: Sequen
     matches = nearest(name, names)
     prefixed = [candidate for candidate in names if candidate.endswith(f"_{name}")]
     if prefixed:
-        remedy = f"write {prefixed[0]}; Accelerate does not read the short name"
+        remedy = f"write {' or '.join(prefixed)}; Accelerate does not read the short name"
     elif not section and shown in known_paths():
         remedy = (
             "a file is one of Accelerate or one of Plait's: leave it out here, and add it to what"

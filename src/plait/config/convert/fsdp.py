@@ -415,6 +415,15 @@ def _read_keys(
                 translation.set(path, "fsdp", setting)
         elif option.upper() in STRATEGIES:
             reshard = _reshard_value(option, version)
+            if version == "2" and not isinstance(reshard, bool):
+                # A boolean in place of the option would turn FSDP on or off.
+                translation.refuse(
+                    "fsdp",
+                    option,
+                    "is a strategy of FSDP1, and fsdp_config.version is 2 by default",
+                    "use full_shard or shard_grad_op, or set fsdp_config.version to 1",
+                )
+                continue
             shown, value = sharding.setdefault(RESHARD, ("fsdp", reshard))
             # Compared as text, because a file may quote a boolean.
             if str(value).lower() != str(reshard).lower():
@@ -446,7 +455,7 @@ def _merge_rows(translation: Translation) -> None:
 def _reshard_value(option: str, version: str) -> Any:
     """Return the value of `reshard_after_forward` that an option of `fsdp` implies.
 
-    FSDP1, and strategies that FSDP2 does not have, use the option itself. FSDP2 refuses it later.
+    FSDP1, and strategies that FSDP2 does not have, use the option itself.
     """
     if version != "2":
         return option

@@ -151,7 +151,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         "selective recomputation keeps the products with weights, as Megatron-LM's core_attn does",
-        "leave it out, or set parallel.recompute.keep",
+        "leave it out; parallel.recompute.keep in the converted file says what is kept",
         "recompute_modules",
         "values",
         off=(["core_attn"],),
@@ -270,7 +270,8 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused(
         _TRACKER,
-        'leave it out, and write "tensorboard": {"enabled": true} or "wandb": {"enabled": true}',
+        'leave it out, and write "tensorboard": {"enabled": true} or "wandb": {"enabled": true}'
+        " in the converted file",
         "tensorboard_dir wandb_project",
         off=("",),
     ),
@@ -335,7 +336,13 @@ FLAGS: dict[str, Flag] = {
     **_refused(
         "the length of a run is counted in steps",
         "use --train-iters",
-        "train_samples lr_decay_samples lr_warmup_samples",
+        "train_samples",
+    ),
+    **_refused(
+        "the length of a run is counted in steps", "use --lr-decay-iters", "lr_decay_samples"
+    ),
+    **_refused(
+        "the length of a run is counted in steps", "use --lr-warmup-iters", "lr_warmup_samples"
     ),
     **_refused(
         "the length of a run is counted in steps",
@@ -448,7 +455,7 @@ def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
                 layers_per_stage,
                 "the stages of a rank are --num-layers / --pipeline-model-parallel-size / this, and"
                 " not all three are whole numbers",
-                "pass them, or --num-virtual-stages-per-pipeline-rank",
+                "pass them, or --num-virtual-stages-per-pipeline-rank instead of this",
             )
         )
         return
