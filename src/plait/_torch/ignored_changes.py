@@ -33,7 +33,7 @@ from plait._torch.units import all_parameter_groups, parameter_groups
 from plait.errors import InputError
 
 _SAMPLES = 1 << 16
-"""Elements of a parameter that are compared at most."""
+"""Largest number of elements of a parameter that are compared."""
 
 
 def watch_shards(module: FSDPModule) -> None:

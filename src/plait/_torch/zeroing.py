@@ -1,8 +1,8 @@
 """Calls of `zero_grad`, for which torch has no hooks.
 
-Patched behaviour: `zero_grad` of `torch.optim.Optimizer` and `torch.nn.Module` tells observers for
-the rest of the process. An optimizer with a `zero_grad` of its own that does not call torch's is
-not observed.
+Patched behaviour: `zero_grad` of `torch.optim.Optimizer` and `torch.nn.Module` notifies observers
+for the rest of the process. An optimizer with a `zero_grad` of its own that does not call torch's
+is not observed.
 """
 
 from __future__ import annotations

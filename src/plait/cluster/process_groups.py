@@ -40,13 +40,13 @@ from plait.cluster.topology import RankInfo, address_of_method, init_method
 _met: dict[str, _SharedStore] = {}
 """Stores by address."""
 FAKE = "fake"
-"""torch's name of the backend."""
+"""torch's name of the fake backend."""
 LONGEST_SECONDS = 2.0
 """Longest time to wait for busy threads. On a loaded machine they may not get to sleep earlier."""
 _PAUSE_SECONDS = 0.005
 """Interval at which the threads are checked."""
 _QUIET_CHECKS = 4
-"""Number of checks in sequence that must find all threads asleep."""
+"""Number of consecutive checks that must find all threads asleep."""
 _GLOO_THREAD = "pt_gloo_runloop"
 """Name that torch gives to the threads of gloo."""
 

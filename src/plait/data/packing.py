@@ -420,7 +420,7 @@ class Documents:
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """Pack items into bins of equal capacity by best fit decreasing.
 
-    The longest items come first, and each goes to the bin that it leaves the least space in. This
+    The longest items come first, and each goes to the bin in which it leaves the least space. This
     takes at most 11/9 of the fewest possible bins (Johnson, 1974). The result is deterministic:
     equal lengths keep their order.
 

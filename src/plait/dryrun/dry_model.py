@@ -126,7 +126,7 @@ class StageTrace:
     figures: StageMode
     """Figures of the current mode of the blocks.
 
-    Without `returning` and `stored`, which follow from a comparison of modes or from a store.
+    They lack `returning` and `stored`, which follow from a comparison of modes or from a store.
     """
     received: int
     """Bytes of the boundary activations of the previous stage."""

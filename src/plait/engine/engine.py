@@ -499,7 +499,7 @@ class Engine(EngineFacts):
         self._restart_step()
 
     def train(self, mode: bool = True) -> Engine:
-        """Set training mode."""
+        """Set training mode, or evaluation mode if `mode` is False."""
         self.model.train(mode)
         return self
 

@@ -59,7 +59,7 @@ WORKSPACE = 0.08
 Activations and the allocator need it.
 """
 UNKNOWN = 1 << 62
-"""Number of free bytes if it is unknown."""
+"""Value that stands for an unknown number of free bytes."""
 
 
 @dataclass(frozen=True)
@@ -474,7 +474,7 @@ class Needs:
     split_bytes: int
     """Part of the weights that tensor parallelism splits. Every rank has the rest."""
     cache: Callable[[int, int], int]
-    """Return the bytes of keys and values of all requests for degrees (tp, pp).
+    """Function from degrees (tp, pp) to the bytes of keys and values of all requests.
 
     They are those on the device with the largest part.
     """

@@ -518,7 +518,8 @@ class _ValueReads(TorchFunctionMode):
 class _OuterState:
     """Plain attributes and buffers of a skeleton outside its blocks.
 
-    They are compared at three moments of a forward: its begin, the end of its last block, its end.
+    They are compared at three moments of a forward: its beginning, the end of its last block, and
+        its end.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:

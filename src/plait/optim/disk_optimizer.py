@@ -529,7 +529,7 @@ class DiskTier(StepHook):
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
-        """Step plain parameters that replace the slices, with slices of the states."""
+        """Step plain parameters that stand for the slices and have slices of the states."""
         members = []
         for part in chunk:
             sliced = nn.Parameter(part.view_of(part.parameter.detach()))
@@ -627,7 +627,8 @@ class DiskTier(StepHook):
     def _map_states(self) -> None:
         """Map states that were created outside the step.
 
-        A loaded checkpoint has them, and an optimizer that makes its states when it is built.
+        They come from a loaded checkpoint, or from an optimizer that makes its states when it is
+        built.
         """
         for parameter in list(self._optimizer.state):
             assert isinstance(parameter, nn.Parameter)

@@ -40,7 +40,7 @@ from plait.parallel.techniques.recompute import Recompute
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that the formulas cover exactly; tests compare.
+"""Families that the formulas cover exactly. Tests compare them with counts.
 
 DeepSeek's values are narrower than its keys. CPU cores, where blocks would be counted, have no
 kernel for this; GPUs have one.
@@ -247,7 +247,7 @@ class CountedBytes:
     dropped_scores: float = 0.0
     """Bytes per token of dropout masks and results of attention scores.
 
-    For models that have dropout but were counted without, if their scores are in memory.
+    They are set for models with dropout that were counted without it, if scores are in memory.
     """
 
 

@@ -79,7 +79,7 @@ class Framework:
     send_seconds: Numbers = 25e-6
     """Seconds that a send between stages takes beyond the link."""
     dynamic_scaling: Numbers = 0
-    """1 if products in 8 and 4 bits find the largest element in a pass of its own."""
+    """1 if products in 8 and 4 bits find the largest element in a separate pass."""
     whole_logits: Numbers = 0
     """1 if tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0

@@ -564,7 +564,7 @@ RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
     """Return the terms of one candidate with the simulated idle time.
 
-    None without a pipeline, and if the schedule has no table to simulate.
+    The result is None without a pipeline, or if the schedule has no table to simulate.
     """
     if int(only(job.layouts.pp)) == 1:
         return None

@@ -298,7 +298,7 @@ def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration
 
 
 FACTOR = 1.5
-"""The time may be this many times the prediction, or the prediction this many times the time."""
+"""Largest allowed ratio of measured to predicted time, or of predicted to measured time."""
 DEVICES = 8
 GLOBAL_BATCH = 32
 COMPUTED_TERMS = (

@@ -72,12 +72,12 @@ NO_RESTART = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_co
 They come from a wrong file, or from numbers that follow from the same data and weights.
 """
 STOP_SECONDS = 6
-"""Time that ranks get to end after another rank failed.
+"""Time for ranks to end after another rank failed.
 
 They cannot continue, and write at most a checkpoint that they began before.
 """
 FAILED_RANK_SECONDS = 5
-"""Time that a failed rank gets to end by itself, while others may wait for it."""
+"""Time for a failed rank to end by itself, while others may wait for it."""
 SUCCESS_CODES = {
     signal.SIGINT: (0, 128 + signal.SIGINT, -signal.SIGINT),
     signal.SIGTERM: (0, 128 + signal.SIGTERM, -signal.SIGTERM),

@@ -147,7 +147,7 @@ def build_loader(
         engine: Engine that reads the micro-batches.
         data: Data set. An iterable one is read in its own order, any other in the order of torch's
             DistributedSampler.
-        collate_fn: Combines samples to a micro-batch.
+        collate_fn: Combines samples into a micro-batch.
         batch_size: Samples per micro-batch. If None, the engine's micro-batch size.
         sampler: Replaces the DistributedSampler.
         shuffle: Whether the DistributedSampler shuffles.

@@ -85,7 +85,7 @@ class StageFacts:
     differentiable: bool = False
     """True if the stage sends a gradient to a previous one.
 
-    Otherwise a split backward consists of its second half.
+    Otherwise a split backward consists only of its second half.
     """
 
     @property
@@ -297,7 +297,7 @@ def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMomen
 
 @dataclass(frozen=True)
 class _StageBytes:
-    """Bytes of one micro-batch in a stage whose blocks have their modes."""
+    """Bytes of one micro-batch in a stage, for one assignment of modes to its blocks."""
 
     saved: int
     """Bytes between forward and backward."""

@@ -365,7 +365,7 @@ class UnitBytes:
     sharded_gradients: int = 0
     """This rank's part of the reduced gradients, in the parameters' dtype."""
     casts_gradients: bool = False
-    """True if gradients are computed in another dtype than they are reduced in."""
+    """True if gradients are computed and reduced in different dtypes."""
 
 
 def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
@@ -414,7 +414,7 @@ class AfterBackward(NamedTuple):
 
 
 def reduces_gradients(zero: Any, *, last: Any) -> Any:
-    """Return True if a unit reduces its gradients after a backward; arrays if arguments are.
+    """Return whether a unit reduces its gradients after a backward, per candidate for arrays.
 
     Args:
         zero: The ZeRO stage.

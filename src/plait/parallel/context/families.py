@@ -1,8 +1,8 @@
 """Models whose sequences can be split, according to their class and configuration.
 
 Between the parts of a sequence only attention may pass information, and the model must call it
-through Transformers' attention interface, with masks that are causal, of a window or of documents.
-The listed families are those that tests compare with one process.
+through Transformers' attention interface, with causal, sliding-window or document masks. The listed
+families are those that tests compare with one process.
 """
 
 from __future__ import annotations

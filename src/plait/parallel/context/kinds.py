@@ -138,7 +138,7 @@ class SequenceLayout:
         )
 
     def block(self, part: int, source: int) -> VisibleBlock | None:
-        """Return the visible pairs with the keys of `source` if only the order of tokens matters.
+        """Return the pairs visible with the keys of `source` if only the order of tokens counts.
 
         With two chunks per rank, the first chunk of an earlier rank is before both chunks of this
         rank, and its second chunk is after them. Both chunks of a later rank are between the chunks

@@ -249,7 +249,7 @@ class _EvenDispatchPlan:
 def _is_watched(module: nn.Module) -> bool:
     """Return True if a user's hook receives the output of a module or its gradient.
 
-    It must receive all of it.
+    The hook must receive the complete tensor.
     """
     return any(
         is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()

@@ -172,8 +172,9 @@ class Runtime:
         Args:
             batch: The micro-batch, the same on all pipeline ranks.
             forward: Calls the model.
-            passes_on: Whether the stages behind one that fails do not wait for it. They receive
-                zeros, or raise EarlierStageFailed, and the caller informs all ranks of the error.
+            passes_on: Whether later stages continue without the output of a stage that fails. They
+                receive zeros, or raise EarlierStageFailed, and the caller informs all ranks of the
+                error.
 
         Returns:
             The model's output on the rank of the last stage, None on the others. Entries that

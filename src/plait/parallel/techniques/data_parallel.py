@@ -102,7 +102,7 @@ class DataParallel(CollectiveSettings):
     too.
     """
     unused_parameters: bool = True
-    """True if a step may leave parameters unused, also different ones on different ranks.
+    """True if a step may leave parameters unused, possibly different ones on each rank.
 
     Costs one small all-reduce per step.
     """
@@ -321,7 +321,7 @@ class ShardedSteps(StepHook):
 
 
 class LostWrites(StepHook):
-    """Hook that refuses models that write to gathered parameters, which resharding drops.
+    """Hook that refuses models that write to gathered parameters: resharding drops the writes.
 
     The parameters of the first step are compared. On a device the comparison is read at the end of
     the second step, so that no step waits for it.

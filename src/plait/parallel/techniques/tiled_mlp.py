@@ -165,10 +165,10 @@ class Tiles:
     tokens: int
     """Tokens of a tile, in all rows of the batch together."""
     scattered: ProcessGroup | None = None
-    """Group whose ranks get all tokens of the sequence, and return their shard of them, or None."""
+    """Group whose ranks receive the full sequence and return their shard of it, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute an output tensor [..., tokens, width] from such tensors, in tiles."""
+        """Compute an output [..., tokens, width] from inputs of this form, in tiles."""
         names = [*([None] * len(args)), *kwargs]
         values = [*args, *kwargs.values()]
         if self.scattered is None:
@@ -296,7 +296,7 @@ class _GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum in the gradient's dtype with the last gradient, and None before it."""
+        """Add a gradient, and return the sum, in its dtype, if it is the last one, else None."""
         wide = gradient.float()
         if self._total is None:
             total = wide

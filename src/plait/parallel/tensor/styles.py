@@ -191,7 +191,7 @@ def colwise(
         module: The layer.
         region: The region of the model.
         region_input: The input that siblings share.
-        begins: Whether a row-parallel layer behind it ends the computation in parts.
+        begins: Whether the layer begins a part, which a later row-parallel layer ends.
     """
     region_input.siblings.append(module)
 
