@@ -373,7 +373,7 @@ def large() -> Iterator[list[str]]:
         layout = f"tp {tp}" + (", sequence parallel" if sequence else "")
         for mode in MODES:
             found = facts.modes[mode]  # type: ignore[index]
-            shown = (sum(found.saved), found.head, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
+            shown = (sum(found.saved), found.head, facts.restored((mode,) * 32), found.peak)  # type: ignore[arg-type]
             yield [layout, mode, *(f"{figure / GIB:.2f}" for figure in shown)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.planner_accuracy.frameworks import knowledge, open_kernels, unlearned
+from benchmarks.planner_accuracy.frameworks import datasheet_priors, fitted_priors, open_kernels
 from benchmarks.planner_accuracy.predict import LIKELY
 
 _AIMS = {
@@ -224,7 +224,7 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
 
 def _constants() -> list[str]:
     """What is fitted, what it may be, and what the published runs made of it."""
-    believed, found = unlearned().constants, knowledge().constants
+    believed, found = datasheet_priors().constants, fitted_priors().constants
     shipped = [name for name in believed if not name.startswith("stack.") or name == "stack.plait"]
     stacks = len(found) - len(shipped)
     lines = [

@@ -434,11 +434,11 @@ class LinkMeasurement:
 
     Attributes:
         links: Costs of the group.
-        how: End of the sentence "The links were ...".
+        origin: End of the sentence "The links were ...".
     """
 
     links: GroupLinks
-    how: str
+    origin: str
 
 
 def find_links(
@@ -492,8 +492,8 @@ def find_links(
         largest_bytes=largest_bytes,
     )
     duration = time.perf_counter() - began
-    how = f"measured at the start in {duration:.1f} s{reason}"
-    links, how = broadcast_object((measured, how), group)
+    origin = f"measured at the start in {duration:.1f} s{reason}"
+    links, origin = broadcast_object((measured, origin), group)
 
     # There may be several groups along the dimension. One of them writes the file.
     if path is not None and dist.get_rank() == 0:
@@ -504,7 +504,7 @@ def find_links(
             "hosts": hosts,
         }
         save(path, [links], facts=facts)
-    return LinkMeasurement(links, how)
+    return LinkMeasurement(links, origin)
 
 
 def _difference_from_probe(

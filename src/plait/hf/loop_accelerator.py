@@ -56,7 +56,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         InputError: An argument is not supported.
     """
 
-    _begins = _PREPARE
+    _sharding_call = _PREPARE
 
     def __init__(
         self,

@@ -127,7 +127,11 @@ def generate(
 
     # See Note [Together on all ranks].
     prepared, flags = run_on_all_ranks(
-        prepare, attrgetter("flags"), device=mesh.device, doing="generate", raising=InputError
+        prepare,
+        attrgetter("flags"),
+        device=mesh.device,
+        activity="generate",
+        error_class=InputError,
     )
     gathers = is_sharded(model)
     # Gathering is collective, so all ranks keep gathered parameters or none does.

@@ -300,9 +300,9 @@ class Predictor:
         """Return the model's output. In a pipeline, an error is stored and not raised."""
         try:
             if not self._takes_names:
-                return self._sharded.predict(inputs["input_ids"], passes_on=True)
+                return self._sharded.predict(inputs["input_ids"], continue_on_error=True)
             accepted = {name: value for name, value in inputs.items() if name in self.takes}
-            return self._sharded.predict(accepted, cache=cache, passes_on=True)
+            return self._sharded.predict(accepted, cache=cache, continue_on_error=True)
         except Exception as error:
             self.fail(error)
 

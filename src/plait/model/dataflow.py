@@ -149,8 +149,8 @@ class Dataflow:
 
     A read before a block counts as a read by it.
     """
-    strangers: set[str] = field(default_factory=set)
-    """Names of the tensors in `Trace.strangers` that were used."""
+    foreign_tensors: set[str] = field(default_factory=set)
+    """Names of the tensors in `Trace.foreign_tensors` that were used."""
 
 
 class Untraceable(ModelError):
@@ -296,7 +296,7 @@ class ForwardTrace(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
         self._running: list[type] = []
         self.state = _OuterState(skeleton)
-        self.strangers: dict[int, str] = {}
+        self.foreign_tensors: dict[int, str] = {}
         """Names of tensors outside the copy whose use is recorded, keyed by storage."""
 
     def origin(self, tensor: torch.Tensor) -> ValueOrigin:
@@ -401,8 +401,8 @@ class ForwardTrace(TorchDispatchMode):
     def _use(self, tensor: torch.Tensor) -> ValueOrigin:
         """Record that a tensor is used at the current position, and return its origin."""
         key = memory_key(tensor)
-        if key in self.strangers:
-            self.flow.strangers.add(self.strangers[key])
+        if key in self.foreign_tensors:
+            self.flow.foreign_tensors.add(self.foreign_tensors[key])
         if self._inside is not None or self._region < len(self.skeleton.blocks):
             self.state.read(key)
 

@@ -364,7 +364,7 @@ class DiskTier(StepHook):
 
         def evict(uses: list[_TensorUse]) -> None:
             for use in uses:
-                self.evict(use.tensor, written=use.changes and use.lasts)
+                self.evict(use.tensor, written=use.changes and use.is_read_again)
 
         self.end_of_computation()
         waiting = iter(chunks)
@@ -512,7 +512,9 @@ class DiskTier(StepHook):
             states = self._large_states(part.parameter).values()
             uses += [_TensorUse(part.view_of(state)) for state in states]
             # The gradient ends with the step, so a scaled one need not reach the disk.
-            uses.append(_TensorUse(part.view_of(part.gradient), changes=scaled, lasts=False))
+            uses.append(
+                _TensorUse(part.view_of(part.gradient), changes=scaled, is_read_again=False)
+            )
         return uses
 
     def _select(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
@@ -662,12 +664,12 @@ class _TensorUse:
     Attributes:
         tensor: The tensor.
         changes: Whether it is written to.
-        lasts: Whether it is read again later, so that changes have to reach the disk.
+        is_read_again: Whether it is read again later, so that changes have to reach the disk.
     """
 
     tensor: torch.Tensor
     changes: bool = True
-    lasts: bool = True
+    is_read_again: bool = True
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

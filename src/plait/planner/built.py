@@ -180,7 +180,7 @@ def why_refused(config: Mapping[str, Any]) -> str | None:
         return None
 
     try:
-        described_config(config, follow={})
+        described_config(config, defaults={})
         built(config, dropout=True)
     except PlaitError as error:
         return "; and ".join(str(error).splitlines())
@@ -190,7 +190,7 @@ def why_refused(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-TOO_LOW = {
+MISSING_SHARES = {
     **dict.fromkeys(
         (
             "afmoe",
@@ -304,8 +304,8 @@ def not_counted(
         reason = "its blocks do not run without data"
 
     direction = "may be too low"
-    if kind in TOO_LOW:
-        direction = f"leaves out {TOO_LOW[kind]} of what they keep"
+    if kind in MISSING_SHARES:
+        direction = f"leaves out {MISSING_SHARES[kind]} of what they keep"
     return (
         f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}),"
         f" which {direction}"

@@ -19,10 +19,11 @@ from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, SCHEDULES, Layouts
-from plait.planner.offers import (
+from plait.planner.request import Request
+from plait.planner.techniques import (
+    AvailableTechniques,
     MemoryMeasure,
     MemoryMeasures,
-    Offers,
     Split,
     format_fixed,
     memory_measures,
@@ -30,7 +31,6 @@ from plait.planner.offers import (
     supports_measures,
     with_measures,
 )
-from plait.planner.request import Request
 
 _MAX_MICRO_BATCH = 64
 _MAX_CHUNKS = 8
@@ -134,27 +134,27 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
 
     Args:
         request: Model, cluster and batch.
-        fixed: Fields of the layout with fixed values (`offers.parse_fixed`).
+        fixed: Fields of the layout with fixed values (`techniques.parse_fixed`).
 
     Raises:
         ConfigError: No candidate is left. The error has every rule that excluded some.
     """
     fixed = fixed or {}
     cluster = request.cluster
-    offers = request.offers
+    techniques = request.techniques
     builder = _SpaceBuilder(
         request.model.architecture,
         cluster,
         request.global_batch,
         request.sequence,
-        offers,
+        techniques,
         request.split,
         fixed,
-        memory_measures(offers, cluster.device, fixed),
+        memory_measures(techniques, cluster.device, fixed),
     )
     for tp in _tensor_degrees(builder):
         for pp in _stages(builder, cluster.devices // tp):
-            refusal = offers.refusal(tp=tp, pp=pp)
+            refusal = techniques.refusal(tp=tp, pp=pp)
             if refusal is not None:
                 region = f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}"
                 builder.exclude(region, refusal)
@@ -186,7 +186,7 @@ class _SpaceBuilder:
     cluster: Cluster
     global_batch: int
     sequence: int
-    offers: Offers
+    techniques: AvailableTechniques
     split: Split
     fixed: Mapping[str, int]
     measures: MemoryMeasures
@@ -291,7 +291,7 @@ def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Exclu
 
 def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
     fixed = builder.fixed
-    rule = builder.offers.refusal(tp=1, pp=2)
+    rule = builder.techniques.refusal(tp=1, pp=2)
     if rule is not None:
         if fixed.get("pp", 1) > 1:
             builder.exclude(f"pp = {fixed['pp']}", rule)
@@ -340,7 +340,7 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
     if pp == 1:
         return [(SCHEDULES.index("none"), 1)]
     schedules = []
-    for name in builder.offers.schedules:
+    for name in builder.techniques.schedules:
         if name in ("interleaved", "interleaved-zb"):
             # With embedding and head for a layer each, Megatron-LM has stages without a layer; here
             # every stage has one.
@@ -402,7 +402,7 @@ def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int
     if fixed.get("cp", 2) > 1 and builder.split.context:
         builder.exclude("cp > 1", builder.split.context)
         return builder.allowed("cp", [1])
-    if builder.offers.compiled:
+    if builder.techniques.compiled:
         builder.exclude("cp > 1", "parts of sequences are not tested under torch.compile")
         return builder.allowed("cp", [1])
     if "cp" not in fixed:
@@ -451,7 +451,7 @@ def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     """Return the degrees of expert parallelism for a stage of `ranks`."""
     experts = int(builder.model.experts)
     degrees = [1]
-    if experts and not builder.offers.compiled:
+    if experts and not builder.techniques.compiled:
         degrees = [d for d in divisors(experts) if ranks % d == 0]
     if tp > 1 and builder.split.with_experts:
         builder.exclude(
@@ -590,7 +590,7 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     ]
 
     for kind, index in zip(*np.unique(key, return_index=True), strict=True):
-        kinds[kind] = builder.offers.runs(
+        kinds[kind] = builder.techniques.runs(
             SCHEDULES[int(values["schedule"][index])],
             pp=pp,
             micro_batches=int(values["accumulation"][index]),

@@ -40,8 +40,8 @@ from plait.planner.compute import (
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers, only
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, recompute_share, stage_layers
-from plait.planner.offers import SCHEDULE_NAMES
 from plait.planner.pipeline import idle_share, micro_batches_between_chunks
+from plait.planner.techniques import SCHEDULE_NAMES
 
 INSIDE_STEP = 3.4e-6
 BASE = 8.4e-6

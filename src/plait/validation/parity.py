@@ -234,7 +234,7 @@ def _losses_of(
     """Return the losses of some of the plan's steps in float64."""
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype)
-    with plan.lifting("float64", built.model):
+    with plan.pass_context("float64", built.model):
         engine = start_engine(plan, built, resolved)
         losses = []
         try:

@@ -27,12 +27,12 @@ from plait.model.described import require_transformers
 from plait.names import did_you_mean
 from plait.parallel.schedules.schedule import SCHEDULES as TABLES
 from plait.planner.configuration import layout_of as planned_layout
-from plait.planner.constants import knowledge
+from plait.planner.constants import fitted_priors
 from plait.planner.hardware import device, only
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.memory import MOMENTS, memory_bytes
-from plait.planner.offers import RECOMPUTE_FIXED, SCHEDULE_INDEX
 from plait.planner.request import Request, job_of, states_of
+from plait.planner.techniques import RECOMPUTE_FIXED, SCHEDULE_INDEX
 from plait.sizes import GIB, dtype_of, format_bytes, format_count
 from plait.verify.model_under_test import transformers_model
 
@@ -268,7 +268,7 @@ def _job_and_states(
 def _peak(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
     """Return the predicted peak of the first or last pipeline rank, and its point in the step."""
     pipeline_rank = "last" if last else "first"
-    memory = memory_bytes(job, knowledge().rates, states, ranks=(pipeline_rank,))
+    memory = memory_bytes(job, fitted_priors().rates, states, ranks=(pipeline_rank,))
     return only(memory.allocated), MOMENTS[int(only(memory.moment))]
 
 

@@ -479,6 +479,5 @@ class SharedBuckets:
         self._memory.write(2 * index + 1, self._calls[index])
 
     def _late_ranks(self, index: int, word: int) -> list[int]:
-        """Return the ranks that have not started (word 0) or finished (word 1) a buffer's sum.
-        """
+        """Return the ranks that have not started (word 0) or finished (word 1) a buffer's sum."""
         return self._memory.behind(2 * index + word, self._calls[index])

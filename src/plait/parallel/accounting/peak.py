@@ -561,7 +561,7 @@ class _StepSimulation:
         remaining = self.now.root_gradients
         gradients_of: dict[Unit, int] = {ROOT: 0}
         for name in self.embeddings:
-            gradients_of[name] = min(self.units[name].made_gradients, remaining)
+            gradients_of[name] = min(self.units[name].computed_gradients, remaining)
         gradients_of[ROOT] = max(0, remaining - sum(gradients_of.values()))
         for unit, gradients in gradients_of.items():
             self._finish_gradients(unit, gradients, stage)

@@ -198,8 +198,7 @@ class UnusedTracker(StepHook):
         self.drop_gradients()
 
     def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
-        """Refuse to drop a non-zero gradient: its parameter would silently not be trained.
-        """
+        """Refuse to drop a non-zero gradient: its parameter would silently not be trained."""
         gradient = parameter.grad
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):

@@ -166,15 +166,14 @@ class Runtime:
         ]
 
     @torch.no_grad()
-    def evaluate(self, batch: Any, *, forward: Forward, passes_on: bool = False) -> Any:
+    def evaluate(self, batch: Any, *, forward: Forward, continue_on_error: bool = False) -> Any:
         """Run one forward through all stages. Collective over the pipeline.
 
         Args:
             batch: The micro-batch, the same on all pipeline ranks.
             forward: Calls the model.
-            passes_on: Whether later stages continue without the output of a stage that fails. They
-                receive zeros, or raise EarlierStageFailed, and the caller informs all ranks of the
-                error.
+            continue_on_error: Whether later stages continue if a stage fails. They receive zeros,
+                or raise EarlierStageFailed, and the caller informs all ranks of the error.
 
         Returns:
             The model's output on the rank of the last stage, None on the others. Entries that
@@ -200,7 +199,13 @@ class Runtime:
         with self._running():
             results = self._check_batches([batch], forward, None)
             _ScheduleRun(
-                self, forward_only, [batch], forward, record_output, results, passes_on=passes_on
+                self,
+                forward_only,
+                [batch],
+                forward,
+                record_output,
+                results,
+                continue_on_error=continue_on_error,
             ).run()
         return model_output
 
@@ -217,7 +222,7 @@ class _ScheduleRun:
         expected: Messages to receive, by source rank, in the order in which it sends them.
         sent: Messages that were sent.
         described: Boundaries that hold for one stage and micro-batch only.
-        failed: With `passes_on`, the error of the first stage of this rank that failed.
+        failed: With `continue_on_error`, the error of the first stage of this rank that failed.
     """
 
     def __init__(
@@ -229,7 +234,7 @@ class _ScheduleRun:
         loss: Loss,
         cut_results: Sequence[CutResult],
         *,
-        passes_on: bool = False,
+        continue_on_error: bool = False,
     ) -> None:
         self.runtime = runtime
         self.schedule = schedule
@@ -237,7 +242,7 @@ class _ScheduleRun:
         self.forward = forward
         self.loss = loss
         self.cut_results = cut_results
-        self.passes_on = passes_on
+        self.continue_on_error = continue_on_error
         self.rank = runtime.messenger.rank
         self.signatures = [signature(batch) for batch in batches]
         self.cached = [has_cache(batch) for batch in batches]
@@ -256,7 +261,7 @@ class _ScheduleRun:
             for observe in self.runtime.observers:
                 observe(action, False)
             match action.kind:
-                case Kind.FORWARD if self.passes_on:
+                case Kind.FORWARD if self.continue_on_error:
                     self._forward_or_pass_on(action)
                 case Kind.FORWARD:
                     self._forward(action)

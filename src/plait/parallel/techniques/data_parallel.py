@@ -472,18 +472,18 @@ def watch_shards_of(model: nn.Module) -> None:
         watch_shards(module)
 
 
-def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda: False) -> None:
+def free_after_evaluation(model: nn.Module, is_kept: Callable[[], bool] = lambda: False) -> None:
     """Free gathered parameters at the end of a forward without gradients.
 
     Code that reads or writes the parameters of the model afterwards finds the shards.
 
     Args:
         model: The root. A model that is not sharded is left unchanged.
-        unless: Returns True if the parameters stay gathered.
+        is_kept: Returns True if the parameters stay gathered.
     """
 
     def free_if_evaluated(*_: object) -> None:
-        if not torch.is_grad_enabled() and not unless():
+        if not torch.is_grad_enabled() and not is_kept():
             free_gathered(model)
 
     if isinstance(model, FSDPModule):

@@ -225,9 +225,11 @@ def _set_forwards(
         )
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             region_input.uses += 1
-        begins = entry.style in ("colwise", "kv_replicated") and _ends_behind(index, plan, blocks)
+        begins_part = entry.style in ("colwise", "kv_replicated") and _ends_behind(
+            index, plan, blocks
+        )
         module.forward = _forward(
-            module, entry, plan, region, region_input, sequence=sequence, begins=begins
+            module, entry, plan, region, region_input, sequence=sequence, begins_part=begins_part
         )
     for name, attribute, value in plan.attributes:
         setattr(model.get_submodule(name), attribute, value)
@@ -251,16 +253,20 @@ def _forward(
     region_input: RegionInput,
     *,
     sequence: bool,
-    begins: bool,
+    begins_part: bool,
 ) -> styles.Forward:
     match entry.style:
         case "colwise":
-            return styles.colwise(module, region, region_input, begins=begins)
+            return styles.colwise(module, region, region_input, begins_part=begins_part)
         case "colwise_gather_output":
             return styles.colwise_gather_output(module, region, region_input)
         case "kv_replicated":
             return styles.kv_replicated(
-                module, region, region_input, heads=plan.kv_heads[entry.name], begins=begins
+                module,
+                region,
+                region_input,
+                heads=plan.kv_heads[entry.name],
+                begins_part=begins_part,
             )
         case "rowwise" | "rowwise_split_input":
             return styles.rowwise(
