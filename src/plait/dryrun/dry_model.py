@@ -449,8 +449,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
             raise
         raise ModelError(
             f"{type(model).__name__} cannot be run without data: its code reads values"
-            f" ({type(error).__name__}), so what it keeps is not known beforehand; choose"
-            " parallel.recompute.mode yourself in place of a budget"
+            f" ({type(error).__name__}), so what it keeps is not known beforehand; set"
+            " parallel.recompute.mode instead of a budget"
         ) from error
 
 

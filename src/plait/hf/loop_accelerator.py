@@ -253,8 +253,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if isinstance(data_loader.dataset, IterableDataset):
             if data_loader.num_workers and self.num_processes > 1 and place().rank == 0:
                 warn(
-                    "an iterable data set is read without workers, which would not report the rank"
-                    " that has no batch left"
+                    "an iterable data set is read without workers, because workers would not report"
+                    " the rank that has no batch left"
                 )
         else:
             workers = data_loader.num_workers

@@ -583,7 +583,7 @@ def _check_choices(needs: Needs, devices: int, *, tp: int | None, pp: int | None
     if tp is not None and tp > devices:
         raise InputError(
             f"--tp {tp}: a machine has {devices} devices, and tensor parallelism stays inside"
-            " of one; use --pp as well"
+            " one; use --pp as well"
         )
     if pp is not None and not 1 <= pp <= needs.layers:
         raise InputError(f"--pp {pp}: must be between 1 and the model's {needs.layers} layers")
@@ -602,7 +602,7 @@ def _explanation(tp: int, pp: int) -> str:
             f"the fewest devices of one machine that hold it are {tp}, and tensor parallelism lets"
             " all of them work on each token"
         )
-    return f"{tp} devices of a machine do not hold it, so {pp} pipeline stages of {tp} devices do"
+    return f"{tp} devices of a machine do not hold it, but {pp} pipeline stages of {tp} devices do"
 
 
 def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:

@@ -285,7 +285,7 @@ class Predictor:
             if failure is not None:
                 raise failure
             if highest == _BROKEN:
-                raise InputError("another rank failed, which reports its error")
+                raise InputError("another rank failed and reports its error")
             if highest == _IDLE:
                 return
 

@@ -580,8 +580,8 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         ) from None
     if file_system in _MEMORY_FILE_SYSTEMS:
         raise InputError(
-            f"--scratch {parent}: its files are in memory ({file_system}), which the budget is to"
-            " spare; name a folder on a disk"
+            f"--scratch {parent}: its files are in memory ({file_system}), which the budget"
+            " limits; name a folder on a disk"
         )
     if free < size:
         raise InputError(

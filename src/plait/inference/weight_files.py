@@ -98,7 +98,7 @@ def _location(path: Path, name: str, entry: dict[str, Any], begin: int, size: in
     low, high = entry["data_offsets"]
     if begin + high > size:
         raise CheckpointError(
-            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is cut off"
+            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is truncated"
         )
     dtype = _DTYPES.get(entry["dtype"])
     shape = tuple(entry["shape"])
@@ -135,7 +135,7 @@ def read_into(
         if not count:
             raise CheckpointError(
                 f"{stored.path} ends at byte {begin + done:,}, before the end of a tensor: the file"
-                " was cut off"
+                " was truncated"
             )
         done += count
 

@@ -59,8 +59,8 @@ class BackwardOptimizer(StepHook):
         """Raise PlaitError if the failed step has already updated parameters."""
         if lost == "step" and self.take_norms():
             raise PlaitError(
-                "parallel.optimizer_in_backward: the step failed when some parameters were updated"
-                " already; load a checkpoint, or use false"
+                "parallel.optimizer_in_backward: the step failed after some parameters were"
+                " updated; load a checkpoint, or use false"
             )
 
     def release(self) -> None:

@@ -307,8 +307,8 @@ def not_counted(
     if kind in MISSING_SHARES:
         direction = f"leaves out {MISSING_SHARES[kind]} of what they keep"
     return (
-        f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}),"
-        f" which {direction}"
+        f"{kind}: the bytes that its blocks keep for the backward are computed by a formula and"
+        f" not counted ({reason}), which {direction}"
     )
 
 

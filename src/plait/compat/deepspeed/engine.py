@@ -177,7 +177,7 @@ class DeepSpeedEngine(CheckpointMethods):
         if self._in_no_sync:
             raise InputError(
                 "engine.step() inside engine.no_sync(): gradients there are not reduced; call it"
-                " behind, after a backward"
+                " outside, after a backward there"
             )
         self._update_boundary()
         # Read before the step, with which the next micro-batch begins.

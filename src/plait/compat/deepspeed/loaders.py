@@ -119,8 +119,9 @@ class StreamLoader:
         """
         if state["read"] % self._samples_per_round:
             raise CheckpointError(
-                f"the data was left after {state['read']} samples, but a micro-batch of all ranks"
-                f" has {self._samples_per_round} here; keep micro-batch times data-parallel ranks"
+                f"the saved position is after {state['read']} samples, but a micro-batch of all"
+                f" ranks has {self._samples_per_round} here; keep micro-batch size x data-parallel"
+                " ranks"
             )
         self._epoch = state["epoch"]
         self._samples_read = state["read"]

@@ -85,7 +85,7 @@ METHODS: Mapping[str, str] = {
     "generate": "call engine.plait.generate(prompts, ...)",
 }
 """Remedies for names of the engine."""
-_DOCUMENTATION = "docs/how-to/deepspeed-scripts.md lists what is there; `plait` itself may have it"
+_DOCUMENTATION = "docs/how-to/deepspeed-scripts.md lists the names; `plait` itself may have it"
 
 
 def missing(

@@ -353,7 +353,9 @@ FLAGS: dict[str, Flag] = {
         "weight_decay_incr_style",
         off=("constant",),
     ),
-    **_refused("one learning rate for all parameters", "use --lr", "decoupled_lr decoupled_min_lr"),
+    **_refused(
+        "all parameters have one learning rate", "use --lr", "decoupled_lr decoupled_min_lr"
+    ),
     **_refused(
         "a run ends after its steps", "use --train-iters", "exit_interval exit_duration_in_mins"
     ),

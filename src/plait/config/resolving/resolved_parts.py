@@ -72,7 +72,7 @@ _REDUCE: dict[str, ReduceDtype] = {"fp32": "float32", "fp16": "float16", "bf16":
 ASSUMED = "auto: Transformers' default"
 """Source of an "auto" that Transformers' command line would replace. Its default there is used."""
 ACCUMULATED = "data_types.grad_accum_dtype"
-_COMMAND_LINE = "is what Transformers' TrainingArguments say"
+_COMMAND_LINE = "is filled from Transformers' TrainingArguments"
 
 
 @dataclass
@@ -379,7 +379,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE}, but none are here",
+                    f"{_COMMAND_LINE}, but none are passed",
                     f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
                 )
             )
@@ -571,7 +571,7 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE} (--{name}), but none are here",
+                    f"{_COMMAND_LINE} (--{name}), but none are passed",
                     "write true or false",
                 )
             )

@@ -132,7 +132,7 @@ def _why_unknown(model: nn.Module, config: Any) -> str | None:
     is_of_transformers = type(model).__module__.startswith("transformers.models.")
     if not is_of_transformers or not hasattr(model, "set_attn_implementation"):
         return (
-            "is not a model of Transformers that calls attention through its attention interface,"
+            "is not a Transformers model that calls attention through its attention interface,"
             " so it is not known which modules mix tokens; use one of the families"
             f" {', '.join(FAMILIES)}"
         )

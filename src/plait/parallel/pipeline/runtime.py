@@ -430,11 +430,11 @@ class _ScheduleRun:
         # NaN that arrived, such as those of diverged weights, are not unknown values.
         if all(bool(torch.isfinite(tensor.detach()).all()) for tensor in received):
             raise ModelError(
-                f"parallel.pp: on stage {stage.index} the model uses a value that is computed"
-                f" before {stage.blocks[0]} and does not pass through the chain of blocks (a skip"
-                " connection, or an embedding read again), so it cannot be cut, or no target of"
-                " the micro-batch counts in its loss (labels that are all -100); use parallel.pp ="
-                " 1, or leave such samples out"
+                f"parallel.pp: stage {stage.index} computes NaN. Either the model uses a value that"
+                f" is computed before {stage.blocks[0]} and does not pass through the chain of"
+                " blocks (a skip connection, or an embedding read again), so it cannot be cut, or"
+                " no target of the micro-batch counts in its loss (labels that are all -100); use"
+                " parallel.pp = 1, or leave such samples out"
             )
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
@@ -471,7 +471,7 @@ class _ScheduleRun:
             raise ModelError(
                 f"parallel.pp: stage {action.stage} sent {known.summary()} for a batch of these"
                 f" shapes before, and now {boundary.summary()}: what the model passes between"
-                " blocks follows from more than the batch's shapes and from what it looks at"
+                " blocks depends on more than the batch's shapes and the values that are read"
                 " outside its blocks; pad every batch to one length, or use parallel.pp = 1"
             )
         self._send(message, tensors)
