@@ -181,7 +181,7 @@ def compare_algorithms(
         levels: Groups inside and across machines.
         device: Device of the tensors.
         seconds: Approximate time. The fewest rounds may take longer.
-        shared_memory: Whether `names` may have shared memory.
+        shared_memory: Whether `names` may include shared memory.
     """
     algorithms = all_reduce_operations(
         group, levels, device=device, shared_memory=shared_memory, lossy=False

@@ -311,7 +311,7 @@ class ForwardTrace(TorchDispatchMode):
 
         Args:
             tensors: The tensors.
-            what: Name of the user, for error messages.
+            what: Name of the code that uses them, for error messages.
         """
         for tensor in tensors:
             origin = self.origin(tensor)
@@ -519,7 +519,7 @@ class _OuterState:
     """Plain attributes and buffers of a skeleton outside its blocks.
 
     They are compared at three moments of a forward: its beginning, the end of its last block, and
-        its end.
+    its end.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:

@@ -184,7 +184,7 @@ def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
 def kernel_seconds(job: Job, rates: Rates) -> Numbers:
     """Return the overhead of a GPU kernel in seconds, until the next kernel starts.
 
-    On CPU cores they are part of the host's time.
+    On CPU cores it is part of the host's time.
     """
     return np.where(job.device.on_cpu, 0.0, rates["ramp"])
 

@@ -196,8 +196,8 @@ def split_of(model: Architecture) -> Split:
     sequence = _NO_SEQUENCE.get(kind)
     if sequence is None and dropout and whole_attention:
         sequence = (
-            "dropout is on, and every rank computes all of attention, of which each would drop"
-            " other places"
+            "dropout is on, and every rank computes all of attention, in which each would drop"
+            " other elements"
         )
 
     if context is None and dropout:

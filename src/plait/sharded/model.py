@@ -418,7 +418,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def output(self, micro_batch: Any, *, continue_on_error: bool = False) -> Any:
-        """Return the output for a micro-batch that is `prepared`, in evaluation mode. Collective.
+        """Return the output for a micro-batch of `prepare_batch`, in evaluation mode. Collective.
 
         Unlike `predict`, it leaves sequences split and logits deferred.
         """

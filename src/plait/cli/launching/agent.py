@@ -272,7 +272,7 @@ class Agent(LocalElasticAgent):
     def _is_stuck(self, worker_group: WorkerGroup) -> bool:
         """Return True if the ranks cannot continue although all of them run.
 
-        A rank is late for a collective, or has failed and does not end.
+        This is so if a rank is late for a collective, or has failed and does not end.
         """
         processes = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
         if self._watch.hangs(processes):

@@ -436,7 +436,7 @@ def _set_stage(settings: Settings, problems: list[Problem]) -> None:
 
 
 def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
-    """Translate the layers per virtual stage to stages per rank, which needs all layers."""
+    """Translate layers per virtual stage to stages per rank, by the number of layers."""
     flag = settings.pop(LAYERS_PER_STAGE, None)
     if flag is None:
         return

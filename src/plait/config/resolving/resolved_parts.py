@@ -748,7 +748,7 @@ def _learning_rate(spec: OptimizerSpec) -> float | None:
 def trackers(config: Config, run: RunSection) -> tuple[TrackerSpec, ...]:
     """Return the enabled trackers with all of their settings.
 
-    The defaults of the sections are DeepSpeed's. A file with a `run` section has its own.
+    The defaults of the sections are DeepSpeed's. A file with a `run` section has other defaults.
     """
     specs = []
     for name in SECTIONS:

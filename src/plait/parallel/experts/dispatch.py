@@ -80,7 +80,7 @@ class Dispatch:
     experts_per_rank: int
     """Number of experts of each rank."""
     tp: ProcessGroup | None = None
-    """Ranks that are called with the same tokens, of which each sends its part, or None."""
+    """Ranks that are called with the same tokens and each send a part of them, or None."""
     sequence: Region | None = None
     """Region of sequence parallelism if each rank of tp reads only its shard of the output."""
 
@@ -121,8 +121,9 @@ class Dispatch:
     ) -> torch.Tensor:
         """Compute this rank's shards of sequences of `length` tokens. The other outputs are 0.
 
-        Gradients of tokens are not gathered either, because each rank keeps those of its shard.
-        Gradients of weights are, because all ranks compute the routers for all tokens.
+        Neither the outputs nor the gradients of tokens are gathered, because each rank keeps those
+        of its shard. Gradients of weights are gathered, because all ranks compute the routers for
+        all tokens.
         """
         assert self.tp is not None
         rows = len(hidden) // length

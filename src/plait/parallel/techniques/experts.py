@@ -3,10 +3,10 @@
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
 are sent to the ranks of the experts that they are routed to. The axis is a second view of the ranks
 of a pipeline stage. Neighbouring ranks have different experts, whether they have other samples,
-other parts of sequences, or (tp) the same tokens, of which each then sends a part. Parameters that
-are not experts are split, replicated or sharded by the first view. The gradient of an expert is
-complete except for the ranks of `edp`, which have the same experts. It is summed over them, or from
-ZeRO stage 1 on reduced in shards.
+other parts of sequences, or (tp) the same tokens. In the last case each rank sends a part of them.
+Parameters that are not experts are split, replicated or sharded by the first view. The gradient of
+an expert is complete except for the ranks of `edp`, which have the same experts. It is summed over
+them, or from ZeRO stage 1 on reduced in shards.
 
 A router may add a bias per expert to its scores when it selects experts, which balances experts
 without a loss, as in DeepSeek-V3. After a step the bias is raised for experts that had fewer tokens

@@ -9,9 +9,10 @@ stay plain, with equal values and gradients on every rank of the axis.
 
 Note [Marked outputs]
     Besides logits, a model may return hidden states of its blocks, which sequence parallelism
-    shards, and attention weights, of which each rank has its heads. They are plain tensors while
-    the model runs. A mark records the dimension along which a tensor is sharded. Only shards among
-    the returned outputs are gathered, so that a loss computes the same as in a single process.
+    shards, and attention weights, for which each rank has only its heads. They are plain tensors
+    while the model runs. A mark records the dimension along which a tensor is sharded. Only shards
+    among the returned outputs are gathered, so that a loss computes the same as in a single
+    process.
 
 Note [Traffic of tensor parallelism]
     With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
