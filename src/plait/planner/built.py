@@ -89,9 +89,10 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
 
 def drops(config: Mapping[str, Any]) -> bool:
     """Return True if the model of a configuration has dropout in training."""
-    return any(
-        value > 0 for part in _parts(_configuration(config)) for value in _dropouts(part).values()
-    )
+    for part in _parts(_configuration(config)):
+        if any(value > 0 for value in _dropouts(part).values()):
+            return True
+    return False
 
 
 def _configuration(config: Mapping[str, Any]) -> Any:
@@ -475,11 +476,11 @@ class _Run:
     def working(self) -> float:
         """Bytes per token at the peak of a block's backward, except those of earlier blocks."""
         saved = self.trace.figures.saved
-        peak = max(
-            moment.peak.activations + moment.peak.temporaries - sum(saved[: moment.unit])
-            for moment in self.trace.moments.backward
-            if moment.unit >= 0
-        )
+        peak = 0
+        for moment in self.trace.moments.backward:
+            if moment.unit >= 0:
+                earlier = sum(saved[: moment.unit])
+                peak = max(peak, moment.peak.activations + moment.peak.temporaries - earlier)
         return peak / self.tokens
 
 

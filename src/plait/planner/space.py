@@ -344,12 +344,11 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
         if name in ("interleaved", "interleaved-zb"):
             # With embedding and head for a layer each, Megatron-LM has stages without a layer; here
             # every stage has one.
-            chunks = [
-                count
-                for count in range(2, _MAX_CHUNKS + 1)
-                if pp * count <= layers
-                and (layers % (pp * count) == 0 or (layers + 2) % (pp * count) == 0)
-            ]
+            chunks = []
+            for count in range(2, _MAX_CHUNKS + 1):
+                stages = pp * count
+                if stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0):
+                    chunks.append(count)
         elif name in ("zbv", "dualpipev"):
             chunks = [2] if pp * 2 <= layers else []
         else:
@@ -372,7 +371,8 @@ def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
         # host; and with a stage that is fixed.
         entries.append((fixed.get("stage") or 1, 1, 1))
     inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
-    entries += [(stage, dp // d, d) for stage in (1, 2, 3) for d in inner]
+    for stage in (1, 2, 3):
+        entries += [(stage, dp // dp_shard, dp_shard) for dp_shard in inner]
     if "dp_shard" in fixed and dp % fixed["dp_shard"] == 0 and fixed["dp_shard"] not in (1, *inner):
         entries += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
     names = ("stage", "dp_replicate", "dp_shard")
@@ -408,11 +408,13 @@ def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int
     if "cp" not in fixed:
         if builder.sequence < LONG_SEQUENCE and "context" not in fixed:
             return [1]
-        return [
-            cp
-            for cp in divisors(ranks)
-            if cp <= _MAX_CP and cp & (cp - 1) == 0 and builder.sequence // cp >= LONG_SEQUENCE // 8
-        ]
+        degrees = []
+        for degree in divisors(ranks):
+            is_power_of_two = degree & (degree - 1) == 0
+            is_long = builder.sequence // degree >= LONG_SEQUENCE // 8
+            if degree <= _MAX_CP and is_power_of_two and is_long:
+                degrees.append(degree)
+        return degrees
 
     cp = fixed["cp"]
     if ranks % cp:
@@ -486,25 +488,25 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
         return []
 
     per_rank = batch // dp
-    micro_batches = [b for b in divisors(per_rank) if b <= _MAX_MICRO_BATCH]
+    sizes = [size for size in divisors(per_rank) if size <= _MAX_MICRO_BATCH]
     if "micro_batch" in fixed:
-        micro_batches = [fixed["micro_batch"]]
-    micro_batches = [
-        b
-        for b in micro_batches
-        if per_rank % b == 0 and fixed.get("accumulation", per_rank // b) == per_rank // b
-    ]
+        sizes = [fixed["micro_batch"]]
+    micro_batches = []
+    for size in sizes:
+        accumulation = per_rank // size
+        if per_rank % size == 0 and fixed.get("accumulation", accumulation) == accumulation:
+            micro_batches.append(size)
     if not micro_batches:
         fixed_sizes = " x ".join(
             f"{name} = {fixed[name]}" for name in ("micro_batch", "accumulation") if name in fixed
         )
         builder.exclude(
             f"{fixed_sizes} with dp = {dp}",
-            f"a rank's {per_rank} samples do not divide so",
+            f"a rank's {per_rank} samples cannot be divided in this way",
         )
         return []
 
-    enough = [b for b in micro_batches if per_rank // b >= pp]
+    enough = [size for size in micro_batches if per_rank // size >= pp]
     if not enough:
         builder.exclude(
             f"pp = {pp} with dp = {dp}",
@@ -512,6 +514,11 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
         )
         return []
     return enough
+
+
+def _as_rows(values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return the values of one field as rows of a list of fields."""
+    return [(value,) for value in values]
 
 
 def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
@@ -529,16 +536,17 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(builder, pp),
         ("stage", "dp_replicate", "dp_shard"): _shards(builder, dp),
-        ("sp",): [(value,) for value in sequence],
-        ("context",): [(kind,) for kind in _contexts(builder, tp, cp)],
-        ("ep",): [(degree,) for degree in _expert_degrees(builder, tp, dp * cp * tp)],
-        ("micro_batch",): [(size,) for size in micro_batches],
+        ("sp",): _as_rows(sequence),
+        ("context",): _as_rows(_contexts(builder, tp, cp)),
+        ("ep",): _as_rows(_expert_degrees(builder, tp, dp * cp * tp)),
+        ("micro_batch",): _as_rows(micro_batches),
         tuple(f.name for f in fields(MemoryMeasure)): [
             tuple(vars(measure).values()) for measure in ends
         ],
     }
-    for names in (names for names, entries in lists.items() if not entries):
-        builder.exclude_fixed(names, _rule_of(builder.model, names))
+    for names, entries in lists.items():
+        if not entries:
+            builder.exclude_fixed(names, _rule_of(builder.model, names))
     if not all(lists.values()):
         return
     grid = np.meshgrid(*(np.arange(len(entries)) for entries in lists.values()), indexing="ij")

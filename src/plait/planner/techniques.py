@@ -282,10 +282,13 @@ def memory_measures(
     for kind, choices in kinds.items():
         is_allowed = fixed.get("recompute", RECOMPUTE.index(kind)) == RECOMPUTE.index(kind)
         if kind in techniques.recompute and is_allowed:
-            measures += choices
-    measures = [replace(measure, loss_chunk=tokens) for measure in measures for tokens in chunks]
+            for choice in choices:
+                measures += [replace(choice, loss_chunk=tokens) for tokens in chunks]
+
     shares = (fixed["offload"] / 100,) if fixed.get("offload", 0) else ON_HOST
-    on_host = tuple(replace(measure, offload=share) for share in shares for measure in measures)
+    on_host: tuple[MemoryMeasure, ...] = ()
+    for share in shares:
+        on_host += tuple(replace(measure, offload=share) for measure in measures)
 
     # The memory of a CPU device is host memory already.
     has_offload = techniques.offload and int(device.family) != DEVICE_FAMILIES.index("cpu")
@@ -436,9 +439,8 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
 
 def format_fixed(fixed: Mapping[str, int]) -> str:
     """Return fixed fields in the notation that `parse_fixed` reads."""
-    names = {
-        key: {value: name for name, value in table.items()} for key, table in _NAMED_VALUES.items()
-    }
-    return ", ".join(
-        f"{key}={names.get(key, {}).get(value, value)}" for key, value in fixed.items()
-    )
+    texts = []
+    for key, value in fixed.items():
+        names = {number: name for name, number in _NAMED_VALUES.get(key, {}).items()}
+        texts.append(f"{key}={names.get(value, value)}")
+    return ", ".join(texts)

@@ -145,7 +145,7 @@ def test_keys_and_values_on_the_host(work):
     )
     for wrong, words in (
         (
-            {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "on": machine},
+            {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "machine": machine},
             "the KV cache takes 7.0 MiB of pinned host memory, but 6.0 MiB may be",
         ),
         (

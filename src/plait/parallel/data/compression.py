@@ -89,8 +89,7 @@ class Residuals(StepHook):
         return [*self.state().values(), *copies]
 
     def after_step(self, end: StepEnd) -> str:
-        """Keep the new values, or drop them after a skipped step, and adapt them to the loss scale.
-        """
+        """Keep the new values, or drop them after a skipped step, and apply a new loss scale."""
         self._update_residuals(skipped=end.skipped)
         # Residuals are in the units of the loss scale. PowerSGD's factors and step count are not.
         if end.rescaled != 1.0:
