@@ -195,7 +195,7 @@ def peaks() -> Iterator[list[str]]:
         words += [
             *([f"recompute {mode}"] if mode != "none" else []),
             "bf16" if bf16 else "fp32",
-            f"{count} micro-batches",
+            "1 micro-batch" if count == 1 else f"{count} micro-batches",
         ]
         difference = f"{100 * (found.peak_bytes / measured - 1):+.2f} %"
         yield [

@@ -41,7 +41,7 @@ from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
 LIKELY = 0.5
-"""A row is called fitting from this probability on; chosen on the published rows of which it is known."""
+"""Probability from which on a row counts as predicted to fit; chosen on the published rows of which it is known."""
 _KINDS = ("allocated", "reserved", "total")
 
 

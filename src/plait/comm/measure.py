@@ -151,7 +151,7 @@ def measure_algorithms(
         device: Device of the tensors.
         seconds: Approximate time.
         shared_memory: Whether to also measure shared memory, if the ranks have it.
-        largest_bytes: Size of the largest tensor, unless the fewest sizes need a larger one.
+        largest_bytes: Size of the largest tensor; larger ones only to measure enough sizes.
     """
     algorithms = all_reduce_operations(
         group, levels, device=device, shared_memory=shared_memory, lossy=False

@@ -343,8 +343,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         engine = self._require_engine("backward")
         if kwargs:
             raise InputError(
-                f"accelerator.backward({', '.join(kwargs)}=): a micro-batch has one backward, and"
-                " no other argument"
+                f"accelerator.backward({', '.join(kwargs)}=): it takes the loss only, because a"
+                " micro-batch has one backward"
             )
         if engine.sharded.guard.reduced:
             raise InputError(

@@ -687,10 +687,10 @@ def _refuse_other_trainers(kind: type) -> None:
     if names[0].removeprefix("Async") in _GENERATE:
         reason = (
             "it generates between steps, counts samples by processes and moves weights to a "
-            "generator, and Plait has not been run with such trainers"
+            "generator, and Plait is not tested with such trainers"
         )
     else:
-        reason = "Plait has not been run with its loss and its data"
+        reason = "Plait is not tested with its loss and its data"
     raise InputError(
         f"{names[0]}: {reason}; of TRL's trainers, use SFTTrainer or DPOTrainer with Plait, or "
         f"use {names[0]} without Plait and without deepspeed="

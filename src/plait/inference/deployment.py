@@ -288,7 +288,7 @@ def deploy_in_budget(
         cpu_budget: See `deploy_streamed`.
 
     Returns:
-        The deployment, and the number of requests at once that it is for.
+        The deployment, and the number of requests that it answers at once.
 
     Raises:
         InputError: The budget is too small for a single request.

@@ -344,7 +344,7 @@ def _blocks_on_host(
 ) -> tuple[str, ...]:
     """Return the streamed blocks that are kept in pinned host memory.
 
-    They are all streamed blocks if they fit. Otherwise they are some, distributed evenly, and the
+    These are all streamed blocks if they fit. Otherwise they are blocks at even intervals, and the
     staging buffers of the others take the rest of the memory.
 
     Raises:

@@ -68,10 +68,9 @@ class ValueOrigin:
     """Blocks, parameters and random numbers that a value depends on."""
 
     since: float = inf
-    """Lowest block whose inside the value depends on.
+    """Largest first block of a stage that knows the value.
 
-    It is i for the input of block i, and infinite if the value depends on no block. The value is
-    known on stages that begin at or before `since`.
+    It is i for the input of block i, and infinite if the value depends on no block.
     """
     parameters: frozenset[tuple[str, int]] = frozenset()
     """Parameters used outside the blocks, each with the block before which it was used.

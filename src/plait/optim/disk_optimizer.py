@@ -396,7 +396,7 @@ class DiskTier(StepHook):
             future.result()
 
     def drive(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by a step that streams files.
+        """Replace `optimizer.step` with a step that streams files.
 
         Raises:
             ModelError: The optimizer needs all parameters at once.

@@ -396,7 +396,8 @@ def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers
     """Return the seconds of attention without a kernel, forward and backward.
 
     It runs in float32 in any precision. Scores are written, masked, normalized and read (24 bytes).
-    Dropout draws a random number for each, multiplies, and is read (12). The gradients do the same.
+    Dropout writes a random number and a product for each, which is read (12). The gradients do
+    the same.
     """
     gemm = (
         job.device.flops.get("fp32", np.nan)

@@ -40,11 +40,9 @@ class Framework:
     weights: Numbers
     gradients: Numbers
     optimizer: Numbers
+    """Bytes per parameter of optimizer states, as `weights` and `gradients` are of these."""
     gathered: Numbers
-    """Bytes per parameter of the copy that a forward uses, if weights have another dtype.
-
-    The three fields before are the bytes per parameter of the model states.
-    """
+    """Bytes per parameter of the copy that a forward uses, if weights have another dtype."""
     wire_gather: Numbers
     wire_reduce: Numbers
     """Bytes per parameter in the reduction of gradients; `wire_gather` in the gather of weights."""

@@ -257,9 +257,9 @@ class Plan:
     best: tuple[LayoutChoice, ...]
     """Layouts from fast to slow; the fastest of each family."""
     ties: int
-    """Number of these, including the first, that may be the fastest.
+    """Number of these layouts, including the first, that may be the fastest.
 
-    Their difference is smaller than the uncertainty between two layouts of one model.
+    They differ by less than the uncertainty between two layouts of one model.
     """
     candidates: int
     fitting: int

@@ -71,9 +71,7 @@ class Visit:
     peak_bytes: int
     loss: float
     retries: int = 0
-    """How often the allocator freed its cache in the timed steps, because the device had no memory
-    left.
-    """
+    """Number of times that the allocator freed its cache in the timed steps, for lack of memory."""
 
 
 def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:

@@ -414,7 +414,7 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
     """Return the rendezvous of a launch.
 
     Raises:
-        RendezvousError, DistError: torch connected already, and failed.
+        RendezvousError, DistError: torch tried to connect and failed.
     """
     seconds = max(1, int(settings.timeout_seconds))
     if settings.single_node:

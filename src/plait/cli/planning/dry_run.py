@@ -273,7 +273,7 @@ def _peak(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
 
 
 def _fullest_rank(request: Request, layout: Mapping[str, Any], world: int, pp: int) -> int:
-    """Return the first rank of the first or of the last pipeline rank, whichever needs more."""
+    """Return the first rank of the first or last pipeline stage, whichever needs more memory."""
     if pp == 1:
         return 0
     job, states = _job_and_states(request, layout, on_device=False)

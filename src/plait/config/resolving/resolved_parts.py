@@ -42,8 +42,8 @@ PLANNABLE_SETTINGS = (
     "parallel.recompute.mode",
     "zero_optimization.stage",
 )
-"""Settings that may be "auto" in a file for `plait train` and `plait plan`, which replace it by the
-result of a plan.
+"""Settings that may be "auto" in a file for `plait train` and `plait plan`, which replace it with
+the result of a plan.
 """
 
 _MAX_LISTED = 12

@@ -473,7 +473,7 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
 
     Args:
         findings: The configuration.
-        shard: Ranks that shard, or None if the layout is impossible, which is reported itself.
+        shard: Ranks that shard, or None if the layout is impossible, which is reported separately.
     """
     size = findings.config.parallel.secondary_partition
     if shard is None:

@@ -47,7 +47,7 @@ _SHOWN_KEYS = 4
 
 
 class Status(StrEnum):
-    """How Plait treats a key of a file."""
+    """Treatment of a key of a file."""
 
     SUPPORTED = "supported"
     RENAMED = "renamed"
@@ -404,8 +404,9 @@ class ParallelSection(Policy):
     """
     ep: Degree = 1
     """Degree of expert parallelism: data-parallel processes that hold different experts of a
-    mixture-of-experts model. Tokens are sent to the experts that they are routed to. It must divide
-    dp_replicate x dp_shard and the number of experts. The processes have adjacent ranks.
+    mixture-of-experts model. Tokens are sent to the experts that they are routed to. The degree
+    must divide dp_replicate x dp_shard and the number of experts. The processes have adjacent
+    ranks.
     """
     tp: Degree = 1
     """Degree of tensor parallelism: processes that share every matrix product. They have adjacent

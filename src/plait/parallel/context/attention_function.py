@@ -64,7 +64,7 @@ class PartialAttention:
     """Settings of the attention of one model.
 
     Attributes:
-        kind: How queries reach the keys of other ranks.
+        kind: Implementation of attention to the keys of other ranks.
         place: Layout of sequences and process group.
         implementation: Transformers' name of the implementation, see `implementation_of`.
     """

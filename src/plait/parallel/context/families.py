@@ -87,7 +87,7 @@ def refuse_unknown_model(
     Args:
         model: The model.
         cp: Degree of the cp axis.
-        kind: How queries reach the keys of other ranks.
+        kind: Implementation of attention to the keys of other ranks.
         tp: Degree of the tp axis.
         device_type: Type of the devices.
 

@@ -45,7 +45,7 @@ from plait.parallel.context.kernel import (
 from plait.sizes import wide_dtype
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
-"""How queries reach the keys of other ranks."""
+"""Implementation of attention to the keys of other ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def attention(
     """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
 
     Args:
-        kind: How queries reach the keys of other ranks.
+        kind: Implementation of attention to the keys of other ranks.
         query: [batch, heads, tokens, head_dim].
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].

@@ -217,7 +217,7 @@ def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor]
     The parameter may be frozen now and unfrozen later.
     """
     # torch refuses the hook for a frozen parameter, but keeps it if the parameter is frozen later.
-    # The first forward, which gathers the parameter, may run inside of torch.func.jvp.
+    # The first forward, which gathers the parameter, may run inside torch.func.jvp.
     requires_grad = parameter.requires_grad
     with allowing_requires_grad():
         parameter.requires_grad_(True)

@@ -6,8 +6,8 @@ Note [Dispatch of tokens]
     token is dropped: every token reaches each expert that its router chose. The routing weights
     stay with the tokens, so that a router's gradient is computed where its tokens are.
 
-    All ranks make the same calls, also without a token. The numbers of rows are exchanged first,
-    and the host waits for them as late as possible.
+    All ranks make the same calls, even those without a token. The numbers of rows are exchanged
+    first, and the host waits for them as late as possible.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class CutCheck:
         if unavailable:
             raise ModelError(
                 f"parallel.pp: the loss reads parameters of the model ({min(unavailable)}), and"
-                " every stage has only the parameters of its blocks; replace an L2 penalty by the"
+                " every stage has only the parameters of its blocks; replace an L2 penalty with the"
                 " optimizer's weight_decay, or use parallel.pp = 1"
             )
 

@@ -163,7 +163,7 @@ class TensorParallel(Technique):
 
 
 def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Replace every split parameter by a DTensor with this rank's shard.
+    """Replace every split parameter with a DTensor with this rank's shard.
 
     Tied parameters stay tied.
     """
