@@ -89,7 +89,7 @@ def _refuse_url(value: str) -> str:
     if is_url(value):
         raise PydanticCustomError(
             "place",
-            "a folder that this machine sees, and this one is a URL; name a folder (a store's URL"
+            "must be a folder that this machine sees, not a URL; name a folder (a store's URL"
             " goes into run.checkpoints)",
         )
     return value

@@ -508,8 +508,8 @@ def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:
         return LaunchError(f"{rule}: {unresolved}")
     return LaunchError(
         f"{rule}: {type(error).__name__}: {first_line(error)}\nCheck that every machine runs the"
-        " same command with the same address, that the port is free on the first and open between"
-        " them."
+        " same command with the same address, that the port is free on the first machine and open"
+        " between them."
     )
 
 
