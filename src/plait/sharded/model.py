@@ -433,8 +433,8 @@ class ShardedModel:
     def evaluating(self) -> Iterator[None]:
         """Set evaluation mode inside the context.
 
-        Parameters that `predict` gathers stay gathered until its end. It may be nested in one
-        thread.
+        Parameters that `predict` gathers stay gathered until the context ends. Contexts may be
+        nested in one thread.
 
         Raises:
             InputError: Another thread evaluates the model. The first to leave would end the other's
