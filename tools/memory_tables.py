@@ -195,7 +195,7 @@ def peaks() -> Iterator[list[str]]:
         words += [
             *([f"recompute {mode}"] if mode != "none" else []),
             "bf16" if bf16 else "fp32",
-            f"{count} micro-batches",
+            "1 micro-batch" if count == 1 else f"{count} micro-batches",
         ]
         difference = f"{100 * (found.peak_bytes / measured - 1):+.2f} %"
         yield [
@@ -373,7 +373,7 @@ def large() -> Iterator[list[str]]:
         layout = f"tp {tp}" + (", sequence parallel" if sequence else "")
         for mode in MODES:
             found = facts.modes[mode]  # type: ignore[index]
-            shown = (sum(found.saved), found.head, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
+            shown = (sum(found.saved), found.head, facts.restored((mode,) * 32), found.peak)  # type: ignore[arg-type]
             yield [layout, mode, *(f"{figure / GIB:.2f}" for figure in shown)]
 
 

@@ -15,7 +15,7 @@ import yaml
 from benchmarks.planner_accuracy import runs
 from benchmarks.planner_accuracy.row import Row
 from plait.planner import constants
-from plait.planner.constants import Knowledge
+from plait.planner.constants import Priors
 from plait.planner.job import ATTENTION, Framework, plait
 
 DATA = Path(__file__).parent / "data"
@@ -138,26 +138,24 @@ def read_runs(rows: Sequence[Row]) -> runs.Runs:
     return runs.read_runs(rows, framework_of=framework)
 
 
-def _with_stacks(base: Knowledge, names: Iterable[str]) -> dict[str, constants.Constant]:
+def _with_stacks(base: Priors, names: Iterable[str]) -> dict[str, constants.Constant]:
     found = {f"stack.{name}": constants.of_kernels(name) for name in names}
     for name in open_kernels():
         found[name] = replace(found[name], width=_OPEN_WIDTH)
     return {**base.constants, **found}
 
 
-def unlearned() -> Knowledge:
+def datasheet_priors() -> Priors:
     """Datasheets and the literature alone, for every framework of the table."""
-    base = constants.unlearned()
-    return Knowledge(
-        _with_stacks(base, _table()["frameworks"]), base.time_spread, base.memory_spread
-    )
+    base = constants.datasheet_priors()
+    return Priors(_with_stacks(base, _table()["frameworks"]), base.time_spread, base.memory_spread)
 
 
 @cache
-def knowledge() -> Knowledge:
+def fitted_priors() -> Priors:
     """The constants that ship, and those of the table's frameworks."""
-    shipped = constants.knowledge()
-    base = Knowledge(
+    shipped = constants.fitted_priors()
+    base = Priors(
         _with_stacks(shipped, _table()["frameworks"]), shipped.time_spread, shipped.memory_spread
     )
     learned = json.loads(STACKS.read_text(encoding="utf-8"))

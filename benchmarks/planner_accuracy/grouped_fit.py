@@ -16,7 +16,7 @@ def grouped_fit(
     measured: np.ndarray,
     names: Sequence[str],
     *,
-    known: Mapping[str, Constant],
+    priors: Mapping[str, Constant],
     spread: float,
     groups: np.ndarray,
     group_width: float,
@@ -29,7 +29,7 @@ def grouped_fit(
         predict: Returns the logarithms of what was measured, one per row.
         measured: Logarithms of the measured values.
         names: Constants that may move.
-        known: Priors of all constants.
+        priors: Priors of all constants.
         spread: Noise of a row.
         groups: Number of the group of each row.
         group_width: Standard deviation of a group's offset.
@@ -39,14 +39,14 @@ def grouped_fit(
     Returns:
         The fit, and the offset of each group.
     """
-    log_ratios = LogRatios(tuple(names), known)
+    log_ratios = LogRatios(tuple(names), priors)
     constants, count = len(log_ratios.names), int(groups.max()) + 1
     indicator = np.zeros((len(measured), count))
     indicator[np.arange(len(measured)), groups] = 1
     start = np.zeros(constants + count)
     if begin is not None:
         start[:constants] = [
-            math.log(float(begin[name]) / known[name].median) for name in log_ratios.names
+            math.log(float(begin[name]) / priors[name].median) for name in log_ratios.names
         ]
 
     def predict_at(theta: np.ndarray) -> np.ndarray:

@@ -14,28 +14,28 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.planner_accuracy.frameworks import read_runs, unlearned, without_name
+from benchmarks.planner_accuracy.frameworks import datasheet_priors, read_runs, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
 from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
 from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_seconds
 from benchmarks.planner_accuracy.widths import Residuals, residuals, scaled, scales_of
 from plait.planner import calibrate as fitting
-from plait.planner.constants import Knowledge
+from plait.planner.constants import Priors
 
 MOST = 12
 
 
 @cache
-def learned_without(sources: tuple[str, ...]) -> Knowledge:
+def learned_without(sources: tuple[str, ...]) -> Priors:
     """Constants from all published runs but those of `sources`, and of frameworks that these ran, from none. Their widths are those with
     which intervals hold nine times in ten on the sources that are neither these nor learned from."""
     return with_widths_of_others(_medians_without(sources), without=sources)
 
 
-def with_widths_of_others(known: Knowledge, *, without: tuple[str, ...] = ()) -> Knowledge:
-    """`known` with its widths scaled to what the other sources show, each predicted by constants learned without it."""
+def with_widths_of_others(priors: Priors, *, without: tuple[str, ...] = ()) -> Priors:
+    """`priors` with its widths scaled to what the other sources show, each predicted by constants learned without it."""
     others = [names for names in _scored_families() if names != without]
-    return scaled(known, scales_of(_residuals(names) for names in others))
+    return scaled(priors, scales_of(_residuals(names) for names in others))
 
 
 @cache
@@ -59,7 +59,7 @@ def _residuals(names: tuple[str, ...]) -> Residuals:
 
 
 @cache
-def _medians_without(sources: tuple[str, ...]) -> Knowledge:
+def _medians_without(sources: tuple[str, ...]) -> Priors:
     rows = rows_of("runs", "sweeps")
     taught = any(source_of(row) in sources for row in rows)
     found = learn(rows, without=sources, near=_from_all()) if taught else _from_all()
@@ -72,13 +72,13 @@ def _medians_without(sources: tuple[str, ...]) -> Knowledge:
     own = {
         f"stack.{name}": constant
         for name in ran
-        if (constant := unlearned().constants.get(f"stack.{name}"))
+        if (constant := datasheet_priors().constants.get(f"stack.{name}"))
     }
     return replace(found, constants={**found.constants, **own})
 
 
 @cache
-def _from_all() -> Knowledge:
+def _from_all() -> Priors:
     return learn(rows_of("runs", "sweeps"))
 
 
@@ -92,13 +92,13 @@ def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Ev
     for index, row in enumerate(rows):
         where[source_of(row)].append(index)
     for source, indices in where.items():
-        known = learned_without(family(source))
+        priors = learned_without(family(source))
         part = [
             rows[i] if named else {**rows[i], "framework": without_name(rows[i]["framework"])}
             for i in indices
         ]
-        given = first_rows(part, known) if calibrated else []
-        found = evaluate(part, calibrate=given, known=known)
+        given = first_rows(part, priors) if calibrated else []
+        found = evaluate(part, calibrate=given, priors=priors)
         used += len(given)
         position = {id(row): indices[k] for k, row in enumerate(part)}
         predictions += [replace(p, row=position[id(found.rows[p.row])]) for p in found.predictions]
@@ -123,7 +123,7 @@ def family(source: str) -> tuple[str, ...]:
     return next((names for names in families if source in names), (source,))
 
 
-def first_rows(rows: Sequence[Row], known: Knowledge, *, most: int = MOST) -> list[Row]:
+def first_rows(rows: Sequence[Row], priors: Priors, *, most: int = MOST) -> list[Row]:
     """At most `most` rows of every GPU and framework to measure first, where at least as many again remain."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -136,15 +136,15 @@ def first_rows(rows: Sequence[Row], known: Knowledge, *, most: int = MOST) -> li
     return [
         row
         for group in groups.values()
-        for row in _informative(group, known, min(most, len(group) // 2))
+        for row in _informative(group, priors, min(most, len(group) // 2))
     ]
 
 
-def _informative(rows: Sequence[Row], known: Knowledge, count: int) -> list[Row]:
+def _informative(rows: Sequence[Row], priors: Priors, count: int) -> list[Row]:
     runs = read_runs(rows)
     if runs.job is None or count < 1:
         return []
-    base = fitting.uncalibrated(known)
+    base = fitting.uncalibrated(priors)
     chosen = choose(runs, costs(runs, base))
     job = runs.job.take(np.array(list(chosen.values())))
     slopes = fitting.sensitivity(

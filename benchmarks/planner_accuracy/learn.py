@@ -18,17 +18,17 @@ import numpy as np
 from benchmarks.planner_accuracy.frameworks import (
     DATA,
     STACKS,
+    datasheet_priors,
     open_kernels,
     read_runs,
     unknown,
-    unlearned,
 )
 from benchmarks.planner_accuracy.grouped_fit import grouped_fit
 from benchmarks.planner_accuracy.predict import source_of
 from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_bytes, measured_seconds
 from plait.planner import calibrate as fitting
 from plait.planner import constants
-from plait.planner.constants import Knowledge
+from plait.planner.constants import Priors
 from plait.planner.job import Job
 
 _OWN_OFFSET = 0.10
@@ -71,8 +71,8 @@ class _Measured:
 
 
 def learn(
-    rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge | None = None
-) -> Knowledge:
+    rows: Iterable[Row], *, without: Sequence[str] = (), near: Priors | None = None
+) -> Priors:
     """Constants from rows of tiers A and B without experts, of all sources but `without`. `near` is where the search starts: the result
     is the same, sooner."""
     kept = [
@@ -87,7 +87,7 @@ def learn(
     kept = [
         r for r in kept if not unknown(r["framework"])
     ]  # whose kernels are not known teach nothing of a device
-    base = unlearned()
+    base = datasheet_priors()
     time, memory = _measured(kept, base)
     names = tuple(name for name in fitting.relevant(base.time_names, time.job) if name != "overall")
     weights = _weights(time.sources)
@@ -95,7 +95,7 @@ def learn(
         fitting.time_of(time.job),
         np.log(time.values),
         names,
-        known=base.constants,
+        priors=base.constants,
         spread=_TIME_NOISE,
         weights=weights,
         groups=time.groups,
@@ -106,7 +106,7 @@ def learn(
         fitting.memory_of(memory.job, memory.kinds),
         np.log(memory.values),
         fitting.MEMORY_NAMES,
-        known=base.constants,
+        priors=base.constants,
         spread=_MEMORY_NOISE,
         weights=_weights(memory.sources),
         groups=memory.groups,
@@ -127,10 +127,10 @@ def learn(
         constants[name] = replace(
             constant, median=float(found.rates[name]), width=min(width, constant.width)
         )
-    return Knowledge(constants, 0.052, 0.14)
+    return Priors(constants, 0.052, 0.14)
 
 
-def _measured(rows: Sequence[Row], base: Knowledge) -> tuple[_Measured, _Measured]:
+def _measured(rows: Sequence[Row], base: Priors) -> tuple[_Measured, _Measured]:
     runs = read_runs(rows)
     assert runs.job is not None
     chosen = choose(runs, costs(runs, fitting.uncalibrated(base)))
@@ -167,9 +167,9 @@ def _weights(sources: np.ndarray) -> np.ndarray:
     return weights
 
 
-def write(learned: Knowledge, path: Path) -> None:
+def write(learned: Priors, path: Path) -> None:
     """As the planner reads it, with the speeds of other frameworks' kernels in a file of their own."""
-    shipped = constants.unlearned().constants
+    shipped = constants.datasheet_priors().constants
     values = {
         name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()
     }

@@ -107,12 +107,12 @@ class Confusion:
 
     @property
     def false_fits(self) -> float | None:
-        """Share of rows that ran out of memory and were called fitting."""
+        """Share of rows that ran out of memory and were predicted to fit."""
         return self.called_fits / self.out_of_memory if self.out_of_memory else None
 
     @property
     def false_alarms(self) -> float | None:
-        """Share of rows that ran and were called out of memory."""
+        """Share of rows that ran and were predicted not to fit."""
         return self.called_out_of_memory / self.ran if self.ran else None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
+from benchmarks.planner_accuracy.frameworks import fitted_priors, read_runs
 from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
 from benchmarks.planner_accuracy.runs import (
     Row,
@@ -34,14 +34,14 @@ from plait.planner.calibrate import (
     time_of,
     uncalibrated,
 )
-from plait.planner.constants import Knowledge
+from plait.planner.constants import Priors
 from plait.planner.memory import MOMENTS
 from plait.planner.request import estimate
 from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
 LIKELY = 0.5
-"""A row is called fitting from this probability on; chosen on the published rows of which it is known."""
+"""Probability from which on a row counts as predicted to fit; chosen on the published rows of which it is known."""
 _KINDS = ("allocated", "reserved", "total")
 
 
@@ -105,15 +105,15 @@ def source_of(row: Row) -> str:
 
 
 def evaluate(
-    rows: Sequence[Row], *, calibrate: Sequence[Row] = (), known: Knowledge | None = None
+    rows: Sequence[Row], *, calibrate: Sequence[Row] = (), priors: Priors | None = None
 ) -> Evaluation:
-    """Predict every row from `known` (by default what ships, and the table of frameworks). `calibrate` are measured rows; those of a row's
+    """Predict every row from `priors` (by default what ships, and the table of frameworks). `calibrate` are measured rows; those of a row's
     device and framework move its constants."""
-    known = known or knowledge()
+    priors = priors or fitted_priors()
     used = {row["id"] for row in calibrate if row.get("id")}
     rows = tuple(row for row in rows if not (row.get("id") and row["id"] in used))
     runs = read_runs(rows)
-    fits = _calibrations(calibrate, known)
+    fits = _calibrations(calibrate, priors)
     if runs.job is None:
         return Evaluation(rows, (), runs.reasons, len(calibrate))
     groups: dict[tuple[str, str] | None, list[int]] = defaultdict(list)
@@ -126,7 +126,7 @@ def evaluate(
         found += _predict(
             runs,
             np.array(indices),
-            fits[group] if group is not None else uncalibrated(known),
+            fits[group] if group is not None else uncalibrated(priors),
             calibrated=calibrated,
         )
     found.sort(key=lambda prediction: prediction.row)
@@ -137,15 +137,13 @@ def _key(row: Row, framework: Any, device: Any) -> tuple[str, str]:
     return (str(device), str(framework))
 
 
-def _calibrations(
-    rows: Sequence[Row], known: Knowledge
-) -> dict[tuple[str, str] | None, Calibration]:
+def _calibrations(rows: Sequence[Row], priors: Priors) -> dict[tuple[str, str] | None, Calibration]:
     by: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         one = read_runs([row])
         if one.variants:
             by[_key(row, one.variants[0].framework.name, one.variants[0].device.name)].append(row)
-    return {key: fitted_to(read_runs(group), known=known) for key, group in by.items()}
+    return {key: fitted_to(read_runs(group), priors=priors) for key, group in by.items()}
 
 
 def _predict(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import read
-from benchmarks.planner_accuracy.frameworks import DATA, knowledge, read_runs
+from benchmarks.planner_accuracy.frameworks import DATA, fitted_priors, read_runs
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate
@@ -63,7 +63,9 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
         row = {**row, "step_time_s": f"{flops / gpus / one.tflops / 1e12:.3f}"}
     # A row of the table is predicted without its source; the others are of sources that no constant was learned from.
     found = (
-        left_out([row], calibrated=False) if row.get("id") else evaluate([row], known=knowledge())
+        left_out([row], calibrated=False)
+        if row.get("id")
+        else evaluate([row], priors=fitted_priors())
     )
     (predicted,) = found.predictions
     layout = Layouts.of([read_runs([row]).variants[0].layout]).at(0)
@@ -95,7 +97,7 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
         "plan": describe(ours.layout),
         "plan_seconds": ours.seconds,
         "theirs_seconds": theirs.seconds,
-        "theirs_gib": theirs.needed / GIB,
+        "theirs_gib": theirs.needed_bytes / GIB,
         "theirs_fits": theirs.fit_probability,
         "reasons": {STEP_TERMS[name]: saved[name] * faster for name in reasons},
     }

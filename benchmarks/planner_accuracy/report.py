@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.planner_accuracy.frameworks import knowledge, open_kernels, unlearned
+from benchmarks.planner_accuracy.frameworks import datasheet_priors, fitted_priors, open_kernels
 from benchmarks.planner_accuracy.predict import LIKELY
 
 _AIMS = {
@@ -33,7 +33,7 @@ def markdown(result: dict[str, Any]) -> str:
         "part, at most 12 rows of each GPU and framework calibrate the planner, selected before anything is measured, and the errors are",
         "those of the other rows. An error is predicted / measured - 1; median, mean and P90 are of its absolute value. An interval",
         "of seconds is as wide as the other sources need, each predicted without itself, for nine in ten of their rows to be in it.",
-        "The interval score is the mean of an interval's width in logarithms and of 20 times what a measurement lies outside of it.",
+        "The interval score is the mean of an interval's width in logarithms and of 20 times the distance of a measurement outside it.",
         "",
     ]
     for name, title in (
@@ -126,10 +126,10 @@ def _fit(fit: dict[str, Any]) -> list[str]:
     return [
         "### Fit and no fit",
         "",
-        f"Of {fit['out_of_memory']} rows that ran out of memory {fit['called_fits']} were called fitting ({fit['false_fits']:.1%});",
-        f"of {fit['ran']} rows that ran {fit['called_out_of_memory']} were called out of memory ({fit['false_alarms']:.1%}).",
+        f"Of {fit['out_of_memory']} rows that ran out of memory {fit['called_fits']} were predicted to fit ({fit['false_fits']:.1%});",
+        f"of {fit['ran']} rows that ran {fit['called_out_of_memory']} were predicted not to fit ({fit['false_alarms']:.1%}).",
         "Rows marked `OOM/crash` are not counted: crashes have other causes too.",
-        f"A row is called fitting where that is at least {LIKELY:.0%} likely. This threshold was chosen with knowledge of these rows (the",
+        f"A row counts as predicted to fit if that is at least {LIKELY:.0%} likely. This threshold was chosen with knowledge of these rows (the",
         "constants were not: each row's source is left out), so these two shares are less than a test of it. A plan asks for 90 %.",
         "",
     ]
@@ -147,8 +147,8 @@ def _published(rows: list[dict[str, Any]]) -> list[str]:
         f"{sum(r['inside'] for r in timed)} of {len(timed)} published times lie in the 90 % interval of the prediction for that",
         f"layout and that framework, by constants learned without the source; of the other {len(rows) - len(timed)} layouts no time was",
         "found. The plan is for Plait's own kernels, which are eager and keep more of every block, in bf16 or fp16; the published layout",
-        "is estimated with the same kernels next to it. The reasons are up to three terms of the step that differ most in favour of the faster",
-        "of the two, as theirs less the plan's.",
+        "is estimated with the same kernels next to it. The reasons are the up to three terms of the step that favour the faster of the",
+        "two the most, each as the experts' value less the plan's.",
         "",
         "| model | GPUs | tokens | published layout | measured | predicted (90 %) | inside | plan | plan's | theirs in Plait | reasons "
         "| source |",
@@ -216,22 +216,22 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
     )
     return [
         *lines,
-        f"Of {out} rows of tier A of these sets that ran out of memory {called} were called fitting, and of {ran} that ran {alarms} were",
-        "called out of memory.",
+        f"Of {out} rows of tier A of these sets that ran out of memory {called} were predicted to fit, and of {ran} that ran {alarms} were",
+        "predicted not to fit.",
         "",
     ]
 
 
 def _constants() -> list[str]:
     """What is fitted, what it may be, and what the published runs made of it."""
-    believed, found = unlearned().constants, knowledge().constants
+    believed, found = datasheet_priors().constants, fitted_priors().constants
     shipped = [name for name in believed if not name.startswith("stack.") or name == "stack.plait"]
     stacks = len(found) - len(shipped)
     lines = [
         "## Fitted constants",
         "",
         f"{len(shipped)} constants ship, and {stacks} speeds of other frameworks' kernels are kept with these tables: {len(found)}, and",
-        f"{stacks} entries of frameworks besides Plait's own. When the work on held-out sources began they were 61, and 22 entries. Of the",
+        f"{stacks} entries of frameworks besides Plait's own. When the work on held-out sources began, there were 61 constants and 22 entries. Of the",
         f"speeds of kernels {len(open_kernels())} are not learned: of frameworks that are not known, and of those around a model",
         "and kernels of the user's own (`own_models`), of which what one source measured says little of the next. A fit does not leave",
         "the range; a width is a standard deviation of the logarithm, between machines that were never measured. A constant whose",
@@ -299,8 +299,8 @@ def _aims(result: dict[str, Any]) -> list[str]:
     for name in ("left out", "12 rows"):
         fit = result[name]["fit"]
         for key, what in (
-            ("false_fits", "rows out of memory called fitting"),
-            ("false_alarms", "rows that ran called out of memory"),
+            ("false_fits", "rows out of memory that were predicted to fit"),
+            ("false_alarms", "rows that ran and were predicted not to fit"),
         ):
             line(f"{what}, {_NAMES[name]}:", fit[key], "at most 5 %", fit[key] <= 0.05)
     lines.append(

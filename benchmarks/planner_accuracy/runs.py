@@ -28,7 +28,7 @@ from benchmarks.planner_accuracy.row import (
 from plait.errors import InputError
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, MeasuredRuns, merged_rates, uncalibrated
-from plait.planner.constants import Knowledge
+from plait.planner.constants import Priors
 from plait.planner.hardware import stack
 from plait.planner.job import Job, Layouts
 from plait.planner.request import estimate
@@ -130,11 +130,11 @@ def choose(runs: Runs, cost: tuple[Array, Array]) -> dict[int, int]:
     return {row: index for row, (_, index) in best.items()}
 
 
-def calibrate(runs: Runs, *, known: Knowledge | None = None) -> Calibration:
+def calibrate(runs: Runs, *, priors: Priors | None = None) -> Calibration:
     """Fit the constants to the rows that can be priced and were measured. Raises InputError if there are none."""
     chosen: dict[int, int] = {}
     if runs.job is not None:
-        chosen = choose(runs, costs(runs, uncalibrated(known)))
+        chosen = choose(runs, costs(runs, uncalibrated(priors)))
     seconds = {row: measured_seconds(runs.rows[row]) for row in chosen}
     peaks = {row: measured_bytes(runs.rows[row]) for row in chosen}
     rows = [row for row in chosen if seconds[row] is not None or peaks[row] is not None]
@@ -150,7 +150,7 @@ def calibrate(runs: Runs, *, known: Knowledge | None = None) -> Calibration:
         [np.nan if seconds[row] is None else seconds[row] for row in rows], dtype=float
     )
     return calibration_of.calibrate(
-        MeasuredRuns(job, times, [peaks[row] for row in rows]), known=known
+        MeasuredRuns(job, times, [peaks[row] for row in rows]), priors=priors
     )
 
 

@@ -13,10 +13,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.frameworks import open_kernels, unlearned
+from benchmarks.planner_accuracy.frameworks import datasheet_priors, open_kernels
 from benchmarks.planner_accuracy.predict import evaluate, interval_of_time
 from benchmarks.planner_accuracy.runs import Row
-from plait.planner.constants import Knowledge
+from plait.planner.constants import Priors
 from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
@@ -65,13 +65,13 @@ class Residuals:
         return float((self.size <= NINETY * deviation).sum())
 
 
-def residuals(rows: Sequence[Row], known: Knowledge) -> Residuals:
-    """Of the seconds of `rows`, predicted by `known`, which was learned without them."""
+def residuals(rows: Sequence[Row], priors: Priors) -> Residuals:
+    """Of the seconds of `rows`, predicted by `priors`, which was learned without them."""
     narrowed = (Scales(), Scales(constants=_NARROW), Scales(kernels=_NARROW))
     found = [
         [
             one
-            for p in evaluate(rows, known=scaled(known, scales)).predictions
+            for p in evaluate(rows, priors=scaled(priors, scales)).predictions
             if (one := interval_of_time(p))
         ]
         for scales in narrowed
@@ -108,13 +108,13 @@ def scales_of(families: Iterable[Residuals]) -> Scales:
     return _SCALES[-1]
 
 
-def scaled(known: Knowledge, scales: Scales) -> Knowledge:
-    """`known` with the widths of its constants of time times `scales`. A constant of which nothing was measured stays as wide as it was
+def scaled(priors: Priors, scales: Scales) -> Priors:
+    """`priors` with the widths of its constants of time times `scales`. A constant of which nothing was measured stays as wide as it was
     believed to be, but for the kernels of a framework whose other facts are in the table."""
-    believed = unlearned().constants
+    believed = datasheet_priors().constants
     kept = {"stack.plait", *open_kernels()}
     constants = {}
-    for name, constant in known.constants.items():
+    for name, constant in priors.constants.items():
         if name.startswith("memory:"):
             continue
         measured = constant.width != believed[name].width
@@ -122,4 +122,4 @@ def scaled(known: Knowledge, scales: Scales) -> Knowledge:
             constants[name] = replace(constant, width=constant.width * scales.constants)
         elif name.startswith("stack.") and name not in kept:
             constants[name] = replace(constant, width=constant.width * scales.kernels)
-    return replace(known, constants={**known.constants, **constants})
+    return replace(priors, constants={**priors.constants, **constants})

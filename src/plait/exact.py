@@ -127,7 +127,7 @@ def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
         return _decode_marked(value, reference, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{where} is of no form that Plait writes: {str(value)[:200]} ({error!r})"
+            f"{where} does not have a form that Plait writes: {str(value)[:200]} ({error!r})"
         ) from error
 
 

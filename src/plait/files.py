@@ -36,7 +36,7 @@ def try_lock(opened: IO[bytes] | IO[str] | int) -> bool:
 def anonymous_file(name: str) -> int:
     """Return a descriptor of a new file in memory without a path. Child programs do not inherit it.
 
-    Other processes open it as `/proc/<process>/fd/<descriptor>`. Linux on x86-64 only.
+    Other processes open it as `/proc/<process>/fd/<descriptor>`. Only Linux on x86-64 is supported.
 
     Raises:
         OSError: The system cannot create such a file.

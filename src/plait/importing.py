@@ -79,7 +79,7 @@ def import_named(named: str, *, form: str, example: str) -> tuple[ModuleType, st
 
     Raises:
         NamedImportError: The text has another form, or the module does not exist. An error inside
-            of the module is not caught.
+            the module is not caught.
     """
     path, _, attribute = named.partition(":")
     if not path or path.startswith(".") or not attribute:

@@ -111,7 +111,7 @@ def test_peak(fake_world, stage, tp, bf16, states):
 def test_planner(states):
     """Its own account of the states is the ledger's, and it proposes no host for them."""
     request = replace(request_for("llama"), optimizer_states=states)
-    assert not request.offers.offload
+    assert not request.techniques.offload
     for tp, stage, shard in ((1, 3, 4), (2, 1, 2)):
         layouts = Layouts(tp=np.array([tp]), dp_shard=shard, stage=stage)
         found = states_of(request, job_of(request, layouts)).first["optimizer"][0]

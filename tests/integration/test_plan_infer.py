@@ -153,7 +153,7 @@ def test_a_damaged_file_among_several(folder, tmp_path, budget, capsys):
     second = sorted((tmp_path / "model").glob("*.safetensors"))[1]
     content = second.read_bytes()
     for damaged, words in (
-        (content[:-1], "the file is cut off"),
+        (content[:-1], "the file is truncated"),
         (b"\xff" * len(content), "is not a readable safetensors file"),
     ):
         second.write_bytes(damaged)

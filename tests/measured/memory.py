@@ -63,8 +63,8 @@ def measure_step(engine, batch):
         before_update()
 
     in_backward = engine.stepper.in_backward
-    looks = in_backward.looks if in_backward is not None else []
-    looks.append(before_one)
+    inspectors = in_backward.inspectors if in_backward is not None else []
+    inspectors.append(before_one)
     engine.sharded.forward = between
     engine.stepper.before_update.append(before_update)
     try:
@@ -72,7 +72,7 @@ def measure_step(engine, batch):
     finally:
         engine.sharded.forward = forward
         engine.stepper.before_update.remove(before_update)
-        looks.remove(before_one)
+        inspectors.remove(before_one)
     states = engine.optimizer.state.values()
     held["optimizer"] = storage_bytes(
         value for state in states for value in state.values() if isinstance(value, torch.Tensor)

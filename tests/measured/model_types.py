@@ -20,7 +20,7 @@ from plait.errors import PlaitError
 from plait.model.blocks import find_blocks
 from plait.model.plans import make_plan
 from plait.verify.choose import choose
-from plait.verify.model_under_test import TestedModel, build, give_weights
+from plait.verify.model_under_test import TestedModel, build, initialise_weights
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from plait.verify.plan import VerificationPlan
 from plait.verify.report import EXACT_BAR, ROUNDED_BAR
@@ -130,7 +130,7 @@ def run_cell(rank, world, tested, layout):
     plan = planned(tested, layout)
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype, rank=rank)
-    with plan.lifting("float64", built.model):
+    with plan.pass_context("float64", built.model):
         try:
             engine = initialize(
                 built.model,
@@ -187,7 +187,7 @@ def _reference(tested):
     if _KEPT and _KEPT[0][0] == tested:
         return _KEPT[0][1]
     plan = planned(tested, next(iter(LAYOUTS)))
-    model = give_weights(
+    model = initialise_weights(
         plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=plan.resolved.seed
     )
     drawn = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

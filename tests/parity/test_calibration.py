@@ -7,7 +7,7 @@ import pytest
 
 from plait.engine import calibration as live
 from plait.planner.calibrate import calibrate, errors_with, priors_from_rates, runs_of, uncalibrated
-from plait.planner.constants import knowledge
+from plait.planner.constants import fitted_priors
 from plait.planner.hardware import cluster
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -41,10 +41,10 @@ def test_two_processes_measure_every_kind_of_layout(pool):
         for one in runs
     )
     assert rates.all_reduce is not None and all(rate > 0 for rate in rates.products.values())
-    known = priors_from_rates(
-        knowledge(), cluster("cpu", 2).device, rates, processes=2, precision="fp32"
+    priors = priors_from_rates(
+        fitted_priors(), cluster("cpu", 2).device, rates, processes=2, precision="fp32"
     )
-    fitted = calibrate(runs_of(runs), known=known)
+    fitted = calibrate(runs_of(runs), priors=priors)
     assert fitted.time.rows == len(runs)
     assert errors_with(runs_of(runs), fitted)[1] < errors_with(runs_of(runs), uncalibrated())[1]
     assert np.all(np.diag(fitted.time.covariance) > 0)

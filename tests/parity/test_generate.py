@@ -479,7 +479,7 @@ def test_where_the_rank_that_chooses_fails_all_raise(pool):
             assert (
                 other["text"]
                 == other["on_token"]
-                == "InputError: another rank failed, which reports its error"
+                == "InputError: another rank failed and reports its error"
             )
         else:
             assert other["text"] == "InputError: the rank that chooses tokens: no text for that"

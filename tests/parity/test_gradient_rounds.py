@@ -462,7 +462,7 @@ def given_twice(rank, world):
             engine.close()
     same({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, wanted)
     for former in engines[:2]:
-        with pytest.raises(InputError, match="was closed, or its model given to another"):
+        with pytest.raises(InputError, match="was closed, or its model was passed to another"):
             former(data(1)[rank])
     plait.parallelize(model, config)
     copy.deepcopy(model)(data(1)[rank]).sum().backward()

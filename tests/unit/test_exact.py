@@ -87,5 +87,5 @@ def test_what_cannot_be_kept_is_named(value):
     ],
 )
 def test_foreign_forms_are_refused(value):
-    with pytest.raises(CheckpointError, match="of no form that Plait writes"):
+    with pytest.raises(CheckpointError, match="does not have a form that Plait writes"):
         exact.decode(value)

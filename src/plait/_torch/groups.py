@@ -212,7 +212,7 @@ class UnfinishedCollective:
     """A collective of this process that has started and has not finished.
 
     Attributes:
-        operation: Name without that of the backend, for example `all_reduce`.
+        operation: Name without the backend's, for example `all_reduce`.
         group: torch's name of the process group.
         description: Purpose of the group, for example `mesh_dp_shard`.
         ranks: Global ranks of the group.

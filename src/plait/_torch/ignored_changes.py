@@ -36,7 +36,7 @@ from plait.errors import InputError
 _tensors_found_by_torch = getattr(_common_utils, "collect_grad_tensors", tree_leaves)
 
 _SAMPLES = 1 << 16
-"""Elements of a parameter that are compared at most."""
+"""Largest number of elements of a parameter that are compared."""
 
 
 def watch_shards(module: FSDPModule) -> None:
@@ -115,9 +115,9 @@ class _RefuseLossGradient:
     def __call__(self, _gradient: torch.Tensor | None) -> None:
         raise InputError(
             f"{_name(self.parameter())} is read by the loss itself (a penalty on weights?) while it"
-            " is a shard, so its gradient from there would be that of this rank only: read it after"
-            " the model was called (below ZeRO stage 3 it is unsharded then), leave a penalty on"
-            " squares to the optimizer's weight_decay, or use ZeRO stage 0 in the model's own dtype"
+            " is a shard, so the loss would give it the gradient of this rank only; read it after"
+            " the model was called (below ZeRO stage 3 it is unsharded then), use the optimizer's"
+            " weight_decay for a penalty on squares, or use ZeRO stage 0 in the model's own dtype"
         )
 
 

@@ -60,9 +60,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def allowing_requires_grad() -> AbstractContextManager[None]:
-    """Allow `requires_grad_` inside of the block, which torch.func.jvp and vmap refuse.
+    """Allow `requires_grad_` inside the block, which torch.func.jvp and vmap refuse.
 
-    They refuse it for every tensor, also for those that they do not transform.
+    They refuse it for every tensor, even one that they do not transform.
     """
     return enable_inplace_requires_grad(True)
 

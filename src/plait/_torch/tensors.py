@@ -26,7 +26,7 @@ _propagator: Any = ShardingPropagator
 _tensor_strategies: Any = _tensor_ops
 _NEW_EMPTY_STRIDED = torch.ops.aten.new_empty_strided.default
 rebuilt_tensor = _rebuild_tensor_v2
-"""Function that pickles of torch name to build a tensor.
+"""Function that torch's pickles name to build a tensor.
 
 Its arguments are storage, offset, size, stride, requires_grad and hooks.
 """

@@ -14,10 +14,10 @@ Note [Order of units]
     order of registration issue the same collectives as without this patch. A step that skips a
     block keeps the gradients of the blocks in front of it unsharded until the end of the backward.
 
-    An evaluation between forward and backward may have freed units, so the begin of the backward
-    gathers all of them. Nothing is gathered after that: torch would prefetch units that are reduced
-    already, because it remembers the order of all forwards, and would leave them gathered. A block
-    that ran several times is reduced after the backward of the last of its calls.
+    An evaluation between forward and backward may have freed units, so the beginning of the
+    backward gathers all of them. Nothing is gathered after that: torch would prefetch units that
+    are reduced already, because it remembers the order of all forwards, and would leave them
+    gathered. A block that ran several times is reduced after the backward of the last of its calls.
 
     At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded,
     and the ranks compare a digest of it once per step.
@@ -41,7 +41,7 @@ from plait._torch.units import parameter_groups, sharded_modules
 DIGEST_BITS = 32
 """Size of `UnitOrder.digest`."""
 MOST_COLLECTIVES = 1 << 14
-"""Collectives that `UnitOrder.take` returns at most. The digest covers older ones too."""
+"""Largest number of collectives that `UnitOrder.take` returns. The digest covers older ones too."""
 _MULTIPLIER = 0x9E3779B1
 """Odd factor that makes the digest depend on the order."""
 _LAST_ISSUER: list[weakref.ref[UnitOrder]] = []

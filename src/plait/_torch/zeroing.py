@@ -1,7 +1,7 @@
 """Calls of `zero_grad`, for which torch has no hooks.
 
 Patched behaviour: `zero_grad` of `torch.optim.Optimizer`, of `torch.nn.Module` and of subclasses
-that have their own tells observers for the rest of the process. Subclasses of `Optimizer` are
+that have their own notifies observers for the rest of the process. Subclasses of `Optimizer` are
 patched when an optimizer of theirs is constructed, and those of `Module` when a model with one of
 their modules is observed.
 """

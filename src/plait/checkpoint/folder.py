@@ -195,8 +195,8 @@ def _candidates_from_pointer(
     if manifest_hash(latest.path) != pointer.manifest_sha256:
         return _with_note(
             [latest, *older],
-            f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one"
-            " there, which is loaded",
+            f"{folder / LATEST} was written for an older checkpoint with the name {pointer.tag};"
+            " the one that is there now is loaded",
         )
     if newer:
         return _with_note(

@@ -352,8 +352,8 @@ def check_size(path: Place, manifest: FileManifest) -> None:
         )
     if size != manifest.size:
         raise CheckpointError(
-            f"{path} has {size:,} bytes, but {manifest.size:,} were written; it was cut, or it is"
-            " another file"
+            f"{path} has {size:,} bytes, but {manifest.size:,} were written; it was truncated, or"
+            " it is another file"
         )
 
 

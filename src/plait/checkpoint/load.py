@@ -96,11 +96,11 @@ class Reader:
     def _file(self, rank: int) -> Place:
         return self.path / rank_file(rank, "safetensors")
 
-    def verify(self, how: Verify, *, rank: int = 0, world: int = 1) -> None:
+    def verify(self, extent: Verify, *, rank: int = 0, world: int = 1) -> None:
         """Compare this rank's share of the files with their hashes.
 
         Args:
-            how: Extent, see `Verify`.
+            extent: Extent, see `Verify`.
             rank: This rank, which verifies every `world`-th file.
             world: Number of ranks that verify the checkpoint together.
 
@@ -109,10 +109,10 @@ class Reader:
                 the tensor.
         """
         file_ranks = range(rank, len(self.manifest.ranks), world)
-        if how == "off":
+        if extent == "off":
             self._checkpoint.check_sizes(file_ranks)
             return
-        stride = 1 if how == "full" else _SAMPLE_STRIDE
+        stride = 1 if extent == "full" else _SAMPLE_STRIDE
         for file_rank in file_ranks:
             shards = self._rank_manifest(file_rank).shards
             selected = set(list(shards.entries)[::stride])
@@ -136,7 +136,7 @@ class Reader:
                         tensor = file.read(name)
                         # Several ranks have tensors of this name, so the rank is hashed with it.
                         observe = rank_content.observer(
-                            f"{rank}.{name}", record_of(tensor), window_of(tensor), begins=True
+                            f"{rank}.{name}", record_of(tensor), window_of(tensor), is_first=True
                         )
                     elif record is None:
                         raise CheckpointError(
@@ -150,7 +150,7 @@ class Reader:
                         window = record.window(coordinates, self.layout.all_degrees)
                         tensor = file.read(name, record, window)
                         observe = model_content.observer(
-                            name, record, window, begins=record.begins_at(coordinates)
+                            name, record, window, is_first=record.begins_at(coordinates)
                         )
                     for block in tensor_blocks(name, tensor):
                         observe(block)

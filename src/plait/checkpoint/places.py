@@ -202,8 +202,8 @@ def place_of(place: str | Path | StorePath, field: str = "folder") -> Place:
         store, key = fsspec.url_to_fs(text, use_listings_cache=False)
     except (ValueError, ImportError, OSError) as error:
         raise InputError(
-            f"{field} = {text!r}: {error}; install what reads such URLs (s3fs for s3://, gcsfs for"
-            " gs://)"
+            f"{field} = {text!r}: {error}; install the package for such URLs (s3fs for s3://, gcsfs"
+            " for gs://)"
         ) from None
     return StorePath(store, key)
 

@@ -198,7 +198,7 @@ class _Save:
         try:
             with naming(self._doing):
                 return run_on_all_ranks(
-                    work, row_of, device=self._device, doing=self._doing, group=self._group
+                    work, row_of, device=self._device, activity=self._doing, group=self._group
                 )
         except CommunicationError as error:
             # The group timed out. The files of the ranks that still write tell which disk is slow.
@@ -298,14 +298,14 @@ class _Save:
             record = self._snapshot.written.get(name)
             if record is None:
                 observers[name] = rank_content.observer(
-                    f"{self._mesh.rank}.{name}", record_of(tensor), window_of(tensor), begins=True
+                    f"{self._mesh.rank}.{name}", record_of(tensor), window_of(tensor), is_first=True
                 )
             elif name not in counted:
                 observers[name] = content.observer(
                     name,
                     record,
                     record.window(coordinates, degrees),
-                    begins=record.begins_at(coordinates),
+                    is_first=record.begins_at(coordinates),
                 )
         return observers
 

@@ -478,7 +478,7 @@ def _refuse_missing_states(
                 if parameter in states and state not in states[parameter]:
                     raise CheckpointError(
                         f"optimizer.params.{option} = {group[option]}: it needs `{state}` of every"
-                        f" parameter, but the checkpoint has none of {names[parameter][0]}; set"
+                        f" parameter, but the checkpoint has none for {names[parameter][0]}; set"
                         f" {option} to what the run was saved with"
                     )
 

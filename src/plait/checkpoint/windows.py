@@ -248,7 +248,7 @@ class ContentHash:
         self._lanes += np.frombuffer(total, dtype="<u8")
 
     def observer(
-        self, name: str, record: TensorRecord, window: Window, *, begins: bool
+        self, name: str, record: TensorRecord, window: Window, *, is_first: bool
     ) -> Observer:
         """Return a function that adds blocks of one tensor to the hash.
 
@@ -256,10 +256,10 @@ class ContentHash:
             name: Name of the tensor in the checkpoint.
             record: Record of the full tensor.
             window: Part of the full tensor that the blocks are taken from.
-            begins: Whether this is the tensor's first part, which also adds the tensor's number.
+            is_first: Whether this is the tensor's first part, which also adds the tensor's number.
         """
         tensor_numbers, row_seeds, column_seed = _seeds(name, record)
-        if begins:
+        if is_first:
             self._lanes += tensor_numbers
         # A scalar is one row with one column.
         starts = [start for start, _ in window] or [0]

@@ -76,7 +76,7 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
         runs_of,
         save_calibration,
     )
-    from plait.planner.constants import knowledge
+    from plait.planner.constants import fitted_priors
 
     process = place()
     cluster = live_cluster()
@@ -88,15 +88,15 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     if process.rank:
         return
 
-    known = priors_from_rates(
-        knowledge(),
+    priors = priors_from_rates(
+        fitted_priors(),
         cluster.device,
         measured.rates,
         processes=cluster.devices,
         precision=request.precision,
     )
     runs = runs_of(measured.runs)
-    calibration = calibrate(runs, known=known)
+    calibration = calibrate(runs, priors=priors)
     # Two CPU machines differ, while GPUs of one name are alike.
     origin_machine = machine if cluster.device.name == "cpu" else ""
     facts = {
@@ -110,7 +110,7 @@ def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     )
     if not quiet:
         print_rates(measured.rates)
-        print_calibration(calibration, runs, known=known)
+        print_calibration(calibration, runs, priors=priors)
     if measured.waiting > _MAX_WAITING_SHARE:
         print(
             f"\nplait: other programs took up to {measured.waiting:.0%} of the steps' time, so the"

@@ -111,8 +111,8 @@ def diff_command(
 ) -> None:
     """Print the tensors that are not bitwise equal in two checkpoints of any layouts.
 
-    Exit code 1 if there are any, 4 if the content hashes contradict the tensors: a file is
-    damaged then.
+    Exit code 1 if there are any, 4 if the content hashes contradict the tensors, because
+    a file is damaged.
     """
     from plait.checkpoint.inspect import content_difference, differences, open_checkpoint
     from plait.checkpoint.places import place_of

@@ -90,7 +90,7 @@ def convert_command(
 ) -> None:
     """Convert FILE to a file for `plait train` and `plait.initialize`.
 
-    It prints the result for each of its keys.
+    Prints the result for each key of FILE.
     """
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; pass another name, or remove it first")

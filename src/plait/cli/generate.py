@@ -52,7 +52,7 @@ CHAT_TOKENS = 1024
 """Length of a chat for which the layout is chosen, before its prompts are known."""
 
 GRACE_SECONDS = 10.0
-"""Time that processes get to end after a signal.
+"""Time for processes to end after a signal.
 
 They have nothing to save, but one of them may wait for another that has ended already.
 """
@@ -658,7 +658,7 @@ def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
 
 
 POLL_SECONDS = 20.0
-"""Time after which processes that wait for a line hear that there is none yet."""
+"""Time after which processes that wait for a line are told that there is none yet."""
 
 
 def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:

@@ -116,7 +116,7 @@ def refuse_options(options: Mapping[str, object], rule: str, remedy: str) -> Non
 
     Args:
         options: Values by option. None means an option that was not used.
-        rule: Reason for which the options cannot be used.
+        rule: Reason why the options cannot be used.
         remedy: What the user can do.
     """
     raise_problems(

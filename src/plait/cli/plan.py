@@ -119,7 +119,7 @@ def plan(
     )
     from plait.planner import explain, output
     from plait.planner import search as searching
-    from plait.planner.offers import parse_fixed
+    from plait.planner.techniques import parse_fixed
 
     # A file of this name takes precedence.
     if file == Path(_LIST_NAMES) and not file.exists():
@@ -184,7 +184,7 @@ def _compare(
 ) -> list[Comparison]:
     """Compare the best layout with the best layouts that have certain values, such as `tp=4`."""
     from plait.planner import explain
-    from plait.planner.offers import parse_fixed
+    from plait.planner.techniques import parse_fixed
 
     return [
         explain.why(result, parse_fixed([text]), text, fixed=fixed, calibration=calibration)
@@ -347,11 +347,17 @@ def infer(
     )
     work = InferenceWork(source, unloaded, prompt_tokens + new_tokens, batch_size, offload_cache)
     if has_budget:
-        deployment = deploy_streamed(work, gpu_budget=gpu_bytes, cpu_budget=cpu_bytes, on=devices)
+        deployment = deploy_streamed(
+            work, gpu_budget=gpu_bytes, cpu_budget=cpu_bytes, machine=devices
+        )
     else:
         # The devices of a named GPU have been limited to --nproc-per-node already.
         deployment = deploy(
-            work, tp=tp, pp=pp, devices=nproc_per_node if named_gpu is None else None, on=devices
+            work,
+            tp=tp,
+            pp=pp,
+            devices=nproc_per_node if named_gpu is None else None,
+            machine=devices,
         )
 
     bound_gpu = named_gpu

@@ -38,7 +38,12 @@ _MMAP_THRESHOLD_BYTES = 32 * 2**20
 
 glibc accepts no larger value. It is half of the heap of a thread.
 """
-USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+USER_VARIABLES = (
+    "GLIBC_TUNABLES",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+)
 """Variables with which a user configures the allocator."""
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page."""
@@ -98,9 +103,9 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
         environment: Environment variables. If they configure the allocator, nothing is changed.
 
     Returns:
-        Whether the allocator was configured. Other C libraries than glibc have none.
+        Whether the allocator was configured, which requires glibc.
     """
-    if any(name in environment for name in USERS) or not _is_glibc():
+    if any(name in environment for name in USER_VARIABLES) or not _is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     if not mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES):

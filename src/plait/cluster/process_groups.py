@@ -37,16 +37,16 @@ from torch.distributed.rendezvous import rendezvous
 from plait._torch.tensors import forget_meshes
 from plait.cluster.topology import RankInfo, address_of_method, init_method
 
-_met: dict[str, _SharedStore] = {}
+_stores: dict[str, _SharedStore] = {}
 """Stores by address."""
 FAKE = "fake"
-"""torch's name of the backend."""
+"""torch's name of the fake backend."""
 LONGEST_SECONDS = 2.0
 """Longest time to wait for busy threads. On a loaded machine they may not get to sleep earlier."""
 _PAUSE_SECONDS = 0.005
 """Interval at which the threads are checked."""
 _QUIET_CHECKS = 4
-"""Number of checks in sequence that must find all threads asleep."""
+"""Number of consecutive checks that must find all threads asleep."""
 _GLOO_THREAD = "pt_gloo_runloop"
 """Name that torch gives to the threads of gloo."""
 
@@ -65,12 +65,12 @@ def store_of_next_group(rank_info: RankInfo, timeout: timedelta) -> dist.Store:
         return dist.HashStore()
     method = init_method()
     address = address_of_method(method)
-    if address not in _met:
+    if address not in _stores:
         store, _, _ = next(
             rendezvous(method, rank_info.rank, rank_info.world_size, timeout=timeout)
         )
-        _met[address] = _SharedStore(store)
-    shared = _met[address]
+        _stores[address] = _SharedStore(store)
+    shared = _stores[address]
     # Creating a default group is collective, so all ranks use the same number.
     shared.groups += 1
     shared.store.set_timeout(timeout)

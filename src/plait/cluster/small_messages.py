@@ -64,7 +64,7 @@ def max_over_ranks(
 
     Args:
         values: Numbers of this rank, all int or all float.
-        groups: Process groups of which one after the other is reduced over. None is skipped, as is
+        groups: Process groups, which are reduced over one after the other. None is skipped, as is
             `dist.group.WORLD` before there is a default group.
         device: Device of the groups' tensors.
     """

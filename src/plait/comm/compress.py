@@ -52,8 +52,8 @@ POWERSGD_START = 10
 class PersistentTensors:
     """Tensors of a compressed collective that persist between steps (residuals, factors), by name.
 
-    A skipped step must not change them, but it is known only after all gradients of a step were
-    sent whether it is skipped. If steps may be skipped, the new value of a tensor is written to a
+    A skipped step must not change them, but whether a step is skipped is known only after all of
+    its gradients were sent. If steps may be skipped, the new value of a tensor is written to a
     second tensor, which replaces the first one when the step is applied.
 
     Attributes:

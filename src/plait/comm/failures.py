@@ -110,28 +110,28 @@ def failed_collective(error: BaseException, operation: str) -> CommunicationErro
 
 def run_on_all_ranks(
     work: Callable[[], T],
-    brings: Callable[[T], bytes] = lambda _: b"",
+    encode_result: Callable[[T], bytes] = lambda _: b"",
     *,
     device: torch.device,
-    doing: str,
+    activity: str,
     group: dist.ProcessGroup | None = None,
-    raising: type[PlaitError] = CheckpointError,
+    error_class: type[PlaitError] = CheckpointError,
 ) -> tuple[T, list[bytes]]:
     """Run `work` on all ranks and exchange short results. Collective.
 
     Args:
         work: Local work without collectives.
-        brings: Encodes the result of `work` as at most 64 bytes for the other ranks.
+        encode_result: Encodes the result of `work` as at most 64 bytes for the other ranks.
         device: Device of the tensors that are gathered.
-        doing: Description of the work for error messages.
+        activity: Description of the work for error messages.
         group: Group of all ranks. None is the default one.
-        raising: Class of the error that is raised.
+        error_class: Class of the error that is raised.
 
     Returns:
         This rank's result, and the 64 bytes of every rank.
 
     Raises:
-        PlaitError: The work of a rank failed. All ranks raise `raising` with the message of the
+        PlaitError: The work of a rank failed. All ranks raise `error_class` with the message of the
             lowest such rank.
     """
     result: T | None = None
@@ -140,7 +140,7 @@ def run_on_all_ranks(
     message = b""
     try:
         result = work()
-        encoded = brings(result)
+        encoded = encode_result(result)
         assert len(encoded) <= _RESULT_BYTES, len(encoded)
     except Exception as error:  # any error: the other ranks wait for this one
         failure = error
@@ -161,7 +161,7 @@ def run_on_all_ranks(
         if length:
             text = other[results_end : results_end + length].decode(errors="replace")
             source = f"rank {rank}, " if len(rows) > 1 else ""
-            raise raising(f"{source}{doing}: {text}") from failure
+            raise error_class(f"{source}{activity}: {text}") from failure
 
     assert failure is None
     return result, [other[2:results_end] for other in rows]  # type: ignore[return-value]

@@ -151,7 +151,7 @@ def measure_algorithms(
         device: Device of the tensors.
         seconds: Approximate time.
         shared_memory: Whether to also measure shared memory, if the ranks have it.
-        largest_bytes: Size of the largest tensor, unless the fewest sizes need a larger one.
+        largest_bytes: Size of the largest tensor; larger ones only to measure enough sizes.
     """
     algorithms = all_reduce_operations(
         group, levels, device=device, shared_memory=shared_memory, lossy=False
@@ -181,7 +181,7 @@ def compare_algorithms(
         levels: Groups inside and across machines.
         device: Device of the tensors.
         seconds: Approximate time. The fewest rounds may take longer.
-        shared_memory: Whether `names` may have shared memory.
+        shared_memory: Whether `names` may include shared memory.
     """
     algorithms = all_reduce_operations(
         group, levels, device=device, shared_memory=shared_memory, lossy=False
@@ -434,11 +434,11 @@ class LinkMeasurement:
 
     Attributes:
         links: Costs of the group.
-        how: End of the sentence "The links were ...".
+        origin: End of the sentence "The links were ...".
     """
 
     links: GroupLinks
-    how: str
+    origin: str
 
 
 def find_links(
@@ -492,8 +492,8 @@ def find_links(
         largest_bytes=largest_bytes,
     )
     duration = time.perf_counter() - began
-    how = f"measured at the start in {duration:.1f} s{reason}"
-    links, how = broadcast_object((measured, how), group)
+    origin = f"measured at the start in {duration:.1f} s{reason}"
+    links, origin = broadcast_object((measured, origin), group)
 
     # There may be several groups along the dimension. One of them writes the file.
     if path is not None and dist.get_rank() == 0:
@@ -504,7 +504,7 @@ def find_links(
             "hosts": hosts,
         }
         save(path, [links], facts=facts)
-    return LinkMeasurement(links, how)
+    return LinkMeasurement(links, origin)
 
 
 def _difference_from_probe(

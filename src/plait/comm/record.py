@@ -64,7 +64,7 @@ _SILENT_OPERATORS = {
     "_c10d_functional.wait_tensor",
     "_c10d_functional._wrap_tensor_autograd",
 }
-"""Operators of the same libraries that send no data."""
+"""Operators of the communication libraries that send no data."""
 
 
 @dataclass(frozen=True)

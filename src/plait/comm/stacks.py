@@ -27,7 +27,7 @@ ENDED = ("", "Z", "X")
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _WORKER_FILE = "launching" + os.sep + "worker.py"
-"""Plait's file below every user's script that `plait launch` runs."""
+"""End of the path of the file of Plait that runs the user's script under `plait launch`."""
 
 
 def _library_folders() -> tuple[str, ...]:

@@ -296,7 +296,8 @@ class Watch:
         """Return the start time of each collective on the monotonic clock.
 
         The recorder uses the system clock, which may be set while a collective waits. A collective
-        that was seen before therefore keeps its start, and a new one began `after` the last look.
+        that was seen before therefore keeps its start, and a new one cannot have begun before
+        `after`, the last observation.
         """
         now = time.monotonic()
         system_now = time.time()

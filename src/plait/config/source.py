@@ -38,7 +38,7 @@ _MAX_SHOWN = 200
 """Maximum number of characters of a path in a message."""
 
 
-class TooLong(str):
+class OverlongNumber(str):
     """Number with more than `MAX_DIGITS` digits."""
 
 
@@ -157,8 +157,8 @@ def scalar(text: str) -> Any:
 
 
 def _parse_int(text: str) -> Any:
-    """Parse an integer, or return a `TooLong`, which `refuse_unusable` reports."""
-    return TooLong(text) if len(text) > MAX_DIGITS else int(text)
+    """Parse an integer, or return an `OverlongNumber`, which `refuse_unusable` reports."""
+    return OverlongNumber(text) if len(text) > MAX_DIGITS else int(text)
 
 
 def _read_text(path: Path) -> str:
@@ -213,7 +213,7 @@ _KINDS = {
     int: "a number",
     float: "a number",
     bool: "a boolean",
-    TooLong: "a number",
+    OverlongNumber: "a number",
 }
 
 
@@ -447,13 +447,13 @@ def _value_problem(path: str, value: Any) -> Problem | None:
     # 3 bits per digit approximate the number of digits. Python refuses to convert very large
     # numbers to text, so the digits cannot be counted.
     too_long = type(value) is int and value.bit_length() > 3 * MAX_DIGITS
-    if isinstance(value, TooLong) or too_long:
-        shown = f"{value[:12]}..." if isinstance(value, TooLong) else None
+    if isinstance(value, OverlongNumber) or too_long:
+        shown = f"{value[:12]}..." if isinstance(value, OverlongNumber) else None
         return Problem(
             _printable(path),
             shown,
             f"is a number of about {MAX_DIGITS} digits or more",
-            "write one that a computer can hold",
+            "write a shorter one",
         )
     if isinstance(value, str) and (rule := _text_rule(value)):
         return Problem(_printable(path), value, rule, "correct it")

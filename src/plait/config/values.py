@@ -4,7 +4,7 @@ A quoted number is a number, because YAML reads `1e-4` as text. Booleans are not
 true and false are booleans: pydantic would also accept "yes", "off" and 1, which DeepSpeed reads
 differently ("no" is a non-empty string there, and therefore true).
 
-Parameters of torch's classes are read from their signatures, so that one that a new release adds is
+Parameters of torch's classes are read from their signatures, so that parameters of new releases are
 known without a change of Plait. A parameter whose annotation cannot be evaluated accepts any value.
 """
 
@@ -89,7 +89,7 @@ def _refuse_url(value: str) -> str:
     if is_url(value):
         raise PydanticCustomError(
             "place",
-            "a folder that this machine sees, and this one is a URL; name a folder (a store's URL"
+            "must be a folder that this machine sees, not a URL; name a folder (a store's URL"
             " goes into run.checkpoints)",
         )
     return value

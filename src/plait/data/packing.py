@@ -358,12 +358,12 @@ class Documents:
         """Stream positions of the first token of every chunk, and after its last token."""
         ends = np.asarray(self.stream.ends, dtype=np.int64)
         # Without documents there is no beginning either.
-        begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
+        starts = np.concatenate([[0], ends[:-1]])[: len(ends)]
 
         # Long documents are split: chunk i of a document starts i * length after the document.
-        counts = -(-(ends - begins) // self.length)
+        counts = -(-(ends - starts) // self.length)
         numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = np.repeat(begins, counts) + numbers * self.length
+        first = np.repeat(starts, counts) + numbers * self.length
         last = np.minimum(first + self.length, np.repeat(ends, counts))
 
         # A single token has no target.
@@ -394,13 +394,13 @@ class Documents:
         ids = np.full(shape, self.padding, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.empty(shape, dtype=np.int64)
-        begins, ends = self._chunks
+        starts, ends = self._chunks
         for row, number in enumerate(numbers):
             column = 0
             for chunk in self._sequences[number] if number >= 0 else ():
                 count = place_tokens(
                     self.stream,
-                    int(begins[chunk]),
+                    int(starts[chunk]),
                     int(ends[chunk]),
                     ids[row, column:],
                     labels[row, column:],
@@ -420,7 +420,7 @@ class Documents:
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """Pack items into bins of equal capacity by best fit decreasing.
 
-    The longest items come first, and each goes to the bin that it leaves the least space in. This
+    The longest items come first, and each goes to the bin in which it leaves the least space. This
     takes at most 11/9 of the fewest possible bins (Johnson, 1974). The result is deterministic:
     equal lengths keep their order.
 

@@ -189,7 +189,7 @@ def _prepare_streamed(
         held_out=share,
     )
     report(f"reading the first {section.buffer_sequences:,} sequences of {text.description}")
-    block = sequences.read(text.read(), epoch=0, number=0, begins=None)
+    block = sequences.read(text.read(), epoch=0, number=0, start_state=None)
     if block.ends and not len(block.train):
         raise InputError(
             f"{text.place}: holds {len(block.train.stream)} training tokens; add more text"

@@ -158,8 +158,10 @@ def refuse_differing_rows(
         count, rows_digest = answer
         return count.to_bytes(8, "little") + rows_digest.encode()[:32]
 
-    doing = "reading the first rows of the data set"
-    _, answers = run_on_all_ranks(read, pack, device=device, doing=doing, raising=InputError)
+    activity = "reading the first rows of the data set"
+    _, answers = run_on_all_ranks(
+        read, pack, device=device, activity=activity, error_class=InputError
+    )
     counts = [int.from_bytes(answer[:8], "little") for answer in answers]
     if len(set(counts)) > 1:
         shown = ", ".join(f"{count:,}" for count in counts[:8])
@@ -202,8 +204,10 @@ def refuse_differing_digest(read: Any, *, device: torch.device) -> None:
     """
     if not _has_several_ranks():
         return
-    doing = "reading the first rows of the data set"
-    _, digests = run_on_all_ranks(read, str.encode, device=device, doing=doing, raising=InputError)
+    activity = "reading the first rows of the data set"
+    _, digests = run_on_all_ranks(
+        read, str.encode, device=device, activity=activity, error_class=InputError
+    )
     _refuse_different(set(digests))
 
 

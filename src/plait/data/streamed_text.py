@@ -125,7 +125,7 @@ class TextBlock:
     epoch: int
     number: int
     """Number of the block in its epoch."""
-    begins: Mapping[str, Any] | None
+    start_state: Mapping[str, Any] | None
     """State of the reader before the block; None at the beginning of the text."""
     first: str
     """Digest of the first document of the block."""
@@ -152,7 +152,12 @@ class StreamedSequences:
     held_out: float
 
     def read(
-        self, reader: StreamReader, *, epoch: int, number: int, begins: Mapping[str, Any] | None
+        self,
+        reader: StreamReader,
+        *,
+        epoch: int,
+        number: int,
+        start_state: Mapping[str, Any] | None,
     ) -> TextBlock:
         """Read the block that begins at the position of `reader`.
 
@@ -160,7 +165,7 @@ class StreamedSequences:
             reader: Reader of the text. It advances to the end of the block.
             epoch: Epoch of the block.
             number: Number of the block in its epoch.
-            begins: State of `reader`, or None at the beginning of the text.
+            start_state: State of `reader`, or None at the beginning of the text.
 
         Raises:
             InputError: A row cannot be read.
@@ -179,7 +184,7 @@ class StreamedSequences:
         return TextBlock(
             epoch=epoch,
             number=number,
-            begins=begins,
+            start_state=start_state,
             first=first_digest,
             train=self.make_sequences(tokens["train"].stream(), self.length, self.padding),
             validation=tokens["validation"].stream(),
@@ -276,7 +281,7 @@ class StreamedLoader:
             "used": self._used,
             "epoch": block.epoch,
             "block": block.number,
-            "begins": block.begins,
+            "begins": block.start_state,
             "first": block.first,
         }
 
@@ -291,7 +296,7 @@ class StreamedLoader:
         self._used = state["used"]
         self._reader = text.read(state["begins"])
         block = self.sequences.read(
-            self._reader, epoch=state["epoch"], number=state["block"], begins=state["begins"]
+            self._reader, epoch=state["epoch"], number=state["block"], start_state=state["begins"]
         )
         if block.first != state["first"] or self._used > len(block.train):
             raise CheckpointError(
@@ -338,17 +343,19 @@ class StreamedLoader:
                     " more text"
                 )
             self._reader = self.sequences.text.read()
-            begins = None
+            start_state = None
             epoch = previous.epoch + 1 if previous else 0
             number = 0
             self._epoch_is_empty = True
         else:
             assert self._reader is not None
-            begins = self._reader.state()
+            start_state = self._reader.state()
             epoch = previous.epoch
             number = previous.number + 1
         assert self._reader is not None
-        self._block = self.sequences.read(self._reader, epoch=epoch, number=number, begins=begins)
+        self._block = self.sequences.read(
+            self._reader, epoch=epoch, number=number, start_state=start_state
+        )
         self._used = 0
         self._epoch_is_empty = self._epoch_is_empty and not len(self._block.train)
         return self._block

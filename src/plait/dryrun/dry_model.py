@@ -38,7 +38,7 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.process_groups import FAKE
 from plait.cluster.small_messages import max_over_ranks
 from plait.config.resolving.resolve import Resolved
-from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
+from plait.dryrun.recorder import BACKWARD, DryRecorder, on_first_gradient, watch
 from plait.errors import InputError, ModelError
 from plait.losses import chunked_loss
 from plait.losses.chunked_loss import ChunkedCausalLMLoss
@@ -126,7 +126,7 @@ class StageTrace:
     figures: StageMode
     """Figures of the current mode of the blocks.
 
-    Without `returning` and `stored`, which follow from a comparison of modes or from a store.
+    They lack `restored` and `stored`, which follow from a comparison of modes or from a store.
     """
     received: int
     """Bytes of the boundary activations of the previous stage."""
@@ -271,7 +271,7 @@ class DryModel:
                 saved=tuple(saved[unit] for unit in units.values()),
                 outside=saved[OUTSIDE],
                 head=saved[HEAD],
-                returning=(),
+                restored=(),
                 flops=recorder.flops,
                 traffic=dict(recorder.traffic),
                 peak=recorder.peak,
@@ -301,13 +301,13 @@ class DryModel:
                 return [tensor for tensor in tensors if tensor.requires_grad], handed
 
         recorder.mark("forward", LOSS)
-        when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
+        on_first_gradient(output, lambda: recorder.mark("backward", HEAD))
         total = self.loss_fn(output, self.batch)[0]
         # The engine scales the loss, so this multiplication is part of a step.
         return [total * self._factor.to(total.dtype)], None
 
 
-def handed_on(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) -> Any:
+def boundary_activations(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) -> Any:
     """Return the boundary activations of a stage on the meta device.
 
     They are hidden states [samples, length, hidden], alone or in a tuple as the blocks return them.
@@ -449,8 +449,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
             raise
         raise ModelError(
             f"{type(model).__name__} cannot be run without data: its code reads values"
-            f" ({type(error).__name__}), so what it keeps is not known beforehand; choose"
-            " parallel.recompute.mode yourself in place of a budget"
+            f" ({type(error).__name__}), so what it keeps is not known beforehand; set"
+            " parallel.recompute.mode instead of a budget"
         ) from error
 
 
@@ -651,13 +651,13 @@ def _facts(
         prefetched = (0,) * len(saved)
         if stored:
             prefetched = (0, *stored[:-1])
-        returning = tuple(
+        restored = tuple(
             without_recompute - by_mode_bytes + arriving
             for without_recompute, by_mode_bytes, arriving in zip(
                 plain.figures.saved, saved, prefetched, strict=True
             )
         )
-        by_mode[mode] = replace(trace.figures, returning=returning, stored=stored)
+        by_mode[mode] = replace(trace.figures, restored=restored, stored=stored)
 
     return StageFacts(by_mode, plain.received, plain.differentiable)
 

@@ -24,8 +24,8 @@ from plait.cluster.mesh import Mesh, build_mesh
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import (
     DryModel,
+    boundary_activations,
     forward_of,
-    handed_on,
     loss_of,
     process_group_of_rank,
     solved_recompute,
@@ -144,7 +144,7 @@ def predict_peak_on(
     if pipeline is not None:
         schedule = pipeline.schedule
         row = schedule.ranks[pp_rank]
-        boundary = handed_on(dry.parts.model, dry.parts, dry.batch)
+        boundary = boundary_activations(dry.parts.model, dry.parts, dry.batch)
         boundary_bytes = storage_bytes(tensors_in(boundary))
         counts = stage_counts(
             schedule,

@@ -355,7 +355,7 @@ def watch(
             # The hidden states are the first output of a block. The head reads them.
             for leaf in tree_leaves(output)[:1]:
                 recorder.claim(leaf, HEAD)
-        when_gradient_comes(output, partial(recorder.begin_backward, index))
+        on_first_gradient(output, partial(recorder.begin_backward, index))
 
     for name, index in units.items():
         module = model.get_submodule(name)
@@ -376,7 +376,7 @@ def watch(
     return remove
 
 
-def when_gradient_comes(output: Any, call: Callable[[], None]) -> None:
+def on_first_gradient(output: Any, call: Callable[[], None]) -> None:
     """Call a function when the first gradient of a tensor of `output` has been computed."""
     if not isinstance(output, torch.Tensor | tuple | list | dict):
         output = vars(output)

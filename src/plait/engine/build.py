@@ -115,7 +115,9 @@ def _start_trackers(engine: Engine) -> None:
         if engine.rank == 0:
             engine.trackers = EngineTrackers(engine.config)
 
-    run_on_all_ranks(start, device=engine.device, doing="starting the trackers", raising=InputError)
+    run_on_all_ranks(
+        start, device=engine.device, activity="starting the trackers", error_class=InputError
+    )
 
 
 @dataclass(frozen=True)

@@ -284,10 +284,10 @@ class TimedSteps:
 
     Attributes:
         seconds: Wall-clock seconds of each step on the slowest rank.
-        processor_seconds: Processor seconds of each step on the rank that used most. This is the
-            cost without waiting; other programs hardly change it.
-        peak_bytes: Peak of the allocator on the rank with the highest. None on CPUs, where
-            processes keep memory that no layout needs.
+        processor_seconds: Processor seconds of each step on the rank that used the most. This is
+            the cost without waiting; other programs hardly change it.
+        peak_bytes: Largest peak of the allocators of all ranks. None on CPUs, where processes keep
+            memory that no layout needs.
     """
 
     seconds: tuple[float, ...]

@@ -516,7 +516,7 @@ class Engine(EngineFacts):
         self._weights = [0] * count
 
     def train(self, mode: bool = True) -> Engine:
-        """Set training mode."""
+        """Set training mode, or evaluation mode if `mode` is False."""
         self.model.train(mode)
         return self
 

@@ -139,30 +139,30 @@ class Resume:
         by_name = {name: entry for entry in self.saved_groups for name in entry["params"]}
         groups = []
         saved_rates = []
-        anew = self._schedule_changed()
+        is_replayed = self._schedule_changed()
         for index, names in enumerate(self.names):
             # The groups may have been divided differently, so several entries may apply.
             entries = {id(by_name[name]): by_name[name] for name in names if name in by_name}
             saved = list(entries.values())
             saved_rates.append(exact.decode(saved[0]["now"].get("lr")) if saved else None)
-            groups.append(self._group(index, saved, anew=anew))
+            groups.append(self._group(index, saved, is_replayed=is_replayed))
 
         if self.source is not None:
-            if anew or any(key in _SCHEDULED_KEYS for key in self._changed):
+            if is_replayed or any(key in _SCHEDULED_KEYS for key in self._changed):
                 groups = self._replay(groups)
         elif self.scheduler is not None and "lr" in self._changed:
             groups = self._scale_rates(groups, saved_rates)
         self._note_changes(groups, saved_rates)
-        self._note_new_rate(groups, saved_rates, anew=anew)
+        self._note_new_rate(groups, saved_rates, is_replayed=is_replayed)
         return groups
 
-    def _group(self, index: int, saved: Sequence[Mapping[str, Any]], *, anew: bool) -> Group:
+    def _group(self, index: int, saved: Sequence[Mapping[str, Any]], *, is_replayed: bool) -> Group:
         """Return the values of one group, before a schedule is replayed.
 
         Args:
             index: Index of the group.
             saved: Groups of the checkpoint that have some of its parameters.
-            anew: Whether the schedule is replayed.
+            is_replayed: Whether the schedule is replayed.
         """
         configured = self.configured[index]
         current = self.optimizer.param_groups[index]
@@ -184,7 +184,7 @@ class Resume:
             ):
                 self._changed.setdefault(key, (exact.decode(were[0], fallback), configured[key]))
                 values[key] = configured[key]
-            elif anew and key in _SCHEDULED_KEYS:
+            elif is_replayed and key in _SCHEDULED_KEYS:
                 if key in configured:
                     values[key] = configured[key]
             elif are and all(value == are[0] for value in are):
@@ -305,10 +305,10 @@ class Resume:
             )
 
     def _note_new_rate(
-        self, groups: Sequence[Group], saved_rates: Sequence[Any], *, anew: bool
+        self, groups: Sequence[Group], saved_rates: Sequence[Any], *, is_replayed: bool
     ) -> None:
         scheduled = self.scheduler is not None
-        if not anew and not (scheduled and "lr" in self._changed):
+        if not is_replayed and not (scheduled and "lr" in self._changed):
             return
         for group, rate in zip(groups, saved_rates, strict=True):
             if rate is None or are_equal(group.get("lr"), rate):

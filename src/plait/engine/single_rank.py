@@ -29,8 +29,8 @@ from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import (
+    boundary_activations,
     forward_of,
-    handed_on,
     loss_of,
     process_group_of_rank,
     state_tensors,
@@ -422,6 +422,6 @@ def predict_messages(
         pipeline: Pipeline stages of this rank.
         micro_batch: A micro-batch of the shapes that will be run.
     """
-    hidden = handed_on(model, parts, micro_batch)
+    hidden = boundary_activations(model, parts, micro_batch)
     for stage in range(pipeline.runtime.schedule.stages - 1):
         pipeline.runtime.announce_output(stage, micro_batch, hidden)

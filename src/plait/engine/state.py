@@ -190,7 +190,9 @@ def snapshot_of(
         return _RankContent(client, position, content, schedule, tensors, values)
 
     # See Note [Errors of one rank].
-    local, _ = run_on_all_ranks(collect, device=engine.device, doing=f"checkpoint {folder / tag}")
+    local, _ = run_on_all_ranks(
+        collect, device=engine.device, activity=f"checkpoint {folder / tag}"
+    )
     metadata = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
@@ -313,7 +315,7 @@ def load_engine(
 
     def agreed(work: Callable[[], T]) -> T:
         # See Note [Errors of one rank].
-        return run_on_all_ranks(work, device=mesh.device, doing=f"checkpoint {reader.path}")[0]
+        return run_on_all_ranks(work, device=mesh.device, activity=f"checkpoint {reader.path}")[0]
 
     trained = trained_parameters(stepper.optimizer)
     tensors, _ = agreed(lambda: states.model_content(model, trained=trained))
@@ -370,10 +372,12 @@ def _open(
     notes = list[str]()
 
     def agreed(
-        work: Callable[[], T], brings: Callable[[T], bytes] = lambda _: b""
+        work: Callable[[], T], encode_result: Callable[[T], bytes] = lambda _: b""
     ) -> tuple[T, list[bytes]]:
         # See Note [Errors of one rank].
-        return run_on_all_ranks(work, brings, device=mesh.device, doing=f"checkpoint {folder}")
+        return run_on_all_ranks(
+            work, encode_result, device=mesh.device, activity=f"checkpoint {folder}"
+        )
 
     def names_digest(checkpoints: list[CheckpointFolder]) -> bytes:
         names = [checkpoint.path.name for checkpoint in checkpoints]

@@ -85,7 +85,7 @@ class RanksAccelerator(accelerate.Accelerator):
     evaluates_alone: bool = False
     _gathers: bool = True
     """False inside `own_counts`, where `gather` returns this rank's tensor."""
-    _begins = "train() or evaluate() of the Trainer does it"
+    _sharding_call = "train() or evaluate() of the Trainer does it"
     """Call that shards the model, for messages."""
 
     @classmethod
@@ -301,7 +301,7 @@ class RanksAccelerator(accelerate.Accelerator):
         engine = self.engine
         if engine is None:
             raise InputError(
-                f"accelerator.get_state_dict: the model is not sharded yet: {self._begins}"
+                f"accelerator.get_state_dict: the model is not sharded yet: {self._sharding_call}"
             )
         if model is not engine.model:
             raise InputError("accelerator.get_state_dict takes the model that is trained")
@@ -321,7 +321,7 @@ class RanksAccelerator(accelerate.Accelerator):
         if self.engine is None:
             raise InputError(
                 "the accelerator gathers over the ranks of a layout once the model is sharded:"
-                f" {self._begins}"
+                f" {self._sharding_call}"
             )
         return self.engine.mesh.group(*SAMPLE_AXES)
 

@@ -351,7 +351,7 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
         )
         problems.append(Problem("parallel.cp", layout.cp, rule, causal_lm))
     if layout.ep > 1 and layout.tp > 1:
-        rule = f"with parallel.tp = {layout.tp} the Trainer has not been run"
+        rule = f"with parallel.tp = {layout.tp} the Trainer is not tested"
         problems.append(Problem("parallel.ep", layout.ep, rule, causal_lm))
 
     for setting, value, off in resolved.routing.loss_settings:

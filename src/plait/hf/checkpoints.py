@@ -347,7 +347,7 @@ class LoopCheckpoints:
             if len(saved) != len(prepared):
                 raise CheckpointError(
                     f"{input_dir} was written with {len(saved)} {name}, but {len(prepared)} were"
-                    " given to accelerator.prepare; prepare the same before load_state"
+                    " given to accelerator.prepare; prepare the same objects before load_state"
                 )
 
         for loader, epoch in zip(self._dataloaders, client[_EPOCHS], strict=True):

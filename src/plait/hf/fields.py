@@ -123,7 +123,7 @@ FIELDS: dict[str, ArgumentField] = {
     "num_train_epochs": _honoured("an epoch has each sample once, over the data-parallel ranks"),
     "max_steps": _honoured(),
     "learning_rate": _honoured(
-        'fills an "auto" of the file; where that has an optimizer, they must agree'
+        'fills an "auto" of the file; if the file has an optimizer, the two must agree'
     ),
     "lr_scheduler_type": _honoured("unless the file has a `scheduler`"),
     "lr_scheduler_kwargs": _honoured("unless the file has a `scheduler`"),
@@ -134,7 +134,8 @@ FIELDS: dict[str, ArgumentField] = {
         + ", ".join(_ELEMENTWISE)
         + "; other optimizers read a parameter as a matrix, or keep states that no checkpoint of "
         "another layout can use",
-        f'use "adamw_torch"; for small states {_INT8}; for Lion {_LION}; for pages {_ON_HOST}',
+        f'use "adamw_torch"; for small states {_INT8}; for Lion {_LION};'
+        f" for paged states {_ON_HOST}",
         _is_unsupported_optimizer,
         _optimizer_remedy,
     ),
@@ -189,7 +190,7 @@ FIELDS: dict[str, ArgumentField] = {
     "torch_compile_mode": _honoured("as `compile.mode` of the file"),
     "use_liger_kernel": ArgumentField(
         "refused",
-        "its kernels replace layers that Plait splits and casts, and have not been run with it",
+        "its kernels replace layers that Plait splits and casts, and are not tested with it",
         "leave it out",
     ),
     "liger_kernel_config": ArgumentField(
@@ -203,7 +204,7 @@ FIELDS: dict[str, ArgumentField] = {
         "leave it out, or use parallel.tp = 1 and parallel.pp = 1",
         _shares_batches,
     ),
-    "torch_empty_cache_steps": _honoured("but in a pipeline"),
+    "torch_empty_cache_steps": _honoured("except in a pipeline"),
     "auto_find_batch_size": ArgumentField(
         "refused",
         "it restarts training with a smaller batch when memory runs out, and a sharded model cannot"
@@ -278,7 +279,7 @@ FIELDS: dict[str, ArgumentField] = {
     "restore_callback_states_from_checkpoint": _honoured(),
     "full_determinism": _honoured(),
     "seed": _honoured(
-        "the order of the data is one process's; dropout draws other numbers on every layout"
+        "the order of the data is that of one process; dropout draws other numbers on every layout"
     ),
     "data_seed": _honoured(),
     "use_cpu": _honoured(),
@@ -332,14 +333,14 @@ FIELDS: dict[str, ArgumentField] = {
         " checkpointing"
     ),
     "fsdp_config": _honoured(
-        "with `fsdp`; keys that Plait has nothing for, and hybrid strategies, are refused with the"
-        " reason"
+        "with `fsdp`; keys without an equivalent in Plait, and hybrid strategies, are refused with"
+        " the reason"
     ),
     "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
     "debug": ArgumentField(
         "refused",
         "its checks read unsharded activations and have not been tested with Plait",
-        "leave it out; faults of the file has Plait's",
+        "leave it out, and use `faults` of the file",
     ),
     "skip_memory_metrics": _honoured(),
     "resume_from_checkpoint": _honoured(
@@ -361,7 +362,7 @@ SEQ2SEQ: dict[str, ArgumentField] = {
     "generation_max_length": _honoured(),
     "generation_num_beams": _honoured("1; more only with an encoder, else refused"),
     "generation_config": _honoured(
-        "settings that Plait's generate has not, such as beams, are refused"
+        "settings that Plait's generate does not have, such as beams, are refused"
     ),
 }
 """Additional fields of Seq2SeqTrainingArguments."""
@@ -406,7 +407,7 @@ TRL: dict[str, ArgumentField] = {
     ),
     "sync_ref_model": ArgumentField(
         "refused",
-        "it mixes the trained weights into the reference's, which has not been run with Plait",
+        "it mixes the trained weights into the reference's, which is not tested with Plait",
         "leave it out",
     ),
     "precompute_ref_batch_size": ArgumentField("noted", "it belongs to precompute_ref_log_probs"),
@@ -414,7 +415,7 @@ TRL: dict[str, ArgumentField] = {
     "ref_model_sync_steps": ArgumentField("noted", "it belongs to sync_ref_model"),
     "activation_offloading": ArgumentField(
         "refused",
-        "its hooks have not been run with Plait",
+        "its hooks are not tested with Plait",
         "leave it out, and write parallel.activation_offload in the file",
     ),
 }

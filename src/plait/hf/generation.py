@@ -34,7 +34,7 @@ def generates(args: Any) -> bool:
 def has_encoder(model: Any) -> bool:
     """Return True for an encoder-decoder model.
 
-    Transformers' own `generate` runs for it, on every rank for its own batch.
+    Transformers' own `generate` runs such a model, on every rank for the rank's own batch.
     """
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
@@ -79,8 +79,8 @@ def gathered_parameters(engine: Engine) -> Iterator[None]:
     """Keep all parameters gathered in this context, for a model that Transformers generates with.
 
     `generate` of Transformers calls the encoder without the root module, so the parameters outside
-    of the layers would not be gathered. Ranks end after different numbers of tokens, so no
-    collective may run inside.
+    the layers would not be gathered. Ranks end after different numbers of tokens, so no collective
+    may run inside.
 
     Raises:
         InputError: The parameters take more than this rank's free memory.

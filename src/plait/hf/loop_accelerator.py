@@ -56,7 +56,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         InputError: An argument is not supported.
     """
 
-    _begins = _PREPARE
+    _sharding_call = _PREPARE
 
     def __init__(
         self,
@@ -253,8 +253,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if isinstance(data_loader.dataset, IterableDataset):
             if data_loader.num_workers and self.num_processes > 1 and place().rank == 0:
                 warn(
-                    "an iterable data set is read without workers, which would not report the rank"
-                    " that has no batch left"
+                    "an iterable data set is read without workers, because workers would not report"
+                    " the rank that has no batch left"
                 )
         else:
             workers = data_loader.num_workers
@@ -343,8 +343,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         engine = self._require_engine("backward")
         if kwargs:
             raise InputError(
-                f"accelerator.backward({', '.join(kwargs)}=): a micro-batch has one backward, and"
-                " no other argument"
+                f"accelerator.backward({', '.join(kwargs)}=): it takes the loss only, because a"
+                " micro-batch has one backward"
             )
         if engine.sharded.guard.reduced:
             raise InputError(

@@ -206,8 +206,8 @@ class TrainerMixin(CheckpointMixin):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raise InputError: the search is not supported."""
         raise InputError(
-            "hyperparameter_search trains one model after another in one process group, which Plait"
-            " has not been run with"
+            "hyperparameter_search trains one model after another in one process group, which is"
+            " not tested with Plait; start a run for each set of hyperparameters"
         )
 
     def begin(self) -> Engine:
@@ -229,7 +229,7 @@ class TrainerMixin(CheckpointMixin):
         if self._rows_of_sample > 1 and self.compute_metrics is not None:  # type: ignore[attr-defined]
             raise InputError(
                 "DPOTrainer(compute_metrics=...): an evaluation has two rows of logits for every"
-                " pair, and has been run without them; leave it out, rewards, margins and"
+                " pair, and metrics of them are not tested; leave it out: rewards, margins and"
                 " accuracies are logged"
             )
         if generates(self.args) and not has_encoder(self.model):
@@ -689,10 +689,10 @@ def _refuse_other_trainers(kind: type) -> None:
     if names[0].removeprefix("Async") in _GENERATE:
         reason = (
             "it generates between steps, counts samples by processes and moves weights to a "
-            "generator, and Plait has not been run with such trainers"
+            "generator, and Plait is not tested with such trainers"
         )
     else:
-        reason = "Plait has not been run with its loss and its data"
+        reason = "Plait is not tested with its loss and its data"
     raise InputError(
         f"{names[0]}: {reason}; of TRL's trainers, use SFTTrainer or DPOTrainer with Plait, or "
         f"use {names[0]} without Plait and without deepspeed="

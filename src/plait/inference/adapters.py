@@ -202,7 +202,7 @@ def open_adapter(folder: Path) -> Adapter:
     kind = config["peft_type"]
     if kind != "LORA":
         raise InputError(
-            f"--adapter {folder}: is of the kind {kind}, and LORA is supported; merge it into the"
+            f"--adapter {folder}: is of the kind {kind}; only LORA is supported; merge it into the"
             " model with PEFT, and save that"
         )
 

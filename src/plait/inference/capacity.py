@@ -93,7 +93,8 @@ class CacheLayer:
 
     tensors: tuple[CacheTensor, ...] = ()
     stays: bool = False
-    """True if the layer, e.g. a recurrent state, stays on the device of an offloaded cache."""
+    """True if the layer, e.g. a recurrent state, stays on the device in an offloaded cache.
+    """
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class CacheLayout:
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Layers that each block of the model writes to, by the block's name, in model order."""
     divided: Callable[[int], frozenset[int]] = lambda tp: frozenset()
-    """Return the layers whose heads a degree of tensor parallelism divides.
+    """Function from a degree of tensor parallelism to the layers whose heads it divides.
 
     Every rank has all heads of the other layers.
     """
     stages: Callable[[int], tuple[int, ...]] = lambda pp: ()
-    """Return the number of blocks of each stage for a number of pipeline stages.
+    """Function from a number of pipeline stages to the number of blocks of each stage.
 
     It is empty if the model has no pipeline stages.
     """

@@ -226,8 +226,8 @@ class _CachedBatch:
         error = InputError(
             f"the model was given {tokens} tokens and its cache holds {length}: forward= of"
             f" plait.initialize does not pass `{argument}` to the model, or the model does not use"
-            ' it; keep none: use_cache=False, or "use_cache": false in the generation_config.json'
-            " of its folder"
+            " it; use no cache: use_cache=False, or"
+            ' "use_cache": false in the generation_config.json of its folder'
         )
         self._decoder.predictor.fail(error)
 

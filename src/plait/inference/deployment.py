@@ -59,7 +59,7 @@ WORKSPACE = 0.08
 Activations and the allocator need it.
 """
 UNKNOWN = 1 << 62
-"""Number of free bytes if it is unknown."""
+"""Value that stands for an unknown number of free bytes."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def deploy(
     tp: int | None,
     pp: int | None,
     devices: int | None,
-    on: Devices | None = None,
+    machine: Devices | None = None,
 ) -> Deployment:
     """Choose the deployment on the fewest devices that hold the model.
 
@@ -175,19 +175,19 @@ def deploy(
         tp: Degree of tensor parallelism, if the user chose it.
         pp: Number of pipeline stages, if the user chose it.
         devices: Largest number of devices, if the user chose it.
-        on: Other devices than those of this machine.
+        machine: Other devices than those of this machine.
 
     Raises:
         InputError: The model does not fit, or the choices are not possible.
     """
-    on = on or local_devices()
-    _check_offloaded_cache(work, on)
+    machine = machine or local_devices()
+    _check_offloaded_cache(work, machine)
     try:
-        return _deploy_placed(work, on, tp=tp, pp=pp, devices=devices)
+        return _deploy_placed(work, machine, tp=tp, pp=pp, devices=devices)
     except DoesNotFit:
         if tp is not None or pp is not None or devices is not None:
             raise
-        streamed = deploy_streamed(work, on=on)
+        streamed = deploy_streamed(work, machine=machine)
         return replace(streamed, why=f"no layout of the devices here holds it: {streamed.why}")
 
 
@@ -196,7 +196,7 @@ def deploy_streamed(
     *,
     gpu_budget: int | None = None,
     cpu_budget: int | None = None,
-    on: Devices | None = None,
+    machine: Devices | None = None,
 ) -> Deployment:
     """Deploy a model on one device, to which its weights are streamed as needed.
 
@@ -204,25 +204,25 @@ def deploy_streamed(
         work: Model and requests.
         gpu_budget: Memory of the GPU in bytes. None means the free memory.
         cpu_budget: Host memory in bytes. None means the free memory.
-        on: Other devices than those of this machine.
+        machine: Other devices than those of this machine.
 
     Raises:
         InputError: A budget is too small.
     """
-    on = on or local_devices()
-    _check_offloaded_cache(work, on)
-    if gpu_budget is not None and not on.on_gpu:
+    machine = machine or local_devices()
+    _check_offloaded_cache(work, machine)
+    if gpu_budget is not None and not machine.on_gpu:
         raise InputError(
             "--gpu-budget: this machine has no visible GPU; use --cpu-budget instead, to compute on"
             " the CPU"
         )
-    budget = gpu_budget if on.on_gpu else cpu_budget
+    budget = gpu_budget if machine.on_gpu else cpu_budget
     if budget is None:
         # The allocator needs the rest, as in a placement.
-        budget = int((1 - WORKSPACE) * on.memory_bytes)
+        budget = int((1 - WORKSPACE) * machine.memory_bytes)
     host = 0
-    if on.on_gpu:
-        host = cpu_budget if cpu_budget is not None else on.host_bytes
+    if machine.on_gpu:
+        host = cpu_budget if cpu_budget is not None else machine.host_bytes
 
     itemsize = compute_dtype(work.model).itemsize
     layout = cache_layout_of(work.model)
@@ -248,10 +248,10 @@ def deploy_streamed(
     planned = plan_streaming(
         work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host
     )
-    location = "on the GPU" if on.on_gpu else "in memory"
+    location = "on the GPU" if machine.on_gpu else "in memory"
     why = (
         f"{format_bytes(planned.resident_bytes)} of weights stay {location},"
-        f" {_streaming_text(planned, written, on_gpu=on.on_gpu)};"
+        f" {_streaming_text(planned, written, on_gpu=machine.on_gpu)};"
         f" {format_bytes(cache + activations)} for the KV cache and activations"
         f"{_host_text(cache_on_host)}{_guess_text(layout)}"
     )
@@ -261,7 +261,7 @@ def deploy_streamed(
         cache=cache,
         activations=activations,
         slots=planned.slot_bytes,
-        on_host=planned.streamed_bytes - planned.read_bytes if on.on_gpu else 0,
+        on_host=planned.streamed_bytes - planned.read_bytes if machine.on_gpu else 0,
         cache_on_host=cache_on_host,
         cache_copied=cache_copied,
         in_files=planned.read_bytes,
@@ -288,7 +288,7 @@ def deploy_in_budget(
         cpu_budget: See `deploy_streamed`.
 
     Returns:
-        The deployment, and the number of requests at once that it is for.
+        The deployment, and the number of requests that it answers at once.
 
     Raises:
         InputError: The budget is too small for a single request.
@@ -308,14 +308,14 @@ def deploy_in_budget(
 
 
 def _deploy_placed(
-    work: InferenceWork, on: Devices, *, tp: int | None, pp: int | None, devices: int | None
+    work: InferenceWork, machine: Devices, *, tp: int | None, pp: int | None, devices: int | None
 ) -> Deployment:
     """Deploy a model on devices that hold all of its weights."""
-    count = devices or on.count
+    count = devices or machine.count
     # Processes of one machine share its memory, so more of them hold no more.
-    if not on.on_gpu and devices is None:
+    if not machine.on_gpu and devices is None:
         count = (tp or 1) * (pp or 1)
-    memory = on.memory_bytes if on.on_gpu else on.memory_bytes // count
+    memory = machine.memory_bytes if machine.on_gpu else machine.memory_bytes // count
 
     needs = needs_of(work.model, requests=work.requests, tokens=work.tokens)
     layout = cache_layout_of(work.model)
@@ -336,7 +336,7 @@ def _deploy_placed(
         offloaded = offloaded_cache(layout, demand, tp=placed.tp)
         cache_on_host = placed.tp * offloaded.pinned
         cache_copied = offloaded.copied
-        _remaining_host_bytes(on.host_bytes, cache_on_host)
+        _remaining_host_bytes(machine.host_bytes, cache_on_host)
 
     each = " on each" if placed.devices > 1 else ""
     why = (
@@ -353,8 +353,8 @@ def _deploy_placed(
     return Deployment(why, placed.tp, placed.pp, estimate=estimate)
 
 
-def _check_offloaded_cache(work: InferenceWork, on: Devices) -> None:
-    if work.offload_cache and not on.on_gpu:
+def _check_offloaded_cache(work: InferenceWork, machine: Devices) -> None:
+    if work.offload_cache and not machine.on_gpu:
         raise InputError(
             "--offload-cache: on the CPU the KV cache is in host memory already; leave it out"
         )
@@ -474,7 +474,7 @@ class Needs:
     split_bytes: int
     """Part of the weights that tensor parallelism splits. Every rank has the rest."""
     cache: Callable[[int, int], int]
-    """Return the bytes of keys and values of all requests for degrees (tp, pp).
+    """Function from degrees (tp, pp) to the bytes of keys and values of all requests.
 
     They are those on the device with the largest part.
     """
@@ -589,7 +589,7 @@ def _check_choices(needs: Needs, devices: int, *, tp: int | None, pp: int | None
     if tp is not None and tp > devices:
         raise InputError(
             f"--tp {tp}: a machine has {devices} devices, and tensor parallelism stays inside"
-            f" of one; use one of {degrees}"
+            f" one; use one of {degrees}"
         )
     if pp is not None and not 1 <= pp <= needs.layers:
         raise InputError(
@@ -610,7 +610,7 @@ def _explanation(tp: int, pp: int) -> str:
             f"the fewest devices of one machine that hold it are {tp}, and tensor parallelism lets"
             " all of them work on each token"
         )
-    return f"{tp} devices of a machine do not hold it, so {pp} pipeline stages of {tp} devices do"
+    return f"{tp} devices of a machine do not hold it, but {pp} pipeline stages of {tp} devices do"
 
 
 def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:

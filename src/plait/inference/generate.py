@@ -86,15 +86,16 @@ def generate(
         seed: Seed of the first request; the next one has `seed + 1`, and so on. A list has a seed
             for each request. None chooses new seeds.
         batch_size: Number of requests that are decoded at the same time. None decodes all of them.
-            Requests whose rotary frequencies depend on their length have batches of their own.
+            Requests whose rotary frequencies depend on their length are decoded in separate
+            batches.
         prefill_tokens: Largest number of tokens of each prompt in one forward. None reads prompts
             in a single forward, as is always done for models with a recurrent state and for models
             that attend in both directions.
         on_token: Function that is called as `on_token(request, token)` on the ranks that have the
             request.
         settings: Transformers' settings (`max_new_tokens`, `temperature`, `top_k`, `eos_token_id`,
-            `stop_strings`, ...), see `inference.generation_settings`. Transformers has no
-            `offload_cache=True`, which keeps keys and values in pinned host memory. Those of a
+            `stop_strings`, ...), see `inference.generation_settings`. `offload_cache=True`, which
+            Transformers does not have, keeps keys and values in pinned host memory. Those of a
             layer are copied to the GPU while the previous layer computes.
 
     Returns:
@@ -126,7 +127,11 @@ def generate(
 
     # See Note [Together on all ranks].
     prepared, flags = run_on_all_ranks(
-        prepare, attrgetter("flags"), device=mesh.device, doing="generate", raising=InputError
+        prepare,
+        attrgetter("flags"),
+        device=mesh.device,
+        activity="generate",
+        error_class=InputError,
     )
     gathers = is_sharded(model)
     # Gathering is collective, so all ranks keep gathered parameters or none does.

@@ -90,10 +90,10 @@ class GenerationSettings:
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
     eos_token_id: tuple[int, ...] = ()
-    """Tokens of which each ends a request."""
+    """Tokens, each of which ends a request."""
     pad_token_id: int = 0
     stop_strings: tuple[str, ...] = ()
-    """Texts of which each ends a request. They stay in its text."""
+    """Texts, each of which ends a request. They stay in its text."""
     use_cache: bool = True
     offload_cache: bool = False
     """If True, keys and values are kept in pinned host memory. Transformers has no such setting."""

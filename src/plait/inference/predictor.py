@@ -285,7 +285,7 @@ class Predictor:
             if failure is not None:
                 raise failure
             if highest == _BROKEN:
-                raise InputError("another rank failed, which reports its error")
+                raise InputError("another rank failed and reports its error")
             if highest == _IDLE:
                 return
 
@@ -300,9 +300,9 @@ class Predictor:
         """Return the model's output. In a pipeline, an error is stored and not raised."""
         try:
             if not self._takes_names:
-                return self._sharded.predict(inputs["input_ids"], passes_on=True)
+                return self._sharded.predict(inputs["input_ids"], continue_on_error=True)
             accepted = {name: value for name, value in inputs.items() if name in self.takes}
-            return self._sharded.predict(accepted, cache=cache, passes_on=True)
+            return self._sharded.predict(accepted, cache=cache, continue_on_error=True)
         except Exception as error:
             self.fail(error)
 

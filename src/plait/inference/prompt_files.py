@@ -30,7 +30,7 @@ KEYS = ("prompt", "token_ids", "messages")
 A conversation may also have `tools` and `chat_template_kwargs`.
 """
 ADDED = ("text", "finish_reason")
-"""Fields that a line of the answers has in addition, besides `token_ids`."""
+"""Fields that a line of the answers has in addition to `token_ids`."""
 _KINDS = {
     "prompt": "a string",
     "token_ids": "a list of token ids",

@@ -337,7 +337,7 @@ class TextStream:
         self._returned = ""
         """Text that has been returned so far."""
         self._waited = 0
-        """Number of tokens since the text stopped to begin with `_returned`."""
+        """Number of tokens since the text no longer begins with `_returned`."""
 
     def add(self, token: int) -> str:
         """Add a token, and return the new text. It is empty while a later token may change it."""

@@ -84,7 +84,9 @@ def score(
         return [GenerationRequest(ids, 0, None) for ids in prompts]
 
     mesh = sharded.mesh
-    requests, _ = run_on_all_ranks(prepare, device=mesh.device, doing="score", raising=InputError)
+    requests, _ = run_on_all_ranks(
+        prepare, device=mesh.device, activity="score", error_class=InputError
+    )
     requests = of_first_rank(sharded, requests)
     gathers = is_sharded(sharded.model)
     scorer = _Scorer(Predictor(sharded), tokenizer, vocabulary=vocabulary)

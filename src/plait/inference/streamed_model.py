@@ -344,7 +344,7 @@ def _blocks_on_host(
 ) -> tuple[str, ...]:
     """Return the streamed blocks that are kept in pinned host memory.
 
-    They are all streamed blocks if they fit. Otherwise they are some, distributed evenly, and the
+    These are all streamed blocks if they fit. Otherwise they are blocks at even intervals, and the
     staging buffers of the others take the rest of the memory.
 
     Raises:
@@ -580,8 +580,8 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         ) from None
     if file_system in _MEMORY_FILE_SYSTEMS:
         raise InputError(
-            f"--scratch {parent}: its files are in memory ({file_system}), which the budget is to"
-            " spare; name a folder on a disk"
+            f"--scratch {parent}: its files are in memory ({file_system}), which the budget"
+            " limits; name a folder on a disk"
         )
     if free < size:
         raise InputError(

@@ -12,10 +12,10 @@ Note [Cached and direct reads]
 
 Note [No computation in mappings]
     Weights are copied from the cache. Computing with them in a mapping of the file saved a third of
-    the processor time (1.5 to 1.0 s of the benchmark's), but only between nothing and a third of
-    the elapsed time, depending on the size of the pages that the cache happened to have. And a
-    product of one row has other last bits if its weight does not begin at a multiple of 16 bytes,
-    as in half of all safetensors files.
+    the processor time (1.5 to 1.0 s of the benchmark's), but only between zero and a third of the
+    elapsed time, depending on the size of the pages that the cache happened to have. And a product
+    of one row has other last bits if its weight does not begin at a multiple of 16 bytes, as in
+    half of all safetensors files.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _location(path: Path, name: str, entry: dict[str, Any], begin: int, size: in
     low, high = entry["data_offsets"]
     if begin + high > size:
         raise CheckpointError(
-            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is cut off"
+            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is truncated"
         )
     dtype = _DTYPES.get(entry["dtype"])
     shape = tuple(entry["shape"])
@@ -135,7 +135,7 @@ def read_into(
         if not count:
             raise CheckpointError(
                 f"{stored.path} ends at byte {begin + done:,}, before the end of a tensor: the file"
-                " was cut off"
+                " was truncated"
             )
         done += count
 

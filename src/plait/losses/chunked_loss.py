@@ -391,9 +391,9 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
         logits = getattr(output, "logits", None)
         if logits is None or logits is not recorder.placeholder:
             raise ModelError(
-                f"parallel.loss_chunk_tokens: the logits of {type(model).__name__} are not what its"
-                f" {name} returns, changed elementwise at most, so its head cannot be left to the"
-                " loss; use 0"
+                f"parallel.loss_chunk_tokens: {type(model).__name__} changes the output of its"
+                f" {name} by more than elementwise operations, so the loss cannot compute the"
+                " logits in chunks; use 0"
             )
         parameters = tuple(p for p in module.parameters() if p.requires_grad)
         head = recorder.with_changes(_with_current_gathering(original))

@@ -67,7 +67,7 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
 
 
 def adapter_type(config: Any) -> str:
-    """Return the type in a configuration of PEFT, such as `LORA`. An enum there, or a string."""
+    """Return the type in a configuration of PEFT, such as `LORA`. PEFT has an enum or a string."""
     kind = getattr(config, "peft_type", None)
     return str(getattr(kind, "value", kind))
 
@@ -154,7 +154,7 @@ def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Ite
 
 @contextmanager
 def with_full_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give the prompt encoders of a model their full weights, inside of the context.
+    """Give the prompt encoders of a model their full weights, inside the context.
 
     PEFT computes the prompts that it writes to a file from the modules, not from a state dict.
 

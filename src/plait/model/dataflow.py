@@ -68,10 +68,9 @@ class ValueOrigin:
     """Blocks, parameters and random numbers that a value depends on."""
 
     since: float = inf
-    """Lowest block whose inside the value depends on.
+    """Largest first block of a stage that knows the value.
 
-    It is i for the input of block i, and infinite if the value depends on no block. The value is
-    known on stages that begin at or before `since`.
+    It is i for the input of block i, and infinite if the value depends on no block.
     """
     parameters: frozenset[tuple[str, int]] = frozenset()
     """Parameters used outside the blocks, each with the block before which it was used.
@@ -149,8 +148,8 @@ class Dataflow:
 
     A read before a block counts as a read by it.
     """
-    strangers: set[str] = field(default_factory=set)
-    """Names of the tensors in `Trace.strangers` that were used."""
+    foreign_tensors: set[str] = field(default_factory=set)
+    """Names of the tensors in `Trace.foreign_tensors` that were used."""
 
 
 class Untraceable(ModelError):
@@ -296,7 +295,7 @@ class ForwardTrace(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
         self._running: list[type] = []
         self.state = _OuterState(skeleton)
-        self.strangers: dict[int, str] = {}
+        self.foreign_tensors: dict[int, str] = {}
         """Names of tensors outside the copy whose use is recorded, keyed by storage."""
 
     def origin(self, tensor: torch.Tensor) -> ValueOrigin:
@@ -311,7 +310,7 @@ class ForwardTrace(TorchDispatchMode):
 
         Args:
             tensors: The tensors.
-            what: Name of the user, for error messages.
+            what: Name of the code that uses them, for error messages.
         """
         for tensor in tensors:
             origin = self.origin(tensor)
@@ -401,8 +400,8 @@ class ForwardTrace(TorchDispatchMode):
     def _use(self, tensor: torch.Tensor) -> ValueOrigin:
         """Record that a tensor is used at the current position, and return its origin."""
         key = memory_key(tensor)
-        if key in self.strangers:
-            self.flow.strangers.add(self.strangers[key])
+        if key in self.foreign_tensors:
+            self.flow.foreign_tensors.add(self.foreign_tensors[key])
         if self._inside is not None or self._region < len(self.skeleton.blocks):
             self.state.read(key)
 
@@ -518,7 +517,8 @@ class _ValueReads(TorchFunctionMode):
 class _OuterState:
     """Plain attributes and buffers of a skeleton outside its blocks.
 
-    They are compared at three moments of a forward: its begin, the end of its last block, its end.
+    They are compared at three moments of a forward: its beginning, the end of its last block, and
+    its end.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:

@@ -114,12 +114,12 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     raise_problems(problems)
 
 
-def described_config(fields: Mapping[str, Any], *, follow: Mapping[str, Any]) -> PreTrainedConfig:
+def described_config(fields: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> PreTrainedConfig:
     """Create the configuration that a user describes.
 
     Args:
         fields: Fields of the configuration, with `model_type`.
-        follow: Values of fields that the user did not set, e.g. from a tokenizer. Those that the
+        defaults: Values of fields that the user did not set, e.g. from a tokenizer. Those that the
             architecture does not have are ignored.
 
     Raises:
@@ -131,7 +131,7 @@ def described_config(fields: Mapping[str, Any], *, follow: Mapping[str, Any]) ->
 
     kind = fields["model_type"]
     known = known_fields(CONFIG_MAPPING[kind])
-    values = {name: value for name, value in follow.items() if name in known}
+    values = {name: value for name, value in defaults.items() if name in known}
     values |= {name: value for name, value in fields.items() if name != "model_type"}
     check_sizes(values, "model.config.")
     _check_padding(values)

@@ -271,14 +271,14 @@ SMALL_SHARE = 0.5
 
 
 def small_split_warning(
-    plan: TensorPlan, model: nn.Module, *, besides: Collection[str] = ()
+    plan: TensorPlan, model: nn.Module, *, excluded: Collection[str] = ()
 ) -> str | None:
     """Return a warning if a plan splits so little that ranks mostly repeat each other's work.
 
     Args:
         plan: The plan.
         model: The model of the plan.
-        besides: Names of parameters that do not count, because other axes split them.
+        excluded: Names of parameters that do not count, because other axes split them.
 
     Returns:
         The text of the warning, or None.
@@ -286,7 +286,7 @@ def small_split_warning(
     replicated: dict[str, int] = {}
     split = 0
     for name, parameter in model.named_parameters():
-        if name in besides:
+        if name in excluded:
             continue
         if plan.dims[name] is None:
             layer = generic(name)
@@ -300,7 +300,7 @@ def small_split_warning(
         return None
     largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
     counted = "the parameters"
-    if besides:
+    if excluded:
         counted += " besides experts"
     return (
         f"parallel.tp = {plan.tp}: {plan.source} splits {share:.1%} of {counted} of this"

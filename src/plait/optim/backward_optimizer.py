@@ -29,8 +29,8 @@ class BackwardOptimizer(StepHook):
         optimizer: An elementwise optimizer of torch.
 
     Attributes:
-        looks: Callbacks for inspection. Each is called with a parameter whose gradient is complete,
-            before its update.
+        inspectors: Callbacks, each called with a parameter whose gradient is complete, before its
+            update.
 
     Raises:
         ModelError: The optimizer is not elementwise.
@@ -44,7 +44,7 @@ class BackwardOptimizer(StepHook):
                 " use AdamW or another elementwise optimizer of torch, or false"
             )
         self.optimizer = optimizer
-        self.looks: list[Callable[[nn.Parameter], None]] = []
+        self.inspectors: list[Callable[[nn.Parameter], None]] = []
         self._group_of = {
             p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
@@ -59,8 +59,8 @@ class BackwardOptimizer(StepHook):
         """Raise PlaitError if the failed step has already updated parameters."""
         if lost == "step" and self.take_norms():
             raise PlaitError(
-                "parallel.optimizer_in_backward: the step failed when some parameters were updated"
-                " already; load a checkpoint, or use false"
+                "parallel.optimizer_in_backward: the step failed after some parameters were"
+                " updated; load a checkpoint, or use false"
             )
 
     def release(self) -> None:
@@ -82,7 +82,7 @@ class BackwardOptimizer(StepHook):
                 f" {tuple(parameter.shape)} came in two parts, of which the first has been applied"
                 " already; call backward() once before step(), or use false"
             )
-        for look in self.looks:
+        for look in self.inspectors:
             look(parameter)
         # The gradient no longer exists when the step needs the global norm.
         self._norms[parameter] = norms_of([local_tensor(parameter.grad)])[0]

@@ -364,7 +364,7 @@ class DiskTier(StepHook):
 
         def evict(uses: list[_TensorUse]) -> None:
             for use in uses:
-                self.evict(use.tensor, written=use.changes and use.lasts)
+                self.evict(use.tensor, written=use.changes and use.is_read_again)
 
         self.end_of_computation()
         waiting = iter(chunks)
@@ -396,7 +396,7 @@ class DiskTier(StepHook):
             future.result()
 
     def drive(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by a step that streams files.
+        """Replace `optimizer.step` with a step that streams files.
 
         Raises:
             ModelError: The optimizer needs all parameters at once.
@@ -512,7 +512,9 @@ class DiskTier(StepHook):
             states = self._large_states(part.parameter).values()
             uses += [_TensorUse(part.view_of(state)) for state in states]
             # The gradient ends with the step, so a scaled one need not reach the disk.
-            uses.append(_TensorUse(part.view_of(part.gradient), changes=scaled, lasts=False))
+            uses.append(
+                _TensorUse(part.view_of(part.gradient), changes=scaled, is_read_again=False)
+            )
         return uses
 
     def _select(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
@@ -529,7 +531,7 @@ class DiskTier(StepHook):
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
-        """Step plain parameters that replace the slices, with slices of the states."""
+        """Step plain parameters that stand for the slices and have slices of the states."""
         members = []
         for part in chunk:
             sliced = nn.Parameter(part.view_of(part.parameter.detach()))
@@ -627,7 +629,8 @@ class DiskTier(StepHook):
     def _map_states(self) -> None:
         """Map states that were created outside the step.
 
-        A loaded checkpoint has them, and an optimizer that makes its states when it is built.
+        They come from a loaded checkpoint, or from an optimizer that makes its states when it is
+        built.
         """
         for parameter in list(self._optimizer.state):
             assert isinstance(parameter, nn.Parameter)
@@ -661,12 +664,12 @@ class _TensorUse:
     Attributes:
         tensor: The tensor.
         changes: Whether it is written to.
-        lasts: Whether it is read again later, so that changes have to reach the disk.
+        is_read_again: Whether it is read again later, so that changes have to reach the disk.
     """
 
     tensor: torch.Tensor
     changes: bool = True
-    lasts: bool = True
+    is_read_again: bool = True
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -277,8 +277,8 @@ def _refuse_lost_writes(
     if original_writes > repeated_writes:
         raise ModelError(
             f"{name} was written to {original_writes} times while the model was built on meta,"
-            " where values are lost, and reset_parameters and _init_weights repeat"
-            f" {repeated_writes} of that number: {type(unit).__name__} or a class around it sets"
+            " where values are lost, and reset_parameters and _init_weights repeat only"
+            f" {repeated_writes} of these writes: {type(unit).__name__} or a class around it sets"
             " it in its constructor; set it in reset_parameters of its class or in"
             " _init_weights(self, module) of the model, load weights from a folder, or build the"
             " model with real weights"

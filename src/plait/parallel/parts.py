@@ -124,7 +124,7 @@ class Parts:
     batch_axes: tuple[str, ...] = ()
     """Axes whose ranks have different parts of the batch, those of all techniques."""
     region: Region | None = None
-    """Tensor parallelism: group, and what holds in the part of the model that it splits."""
+    """Tensor parallelism: its group, and the state of the modules that it splits."""
     attention: InstalledAttention | None = None
     """Context parallelism: the attention that replaces the model's."""
     router_statistics: RouterStatistics | None = None
@@ -138,7 +138,7 @@ class Parts:
     recompute_modes: tuple[BlockMode, ...] | None = None
     """Recompute: mode of each block of this rank."""
     shard: ShardSettings = ShardSettings()
-    """Settings of earlier techniques for the one that shards."""
+    """Settings that earlier techniques leave for the technique that shards."""
     zero_stage: int = 0
     """Data parallelism: ZeRO stage."""
     tracks_unused: bool = True

@@ -305,7 +305,7 @@ def products_of(model: Architecture) -> Products:
     )
 
 
-def turns_fused(model: Architecture) -> Numbers:
+def rotates_fused_output(model: Architecture) -> Numbers:
     """Return True if rotary embeddings read queries and keys from a fused projection's output.
 
     Autograd then saves the fused output in addition to the rotated queries and keys.
@@ -327,7 +327,7 @@ def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple
     return tuple(products)
 
 
-def again_share(products: tuple[Product, ...], *, without_last: Numbers = 0) -> Numbers:
+def recomputed_share(products: tuple[Product, ...], *, without_last: Numbers = 0) -> Numbers:
     """Return the share of FLOPs that is recomputed if every second product is saved.
 
     Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plait.planner.architecture import products_of, saved_columns, turns_fused
+from plait.planner.architecture import products_of, rotates_fused_output, saved_columns
 from plait.planner.built import CountedBytes, SavedBytes
 from plait.planner.hardware import DEVICE_FAMILIES, Numbers
 from plait.planner.job import Job, Layouts
@@ -53,7 +53,7 @@ They include the input of the product that follows. GPT-2's GELU, written in fiv
 
 
 @dataclass(frozen=True)
-class Working:
+class BackwardMoment:
     """Moment of a block's backward: bytes per token, and elements of weights with gradients."""
 
     token_bytes: Numbers
@@ -276,7 +276,7 @@ def _attention_saved(job: Job) -> Numbers:
         saved = saved + np.where(np.asarray(job.layouts.cp) > 1, element * widths.query, 0)
 
     # Values are a view of the fused product, which is saved as a whole.
-    saved = saved + np.where(turns_fused(model), element * (widths.query + widths.key), 0)
+    saved = saved + np.where(rotates_fused_output(model), element * (widths.query + widths.key), 0)
     return saved + in_parts + _mask(job)
 
 
@@ -290,7 +290,7 @@ def _mlp_saved(job: Job) -> Numbers:
     return _norm_saved(job) + inner * job.element_bytes / 2 * _widths(job).inner + _mask(job)
 
 
-def block_backward(job: Job) -> tuple[Working, ...]:
+def block_backward(job: Job) -> tuple[BackwardMoment, ...]:
     """Return the moments of a block's backward that may be its peak.
 
     They are the MLP's product, the second norm, attention, and the first norm.
@@ -307,7 +307,7 @@ def _most(job: Job) -> Numbers:
     return np.max(points, axis=0)
 
 
-def _points(job: Job) -> tuple[Working, ...]:
+def _points(job: Job) -> tuple[BackwardMoment, ...]:
     """Compute `block_backward` from the sizes of the model, without counted bytes."""
     model = job.model
     widths = _widths(job)
@@ -317,16 +317,16 @@ def _points(job: Job) -> tuple[Working, ...]:
     norm = np.where(_has_layer_norms(job), 8, 26) * wide * widths.hidden
 
     return (
-        Working(
+        BackwardMoment(
             saved + _mlp_saved(job) - _mask(job) + wide * (4 * widths.inner + 2 * widths.hidden),
             model.hidden * widths.inner,
         ),
-        Working(saved + norm, matrices),
-        Working(
+        BackwardMoment(saved + norm, matrices),
+        BackwardMoment(
             saved + 2 * wide * widths.hidden + _attention_backward(job),
             matrices + model.hidden * model.heads * model.head_dim / job.layouts.tp,
         ),
-        Working(norm, model.block_parameters / model.layers / job.layouts.tp),
+        BackwardMoment(norm, model.block_parameters / model.layers / job.layouts.tp),
     )
 
 

@@ -40,7 +40,7 @@ from plait.parallel.techniques.recompute import Recompute
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that the formulas cover exactly; tests compare.
+"""Families that the formulas cover exactly. Tests compare them with counts.
 
 DeepSeek's values are narrower than its keys. CPU cores, where blocks would be counted, have no
 kernel for this; GPUs have one.
@@ -89,9 +89,10 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
 
 def drops(config: Mapping[str, Any]) -> bool:
     """Return True if the model of a configuration has dropout in training."""
-    return any(
-        value > 0 for part in _parts(_configuration(config)) for value in _dropouts(part).values()
-    )
+    for part in _parts(_configuration(config)):
+        if any(value > 0 for value in _dropouts(part).values()):
+            return True
+    return False
 
 
 def _configuration(config: Mapping[str, Any]) -> Any:
@@ -180,7 +181,7 @@ def why_refused(config: Mapping[str, Any]) -> str | None:
         return None
 
     try:
-        described_config(config, follow={})
+        described_config(config, defaults={})
         built(config, dropout=True)
     except PlaitError as error:
         return "; and ".join(str(error).splitlines())
@@ -190,7 +191,7 @@ def why_refused(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-TOO_LOW = {
+MISSING_SHARES = {
     **dict.fromkeys(
         (
             "afmoe",
@@ -247,7 +248,7 @@ class CountedBytes:
     dropped_scores: float = 0.0
     """Bytes per token of dropout masks and results of attention scores.
 
-    For models that have dropout but were counted without, if their scores are in memory.
+    They are set for models with dropout that were counted without it, if scores are in memory.
     """
 
 
@@ -304,11 +305,11 @@ def not_counted(
         reason = "its blocks do not run without data"
 
     direction = "may be too low"
-    if kind in TOO_LOW:
-        direction = f"leaves out {TOO_LOW[kind]} of what they keep"
+    if kind in MISSING_SHARES:
+        direction = f"leaves out {MISSING_SHARES[kind]} of what they keep"
     return (
-        f"{kind}: what its blocks keep for the backward is by formula and not counted ({reason}),"
-        f" which {direction}"
+        f"{kind}: the bytes that its blocks keep for the backward are computed by a formula and"
+        f" not counted ({reason}), which {direction}"
     )
 
 
@@ -475,11 +476,11 @@ class _Run:
     def working(self) -> float:
         """Bytes per token at the peak of a block's backward, except those of earlier blocks."""
         saved = self.trace.figures.saved
-        peak = max(
-            moment.peak.activations + moment.peak.temporaries - sum(saved[: moment.unit])
-            for moment in self.trace.moments.backward
-            if moment.unit >= 0
-        )
+        peak = 0
+        for moment in self.trace.moments.backward:
+            if moment.unit >= 0:
+                earlier = sum(saved[: moment.unit])
+                peak = max(peak, moment.peak.activations + moment.peak.temporaries - earlier)
         return peak / self.tokens
 
 

@@ -34,9 +34,9 @@ from plait.planner.constants import (
     CONSTANTS,
     MEMORY_CONSTANTS,
     Constant,
-    Knowledge,
+    Priors,
     Rates,
-    knowledge,
+    fitted_priors,
 )
 from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, DeviceSpec, stack
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, plait
@@ -60,10 +60,10 @@ class Fit:
     rows: int = 0
 
 
-def unfitted(names: Sequence[str], known: Knowledge, *, spread: float) -> Fit:
+def unfitted(names: Sequence[str], priors: Priors, *, spread: float) -> Fit:
     """Return the priors as a fit to no rows."""
     return Fit(
-        tuple(names), known.rates, np.diag([known.constants[n].width ** 2 for n in names]), spread
+        tuple(names), priors.rates, np.diag([priors.constants[n].width ** 2 for n in names]), spread
     )
 
 
@@ -72,7 +72,7 @@ def fit(
     measured: Array,
     names: Sequence[str],
     *,
-    known: Mapping[str, Constant],
+    priors: Mapping[str, Constant],
     spread: float,
 ) -> Fit:
     """Fit the constants `names` to measured rows, starting at their priors.
@@ -81,11 +81,11 @@ def fit(
         predict: Returns the logarithms of what was measured, one per row.
         measured: Logarithms of the measured values.
         names: Constants that may move; the others keep their medians.
-        known: Priors of all constants.
+        priors: Priors of all constants.
         spread: Noise of a row, as a logarithm.
     """
     names = tuple(names)
-    log_ratios = LogRatios(names, known)
+    log_ratios = LogRatios(names, priors)
     theta, covariance = most_probable(
         lambda theta: predict(log_ratios.rates(theta)),
         lambda theta, predicted: log_ratios.jacobian(predict, theta, predicted),
@@ -103,23 +103,23 @@ class LogRatios:
     """Constants as a vector theta: logarithms of their ratios to the medians of their priors."""
 
     names: tuple[str, ...]
-    known: Mapping[str, Constant]
+    priors: Mapping[str, Constant]
 
     @property
     def widths(self) -> Array:
         """Standard deviations of the priors."""
-        return np.array([self.known[name].width for name in self.names])
+        return np.array([self.priors[name].width for name in self.names])
 
     @property
     def bounds(self) -> tuple[Array, Array]:
         """Lower and upper limits of theta, beyond which constants are physically impossible."""
-        constants = [self.known[name] for name in self.names]
+        constants = [self.priors[name] for name in self.names]
         least = np.array([_log(constant.least / constant.median) for constant in constants])
         return least, np.array([_log(constant.most / constant.median) for constant in constants])
 
     def rates(self, theta: Array) -> Rates:
         """Return all constants at theta."""
-        medians = {name: constant.median for name, constant in self.known.items()}
+        medians = {name: constant.median for name, constant in self.priors.items()}
         moved = {name: medians[name] * float(np.exp(theta[i])) for i, name in enumerate(self.names)}
         return Rates({**medians, **moved})
 
@@ -301,25 +301,25 @@ class Calibration:
     memory: Fit
 
 
-def uncalibrated(known: Knowledge | None = None) -> Calibration:
+def uncalibrated(priors: Priors | None = None) -> Calibration:
     """Return the shipped constants, with the uncertainty for unknown machines and frameworks."""
-    known = known or knowledge()
-    time = unfitted(known.time_names, known, spread=known.time_spread)
-    return Calibration(time, unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
+    priors = priors or fitted_priors()
+    time = unfitted(priors.time_names, priors, spread=priors.time_spread)
+    return Calibration(time, unfitted(MEMORY_NAMES, priors, spread=priors.memory_spread))
 
 
 def calibrate(
-    runs: MeasuredRuns, *, known: Knowledge | None = None, within: float = 0.04
+    runs: MeasuredRuns, *, priors: Priors | None = None, within: float = 0.04
 ) -> Calibration:
     """Fit the constants to measured runs of one device and framework.
 
     Args:
         runs: At least one run.
-        known: Priors. By default the shipped constants.
+        priors: Priors. By default the shipped constants.
         within: Assumed noise of repeated runs: the standard deviation of the logarithm.
     """
-    known = known or knowledge()
-    base = uncalibrated(known)
+    priors = priors or fitted_priors()
+    base = uncalibrated(priors)
 
     time = base.time
     timed = np.flatnonzero(np.isfinite(runs.seconds))
@@ -329,8 +329,8 @@ def calibrate(
         time = fit(
             time_of(job),
             measured,
-            relevant(known.time_names, job),
-            known=known.constants,
+            relevant(priors.time_names, job),
+            priors=priors.constants,
             spread=within,
         )
         time = replace(
@@ -343,7 +343,7 @@ def calibrate(
         peaks = [peak for peak in runs.peaks if peak is not None]
         measured = np.log([nbytes for nbytes, _ in peaks])
         predict = memory_of(runs.job.take(np.array(sized)), [kind for _, kind in peaks])
-        memory = fit(predict, measured, MEMORY_NAMES, known=known.constants, spread=within)
+        memory = fit(predict, measured, MEMORY_NAMES, priors=priors.constants, spread=within)
         memory = replace(
             memory, spread=_remaining(memory, predict, measured, within, base.memory.spread)
         )
@@ -379,7 +379,9 @@ def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, floa
     return len(errors), float(np.median(errors)), float(errors.max())
 
 
-def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple[int, float, float]:
+def leave_one_out_errors(
+    runs: MeasuredRuns, priors: Priors | None = None
+) -> tuple[int, float, float]:
     """Return the statistics of `errors_with` when each run is predicted by a fit to the others.
 
     This is the error for an unseen layout of this kind.
@@ -387,9 +389,9 @@ def errors_left_out(runs: MeasuredRuns, known: Knowledge | None = None) -> tuple
     errors = []
     for index in np.flatnonzero(np.isfinite(runs.seconds)):
         others = np.delete(np.arange(len(runs.seconds)), index)
-        fitted = uncalibrated(known)
+        fitted = uncalibrated(priors)
         if len(others):
-            fitted = calibrate(runs.take(others), known=known)
+            fitted = calibrate(runs.take(others), priors=priors)
         errors.append(abs(_ratios(runs, fitted)[index] - 1))
 
     return len(errors), float(np.median(errors)), float(np.max(errors))
@@ -418,12 +420,12 @@ class DeviceRates:
 
 
 def priors_from_rates(
-    known: Knowledge, device: DeviceSpec, rates: DeviceRates, *, processes: int, precision: str
-) -> Knowledge:
+    priors: Priors, device: DeviceSpec, rates: DeviceRates, *, processes: int, precision: str
+) -> Priors:
     """Return priors in which measured rates replace the usual ones.
 
     Args:
-        known: Priors for any machine.
+        priors: Priors for any machine.
         device: Device of the machine.
         rates: Measured rates.
         processes: Processes of one machine that were measured together.
@@ -435,7 +437,7 @@ def priors_from_rates(
     if family == "cpu":
         # Processes share the memory, and the constants are those of a single process.
         suffix = ".cpu"
-        crowd = processes ** known.constants["crowding.cpu"].median
+        crowd = processes ** priors.constants["crowding.cpu"].median
     measured = {
         f"gemm.{family}": (
             max(rates.products.values()) * crowd / float(device.flops[precision] * device.power)
@@ -452,12 +454,12 @@ def priors_from_rates(
         if fixed > 0:
             measured[f"latency{suffix}"] = fixed / (BASE + 2 * (processes - 1) * INSIDE_STEP)
 
-    constants = dict(known.constants)
+    constants = dict(priors.constants)
     for name, value in measured.items():
         constants[name] = replace(
             constants[name], median=float(value), width=max(RATE_WIDTH, 0.4 * constants[name].width)
         )
-    return replace(known, constants=constants)
+    return replace(priors, constants=constants)
 
 
 def calibration_layouts(processes: int, *, batch: int, heads: int) -> list[dict[str, Any]]:
@@ -609,23 +611,29 @@ def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
 def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
     """Convert at least one measured run to a job."""
     runs = list(measured)
-    models = [Architecture(**run.architecture) for run in runs]
-    devices = [
-        hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node).device
-        for run in runs
-    ]
+    models, devices, frameworks, layouts, precisions = [], [], [], [], []
+    peaks: list[tuple[float, str] | None] = []
+    has_exact_blocks = True
+    for run in runs:
+        model = Architecture(**run.architecture)
+        cluster = hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node)
+        models.append(model)
+        devices.append(cluster.device)
+        frameworks.append(plait(precision=run.precision, compiled=run.compiled))
+        layouts.append(_layout_of_run(run))
+        precisions.append(PRECISIONS.index(run.precision))
+        peaks.append(None if run.bytes is None else (run.bytes, "allocated"))
+        has_exact_blocks = has_exact_blocks and not run.compiled and model.is_counted
+
     job = Job(
         model=stack(models),
         device=stack(devices),
-        framework=stack([plait(precision=run.precision, compiled=run.compiled) for run in runs]),
-        layouts=Layouts.of([_layout_of_run(run) for run in runs]),
+        framework=stack(frameworks),
+        layouts=Layouts.of(layouts),
         sequence=np.array([run.sequence for run in runs]),
-        precision=np.array([PRECISIONS.index(run.precision) for run in runs]),
-        has_exact_blocks=all(
-            not run.compiled and model.is_counted for run, model in zip(runs, models, strict=True)
-        ),
+        precision=np.array(precisions),
+        has_exact_blocks=has_exact_blocks,
     )
-    peaks = [None if run.bytes is None else (run.bytes, "allocated") for run in runs]
     return MeasuredRuns(job, np.array([run.seconds for run in runs], dtype=float), peaks)
 
 
@@ -708,16 +716,16 @@ def refuse_other(path: Path, origin: CalibrationOrigin, *, gpu: str, machine: st
 
 
 def _fit_facts(fitted: Fit) -> dict[str, Any]:
-    known = knowledge().constants
+    priors = fitted_priors().constants
     deviations = np.sqrt(np.diag(fitted.covariance))
     return {
         "constants": {
             name: {
                 "value": float(fitted.rates[name]),
                 "deviation": float(deviation),
-                "shipped": known[name].median,
-                "shipped_deviation": known[name].width,
-                "meaning": known[name].meaning,
+                "shipped": priors[name].median,
+                "shipped_deviation": priors[name].width,
+                "meaning": priors[name].meaning,
             }
             for name, deviation in zip(fitted.names, deviations, strict=True)
         },
@@ -728,16 +736,16 @@ def _fit_facts(fitted: Fit) -> dict[str, Any]:
 
 
 def _fit(content: Mapping[str, Any]) -> Fit:
-    known = knowledge()
+    priors = fitted_priors()
     names = tuple(content["constants"])
-    unknown = [name for name in names if name not in known.constants]
+    unknown = [name for name in names if name not in priors.constants]
     if unknown:
         raise ValueError(f"no such constant: {', '.join(unknown)}")
     covariance = np.array(content["covariance"], dtype=np.float64)
     if covariance.shape != (len(names), len(names)):
         raise ValueError(f"a covariance of {covariance.shape} for {len(names)} constants")
     values = {
-        **known.rates.values,
+        **priors.rates.values,
         **{name: float(entry["value"]) for name, entry in content["constants"].items()},
     }
     if not all(np.isfinite(value) and value > 0 for value in values.values()):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.parallel.context.families import WITH_CAPPED_SCORES
-from plait.planner.architecture import Products, again_share, products_of
+from plait.planner.architecture import Products, products_of, recomputed_share
 from plait.planner.constants import Rates
 from plait.planner.hardware import PRECISIONS, Numbers
 from plait.planner.job import ATTENTION, RECOMPUTE, Job, recompute_share
@@ -82,7 +82,7 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
 
     # torch's checkpoint and XLA, which choose operators, compute nothing again that no backward
     # needs.
-    dense_again = again_share(block_products.dense, without_last=~job.needs_last) * dense
+    dense_again = recomputed_share(block_products.dense, without_last=~job.needs_last) * dense
     operators = (
         scale * projections_again
         + dense_again
@@ -132,7 +132,7 @@ def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numb
     inputs = _product(job, rates, tokens, model.hidden, (queries + keys + values) / tp)
     last = _product(job, rates, tokens, width / tp, model.hidden)
     plain = inputs + last
-    plain_again = again_share(block_products.attention) * plain
+    plain_again = recomputed_share(block_products.attention) * plain
     if not np.any(model.is_latent):
         return plain, plain_again
     part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
@@ -184,14 +184,14 @@ def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
 def kernel_seconds(job: Job, rates: Rates) -> Numbers:
     """Return the overhead of a GPU kernel in seconds, until the next kernel starts.
 
-    On CPU cores they are part of the host's time.
+    On CPU cores it is part of the host's time.
     """
     return np.where(job.device.on_cpu, 0.0, rates["ramp"])
 
 
 def memory_rate(job: Job, rates: Rates) -> Numbers:
     """Return the bytes/s that element-wise kernels reach."""
-    return job.device.memory_bandwidth * rates.on("memory", job.device) / _crowd(job, rates)
+    return job.device.memory_bandwidth * rates.on("memory", job.device) / _contention(job, rates)
 
 
 def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
@@ -205,7 +205,7 @@ def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers
     return moved / memory_rate(job, rates)
 
 
-def _crowd(job: Job, rates: Rates) -> Numbers:
+def _contention(job: Job, rates: Rates) -> Numbers:
     """Return the slowdown of a process caused by others on its machine.
 
     Only processes on CPU cores share their memory.
@@ -223,7 +223,7 @@ def _gemm_share(job: Job, rates: Rates) -> Numbers:
 
 
 def _speed(job: Job, rates: Rates) -> Numbers:
-    return rates["overall"] * rates.by_stack(job.framework) / _crowd(job, rates)
+    return rates["overall"] * rates.by_stack(job.framework) / _contention(job, rates)
 
 
 def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
@@ -279,7 +279,7 @@ def _experts(
     moved = job.element_bytes * job.tokens * model.active * model.hidden * 8 / tp
     seconds = routed / reached / rate + moved / memory_rate(job, rates)
     return share * (seconds + shared / rate), share * (
-        seconds + again_share(block_products.shared) * shared / rate
+        seconds + recomputed_share(block_products.shared) * shared / rate
     )
 
 
@@ -396,7 +396,8 @@ def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers
     """Return the seconds of attention without a kernel, forward and backward.
 
     It runs in float32 in any precision. Scores are written, masked, normalized and read (24 bytes).
-    Dropout draws a random number for each, multiplies, and is read (12). The gradients do the same.
+    Dropout writes a random number and a product for each, which is read (12). The gradients do
+    the same.
     """
     gemm = (
         job.device.flops.get("fp32", np.nan)

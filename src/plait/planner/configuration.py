@@ -27,16 +27,16 @@ from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.models import Model, find_model, from_config
-from plait.planner.offers import (
+from plait.planner.output import config_of
+from plait.planner.request import Request
+from plait.planner.search import Plan, plan
+from plait.planner.techniques import (
     RECOMPUTE_FIXED,
     RECOMPUTE_INDEX,
     RECOMPUTE_NAMES,
     SCHEDULE_INDEX,
     SCHEDULE_NAMES,
 )
-from plait.planner.output import config_of
-from plait.planner.request import Request
-from plait.planner.search import Plan, plan
 
 FIELDS: dict[str, tuple[str, Any]] = {
     "parallel.tp": ("tp", 1),
@@ -143,10 +143,13 @@ def complete(
     """
     request = request_of(file, cluster)
     result = plan(
-        request, fixed=_meant(fixed_by(file) | _defaults(file)), calibration=calibration, best=1
+        request,
+        fixed=_without_unused_details(fixed_by(file) | _defaults(file)),
+        calibration=calibration,
+        best=1,
     )
     if not result.best:
-        least = min(result.shortages, key=lambda shortage: shortage.needed, default=None)
+        least = min(result.shortages, key=lambda shortage: shortage.needed_bytes, default=None)
         why = f"{least.region} {least}" if least else "no layout fits with enough certainty"
         raise InputError(
             f'"auto": nothing fits on {cluster}: {why}; use more or larger GPUs, or fix less'
@@ -344,7 +347,7 @@ def _defaults(file: File) -> dict[str, int]:
     return {name: int(value) for name, value in defaults.items()}
 
 
-def _meant(fixed: Mapping[str, int]) -> dict[str, int]:
+def _without_unused_details(fixed: Mapping[str, int]) -> dict[str, int]:
     """Drop details of a pipeline, context parallelism or recomputation that are not used."""
     # `plait train` ignores them.
     unused = set()

@@ -170,7 +170,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Knowledge:
+class Priors:
     """Priors of all constants, before a fit to the machine's own runs."""
 
     constants: Mapping[str, Constant]
@@ -189,9 +189,9 @@ class Knowledge:
         return tuple(name for name in self.constants if not name.startswith("memory:"))
 
 
-def unlearned() -> Knowledge:
+def datasheet_priors() -> Priors:
     """Return the priors from datasheets and the literature, without fitted constants."""
-    return Knowledge(
+    return Priors(
         {
             **CONSTANTS,
             **{f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()},
@@ -202,9 +202,9 @@ def unlearned() -> Knowledge:
 
 
 @cache
-def knowledge() -> Knowledge:
+def fitted_priors() -> Priors:
     """Return the priors with the constants fitted to published runs (`data/constants.json`)."""
-    base = unlearned()
+    base = datasheet_priors()
     file = files("plait.planner") / "data" / "constants.json"
     if not file.is_file():
         return base
@@ -235,7 +235,7 @@ def interval_coverage() -> Mapping[str, IntervalCoverage]:
     return {name: IntervalCoverage(*entry) for name, entry in content["held"].items()}
 
 
-def with_learned(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
+def with_learned(base: Priors, learned: Mapping[str, tuple[float, float]]) -> Priors:
     """Return priors with the (median, width) of constants in `learned`.
 
     Names that `base` does not have are ignored.

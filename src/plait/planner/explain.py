@@ -9,9 +9,9 @@ from typing import Any
 from plait.errors import ConfigError
 from plait.planner.calibrate import Calibration
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
-from plait.planner.offers import RECOMPUTE_NAMES, format_fixed
 from plait.planner.search import LayoutChoice, Plan, plan
 from plait.planner.step_time import STEP_TERMS
+from plait.planner.techniques import RECOMPUTE_NAMES, format_fixed
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def why(
     if not other.best:
         reason = "no candidate fits with enough certainty"
         if other.shortages:
-            least = min(other.shortages, key=lambda shortage: shortage.needed)
+            least = min(other.shortages, key=lambda shortage: shortage.needed_bytes)
             reason = f"{least.region} {least}"
         return Comparison(text, winner, None, f"{text} does not fit: {reason}")
 
@@ -153,7 +153,7 @@ def neighbours(result: Plan) -> list[str]:
     layout = result.best[0].layout
     queries = []
     for name in ("tp", "pp", "micro_batch"):
-        if name == "pp" and not result.request.offers.pipeline:
+        if name == "pp" and not result.request.techniques.pipeline:
             continue
         value = int(layout[name])
         queries.append(f"{name}={value * 2}")
@@ -161,10 +161,10 @@ def neighbours(result: Plan) -> list[str]:
             queries.append(f"{name}={value // 2}")
 
     queries += [f"stage={stage}" for stage in range(4) if stage != int(layout["stage"])]
-    if len(result.request.offers.recompute) > 1:
+    if len(result.request.techniques.recompute) > 1:
         queries += [
             f"recompute={RECOMPUTE_NAMES[kind]}"
-            for kind in result.request.offers.recompute
+            for kind in result.request.techniques.recompute
             if kind != RECOMPUTE[int(layout["recompute"])]
         ]
     return queries

@@ -40,11 +40,9 @@ class Framework:
     weights: Numbers
     gradients: Numbers
     optimizer: Numbers
+    """Bytes per parameter of optimizer states, as `weights` and `gradients` are of these."""
     gathered: Numbers
-    """Bytes per parameter of the copy that a forward uses, if weights have another dtype.
-
-    The three fields before are the bytes per parameter of the model states.
-    """
+    """Bytes per parameter of the copy that a forward uses, if weights have another dtype."""
     wire_gather: Numbers
     wire_reduce: Numbers
     """Bytes per parameter in the reduction of gradients; `wire_gather` in the gather of weights."""
@@ -79,7 +77,7 @@ class Framework:
     send_seconds: Numbers = 25e-6
     """Seconds that a send between stages takes beyond the link."""
     dynamic_scaling: Numbers = 0
-    """1 if products in 8 and 4 bits find the largest element in a pass of its own."""
+    """1 if products in 8 and 4 bits find the largest element in a separate pass."""
     whole_logits: Numbers = 0
     """1 if tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0

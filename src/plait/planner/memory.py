@@ -320,7 +320,7 @@ def _operators_saved(job: Job, share: Numbers) -> Numbers:
 
 
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the bytes of a layer that its forward saves, without and with recomputation.
+    """Return the bytes that a layer saves per micro-batch, without and with recomputation.
 
     For one micro-batch.
     """

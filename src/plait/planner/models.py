@@ -441,15 +441,15 @@ def unknown_layers(model: Architecture) -> str | None:
         return None
     if model.layer_parameters:
         return (
-            f"{kind}: what its layers are is not known to the planner, which counts their"
-            f" parameters of the model that Transformers builds ({model.layers} blocks of"
+            f"{kind}: the planner does not know its layers; it takes their parameters from the"
+            f" model that Transformers builds ({model.layers} blocks of"
             f" {format_count(float(model.layer_parameters))} and"
-            f" {format_count(float(model.end_parameters))} outside them), and their time as that"
-            " of Llama's layers; measure a step before you trust times"
+            f" {format_count(float(model.end_parameters))} outside them), and their time from"
+            " Llama's layers; measure a step before you trust times"
         )
 
     return (
-        f"{kind}: what its layers are is not known to the planner, which counts Llama's from its"
+        f"{kind}: the planner does not know its layers, and counts layers of Llama of the same"
         " sizes; compare the parameters with the model's before you trust times and bytes"
     )
 
@@ -723,7 +723,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(
-            f"model {file}: no JSON ({error}); name a Hugging Face config.json"
+            f"model {file}: not JSON ({error}); name a Hugging Face config.json"
         ) from None
 
     if not isinstance(content, dict):

@@ -22,10 +22,10 @@ from plait.hashing import sha256_of
 from plait.planner.calibrate import facts_of, layout_facts
 from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
-from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
 from plait.planner.request import Request, lower_end
 from plait.planner.search import LayoutChoice, Plan
 from plait.planner.step_time import STEP_TERMS
+from plait.planner.techniques import RECOMPUTE_NAMES, SCHEDULE_NAMES
 from plait.sizes import GIB
 
 
@@ -179,9 +179,9 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
         "memory": {
             "allocated_bytes": choice.allocated,
             "reserved_bytes": choice.reserved,
-            "needed_bytes": choice.needed,
-            "needed_low_90_bytes": lower_end(choice.needed, choice.needed_high),
-            "needed_high_90_bytes": choice.needed_high,
+            "needed_bytes": choice.needed_bytes,
+            "needed_low_90_bytes": lower_end(choice.needed_bytes, choice.needed_high_bytes),
+            "needed_high_90_bytes": choice.needed_high_bytes,
             "fit_probability": choice.fit_probability,
             "peak_moment": choice.moment,
             "terms_bytes": dict(choice.memory_terms),
@@ -198,7 +198,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             {
                 "region": shortage.region,
                 "candidates": shortage.candidates,
-                "needed_bytes": shortage.needed,
+                "needed_bytes": shortage.needed_bytes,
                 "room_bytes": shortage.room,
                 "parts": dict(shortage.parts),
             }

@@ -31,7 +31,7 @@ from plait.parallel.schedules.schedule import SCHEDULES as TABLES
 from plait.parallel.schedules.schedule import Kind, problems_of, row_of
 from plait.planner.hardware import Numbers
 from plait.planner.job import SCHEDULES, Layouts
-from plait.planner.offers import SCHEDULE_NAMES
+from plait.planner.techniques import SCHEDULE_NAMES
 
 _IDLE = {
     "none": 0.0,

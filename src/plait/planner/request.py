@@ -12,14 +12,14 @@ import numpy as np
 
 from plait.errors import InputError, Problem, raise_problems
 from plait.planner.built import CountedBytes, counted, not_counted
-from plait.planner.constants import Rates, knowledge
+from plait.planner.constants import Rates, fitted_priors
 from plait.planner.hardware import PRECISIONS, Cluster, Numbers
 from plait.planner.job import Job, Layouts, plait
 from plait.planner.memory import Memory, States, memory_bytes
 from plait.planner.models import Model
-from plait.planner.offers import Offers, Split, offered, split_of
 from plait.planner.states import account_states
 from plait.planner.step_time import Step, step_seconds
+from plait.planner.techniques import AvailableTechniques, Split, available_techniques, split_of
 from plait.sizes import SHORT_NAMES
 
 
@@ -44,7 +44,7 @@ def estimate(job: Job, rates: Rates | None = None, states: States | None = None)
         rates: Constants. None uses the shipped constants.
         states: Bytes of model states. None computes them from the framework's bytes per parameter.
     """
-    rates = rates or knowledge().rates
+    rates = rates or fitted_priors().rates
     return Estimate(step_seconds(job, rates), memory_bytes(job, rates, states))
 
 
@@ -74,12 +74,12 @@ class Request:
     """Dtype of the gradient reduction: bf16, fp16 or fp32."""
 
     @property
-    def offers(self) -> Offers:
+    def techniques(self) -> AvailableTechniques:
         """Techniques that the search may propose."""
-        offers = offered(compiled=self.compile)
+        techniques = available_techniques(compiled=self.compile)
         if self.optimizer_states is not None:
-            offers = replace(offers, offload=False)
-        return offers
+            techniques = replace(techniques, offload=False)
+        return techniques
 
     @property
     def split(self) -> Split:

@@ -5,7 +5,7 @@ writes.
 
 Note [Stages of a search]
     1. `space_of` creates all candidates that the rules allow, at both ends of Note [Memory
-       measures] in `plait.planner.offers`.
+       measures] in `plait.planner.techniques`.
     2. `estimate_space` estimates them with closed formulas, at a few moments of a step, and adds
        candidates between the ends where they matter.
     3. `_fastest` takes the fastest candidates that fit, estimates them again at all moments and
@@ -72,9 +72,9 @@ class LayoutChoice:
     terms: Mapping[str, float]
     allocated: float
     reserved: float
-    needed: float
+    needed_bytes: float
     """Predicted peak bytes, including the context of the device."""
-    needed_high: float
+    needed_high_bytes: float
     fit_probability: float
     memory_terms: Mapping[str, float]
     moment: str
@@ -176,8 +176,8 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
                 terms={name: float(terms[name][i]) for name in STEP_TERMS},
                 allocated=float(allocated[i]),
                 reserved=float(reserved[i]),
-                needed=float(total[i]),
-                needed_high=float(total[i] * np.exp(NINETY * memory_spread[i])),
+                needed_bytes=float(total[i]),
+                needed_high_bytes=float(total[i] * np.exp(NINETY * memory_spread[i])),
                 fit_probability=0.5
                 * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
                 memory_terms={name: float(memory_terms[name][i]) for name in MEMORY_TERMS},
@@ -239,14 +239,14 @@ class Shortage:
 
     region: str
     candidates: int
-    needed: float
+    needed_bytes: float
     room: float
     parts: tuple[tuple[str, float], ...]
     """Largest terms of the needed memory."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{MEMORY_TERMS[name]} {size / GIB:.1f}" for name, size in self.parts)
-        return f"needs {self.needed / GIB:.1f} of {self.room / GIB:.1f} GiB: {parts}"
+        return f"needs {self.needed_bytes / GIB:.1f} of {self.room / GIB:.1f} GiB: {parts}"
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,9 @@ class Plan:
     best: tuple[LayoutChoice, ...]
     """Layouts from fast to slow; the fastest of each family."""
     ties: int
-    """Number of these, including the first, that may be the fastest.
+    """Number of these layouts, including the first, that may be the fastest.
 
-    Their difference is smaller than the uncertainty between two layouts of one model.
+    They differ by less than the uncertainty between two layouts of one model.
     """
     candidates: int
     fitting: int
@@ -278,7 +278,7 @@ def plan(
 
     Args:
         request: Model, cluster and batch.
-        fixed: Fields of the layout with fixed values (`offers.parse_fixed`).
+        fixed: Fields of the layout with fixed values (`techniques.parse_fixed`).
         calibration: Constants of this machine. None uses those that ship.
         best: Number of layouts to return.
 
@@ -300,7 +300,7 @@ def plan(
         tuple(chosen),
         ties(request, chosen, calibration),
         len(estimated.seconds),
-        int((estimated.needed <= room).sum()),
+        int((estimated.needed_bytes <= room).sum()),
         space.excluded,
         shortages,
     )
@@ -312,7 +312,7 @@ class EstimatedSpace:
 
     layouts: Layouts
     seconds: NDArray[np.float64]
-    needed: NDArray[np.float64]
+    needed_bytes: NDArray[np.float64]
     """Bytes of device memory. Infinite if the host memory does not suffice."""
 
 
@@ -322,17 +322,19 @@ def estimate_space(request: Request, space: Space, calibration: Calibration) -> 
     ends = _estimate(request, space.layouts, rates)
     sample = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
     spreads = [
-        log(choice.needed_high / choice.needed) / NINETY
+        log(choice.needed_high_bytes / choice.needed_bytes) / NINETY
         for choice in choices_of(request, sample, calibration)
     ]
 
     # A margin for the uncertainty of the memory, which differs little between layouts.
     margin = NormalDist().inv_cdf(_FIT_PROBABILITY) * float(np.median(spreads))
-    fits = ends.needed <= float(request.cluster.device.memory_bytes) * exp(-margin)
+    fits = ends.needed_bytes <= float(request.cluster.device.memory_bytes) * exp(-margin)
     more = space.between(ends.seconds, fits)
     proposed = space.proposed(fits)
     parts = [
-        EstimatedSpace(space.layouts.take(proposed), ends.seconds[proposed], ends.needed[proposed])
+        EstimatedSpace(
+            space.layouts.take(proposed), ends.seconds[proposed], ends.needed_bytes[proposed]
+        )
     ]
     if more is not None:
         parts.append(_estimate(request, more, rates))
@@ -340,14 +342,14 @@ def estimate_space(request: Request, space: Space, calibration: Calibration) -> 
     return EstimatedSpace(
         joined([part.layouts for part in parts]),
         np.concatenate([part.seconds for part in parts]),
-        np.concatenate([part.needed for part in parts]),
+        np.concatenate([part.needed_bytes for part in parts]),
     )
 
 
 def _estimate(request: Request, layouts: Layouts, rates: Rates) -> EstimatedSpace:
     size = np.size(layouts.tp)
     seconds = np.empty(size)
-    needed = np.empty(size)
+    needed_bytes = np.empty(size)
     for start in range(0, size, _CHUNK):
         part = slice(start, min(start + _CHUNK, size))
         job = job_of(request, layouts.take(part))
@@ -357,20 +359,20 @@ def _estimate(request: Request, layouts: Layouts, rates: Rates) -> EstimatedSpac
         seconds[part] = estimated.seconds
         # A layout whose states exceed the host memory does not fit on any device.
         host = np.maximum(states.first["host"], states.last["host"])
-        needed[part] = np.where(
+        needed_bytes[part] = np.where(
             host > _HOST_SHARE * request.cluster.device.host_memory_bytes,
             np.inf,
             estimated.memory.total,
         )
 
-    return EstimatedSpace(layouts, seconds, needed)
+    return EstimatedSpace(layouts, seconds, needed_bytes)
 
 
 def _fastest(
     request: Request, estimated: EstimatedSpace, room: float, calibration: Calibration, best: int
 ) -> list[LayoutChoice]:
     """Return the fastest layouts of each family that fit with enough probability."""
-    order = np.flatnonzero(estimated.needed <= room)
+    order = np.flatnonzero(estimated.needed_bytes <= room)
     # Equally fast candidates keep the order of the space, so that plans are reproducible.
     order = order[np.argsort(estimated.seconds[order], kind="stable")]
     chosen: list[LayoutChoice] = []
@@ -420,13 +422,13 @@ def _shortages(
 ) -> tuple[Shortage, ...]:
     """Return the smallest candidate of every (tp, pp, stage) of which nothing fits."""
     layouts = estimated.layouts
-    needed = estimated.needed
+    needed_bytes = estimated.needed_bytes
     # One integer per (tp, pp, stage): there are four ZeRO stages, and pp is far below 4096.
     key = (np.asarray(layouts.tp) * 4096 + np.asarray(layouts.pp)) * 4 + np.asarray(layouts.stage)
-    order = np.lexsort((needed, key))
+    order = np.lexsort((needed_bytes, key))
     # The first candidate of each key needs the least memory.
     firsts = order[np.concatenate([[True], np.diff(key[order]) != 0])]
-    smallest = firsts[(needed[firsts] > room) & np.isfinite(needed[firsts])]
+    smallest = firsts[(needed_bytes[firsts] > room) & np.isfinite(needed_bytes[firsts])]
     if not len(smallest):
         return ()
     counts = dict(zip(*np.unique(key, return_counts=True), strict=True))
@@ -441,12 +443,12 @@ def _shortages(
         ]
         terms.sort(key=lambda term: -term[1])
         layout = layouts.as_dict(int(index))
-        pipeline = f" pp={layout['pp']}" if request.offers.pipeline else ""
+        pipeline = f" pp={layout['pp']}" if request.techniques.pipeline else ""
         shortages.append(
             Shortage(
                 f"tp={layout['tp']}{pipeline} stage={layout['stage']}",
                 int(counts[key[index]]),
-                float(needed[index]),
+                float(needed_bytes[index]),
                 room,
                 tuple(terms[:3]),
             )

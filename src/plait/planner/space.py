@@ -19,10 +19,11 @@ from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, SCHEDULES, Layouts
-from plait.planner.offers import (
+from plait.planner.request import Request
+from plait.planner.techniques import (
+    AvailableTechniques,
     MemoryMeasure,
     MemoryMeasures,
-    Offers,
     Split,
     format_fixed,
     memory_measures,
@@ -30,7 +31,6 @@ from plait.planner.offers import (
     supports_measures,
     with_measures,
 )
-from plait.planner.request import Request
 
 _MAX_MICRO_BATCH = 64
 _MAX_CHUNKS = 8
@@ -134,27 +134,27 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
 
     Args:
         request: Model, cluster and batch.
-        fixed: Fields of the layout with fixed values (`offers.parse_fixed`).
+        fixed: Fields of the layout with fixed values (`techniques.parse_fixed`).
 
     Raises:
         ConfigError: No candidate is left. The error has every rule that excluded some.
     """
     fixed = fixed or {}
     cluster = request.cluster
-    offers = request.offers
+    techniques = request.techniques
     builder = _SpaceBuilder(
         request.model.architecture,
         cluster,
         request.global_batch,
         request.sequence,
-        offers,
+        techniques,
         request.split,
         fixed,
-        memory_measures(offers, cluster.device, fixed),
+        memory_measures(techniques, cluster.device, fixed),
     )
     for tp in _tensor_degrees(builder):
         for pp in _stages(builder, cluster.devices // tp):
-            refusal = offers.refusal(tp=tp, pp=pp)
+            refusal = techniques.refusal(tp=tp, pp=pp)
             if refusal is not None:
                 region = f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}"
                 builder.exclude(region, refusal)
@@ -186,7 +186,7 @@ class _SpaceBuilder:
     cluster: Cluster
     global_batch: int
     sequence: int
-    offers: Offers
+    techniques: AvailableTechniques
     split: Split
     fixed: Mapping[str, int]
     measures: MemoryMeasures
@@ -291,7 +291,7 @@ def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Exclu
 
 def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
     fixed = builder.fixed
-    rule = builder.offers.refusal(tp=1, pp=2)
+    rule = builder.techniques.refusal(tp=1, pp=2)
     if rule is not None:
         if fixed.get("pp", 1) > 1:
             builder.exclude(f"pp = {fixed['pp']}", rule)
@@ -340,16 +340,15 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
     if pp == 1:
         return [(SCHEDULES.index("none"), 1)]
     schedules = []
-    for name in builder.offers.schedules:
+    for name in builder.techniques.schedules:
         if name in ("interleaved", "interleaved-zb"):
             # With embedding and head for a layer each, Megatron-LM has stages without a layer; here
             # every stage has one.
-            chunks = [
-                count
-                for count in range(2, _MAX_CHUNKS + 1)
-                if pp * count <= layers
-                and (layers % (pp * count) == 0 or (layers + 2) % (pp * count) == 0)
-            ]
+            chunks = []
+            for count in range(2, _MAX_CHUNKS + 1):
+                stages = pp * count
+                if stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0):
+                    chunks.append(count)
         elif name in ("zbv", "dualpipev"):
             chunks = [2] if pp * 2 <= layers else []
         else:
@@ -372,7 +371,8 @@ def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
         # host; and with a stage that is fixed.
         entries.append((fixed.get("stage") or 1, 1, 1))
     inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
-    entries += [(stage, dp // d, d) for stage in (1, 2, 3) for d in inner]
+    for stage in (1, 2, 3):
+        entries += [(stage, dp // dp_shard, dp_shard) for dp_shard in inner]
     if "dp_shard" in fixed and dp % fixed["dp_shard"] == 0 and fixed["dp_shard"] not in (1, *inner):
         entries += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
     names = ("stage", "dp_replicate", "dp_shard")
@@ -402,17 +402,19 @@ def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int
     if fixed.get("cp", 2) > 1 and builder.split.context:
         builder.exclude("cp > 1", builder.split.context)
         return builder.allowed("cp", [1])
-    if builder.offers.compiled:
+    if builder.techniques.compiled:
         builder.exclude("cp > 1", "parts of sequences are not tested under torch.compile")
         return builder.allowed("cp", [1])
     if "cp" not in fixed:
         if builder.sequence < LONG_SEQUENCE and "context" not in fixed:
             return [1]
-        return [
-            cp
-            for cp in divisors(ranks)
-            if cp <= _MAX_CP and cp & (cp - 1) == 0 and builder.sequence // cp >= LONG_SEQUENCE // 8
-        ]
+        degrees = []
+        for degree in divisors(ranks):
+            is_power_of_two = degree & (degree - 1) == 0
+            is_long = builder.sequence // degree >= LONG_SEQUENCE // 8
+            if degree <= _MAX_CP and is_power_of_two and is_long:
+                degrees.append(degree)
+        return degrees
 
     cp = fixed["cp"]
     if ranks % cp:
@@ -451,7 +453,7 @@ def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     """Return the degrees of expert parallelism for a stage of `ranks`."""
     experts = int(builder.model.experts)
     degrees = [1]
-    if experts and not builder.offers.compiled:
+    if experts and not builder.techniques.compiled:
         degrees = [d for d in divisors(experts) if ranks % d == 0]
     if tp > 1 and builder.split.with_experts:
         builder.exclude(
@@ -486,25 +488,25 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
         return []
 
     per_rank = batch // dp
-    micro_batches = [b for b in divisors(per_rank) if b <= _MAX_MICRO_BATCH]
+    sizes = [size for size in divisors(per_rank) if size <= _MAX_MICRO_BATCH]
     if "micro_batch" in fixed:
-        micro_batches = [fixed["micro_batch"]]
-    micro_batches = [
-        b
-        for b in micro_batches
-        if per_rank % b == 0 and fixed.get("accumulation", per_rank // b) == per_rank // b
-    ]
+        sizes = [fixed["micro_batch"]]
+    micro_batches = []
+    for size in sizes:
+        accumulation = per_rank // size
+        if per_rank % size == 0 and fixed.get("accumulation", accumulation) == accumulation:
+            micro_batches.append(size)
     if not micro_batches:
         fixed_sizes = " x ".join(
             f"{name} = {fixed[name]}" for name in ("micro_batch", "accumulation") if name in fixed
         )
         builder.exclude(
             f"{fixed_sizes} with dp = {dp}",
-            f"a rank's {per_rank} samples do not divide so",
+            f"a rank's {per_rank} samples cannot be divided in this way",
         )
         return []
 
-    enough = [b for b in micro_batches if per_rank // b >= pp]
+    enough = [size for size in micro_batches if per_rank // size >= pp]
     if not enough:
         builder.exclude(
             f"pp = {pp} with dp = {dp}",
@@ -512,6 +514,11 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
         )
         return []
     return enough
+
+
+def _as_rows(values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return the values of one field as rows of a list of fields."""
+    return [(value,) for value in values]
 
 
 def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
@@ -529,16 +536,17 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(builder, pp),
         ("stage", "dp_replicate", "dp_shard"): _shards(builder, dp),
-        ("sp",): [(value,) for value in sequence],
-        ("context",): [(kind,) for kind in _contexts(builder, tp, cp)],
-        ("ep",): [(degree,) for degree in _expert_degrees(builder, tp, dp * cp * tp)],
-        ("micro_batch",): [(size,) for size in micro_batches],
+        ("sp",): _as_rows(sequence),
+        ("context",): _as_rows(_contexts(builder, tp, cp)),
+        ("ep",): _as_rows(_expert_degrees(builder, tp, dp * cp * tp)),
+        ("micro_batch",): _as_rows(micro_batches),
         tuple(f.name for f in fields(MemoryMeasure)): [
             tuple(vars(measure).values()) for measure in ends
         ],
     }
-    for names in (names for names, entries in lists.items() if not entries):
-        builder.exclude_fixed(names, _rule_of(builder.model, names))
+    for names, entries in lists.items():
+        if not entries:
+            builder.exclude_fixed(names, _rule_of(builder.model, names))
     if not all(lists.values()):
         return
     grid = np.meshgrid(*(np.arange(len(entries)) for entries in lists.values()), indexing="ij")
@@ -590,7 +598,7 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     ]
 
     for kind, index in zip(*np.unique(key, return_index=True), strict=True):
-        kinds[kind] = builder.offers.runs(
+        kinds[kind] = builder.techniques.runs(
             SCHEDULES[int(values["schedule"][index])],
             pp=pp,
             micro_batches=int(values["accumulation"][index]),

@@ -65,7 +65,9 @@ def block_parameters(
         entries += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
     entries += _expert_entries(model) if experts else _mlp_entries(model)
     leaves = ("weight", "bias") if model.bias else ("weight",)
-    return entries + [(f"norm{i}.{leaf}", (model.hidden,), None) for i in (1, 2) for leaf in leaves]
+    for norm in ("norm1", "norm2"):
+        entries += [(f"{norm}.{leaf}", (model.hidden,), None) for leaf in leaves]
+    return entries
 
 
 def _attention_entries(model: Architecture, replicates_keys: bool) -> list[Entry]:
@@ -95,15 +97,14 @@ def _latent_entries(model: Architecture) -> list[Entry]:
     # Latents are shared by all heads, so their products are not split.
     dims = (None, 0, None, 0, 1)
     products = zip(names, dims, model.products_of_attention, strict=True)
-    norms = (("q_a", model.query_rank), ("kv_a", model.latent_rank))
-    return [
-        *(
-            (f"{name}.weight", (int(columns), int(inner)), dim)
-            for name, dim, (inner, columns) in products
-            if columns
-        ),
-        *((f"{name}_norm", (rank,), None) for name, rank in norms if rank),
-    ]
+    entries: list[Entry] = []
+    for name, dim, (inner, columns) in products:
+        if columns:
+            entries.append((f"{name}.weight", (int(columns), int(inner)), dim))
+    for name, rank in (("q_a", model.query_rank), ("kv_a", model.latent_rank)):
+        if rank:
+            entries.append((f"{name}_norm", (rank,), None))
+    return entries
 
 
 def _expert_entries(model: Architecture) -> list[Entry]:

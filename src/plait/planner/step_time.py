@@ -40,8 +40,8 @@ from plait.planner.compute import (
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers, only
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, recompute_share, stage_layers
-from plait.planner.offers import SCHEDULE_NAMES
 from plait.planner.pipeline import idle_share, micro_batches_between_chunks
+from plait.planner.techniques import SCHEDULE_NAMES
 
 INSIDE_STEP = 3.4e-6
 BASE = 8.4e-6
@@ -564,7 +564,7 @@ RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
     """Return the terms of one candidate with the simulated idle time.
 
-    None without a pipeline, and if the schedule has no table to simulate.
+    The result is None without a pipeline, or if the schedule has no table to simulate.
     """
     if int(only(job.layouts.pp)) == 1:
         return None

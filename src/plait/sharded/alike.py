@@ -321,8 +321,8 @@ def compare_replicas(
     name, description = next(itertools.chain.from_iterable(all_gather_objects(local)))
     error = NumbersError(
         f"step {step}: replicas of {name} differ: {description}. A bit was flipped there (memory,"
-        " processor), or code treats ranks differently. Go on from the last checkpoint; if it"
-        " happens again, without that device"
+        " processor), or code treats ranks differently. Continue from the last checkpoint;"
+        " if it happens again, leave that device out"
     )
     error.caused_by_batch = False
     raise error

@@ -293,7 +293,7 @@ def _warn_if_little_is_split(plan: TensorPlan | None, model: nn.Module, *, ep: i
     over_ep: set[str] = set()
     if ep > 1:
         over_ep = {name for experts in find_experts(model) for name in experts.parameters}
-    message = small_split_warning(plan, model, besides=over_ep)
+    message = small_split_warning(plan, model, excluded=over_ep)
     if message is not None and place().rank == 0:
         warn(message)
 

@@ -152,8 +152,8 @@ class Guard(StepHook):
         """
         if self.replaced:
             raise InputError(
-                f"this {self._variable} was closed, or its model given to another"
-                " plait.initialize or plait.parallelize; use that"
+                f"this {self._variable} was closed, or its model was passed to another"
+                " plait.initialize or plait.parallelize; use the result of that call"
             )
         lost = self._lost
         self._lost = None

@@ -283,7 +283,7 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
     """Raise CheckpointError if tied parameters have several values in the files.
 
     Args:
-        tied: Names in the files of parameters that are one in the model.
+        tied: Names in the files of parameters that are one parameter in the model.
         files: The result of `weight_files`.
     """
     for other in tied[1:]:

@@ -117,7 +117,7 @@ class ShardedModel:
         self._compared_collectives = ExitStack()
         if config.faults.check_collectives and mesh.layout.world_size > 1:
             self._compared_collectives.enter_context(ComparedCollectives())
-        free_after_evaluation(parts.model, unless=lambda: self.is_evaluating)
+        free_after_evaluation(parts.model, is_kept=lambda: self.is_evaluating)
 
         # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no
         # global table, and all names stay as they are.
@@ -398,7 +398,7 @@ class ShardedModel:
                 " change what it has gathered; call it before or after"
             )
 
-    def predict(self, batch: Any, *, cache: Any = None, passes_on: bool = False) -> Any:
+    def predict(self, batch: Any, *, cache: Any = None, continue_on_error: bool = False) -> Any:
         """Return the model's output for one micro-batch in evaluation mode. Collective.
 
         Several calls in a row are faster inside `evaluating`.
@@ -407,7 +407,7 @@ class ShardedModel:
             batch: One micro-batch. With `cache` it is a mapping.
             cache: A KV cache from `new_cache` with the tokens before those of `batch`. The model
                 adds to it.
-            passes_on: If one stage of a pipeline fails, let the others continue. See
+            continue_on_error: If one stage of a pipeline fails, let the others continue. See
                 `Runtime.evaluate`.
 
         Returns:
@@ -424,7 +424,7 @@ class ShardedModel:
             batch = with_cache(batch, cache, argument=cache_argument(self.model) or CACHES[0])
 
         with torch.no_grad(), self.evaluating():
-            output = self.output(self.prepare_batch(batch), passes_on=passes_on)
+            output = self.output(self.prepare_batch(batch), continue_on_error=continue_on_error)
             logits = getattr(output, "logits", None)
             # parallel.loss_chunk_tokens leaves the head to the loss, and there is no loss here.
             if isinstance(logits, DeferredLogits):
@@ -444,15 +444,15 @@ class ShardedModel:
         return new_cache(self.model, staged, on_host=on_host)
 
     @torch.no_grad()
-    def output(self, micro_batch: Any, *, passes_on: bool = False) -> Any:
-        """Return the output for a micro-batch that is `prepared`, in evaluation mode. Collective.
+    def output(self, micro_batch: Any, *, continue_on_error: bool = False) -> Any:
+        """Return the output for a micro-batch of `prepare_batch`, in evaluation mode. Collective.
 
         Unlike `predict`, it leaves sequences split and logits deferred.
         """
         with self.evaluating():
             if self.pipeline is not None:
                 return self.pipeline.runtime.evaluate(
-                    micro_batch, forward=self.forward, passes_on=passes_on
+                    micro_batch, forward=self.forward, continue_on_error=continue_on_error
                 )
             return self.forward(self.model, micro_batch)
 
@@ -460,8 +460,8 @@ class ShardedModel:
     def evaluating(self) -> Iterator[None]:
         """Set evaluation mode inside the context.
 
-        Parameters that `predict` gathers stay gathered until its end. It may be nested in one
-        thread.
+        Parameters that `predict` gathers stay gathered until the context ends. Contexts may be
+        nested in one thread.
 
         Raises:
             InputError: Another thread evaluates the model. The first to leave would end the other's

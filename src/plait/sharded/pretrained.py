@@ -163,8 +163,8 @@ def _refuse_resize(
 ) -> Any:
     """Resize an embedding, or raise InputError while the model is on meta.
 
-    After the model has its weights, this is the method of Transformers again, or the sharded model
-    refuses it.
+    Once the model has its weights, Transformers' method is restored, or the sharded model refuses
+    the call.
     """
     # Without arguments the call only returns the embedding.
     only_reads = new_num_tokens is None and not args and not settings

@@ -142,7 +142,7 @@ def _load_config(
                 "bos_token_id": tokenizer.bos_token_id,
                 "eos_token_id": tokenizer.eos_token_id,
             }
-            config = described_config(section.config or {}, follow=tokenizer_fields)
+            config = described_config(section.config or {}, defaults=tokenizer_fields)
     except (ValueError, OSError) as error:
         raise InputError(
             f"model.path: {weights}/config.json is not a Transformers configuration"

@@ -394,7 +394,9 @@ def _start_trackers(engine: Engine, resources: ExitStack) -> list[Listener]:
             resources.callback(trackers.close)
             started.append(trackers)
 
-    run_on_all_ranks(start, device=engine.device, doing="starting the trackers", raising=InputError)
+    run_on_all_ranks(
+        start, device=engine.device, activity="starting the trackers", error_class=InputError
+    )
     return started
 
 
@@ -411,7 +413,7 @@ def _claim_folder(checked: ValidatedRun, engine: Engine, resources: ExitStack) -
                 " run the command again"
             )
 
-    run_on_all_ranks(claim, device=engine.device, doing="plait train")
+    run_on_all_ranks(claim, device=engine.device, activity="plait train")
 
 
 def _check_same_on_all_ranks(checked: ValidatedRun) -> None:

@@ -117,7 +117,7 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
     """Return the kernel of a case, and the relative errors of the output and of the gradients.
 
     Args:
-        context: Gives the device.
+        context: Context of the check.
         case: What is computed.
         shift: Tokens by which positions, the window and the documents are moved.
     """

@@ -1,7 +1,7 @@
 """The checks of `plait doctor --validate`, most valuable first, with planned seconds.
 
 Planned times are those that rows took on an H100, rounded up. A layout with more ranks than there
-are GPUs runs with several ranks per GPU over gloo. That shows whether its numbers are right and
+are GPUs runs with several ranks per GPU over gloo. That shows whether its numbers are right, but
 nothing about NCCL, so such rows run on request only.
 """
 

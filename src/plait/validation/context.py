@@ -150,7 +150,7 @@ def require_compiler(context: Context) -> None:
 def timed(context: Context, result: Verdict) -> Verdict:
     """Return the verdict of a row about times.
 
-    On a simulated device the row ran to its end and shows nothing.
+    A simulated device has no times, so the row only shows that the check runs.
     """
     if context.simulated and result.outcome != "not run":
         return Verdict("not run", NO_TIMES)

@@ -32,7 +32,7 @@ from plait.planner.calibrate import (
     save_calibration,
     uncalibrated,
 )
-from plait.planner.constants import Knowledge, knowledge
+from plait.planner.constants import Priors, fitted_priors
 from plait.planner.hardware import DEVICE_FAMILIES, DeviceSpec
 from plait.planner.hardware import cluster as cluster_of
 from plait.planner.models import Model, from_config
@@ -235,26 +235,26 @@ def small_kernel(context: Context) -> float:
 def calibration_of(kernels: Mapping[str, Any], figures: DeviceSpec) -> Calibration:
     """Return the shipped constants with those that the kernels determine in their place."""
     rates = DeviceRates(kernels["products"], kernels["addition_bytes_per_second"])
-    known = priors_from_rates(knowledge(), figures, rates, processes=1, precision="bf16")
+    priors = priors_from_rates(fitted_priors(), figures, rates, processes=1, precision="bf16")
     # The rate at the clock under load, as in the formulas of the planner.
     peak = float(figures.flops["bf16"] * figures.power)
     family = DEVICE_FAMILIES[int(figures.family)]
     shares = [entry["flops_per_second"] / peak for entry in kernels["attention"].values()]
-    known = with_value(known, f"attention.{family}", median(shares))
-    return uncalibrated(with_value(known, "ramp", kernels["small_kernel_seconds"]))
+    priors = with_value(priors, f"attention.{family}", median(shares))
+    return uncalibrated(with_value(priors, "ramp", kernels["small_kernel_seconds"]))
 
 
-def with_value(known: Knowledge, name: str, value: float) -> Knowledge:
-    """Return `known` with a measured constant, inside the constant's physical range."""
-    constant = known.constants[name]
+def with_value(priors: Priors, name: str, value: float) -> Priors:
+    """Return `priors` with a measured constant, inside the constant's physical range."""
+    constant = priors.constants[name]
     inside = min(max(value, constant.least), constant.most)
     measured = replace(constant, median=inside, width=max(RATE_WIDTH, 0.4 * constant.width))
-    return replace(known, constants={**known.constants, name: measured})
+    return replace(priors, constants={**priors.constants, name: measured})
 
 
 def constants_of(calibration: Calibration) -> dict[str, float]:
     """Return the values of the calibration that differ from the shipped ones."""
-    shipped = knowledge().rates.values
+    shipped = fitted_priors().rates.values
     values = calibration.time.rates.values
     return {name: float(value) for name, value in values.items() if value != shipped[name]}
 
@@ -298,7 +298,7 @@ def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration
 
 
 FACTOR = 1.5
-"""The time may be this many times the prediction, or the prediction this many times the time."""
+"""Largest allowed ratio of measured to predicted time, or of predicted to measured time."""
 DEVICES = 8
 GLOBAL_BATCH = 32
 COMPUTED_TERMS = (

@@ -165,7 +165,7 @@ def problem_of(section: Section) -> str:
 
 
 def compression(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Compare losses and norms with compressed gradients with those of one uncompressed process."""
+    """Compare losses and norms under gradient compression with those of an uncompressed process."""
     plan = planned(context, settings["config"], passes=("configured",), steps=4)
     trace = run_layout(plan)["configured"]
     if context.rank:
@@ -234,7 +234,7 @@ def _losses_of(
     """Return the losses of some of the plan's steps in float64."""
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype)
-    with plan.lifting("float64", built.model):
+    with plan.pass_context("float64", built.model):
         engine = start_engine(plan, built, resolved)
         losses = []
         try:

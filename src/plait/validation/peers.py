@@ -224,7 +224,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 def liger_fsdp2(context: Context, workload: Workload) -> TimedTrainer:
     """Return FSDP2 with a Transformers Llama and all of Liger's kernels."""
     model = on_device(workload, context.device)
-    restore = give_liger_kernels(model, fused_linear_cross_entropy=True)
+    restore = install_liger_kernels(model, fused_linear_cross_entropy=True)
     trainer = fsdp2(context, model, layers_of(model), compiled=False)
     return replace(trainer, close=restore)
 
@@ -233,7 +233,7 @@ def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
     """Return Plait with Liger's kernels, but Plait's own chunked loss."""
     sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
     model = on_device(workload, context.device)
-    restore = give_liger_kernels(model, fused_linear_cross_entropy=False)
+    restore = install_liger_kernels(model, fused_linear_cross_entropy=False)
     trainer = plait_trainer(context, workload, {**STAGE_3, "parallel": sharding}, model)
 
     def close() -> None:
@@ -243,7 +243,9 @@ def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
     return replace(trainer, close=close)
 
 
-def give_liger_kernels(model: nn.Module, *, fused_linear_cross_entropy: bool) -> Callable[[], None]:
+def install_liger_kernels(
+    model: nn.Module, *, fused_linear_cross_entropy: bool
+) -> Callable[[], None]:
     """Install Liger's kernels in a Transformers Llama.
 
     Returns: Function that restores Transformers' module. Liger replaces classes in it, and later

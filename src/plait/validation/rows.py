@@ -20,7 +20,7 @@ from plait.sizes import format_bytes, format_count
 Outcome = Literal["passed", "failed", "not run"]
 
 LIMIT_FACTOR = 3.0
-"""A row is stopped after this many times its planned time."""
+"""Ratio of the time limit of a row to its planned time."""
 
 
 @dataclass(frozen=True)

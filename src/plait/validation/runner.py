@@ -2,11 +2,11 @@
 
 Note [Turns]
     Rows that need the same number of ranks share one launch. The parent decides which row is next
-    when the previous one has ended, because only then it knows how much time is left. It appends
-    the row's index to a file (TURNS) that all ranks read, so every rank takes the same decision.
-    The first rank appends its answers to another file (EVENTS). Files survive any end of a
-    process: after a crash the parent knows which row it was, reports it as failed and starts a new
-    launch with the other rows. Partial numbers of the stopped row are in its result.
+    when the previous one has ended, because only then does it know how much time is left. It
+    appends the row's index to a file (TURNS) that all ranks read, so every rank takes the same
+    decision. The first rank appends its answers to another file (EVENTS). Files survive any end of
+    a process: after a crash the parent knows which row it was, reports it as failed and starts a
+    new launch with the other rows. Partial numbers of the stopped row are in its result.
 
 Note [Which rows run]
     Rows are listed by value. A row starts when its planned time fits into the remaining budget

@@ -42,12 +42,12 @@ from plait.validation.context import (
 from plait.validation.rows import NotRun, Verdict, verdict
 
 SLOWEST = 1.2
-"""A step of Plait may take this many times the step of its first peer."""
+"""Largest allowed ratio of the time of Plait's step to that of its first peer."""
 WARM_STEPS = 2
 TIMED_STEPS = 5
 MOST_ROUNDS = 4
 MOST_LAYERS = 12
-"""More layers would repeat the same measurement at a higher price."""
+"""Largest number of layers. More would repeat the same measurement at a higher cost."""
 LEAST_LAYERS = 2
 MARGIN = 0.8
 """Share of the free memory that is planned for. The rest is lost between blocks of the allocator.
@@ -71,9 +71,7 @@ class Visit:
     peak_bytes: int
     loss: float
     retries: int = 0
-    """How often the allocator freed its cache in the timed steps, because the device had no memory
-    left.
-    """
+    """Number of times that the allocator freed its cache in the timed steps, for lack of memory."""
 
 
 def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:

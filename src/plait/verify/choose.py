@@ -30,11 +30,11 @@ from plait.sizes import DTYPES, dtype_name, format_count
 from plait.verify import shrink
 from plait.verify.keep_float64 import keeping_float64, roundings
 from plait.verify.model_under_test import (
-    Built,
+    TestableModel,
     TestedModel,
     build,
     call_function,
-    give_weights,
+    initialise_weights,
     ragged_steps,
     transformers_model,
 )
@@ -100,10 +100,10 @@ def fields_of(config: Config, source: str | None) -> tuple[shrink.Fields, str]:
         assert config.model.path is not None
         return _read_fields(config.model.path, "model.path"), config.model.path
     # A file without a tokenizer gives the size of the vocabulary in `data`.
-    follow = {}
+    defaults = {}
     if config.data is not None and config.data.tokenizer is None:
-        follow["vocab_size"] = config.data.vocab_size
-    fields: shrink.Fields = described_config(config.model.config, follow=follow).to_dict()
+        defaults["vocab_size"] = config.data.vocab_size
+    fields: shrink.Fields = described_config(config.model.config, defaults=defaults).to_dict()
     return fields, config.model.config["model_type"]
 
 
@@ -114,7 +114,7 @@ def _read_fields(source: str, option: str) -> shrink.Fields:
 
     path = user_path(source, option)
     if not path.exists() and named(source) is not None:
-        public = described_config(find_model(source).section["config"], follow={})
+        public = described_config(find_model(source).section["config"], defaults={})
         return public.to_dict()
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(
@@ -323,7 +323,7 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
         )
     built = build(tested, dtype=torch.float64)
     try:
-        model = give_weights(built.model, blocks=tested.blocks, seed=0)
+        model = initialise_weights(built.model, blocks=tested.blocks, seed=0)
     except ModelError:
         # Only the constructor fills some parameter.
         tested = tested.model_copy(update={"on_meta": False})
@@ -352,13 +352,13 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
     return tested.model_copy(update={"exact": exact}), model
 
 
-def _three_rows(built: Built) -> Any:
+def _three_rows(built: TestableModel) -> Any:
     """Return a micro-batch with every kind of padding."""
     steps = ragged_steps(steps=1, micro_batches=1, size=3, seed=0, micro_batch=built.micro_batch)
     return steps[0][0]
 
 
-def _takes_left_padding(built: Built, model: nn.Module) -> bool:
+def _takes_left_padding(built: TestableModel, model: nn.Module) -> bool:
     micro_batch = _three_rows(built)
     try:
         output = built.forward(model, micro_batch)

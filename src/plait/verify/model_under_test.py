@@ -71,7 +71,7 @@ class TestedModel(Policy):
 
 
 @dataclass(frozen=True)
-class Built:
+class TestableModel:
     """A model with its loss, its forward and its data."""
 
     model: nn.Module
@@ -80,7 +80,7 @@ class Built:
     micro_batch: BatchFunction
 
 
-def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
+def build(tested: TestedModel, *, dtype: torch.dtype) -> TestableModel:
     """Build the model in training mode, without dropout.
 
     Transformers' models are on meta if their weights can be initialised later. Other models have
@@ -116,7 +116,7 @@ def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
             left=tested.left_padding,
         )
     forward = _wrap_logits if tested.bare_logits else default_forward
-    return Built(model.train(), loss, forward, micro_batch)
+    return TestableModel(model.train(), loss, forward, micro_batch)
 
 
 def _wrap_logits(model: nn.Module, batch: Any) -> Any:
@@ -130,7 +130,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
+def initialise_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
     """Initialise a meta model on the CPU with the weights that every layout has for `seed`.
 
     Any other model keeps its weights.

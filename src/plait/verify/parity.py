@@ -212,14 +212,14 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     # Inside of a backward the model has gathered parameters under these names.
     names = {parameter: name for name, parameter in named().items()}
     in_backward = engine.stepper.in_backward
-    looks = in_backward.looks if in_backward is not None else []
+    inspectors = in_backward.inspectors if in_backward is not None else []
     initial = _copies(named())
     losses = []
     norms = []
     scales = []
     skipped = []
     engine.stepper.before_update.append(record_gradients)
-    looks.append(record_gradient)
+    inspectors.append(record_gradient)
     try:
         for index, step in enumerate(steps):
             # In a backward that updates, gradients arrive one by one, and parameters without one
@@ -233,7 +233,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
                 skipped.append(index)
     finally:
         engine.stepper.before_update.remove(record_gradients)
-        looks.remove(record_gradient)
+        inspectors.remove(record_gradient)
     final = _copies(named())
     return Trace(
         tuple(losses),

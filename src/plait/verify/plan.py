@@ -26,7 +26,13 @@ from plait.parallel.techniques.mixed_precision import Precision
 from plait.sizes import dtype_of
 from plait.verify.choose import choose
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.model_under_test import Built, TestedModel, build, ragged_steps, seed_everything
+from plait.verify.model_under_test import (
+    TestableModel,
+    TestedModel,
+    build,
+    ragged_steps,
+    seed_everything,
+)
 
 Pass = Literal["float64", "configured"]
 Device = Literal["auto"] | DeviceType
@@ -68,7 +74,7 @@ class VerificationPlan:
         """Micro-batches per step, over all data-parallel ranks."""
         return self.resolved.layout.dp * self.resolved.batch.accumulation
 
-    def build(self, dtype: torch.dtype, *, rank: int = 0) -> Built:
+    def build(self, dtype: torch.dtype, *, rank: int = 0) -> TestableModel:
         """Build the model with random numbers that depend on the rank.
 
         If the model is built with weights, every rank therefore has different ones, which tests
@@ -77,7 +83,7 @@ class VerificationPlan:
         seed_everything(self.resolved.seed + rank)
         return build(self.tested, dtype=dtype)
 
-    def data(self, built: Built) -> list[list[Any]]:
+    def data(self, built: TestableModel) -> list[list[Any]]:
         """Return micro-batches of all steps and ranks, the same in every process and pass."""
         return ragged_steps(
             steps=self.steps,
@@ -88,7 +94,7 @@ class VerificationPlan:
         )
 
     @staticmethod
-    def lifting(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
+    def pass_context(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context in which a pass runs. The float64 pass skips casts to other dtypes."""
         if name == "float64":
             return keeping_float64(model, torch.optim.Muon)

@@ -207,7 +207,7 @@ def _difference_text(difference: Difference) -> str:
     if difference.name.startswith("copies"):
         return f"ranks hold different copies, {difference.error:.1e} apart"
     if difference.error == math.inf:
-        return "one of the two has none, or another shape"
+        return "missing in one of the two runs, or of another shape"
     return ""
 
 
@@ -258,9 +258,7 @@ def _order(row: ComparedRow) -> tuple[int, int]:
 def _skips(trace: Trace) -> tuple[str, ...]:
     if not trace.skipped:
         return ()
-    return (
-        f"skipped, with nothing to compare but the loss: step {', '.join(map(str, trace.skipped))}",
-    )
+    return (f"skipped, so only the loss is compared: step {', '.join(map(str, trace.skipped))}",)
 
 
 Key = tuple[Kind, int | None, str]

@@ -36,7 +36,7 @@ from plait.optim.optimizer import build_optimizer
 from plait.parallel.micro_batches import to_device
 from plait.sizes import dtype_of
 from plait.verify import independent
-from plait.verify.model_under_test import Built, give_weights, transformers_model
+from plait.verify.model_under_test import TestableModel, initialise_weights, transformers_model
 from plait.verify.parity import ReferenceNumerics, Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, VerificationPlan
 from plait.verify.report import (
@@ -107,7 +107,7 @@ def run_layout(plan: VerificationPlan) -> Traces:
         for name in plan.passes:
             resolved, dtype = plan.settings(name)
             built = plan.build(dtype, rank=place().rank)
-            with plan.lifting(name, built.model):
+            with plan.pass_context(name, built.model):
                 engine = start_engine(plan, built, resolved)
                 engines.append(engine)
                 traces[name] = engine_trace(engine, plan.data(built))
@@ -118,7 +118,7 @@ def run_layout(plan: VerificationPlan) -> Traces:
     return traces
 
 
-def start_engine(plan: VerificationPlan, built: Built, resolved: Resolved) -> Engine:
+def start_engine(plan: VerificationPlan, built: TestableModel, resolved: Resolved) -> Engine:
     """Return the engine of a pass, which the caller closes. Collective."""
     return initialize(
         built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps
@@ -147,13 +147,13 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
     _, dtype = plan.settings(name)
     built = plan.build(dtype)
     # The same seed as the layout, whose initial weights are compared.
-    give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
+    initialise_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
     model = built.model.to(plan.device)
     data = _data_on_device(plan, built)
     exact_model = model
     if name != "float64":
         exact_model = _in_float64(plan, model)
-    with plan.lifting("float64", exact_model):
+    with plan.pass_context("float64", exact_model):
         exact = _trace(plan, built, exact_model, data, ReferenceNumerics(skipped=trace.skipped))
     if name == "float64":
         return References(exact, None)
@@ -167,7 +167,7 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
     return References(exact, _trace(plan, built, model, data, numerics))
 
 
-def _data_on_device(plan: VerificationPlan, built: Built) -> list[list[Any]]:
+def _data_on_device(plan: VerificationPlan, built: TestableModel) -> list[list[Any]]:
     device = torch.device(plan.device)
     steps = []
     for step in plan.data(built):
@@ -183,9 +183,9 @@ def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
     """
     if plan.tested.fields is None:
         return copy.deepcopy(model).double()
-    # The seed of `give_weights` does not matter, because every value is copied below.
+    # The seed of `initialise_weights` does not matter, because every value is copied below.
     wide = plan.build(torch.float64).model
-    give_weights(wide, blocks=plan.tested.blocks, seed=0)
+    initialise_weights(wide, blocks=plan.tested.blocks, seed=0)
     wide = wide.to(plan.device)
     with torch.no_grad():
         for name, parameter in wide.named_parameters():
@@ -197,7 +197,7 @@ def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
 
 def _trace(
     plan: VerificationPlan,
-    built: Built,
+    built: TestableModel,
     model: nn.Module,
     data: list[list[Any]],
     numerics: ReferenceNumerics,
@@ -283,7 +283,7 @@ def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, st
         data = data[:1]
         # A learning rate of 0: the update is computed and changes nothing.
         adamw = independent.AdamW(0.0, 0.0, 0.0, 1.0, 0.0)
-    with plan.lifting("float64", model):
+    with plan.pass_context("float64", model):
         result = independent.train(
             model,
             {name: tensor.double().numpy() for name, tensor in trace.initial.items()},

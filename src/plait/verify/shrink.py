@@ -101,8 +101,8 @@ _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _GROUPS = ("n_group", "num_expert_group")
 _WINDOWS = ("sliding_window", "attention_window_size")
 _FIRST_LAYERS = ("first_k_dense_replace",)
-_HEADS_WITHOUT_A_FIELD = 4
-"""Width of a narrow model without attention heads, in head sizes."""
+_WIDTH_IN_HEADS = 4
+"""Hidden size of a narrow model without attention heads, as a multiple of the head size."""
 _SPREADS = ("initializer_range", "init_std")
 
 
@@ -226,7 +226,7 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
 
     Args:
         fields: The configuration.
-        layout: The layout, for whose degrees divisibility stays.
+        layout: The layout, by whose degrees sizes stay divisible.
         head_size: Elements of an attention head.
 
     Raises:
@@ -240,7 +240,7 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
             raise ValueError("the configuration has no hidden_size")
         return result
     if heads is None:
-        return _without_heads(fields, result, hidden, layout, head_size * _HEADS_WITHOUT_A_FIELD)
+        return _without_heads(fields, result, hidden, layout, head_size * _WIDTH_IN_HEADS)
 
     degrees = _degrees(layout.tp, layout.cp)
     all_degrees = _degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_accuracy import learn
-from benchmarks.planner_accuracy.frameworks import framework, knowledge, read_runs, without_name
+from benchmarks.planner_accuracy.frameworks import fitted_priors, framework, read_runs, without_name
 from benchmarks.planner_accuracy.predict import evaluate
 from plait.planner import constants
 from plait.planner.job import SCHEDULES, Framework
@@ -144,7 +144,9 @@ def test_rows_of_no_framework_and_of_plait_are_priced_too():
         "megatron-modern",
     ]
     assert found.variants[2].layout["schedule"] == SCHEDULES.index("zb-h1")
-    assert {f"stack.{name}" for name in found.job.framework.name} <= knowledge().constants.keys()
+    assert {
+        f"stack.{name}" for name in found.job.framework.name
+    } <= fitted_priors().constants.keys()
 
 
 def test_predictions_do_not_depend_on_what_was_measured():
@@ -159,15 +161,15 @@ def test_predictions_do_not_depend_on_what_was_measured():
 def test_planner_and_evaluation_read_the_fitted_constants(tmp_path, monkeypatch):
     shipped, stacks = Path(constants.__file__).parent / "data" / "constants.json", learn.STACKS
     monkeypatch.setattr(learn, "STACKS", tmp_path / "stacks.json")
-    learn.write(knowledge(), tmp_path / "constants.json")
+    learn.write(fitted_priors(), tmp_path / "constants.json")
     assert (tmp_path / "stacks.json").read_text() == stacks.read_text()
-    written, known = (
+    written, priors = (
         json.loads((tmp_path / "constants.json").read_text()),
         json.loads(shipped.read_text()),
     )
     assert (
-        written.keys() == known.keys()
-        and written["constants"].items() >= known["constants"].items()
+        written.keys() == priors.keys()
+        and written["constants"].items() >= priors["constants"].items()
     )
     assert not [
         name for name in written["constants"] if name.startswith("stack.") and name != "stack.plait"

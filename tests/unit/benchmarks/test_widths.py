@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from benchmarks.planner_accuracy.frameworks import (
+    datasheet_priors,
+    fitted_priors,
     framework,
-    knowledge,
     read_runs,
-    unlearned,
     without_name,
 )
 from benchmarks.planner_accuracy.learn import rows_of
@@ -43,25 +43,28 @@ def test_a_family_of_many_rows_does_not_decide_alone():
 
 def test_residuals_divide_an_interval_into_three_parts():
     rows = [row for row in rows_of("runs") if row["id"].startswith("SIMUMAX") and not row["moe"]]
-    known = knowledge()
-    found = residuals(rows, known)
+    priors = fitted_priors()
+    found = residuals(rows, priors)
     assert len(found.size) == 31 and (found.constants > 0).all() and not found.kernels.any()
-    assert (found.noise >= known.time_spread - 1e-9).all()
-    wider = residuals(rows, scaled(known, Scales(constants=2.0)))
+    assert (found.noise >= priors.time_spread - 1e-9).all()
+    wider = residuals(rows, scaled(priors, Scales(constants=2.0)))
     assert wider.constants == pytest.approx(
         2 * found.constants, rel=0.01
     ) and wider.noise == pytest.approx(found.noise, rel=1e-3)
-    quiet = residuals(rows, replace(known, time_spread=0.0))
+    quiet = residuals(rows, replace(priors, time_spread=0.0))
     assert (
         quiet.constants == pytest.approx(found.constants, rel=0.01)
         and (quiet.noise < found.noise).all()
     )
     believed = replace(
-        known,
-        constants={**known.constants, "stack.simumax": unlearned().constants["stack.simumax"]},
+        priors,
+        constants={
+            **priors.constants,
+            "stack.simumax": datasheet_priors().constants["stack.simumax"],
+        },
     )
     unmeasured = residuals(rows, believed)
-    assert (unmeasured.kernels > unlearned().constants["stack.simumax"].width / 3).all()
+    assert (unmeasured.kernels > datasheet_priors().constants["stack.simumax"].width / 3).all()
     halved = residuals(rows, scaled(believed, Scales(kernels=0.5)))
     assert halved.constants == pytest.approx(
         np.hypot(unmeasured.constants, unmeasured.kernels / 2), rel=0.01
@@ -69,7 +72,7 @@ def test_residuals_divide_an_interval_into_three_parts():
 
 
 def test_widths_of_plait_and_unnamed_frameworks_stay():
-    narrowed = scaled(unlearned(), Scales(kernels=0.5)).constants
+    narrowed = scaled(datasheet_priors(), Scales(kernels=0.5)).constants
     for name in (
         "stack.plait",
         "stack.other",
@@ -77,8 +80,10 @@ def test_widths_of_plait_and_unnamed_frameworks_stay():
         "stack.torch-fsdp",
         "stack.deepspeed",
     ):
-        assert narrowed[name].width == unlearned().constants[name].width
-    assert narrowed["stack.nanotron"].width == unlearned().constants["stack.nanotron"].width / 2
+        assert narrowed[name].width == datasheet_priors().constants[name].width
+    assert (
+        narrowed["stack.nanotron"].width == datasheet_priors().constants["stack.nanotron"].width / 2
+    )
 
 
 def test_a_framework_without_its_name_keeps_its_kernels():

@@ -20,5 +20,5 @@ def test_every_error_is_told():
             raise error
 
         with pytest.raises(CheckpointError) as caught:
-            run_on_all_ranks(work, device=torch.device("cpu"), doing="saving")
+            run_on_all_ranks(work, device=torch.device("cpu"), activity="saving")
         assert str(caught.value) == f"saving: {said}" and caught.value.__cause__ is error

@@ -51,7 +51,7 @@ def hashed(name, tensor, cuts):
     ]
     for window in windows or [full]:
         observe = found.observer(
-            name, record, window, begins=all(start == 0 for start, _ in window)
+            name, record, window, is_first=all(start == 0 for start, _ in window)
         )
         for piece in tensor_blocks(name, tensor[slices_within(window, full)]):
             observe(piece)
@@ -105,7 +105,7 @@ def test_sums_of_ranks_add_up():
     for rank in range(2):
         at, one = {"tp": rank}, ContentHash()
         window: Window = record.window(at, {"tp": 2})
-        observe = one.observer("x", record, window, begins=record.begins_at(at))
+        observe = one.observer("x", record, window, is_first=record.begins_at(at))
         part = overlap(window, window_of(tensor))
         assert part is not None
         for piece in tensor_blocks("x", tensor[slices_within(part, window_of(tensor))]):

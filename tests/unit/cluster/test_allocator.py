@@ -38,7 +38,7 @@ PAGES = 16 * 20 * 2**20 // 4096
 
 def faults(*, kept):
     environment = {
-        name: value for name, value in os.environ.items() if name not in host_memory.USERS
+        name: value for name, value in os.environ.items() if name not in host_memory.USER_VARIABLES
     }
     script = FAULTS.format(kept=kept)
     return int(
@@ -58,7 +58,7 @@ def test_fewer_pages_are_zeroed():
     assert faults(kept=True) < PAGES / 100
 
 
-@pytest.mark.parametrize("name", host_memory.USERS)
+@pytest.mark.parametrize("name", host_memory.USER_VARIABLES)
 def test_who_sets_the_allocator_keeps_it_so(name):
     assert not host_memory.keep_freed_memory({name: "glibc.malloc.hugetlb=1"})
 

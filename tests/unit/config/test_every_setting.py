@@ -266,6 +266,6 @@ def test_a_url_for_a_folder():
         "zero_optimization.stage=2 zero_optimization.offload_optimizer.device=nvme zero_optimization.offload_optimizer.nvme_path=s3://bucket",
         "parallel.activation_offload.device=disk parallel.activation_offload.path=s3:/bucket",
     ):
-        with pytest.raises(ConfigError, match=r"this one is a URL; .*run.checkpoints"):
+        with pytest.raises(ConfigError, match=r"not a URL; .*run.checkpoints"):
             load(written(text))
     assert load({"run": {"checkpoints": "s3://bucket/run"}}).run.checkpoints == "s3://bucket/run"

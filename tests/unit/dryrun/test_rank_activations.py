@@ -159,7 +159,7 @@ def test_a_budget_in_the_engine():
         }
         held = measure_activations(engine, batch)
         assert held["activations"] == facts.saved(modes)
-        assert held["activations"] + held["logits"] + facts.returning(modes) <= budget
+        assert held["activations"] + held["logits"] + facts.restored(modes) <= budget
     finally:
         engine.close()
 

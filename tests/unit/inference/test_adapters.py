@@ -154,7 +154,7 @@ def plain(base, tmp_path_factory):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"peft_type": "IA3"}, "is of the kind IA3, and LORA is supported"),
+        ({"peft_type": "IA3"}, "is of the kind IA3; only LORA is supported"),
         ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens = \[3, 4\] is not supported"),
         ({"layer_replication": [[0, 4], [2, 6]]}, "layer_replication"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),

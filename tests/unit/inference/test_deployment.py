@@ -127,23 +127,25 @@ def test_the_least_budget_suffices(work):
 def test_keys_and_values_on_the_host(work):
     from dataclasses import replace
 
-    on = Devices(on_gpu=True, count=2, memory_bytes=7 * MIB, host_bytes=1 << 30)
+    machine = Devices(on_gpu=True, count=2, memory_bytes=7 * MIB, host_bytes=1 << 30)
     many = replace(
         work, requests=64
     )  # 6 layers x 2 x 2 heads x 32 x 4 bytes for each of 2,048 tokens: 6 MiB
     kept = replace(many, offload_cache=True)
     with pytest.raises(InputError, match="does not fit"):
-        deploy(many, tp=1, pp=1, devices=None, on=on)
-    found = deploy(kept, tp=1, pp=1, devices=None, on=replace(on, memory_bytes=10 * MIB)).estimate
+        deploy(many, tp=1, pp=1, devices=None, machine=machine)
+    found = deploy(
+        kept, tp=1, pp=1, devices=None, machine=replace(machine, memory_bytes=10 * MIB)
+    ).estimate
     assert (found.cache, found.cache_copied, found.cache_on_host) == (3 * MIB, 6 * MIB, 7 * MIB)
-    streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, on=on)
+    streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, machine=machine)
     assert streamed.estimate.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
     assert streamed.why.endswith(
         "for the KV cache and activations; 7.0 MiB of KV cache in host memory"
     )
     for wrong, words in (
         (
-            {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "on": on},
+            {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "machine": machine},
             "the KV cache takes 7.0 MiB of pinned host memory, but 6.0 MiB may be",
         ),
         (
@@ -154,7 +156,7 @@ def test_keys_and_values_on_the_host(work):
         with pytest.raises(InputError, match=words):
             deploy_streamed(kept, **wrong)
     with pytest.raises(InputError, match="needs 2 pipeline stages, which cannot prefetch"):
-        deploy(kept, tp=1, pp=2, devices=None, on=replace(on, memory_bytes=20 * MIB))
+        deploy(kept, tp=1, pp=2, devices=None, machine=replace(machine, memory_bytes=20 * MIB))
 
 
 def test_how_much_is_kept_on_the_host(work):

@@ -125,7 +125,7 @@ def test_headers_that_are_not_what_they_say(tmp_path, saved):
     path = tmp_path / "bad.safetensors"
     whole = saved[1].read_bytes()
     for content, words in (
-        (whole[:-5], "cut off"),
+        (whole[:-5], "truncated"),
         (b"\xff" * 16, "header would end at byte"),
         (b"", "not a readable"),
         (whole[:20], "header would"),

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 def test_written_fields_win_over_those_that_follow():
     config = described_config(
         {"model_type": "llama", "vocab_size": 7},
-        follow={"vocab_size": 9, "bos_token_id": 3, "no_such_field": 1},
+        defaults={"vocab_size": 9, "bos_token_id": 3, "no_such_field": 1},
     )
     assert (config.vocab_size, config.bos_token_id) == (7, 3)
     assert not hasattr(config, "no_such_field")

@@ -433,9 +433,9 @@ def test_a_plan_that_splits_little_is_told_of():
         )
         is None
     )
-    words = small_split_warning(plan, model, besides=("tower.weight",))  # split over ep
+    words = small_split_warning(plan, model, excluded=("tower.weight",))  # split over ep
     assert words is None
-    words = small_split_warning(plan, model, besides=("up.weight", "down.weight"))
+    words = small_split_warning(plan, model, excluded=("up.weight", "down.weight"))
     assert words is not None and "splits 0.2% of the parameters besides experts" in words
 
 

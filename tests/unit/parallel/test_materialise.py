@@ -81,7 +81,7 @@ def test_the_models_own_initialisation_is_repeated(kind):
 def test_writes_of_a_constructor_are_refused():
     with torch.device("meta"):
         model = SmallGPT(scales_projection=True)
-    message = r"projection\.weight was written to 2 times while the model was built on meta.*repeat 1 of that"
+    message = r"projection\.weight was written to 2 times while the model was built on meta.*repeat only 1 of these"
     with pytest.raises(ModelError, match=message):
         initialise(model)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_accuracy import recorded
-from benchmarks.planner_accuracy.frameworks import knowledge
+from benchmarks.planner_accuracy.frameworks import fitted_priors
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate, summary
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_priced_is_small_and_has_a_reason(everything):
 
 
 def test_learned_constants_are_near_what_is_believed():
-    for name, constant in knowledge().constants.items():
+    for name, constant in fitted_priors().constants.items():
         assert 0 < constant.width < 1.1 and constant.median > 0, name
         if name.startswith("gemm."):
             assert 0.2 < constant.median < 1.1, name

@@ -55,12 +55,12 @@ def test_a_family_whose_layers_are_not_known_is_told(monkeypatch):
     config = {"model_type": "recurrent_gemma", **SIZES}
     known = models.unknown_layers(from_config(config))
     assert (
-        "recurrent_gemma: what its layers are is not known to the planner, which counts their parameters"
+        "recurrent_gemma: the planner does not know its layers; it takes their parameters from the model"
         in known
     )
     assert "3 blocks of " in known
     monkeypatch.setattr(built, "find_spec", lambda name: None)
-    assert "recurrent_gemma: what its layers are is not known" in models.unknown_layers(
+    assert "recurrent_gemma: the planner does not know its layers" in models.unknown_layers(
         from_config(config)
     )
     # Nothing is built that would take minutes.

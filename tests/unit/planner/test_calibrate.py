@@ -6,7 +6,7 @@ from benchmarks.planner_accuracy.predict import evaluate, summary
 from benchmarks.planner_accuracy.runs import calibrate, read_runs
 from plait.errors import InputError
 from plait.planner.calibrate import deviation, fit, merged_rates, relevant, time_of, uncalibrated
-from plait.planner.constants import CONSTANTS, Rates, knowledge
+from plait.planner.constants import CONSTANTS, Rates, fitted_priors
 from tests.unit.planner.rows import ROW
 
 
@@ -32,7 +32,7 @@ def rows(count=24):
 def truth(changes, given):
     """`given` with the step times of a machine whose constants differ by `changes`."""
     runs = read_runs(given)
-    base = knowledge().rates.values
+    base = fitted_priors().rates.values
     seconds = np.exp(
         time_of(runs.job)(
             Rates({**base, **{name: base[name] * factor for name, factor in changes.items()}})
@@ -82,9 +82,9 @@ def test_intervals_narrow_with_rows():
 
 def test_without_rows_the_fit_is_the_priors():
     base = uncalibrated()
-    assert merged_rates(base).values == knowledge().rates.values
+    assert merged_rates(base).values == fitted_priors().rates.values
     assert base.time.covariance[0, 0] == pytest.approx(
-        knowledge().constants[base.time.names[0]].width ** 2
+        fitted_priors().constants[base.time.names[0]].width ** 2
     )
 
 
@@ -92,14 +92,14 @@ def test_an_offset_of_a_group_moves_no_constant():
     runs = read_runs(rows())
     names = relevant(tuple(CONSTANTS), runs.job)
     predict = time_of(runs.job)
-    measured = predict(knowledge().rates) + 0.05
+    measured = predict(fitted_priors().rates) + 0.05
     groups = np.zeros(len(measured), dtype=int)
-    free = fit(predict, measured, names, known=knowledge().constants, spread=0.02)
+    free = fit(predict, measured, names, priors=fitted_priors().constants, spread=0.02)
     held, offsets = grouped_fit(
         predict,
         measured,
         names,
-        known=knowledge().constants,
+        priors=fitted_priors().constants,
         spread=0.02,
         groups=groups,
         group_width=1.0,
@@ -111,11 +111,11 @@ def test_an_offset_of_a_group_moves_no_constant():
 def test_a_fit_does_not_depend_on_its_start():
     runs = read_runs(rows())
     names = relevant(tuple(CONSTANTS), runs.job)
-    predict, known = time_of(runs.job), knowledge().constants
+    predict, priors = time_of(runs.job), fitted_priors().constants
     measured = np.log(
         [float(row["step_time_s"]) for row in truth({"gemm.hopper": 0.9, "p2p": 1.3}, rows())]
     )
-    one = fit(predict, measured, names, known=known, spread=0.02)
+    one = fit(predict, measured, names, priors=priors, spread=0.02)
     begin = Rates(
         {
             **one.rates.values,
@@ -124,10 +124,12 @@ def test_a_fit_does_not_depend_on_its_start():
         }
     )
     alone = {"groups": np.zeros(len(measured), dtype=int), "group_width": 1e-6}
-    other, _ = grouped_fit(predict, measured, names, known=known, spread=0.02, begin=begin, **alone)
+    other, _ = grouped_fit(
+        predict, measured, names, priors=priors, spread=0.02, begin=begin, **alone
+    )
     assert other.rates["gemm.hopper"] == pytest.approx(one.rates["gemm.hopper"], rel=0.01)
-    fast = fit(predict, measured - 1.5, names, known=known, spread=0.02)
-    assert fast.rates["gemm.hopper"] <= known["gemm.hopper"].most * (1 + 1e-9)
+    fast = fit(predict, measured - 1.5, names, priors=priors, spread=0.02)
+    assert fast.rates["gemm.hopper"] <= priors["gemm.hopper"].most * (1 + 1e-9)
     assert fast.rates["memory"] <= 0.95 * (1 + 1e-9) and fast.rates["bubble"] >= 0.95 * (1 - 1e-9)
 
 

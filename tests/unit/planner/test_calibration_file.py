@@ -12,8 +12,8 @@ from plait.planner.calibrate import (
     DeviceRates,
     calibrate,
     calibration_layouts,
-    errors_left_out,
     errors_with,
+    leave_one_out_errors,
     load_calibration,
     memory_of,
     merged_rates,
@@ -23,7 +23,7 @@ from plait.planner.calibrate import (
     save_calibration,
     uncalibrated,
 )
-from plait.planner.constants import knowledge
+from plait.planner.constants import fitted_priors
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
 from plait.planner.models import find_model
@@ -92,23 +92,31 @@ def test_measured_rates_are_what_the_model_then_says(name):
         0.4 * here.device.memory_bandwidth,
         (2e-4, 1 / 3e9),
     )
-    known = priors_from_rates(knowledge(), here.device, rates, processes=2, precision=precision)
+    priors = priors_from_rates(
+        fitted_priors(), here.device, rates, processes=2, precision=precision
+    )
     request = Request(find_model("llama-3-8b"), here, 8, 512, precision)
     job = job_of(request, Layouts(dp_replicate=np.array([2])))
     for nbytes in (1e4, 1e6, 1e8):
         assert collective_seconds(
-            job, known.rates, group(job, "dp"), nbytes, "all_reduce"
+            job, priors.rates, group(job, "dp"), nbytes, "all_reduce"
         ) == pytest.approx(2e-4 + nbytes / 3e9)
     family = "gemm.cpu" if name == "cpu" else "gemm.hopper"
-    crowd = 2 ** knowledge().constants["crowding.cpu"].median if name == "cpu" else 1
-    assert known.constants[family].median / crowd == pytest.approx(0.5)
-    assert known.constants[family].width < knowledge().constants[family].width or name == "h100"
+    crowd = 2 ** fitted_priors().constants["crowding.cpu"].median if name == "cpu" else 1
+    assert priors.constants[family].median / crowd == pytest.approx(0.5)
+    assert (
+        priors.constants[family].width < fitted_priors().constants[family].width or name == "h100"
+    )
     alone = priors_from_rates(
-        knowledge(), here.device, replace(rates, all_reduce=None), processes=1, precision=precision
+        fitted_priors(),
+        here.device,
+        replace(rates, all_reduce=None),
+        processes=1,
+        precision=precision,
     )
     assert (
-        alone.constants["link"] == knowledge().constants["link"]
-        and alone.constants["link.cpu"] == knowledge().constants["link.cpu"]
+        alone.constants["link"] == fitted_priors().constants["link"]
+        and alone.constants["link.cpu"] == fitted_priors().constants["link.cpu"]
     )
 
 
@@ -137,7 +145,7 @@ def test_errors_of_rows_left_out_are_not_those_of_the_fit():
     assert count == 5 and before == pytest.approx(1 - 1 / 1.3, abs=0.01)
     _, after, largest = errors_with(runs, calibrate(runs))
     assert after < 0.05
-    assert errors_left_out(runs)[2] >= largest
+    assert leave_one_out_errors(runs)[2] >= largest
 
 
 def seconds_of(runs):
@@ -149,7 +157,7 @@ def test_a_run_is_priced_as_the_plan_priced_it():
     runs = [measured(index=index) for index in range(4)] + [measured("llama-2-7b")]
     job = runs_of(runs).job
     assert seconds_of(runs) == pytest.approx([one.seconds for one in runs], rel=1e-9)
-    allocated = np.exp(memory_of(job, ["allocated"] * 5)(knowledge().rates))
+    allocated = np.exp(memory_of(job, ["allocated"] * 5)(fitted_priors().rates))
     assert allocated == pytest.approx([one.bytes for one in runs], rel=1e-9)
 
 

@@ -26,7 +26,8 @@ def test_code_that_looks_at_values_is_not_counted_and_told():
     told = not_counted(given, "jetmoe", compiled=False, **ASKED)
     assert (
         told is not None
-        and "jetmoe: what its blocks keep for the backward is by formula and not counted" in told
+        and "jetmoe: the bytes that its blocks keep for the backward are computed by a formula"
+        in told
     )
     assert "(its blocks do not run without data), which may be too low" in told
 

@@ -5,7 +5,7 @@ import pytest
 
 from plait.planner.calibrate import relevant
 from plait.planner.compute import layer_cost
-from plait.planner.constants import Rates, knowledge
+from plait.planner.constants import Rates, fitted_priors
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.models import Model, from_config
@@ -28,12 +28,12 @@ def request(name="cpu", processes=2, precision="fp32"):
 
 def terms(asked, rates=None, **layout):
     job = job_of(asked, Layouts(**{name: np.array([value]) for name, value in layout.items()}))
-    found = estimate(job, rates or knowledge().rates).step.terms
+    found = estimate(job, rates or fitted_priors().rates).step.terms
     return {name: float(np.ravel(value)[0]) for name, value in found.items()}
 
 
 def changed(**factors):
-    values = dict(knowledge().rates.values)
+    values = dict(fitted_priors().rates.values)
     return Rates(
         values
         | {
@@ -52,7 +52,7 @@ def test_launches_add_to_the_step_and_traffic_is_not_hidden():
 
 def job_host(asked):
     job = job_of(asked, Layouts())
-    return float(job.framework.host_seconds * knowledge().rates["host"])
+    return float(job.framework.host_seconds * fitted_priors().rates["host"])
 
 
 def test_processes_slow_each_other_down_on_a_cpu_only():
@@ -98,8 +98,10 @@ def test_every_micro_batch_but_the_first_adds_gradients():
 
 
 def test_constants_are_fitted_on_their_own_kind_of_device():
-    on_cpu = relevant(knowledge().time_names, job_of(request(), Layouts()))
-    on_gpu = relevant(knowledge().time_names, job_of(request("h100", precision="bf16"), Layouts()))
+    on_cpu = relevant(fitted_priors().time_names, job_of(request(), Layouts()))
+    on_gpu = relevant(
+        fitted_priors().time_names, job_of(request("h100", precision="bf16"), Layouts())
+    )
     assert {"memory.cpu", "link.cpu", "latency.cpu", "crowding.cpu", "gemm.cpu"} <= set(on_cpu)
     assert not {"memory", "link", "latency", "ramp", "contention"} & set(on_cpu)
     assert {"memory", "link", "latency", "ramp"} <= set(on_gpu) and not [
@@ -168,7 +170,7 @@ def test_attention_with_dropout_draws_a_number_per_score(heads, length, measured
                 length,
                 "fp32",
             )
-            cost = layer_cost(job_of(asked, Layouts(micro_batch=2)), knowledge().rates)
+            cost = layer_cost(job_of(asked, Layouts(micro_batch=2)), fitted_priors().rates)
             seconds[device, share] = np.array(
                 [float(cost.attention), float(cost.attention_backward)]
             )

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.planner_accuracy.frameworks import datasheet_priors as unlearned_of_all
 from benchmarks.planner_accuracy.frameworks import framework
-from benchmarks.planner_accuracy.frameworks import unlearned as unlearned_of_all
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.model.blocks import find_blocks
 from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from plait.planner.compute import layer_cost
-from plait.planner.constants import Rates, knowledge, unlearned
+from plait.planner.constants import Rates, datasheet_priors, fitted_priors
 from plait.planner.hardware import PRECISIONS, cluster, device
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, plait, stage_layers
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
@@ -182,7 +182,9 @@ def test_recomputed_collectives_are_those_of_the_engine():
     def tensor(**fields):
         found = job(tp=8, **fields)
         return one(
-            layer_traffic(found, knowledge().rates, layer_cost(found, knowledge().rates))["tp"]
+            layer_traffic(found, fitted_priors().rates, layer_cost(found, fitted_priors().rates))[
+                "tp"
+            ]
         )
 
     full = RECOMPUTE.index("full")
@@ -200,7 +202,9 @@ def test_recomputed_experts_receive_their_tokens_again():
             "mixtral-8x7b", gpus=8, dp_shard=8, stage=1, ep=8, recompute=RECOMPUTE.index(recompute)
         )
         return one(
-            layer_traffic(found, knowledge().rates, layer_cost(found, knowledge().rates))["ep"]
+            layer_traffic(found, fitted_priors().rates, layer_cost(found, fitted_priors().rates))[
+                "ep"
+            ]
         )
 
     assert exchange("full") == exchange("operators") == pytest.approx(1.5 * exchange("none"))
@@ -247,7 +251,7 @@ def test_attention_of_cut_sequences_is_kernel_and_combination():
 
 def no_starts():
     """Rates of a device whose kernels take no time to start, so that products take what their FLOPs say."""
-    return Rates({**knowledge().rates.values, "ramp": 1e-12})
+    return Rates({**fitted_priors().rates.values, "ramp": 1e-12})
 
 
 def test_one_rank_sends_nothing():
@@ -266,7 +270,13 @@ def test_gathering_between_nodes_is_near_nccls_own_model(nodes, microseconds, gb
     found = job(gpus=8 * nodes, dp_shard=8 * nodes)
     size = 2e9
     ideal = Rates(
-        {**unlearned().rates.values, "link": 1.0, "nic": 1.0, "latency": 1.0, "congestion": 0.0}
+        {
+            **datasheet_priors().rates.values,
+            "link": 1.0,
+            "nic": 1.0,
+            "latency": 1.0,
+            "congestion": 0.0,
+        }
     )
     seconds = one(collective_seconds(found, ideal, group(found, "shard"), size, "one_way"))
     assert seconds == pytest.approx(
@@ -278,7 +288,7 @@ def test_gathering_between_nodes_is_near_nccls_own_model(nodes, microseconds, gb
 
 def test_replicas_reduce_a_shard_each_over_their_own_ring():
     """8 billion float32 gradients on 8 x 8 H100, sharded inside a node: 4 GB a rank pass 2 x 7/8 times its network card."""
-    rates = knowledge().rates
+    rates = fitted_priors().rates
 
     def exposed(**fields):
         found = replace(
@@ -304,7 +314,7 @@ def test_stages_send_what_a_rank_has():
         "schedule": SCHEDULES.index("1f1b"),
         "accumulation": 8,
     }
-    rates = knowledge().rates
+    rates = fitted_priors().rates
     whole, shared = (
         one(send_seconds(job(sp=sp, **fields), rates)) - one(plait().send_seconds) for sp in (0, 1)
     )
@@ -315,8 +325,8 @@ def test_a_token_goes_once_to_a_node_with_several_of_its_experts():
     """By counting draws: 8 of 32 experts on 4 nodes."""
     drawn = np.random.default_rng(0).integers(0, 4, (100_000, 8))
     nodes = np.mean([len(set(row)) for row in drawn[:20_000].tolist()])
-    slow = unlearned().constants | {
-        "latency": replace(unlearned().constants["latency"], median=1e-9)
+    slow = datasheet_priors().constants | {
+        "latency": replace(datasheet_priors().constants["latency"], median=1e-9)
     }
     rates = Rates({name: constant.median for name, constant in slow.items()})
     own = job("qwen3-235b-a22b", gpus=32, dp_shard=32, stage=1, ep=32, micro_batch=1)
@@ -335,7 +345,7 @@ def test_wide_experts_reach_what_dense_layers_do():
     def products(expert_ffn):
         found = job("mixtral-8x7b", gpus=8, dp_shard=8, stage=1, micro_batch=1)
         found = replace(found, model=replace(found.model, expert_ffn=expert_ffn))
-        return one(layer_cost(found, unlearned().rates).products)
+        return one(layer_cost(found, datasheet_priors().rates).products)
 
     narrow, wide = products(2000) - products(1000), products(29000) - products(28000)
     assert wide / narrow == pytest.approx(0.55, rel=0.01)

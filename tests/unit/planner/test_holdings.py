@@ -8,8 +8,8 @@ import pytest
 from plait.parallel.schedules.schedule import Kind, make_schedule, row_of
 from plait.parallel.schedules.timeline import peak_in_flight
 from plait.planner.job import SCHEDULES
-from plait.planner.offers import SCHEDULE_NAMES
 from plait.planner.pipeline import Holding, holdings, rank_holdings
+from plait.planner.techniques import SCHEDULE_NAMES
 
 _NAMES = [field.name for field in fields(Holding)]
 _TABLES = [

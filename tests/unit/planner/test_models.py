@@ -305,7 +305,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         with pytest.raises(ConfigError, match=words):
             from_config({"model_type": "llama", **sizes, **more})
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="no JSON"):
+    with pytest.raises(InputError, match="not JSON"):
         find_model(str(tmp_path / "config.json"))
     with pytest.raises(InputError, match="No such file"):
         find_model(str(tmp_path / "other.json"))

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.planner.constants import knowledge
+from plait.planner.constants import fitted_priors
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.models import find_model
@@ -87,7 +87,7 @@ def walked(schedule, *, pp=4, vpp=1, m=16, vocab=64, **changes):
     }
     job = job_of(asked, Layouts(**{name: np.array([value]) for name, value in at.items()}))
     terms = {name: float(np.ravel(value)[0]) for name, value in estimate(job).step.terms.items()}
-    return terms, simulated_terms(job, knowledge().rates, terms)
+    return terms, simulated_terms(job, fitted_priors().rates, terms)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from plait.planner import explain, output
 from plait.planner.calibrate import uncalibrated
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
-from plait.planner.offers import format_fixed, parse_fixed, with_measures
 from plait.planner.request import Request
 from plait.planner.search import FAMILY, estimate_space, plan, price, ties
 from plait.planner.space import divisors, space_of
+from plait.planner.techniques import format_fixed, parse_fixed, with_measures
 from plait.sizes import GIB
 
 
@@ -43,12 +43,15 @@ def test_the_best_is_the_fastest_of_all_that_fit():
     fitting = [
         choice
         for choice in everything
-        if choice.fit_probability >= 0.9 and choice.needed <= 79.1 * GIB
+        if choice.fit_probability >= 0.9 and choice.needed_bytes <= 79.1 * GIB
     ]
     best = plan(asked, fixed={"pp": 1}).best[0]  # without a pipeline, closed form and walk are one
     assert best.seconds == pytest.approx(min(choice.seconds for choice in fitting))
     assert plan(asked).best[0].seconds <= best.seconds
-    assert best.seconds_low < best.seconds < best.seconds_high and best.needed < best.needed_high
+    assert (
+        best.seconds_low < best.seconds < best.seconds_high
+        and best.needed_bytes < best.needed_high_bytes
+    )
     assert not best.layout["offload"]
 
 
@@ -71,8 +74,10 @@ def test_the_optimizer_is_on_the_host_where_nothing_else_fits():
     room = 0.8 * 79.1 * GIB
     fits = {
         key
-        for key, host, needed in zip(keys, priced.layouts.offload, priced.needed, strict=True)
-        if not host and needed < room
+        for key, host, needed_bytes in zip(
+            keys, priced.layouts.offload, priced.needed_bytes, strict=True
+        )
+        if not host and needed_bytes < room
     }
     assert on_host and fits and not on_host & fits
 
@@ -216,9 +221,9 @@ def test_what_the_base_file_says_of_other_things_is_kept():
 def test_what_does_not_fit_says_by_how_much():
     found = plan(request("llama-3-405b", gpus=8, batch=8))  # on the host neither: 6.5 TB of states
     assert found.best == ()
-    least = min(found.shortages, key=lambda s: s.needed)
-    assert least.needed > least.room and "of 79.1 GiB: " in str(least)
-    assert sum(size for _, size in least.parts) < least.needed
+    least = min(found.shortages, key=lambda s: s.needed_bytes)
+    assert least.needed_bytes > least.room and "of 79.1 GiB: " in str(least)
+    assert sum(size for _, size in least.parts) < least.needed_bytes
 
 
 def test_rules_name_their_numbers():
@@ -268,7 +273,7 @@ def test_no_more_of_the_optimizer_is_on_the_host_than_must_be():
     whole, open_ = (plan(asked, fixed=fixed | more).best[0] for more in ({"offload": 100}, {}))
     share = open_.layout["offload"]
     assert 0 < share < 1 == whole.layout["offload"]
-    assert open_.seconds < whole.seconds and open_.needed > whole.needed
+    assert open_.seconds < whole.seconds and open_.needed_bytes > whole.needed_bytes
     config = output.config_of(asked, open_)
     assert resolve(load(config), world_size=2).optimizer_offload.ratio == share
     assert f"{share:.0%} of the optimizer on the host" in explain.describe(open_.layout)

@@ -5,7 +5,7 @@ import pytest
 from plait.model.blocks import find_blocks
 from plait.model.plans import make_plan
 from plait.planner.models import from_config, named
-from plait.planner.offers import SPLIT, WHOLE_ATTENTION, split_of
+from plait.planner.techniques import SPLIT, WHOLE_ATTENTION, split_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

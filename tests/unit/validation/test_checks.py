@@ -164,7 +164,7 @@ def test_liger_replaces_nothing_for_later_models(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
     norm = modeling_llama.LlamaRMSNorm
-    restore = peers.give_liger_kernels(torch.nn.Identity(), fused_linear_cross_entropy=True)
+    restore = peers.install_liger_kernels(torch.nn.Identity(), fused_linear_cross_entropy=True)
     assert modeling_llama.LlamaRMSNorm is object
     restore()
     assert modeling_llama.LlamaRMSNorm is norm

@@ -16,7 +16,7 @@ from plait.config.resolving.resolve import load
 from plait.config.schema.optimization import OptimizerSpec
 from plait.verify import independent, run
 from plait.verify.independent import AdamW, train
-from plait.verify.model_under_test import give_weights, token_batches
+from plait.verify.model_under_test import initialise_weights, token_batches
 from plait.verify.parity import ReferenceNumerics
 from plait.verify.plan import prepare
 from plait.verify.report import compare_float64, compare_independent
@@ -131,8 +131,8 @@ def planned(**changes):
 def one_process(plan):
     """What Plait's own functions compute in this process."""
     built = plan.build(torch.float64)
-    model = give_weights(built.model, blocks=(), seed=plan.resolved.seed)
-    with plan.lifting("float64", model):
+    model = initialise_weights(built.model, blocks=(), seed=plan.resolved.seed)
+    with plan.pass_context("float64", model):
         return run._trace(plan, built, model, plan.data(built), ReferenceNumerics())
 
 

@@ -106,7 +106,7 @@ def test_a_missing_gradient_and_a_wrong_shape():
     ]
     cut = replace(trace(), parameters={**trace().parameters, "head": torch.zeros(40, 4)})
     told = str(compare_float64(plan(), trace(), cut).different[0])
-    assert told == "parameter of head: one of the two has none, or another shape"
+    assert told == "parameter of head: missing in one of the two runs, or of another shape"
 
 
 def test_copies_on_ranks():

@@ -20,7 +20,7 @@ from plait.errors import CheckpointError, InputError, PlaitError
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportSummary:
     """Summary of an import, as the process prints it."""
 
     kind: str
@@ -33,7 +33,7 @@ class Imported:
     left_out: list[str]
 
 
-def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
+def convert(source: Path, out: str, *, tag: str | None = None) -> ImportSummary:
     """Import a DeepSpeed or torch.distributed.checkpoint checkpoint.
 
     Args:
@@ -71,7 +71,7 @@ def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
         ) from None
     if "error" in answer:
         raise CheckpointError(answer["error"])
-    return Imported(**answer)
+    return ImportSummary(**answer)
 
 
 def main(source: str, out: str, tag: str) -> None:
@@ -94,14 +94,14 @@ def main(source: str, out: str, tag: str) -> None:
         print(json.dumps({"error": message}))
 
 
-def _convert(folder: Path, out: str, tag: str) -> Imported:
+def _convert(folder: Path, out: str, tag: str) -> ImportSummary:
     read = deepspeed.read if deepspeed.is_deepspeed(folder) else dcp.read
     checkpoint = read(folder)
     if not any(name.startswith("model.") for name in checkpoint.tensors):
         raise CheckpointError(f"{folder}: no tensors of a model were found")
     written = save(checkpoint, place_of(out), tag or f"step-{checkpoint.steps:08d}")
     states = sum(name.startswith("optimizer.") for name in checkpoint.tensors)
-    return Imported(
+    return ImportSummary(
         checkpoint.kind,
         str(written),
         checkpoint.steps,

@@ -85,7 +85,7 @@ def read(folder: Path) -> ForeignCheckpoint:
     ):
         raise CheckpointError(
             f"{folder} was written with tensor or pipeline parallelism, which is not supported;"
-            " convert it to data parallelism only first"
+            " first convert it to data parallelism only"
         )
 
     kind = f"DeepSpeed {model.get('ds_version', '')}, ZeRO {stage}, {len(ranks)} ranks"

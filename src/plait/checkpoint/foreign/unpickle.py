@@ -130,8 +130,8 @@ def _enum_member(enum: Any, member: Any) -> Inert:
             return enum_class(members[member])
 
     raise CheckpointError(
-        "it calls getattr on something other than a known enum, which is not read: only tensors and"
-        " plain data are"
+        "it calls getattr on something other than a known enum, but only tensors and plain data"
+        " are loaded"
     )
 
 

@@ -72,12 +72,12 @@ NO_RESTART = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_co
 They come from a wrong file, or from numbers that follow from the same data and weights.
 """
 STOP_SECONDS = 6
-"""Time that ranks get to end after another rank failed.
+"""Time for ranks to end after another rank failed.
 
 They cannot continue, and write at most a checkpoint that they began before.
 """
 FAILED_RANK_SECONDS = 5
-"""Time that a failed rank gets to end by itself, while others may wait for it."""
+"""Time for a failed rank to end by itself, while others may wait for it."""
 SUCCESS_CODES = {
     signal.SIGINT: (0, 128 + signal.SIGINT, -signal.SIGINT),
     signal.SIGTERM: (0, 128 + signal.SIGTERM, -signal.SIGTERM),
@@ -272,7 +272,7 @@ class Agent(LocalElasticAgent):
     def _is_stuck(self, worker_group: WorkerGroup) -> bool:
         """Return True if the ranks cannot continue although all of them run.
 
-        A rank is late for a collective, or has failed and does not end.
+        This is so if a rank is late for a collective, or has failed and does not end.
         """
         processes = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
         if self._watch.hangs(processes):
@@ -414,7 +414,7 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
     """Return the rendezvous of a launch.
 
     Raises:
-        RendezvousError, DistError: torch connected already, and failed.
+        RendezvousError, DistError: torch tried to connect and failed.
     """
     seconds = max(1, int(settings.timeout_seconds))
     if settings.single_node:
@@ -508,8 +508,8 @@ def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:
         return LaunchError(f"{rule}: {unresolved}")
     return LaunchError(
         f"{rule}: {type(error).__name__}: {first_line(error)}\nCheck that every machine runs the"
-        " same command with the same address, that the port is free on the first and open between"
-        " them."
+        " same command with the same address, that the port is free on the first machine and open"
+        " between them."
     )
 
 

@@ -359,7 +359,7 @@ def _describe_end(exit_code: int) -> str:
 
 HANG_POLL_SECONDS = 0.5
 STACK_SECONDS = 2.0
-"""Time that a rank gets to write its stacks."""
+"""Time for a rank to write its stacks."""
 STACK_SIGNAL = "PLAIT_STACK_SIGNAL"
 """Variable that tells `worker` which signal requests the stacks."""
 

@@ -49,7 +49,7 @@ class LaunchSettings:
     standby: bool = False
     """True to keep one more process per rank, with finished imports, for the next start."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
-    """Time that the ranks get to end after the launcher was interrupted."""
+    """Time for the ranks to end after the launcher was interrupted."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     """Time to wait for the other machines."""
     log_folder: Path | None = None

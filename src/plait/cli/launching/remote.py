@@ -38,12 +38,12 @@ from plait.errors import ConfigError, Problem
 EXPORTED_PREFIXES = (*accelerator.PREFIXES, "GLOO_", "TORCH_", "UCX_")
 EXPORTED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 STOP_SECONDS = 30
-"""Time that the ranks of other machines get to end after a machine failed.
+"""Time for the ranks of other machines to end after a machine failed.
 
 It is short, because they cannot continue.
 """
 _EXIT_MARGIN_SECONDS = 15
-"""Time that the launchers themselves get to end after their ranks."""
+"""Time for the launchers themselves to end after their ranks."""
 SSH_FAILED = 255
 """Exit code of ssh if there was no connection, or if it was lost."""
 

@@ -59,7 +59,7 @@ STANDBY_PACKAGES = (
 )
 """Packages that a standby process imports, because their import does not depend on the rank."""
 IMPORT_POLL_SECONDS = 1.0
-"""Interval between looks at the imported modules. An unchanged number of modules is written."""
+"""Interval between looks at the imported modules. They are written if their number is unchanged."""
 
 
 class UserError(Exception):

@@ -27,12 +27,12 @@ from plait.model.described import require_transformers
 from plait.names import did_you_mean
 from plait.parallel.schedules.schedule import SCHEDULES as TABLES
 from plait.planner.configuration import layout_of as planned_layout
-from plait.planner.constants import knowledge
+from plait.planner.constants import fitted_priors
 from plait.planner.hardware import device, only
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.memory import MOMENTS, memory_bytes
-from plait.planner.offers import RECOMPUTE_FIXED, SCHEDULE_INDEX
 from plait.planner.request import Request, job_of, states_of
+from plait.planner.techniques import RECOMPUTE_FIXED, SCHEDULE_INDEX
 from plait.sizes import GIB, dtype_of, format_bytes, format_count
 from plait.verify.model_under_test import transformers_model
 
@@ -268,12 +268,12 @@ def _job_and_states(
 def _peak(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
     """Return the predicted peak of the first or last pipeline rank, and its point in the step."""
     pipeline_rank = "last" if last else "first"
-    memory = memory_bytes(job, knowledge().rates, states, ranks=(pipeline_rank,))
+    memory = memory_bytes(job, fitted_priors().rates, states, ranks=(pipeline_rank,))
     return only(memory.allocated), MOMENTS[int(only(memory.moment))]
 
 
 def _fullest_rank(request: Request, layout: Mapping[str, Any], world: int, pp: int) -> int:
-    """Return the first rank of the first or of the last pipeline rank, whichever needs more."""
+    """Return the first rank of the first or last pipeline stage, whichever needs more memory."""
     if pp == 1:
         return 0
     job, states = _job_and_states(request, layout, on_device=False)

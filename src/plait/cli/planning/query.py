@@ -42,9 +42,9 @@ from plait.planner.configuration import (
 )
 from plait.planner.explain import describe
 from plait.planner.models import find_model, named, unknown_layers
-from plait.planner.offers import format_fixed, parse_fixed
 from plait.planner.output import write
 from plait.planner.request import Request, formula_notes
+from plait.planner.techniques import format_fixed, parse_fixed
 from plait.sizes import GIB
 
 _DEFAULT_TOKENS = 4 * 2**20

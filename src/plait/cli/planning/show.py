@@ -18,11 +18,11 @@ from plait.planner.calibrate import (
     Calibration,
     DeviceRates,
     MeasuredRuns,
-    errors_left_out,
     errors_with,
+    leave_one_out_errors,
     uncalibrated,
 )
-from plait.planner.constants import Knowledge, coverage_of_intervals, knowledge
+from plait.planner.constants import Priors, coverage_of_intervals, fitted_priors
 from plait.planner.explain import Comparison, describe, ties_of
 from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
 from plait.planner.search import LayoutChoice, Plan
@@ -94,7 +94,7 @@ def _print_choices(plan: Plan, console: Console) -> None:
                 f"{choice.seconds:.4g} s ({choice.seconds_low:.3g} to {choice.seconds_high:.3g})",
                 format_count(choice.tokens_per_second),
                 f"{choice.mfu:.1%}",
-                f"{choice.needed / GIB:.1f} (to {choice.needed_high / GIB:.1f}) of"
+                f"{choice.needed_bytes / GIB:.1f} (to {choice.needed_high_bytes / GIB:.1f}) of"
                 f" {capacity:.1f} GiB",
             ]
         )
@@ -120,7 +120,7 @@ def _print_terms(choice: LayoutChoice, console: Console) -> None:
     sizes += [
         ["allocated", f"{choice.allocated / GIB:.2f} GiB"],
         ["reserved", f"{choice.reserved / GIB:.2f} GiB"],
-        ["with the context", f"{choice.needed / GIB:.2f} GiB"],
+        ["with the context", f"{choice.needed_bytes / GIB:.2f} GiB"],
     ]
     print_table(console, (f"1: memory at its peak, {choice.moment}", ""), sizes)
 
@@ -152,7 +152,7 @@ def print_nothing_fits(plan: Plan) -> None:
         f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}",
         file=sys.stderr,
     )
-    for shortage in sorted(plan.shortages, key=lambda shortage: shortage.needed)[:4]:
+    for shortage in sorted(plan.shortages, key=lambda shortage: shortage.needed_bytes)[:4]:
         print(f"plait: {shortage.region} {shortage}", file=sys.stderr)
     if plan.fitting:
         print(
@@ -270,17 +270,17 @@ def print_rates(rates: DeviceRates) -> None:
 
 
 def print_calibration(
-    calibration: Calibration, runs: MeasuredRuns, *, known: Knowledge | None = None
+    calibration: Calibration, runs: MeasuredRuns, *, priors: Priors | None = None
 ) -> None:
     """Print the fitted constants with their uncertainties, and the errors of the fit.
 
     Args:
         calibration: The fitted constants.
         runs: Measured runs that they were fitted to.
-        known: Knowledge before the fit. None for the shipped constants.
+        priors: Priors of the fit. None for the shipped constants.
     """
-    shipped = knowledge().constants
-    prior = (known or knowledge()).constants
+    shipped = fitted_priors().constants
+    prior = (priors or fitted_priors()).constants
     rows = []
     undetermined = 0
     for fit in (calibration.time, calibration.memory):
@@ -318,7 +318,7 @@ def print_calibration(
     errors = [
         ("before", "with the shipped constants", errors_with(runs, uncalibrated())),
         ("after", "of the fitted layouts", errors_with(runs, calibration)),
-        ("left out", "each layout by a fit to all others", errors_left_out(runs, known)),
+        ("left out", "each layout by a fit to all others", leave_one_out_errors(runs, priors)),
     ]
     for name, meaning, (count, middle, largest) in errors:
         print(

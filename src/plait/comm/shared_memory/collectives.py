@@ -29,7 +29,7 @@ from plait.comm.shared_memory.host import SharedMemory, SharedMemoryGroup, Share
 from plait.errors import CommunicationError
 
 _FLAG_BITS = 8
-"""Bits of an announcement besides the number of the call."""
+"""Number of bits of an announcement that hold flags. The others hold the number of the call."""
 _GATHER_SLOTS = 3
 """Number of outputs of all-gathers. `fully_shard` uses up to two while it requests the next."""
 _ALL_FREE = (1 << _GATHER_SLOTS) - 1
@@ -479,5 +479,5 @@ class SharedBuckets:
         self._memory.write(2 * index + 1, self._calls[index])
 
     def _late_ranks(self, index: int, word: int) -> list[int]:
-        """Return the ranks that have not started (word 0) or summed (word 1) a buffer's call."""
+        """Return the ranks that have not started (word 0) or finished (word 1) a buffer's sum."""
         return self._memory.behind(2 * index + word, self._calls[index])

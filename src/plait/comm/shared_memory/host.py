@@ -325,7 +325,7 @@ def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap 
     try:
         if os.fstat(descriptor).st_size != total or os.pread(descriptor, _NONCE_BYTES, 0) != nonce:
             return None, (
-                "what it opened is not the first rank's memory; it runs on another machine or in"
+                "the opened memory is not the first rank's; it runs on another machine or in"
                 " another container"
             )
         return mmap.mmap(descriptor, total), None

@@ -30,7 +30,7 @@ class DeviceAccelerator:
             "get_accelerator()",
             name,
             _REMEDIES,
-            otherwise="call torch.accelerator, or torch's module of the device",
+            default="call torch.accelerator, or torch's module of the device",
         )
 
     def is_available(self) -> bool:

@@ -136,7 +136,7 @@ def __getattr__(name: str) -> Any:
             "deepspeed.comm",
             name,
             {},
-            otherwise="call torch.distributed, whose default group is the one that Plait uses",
+            default="call torch.distributed, whose default group is the one that Plait uses",
         )
     return getattr(dist, name)
 

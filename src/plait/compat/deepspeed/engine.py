@@ -87,7 +87,7 @@ class DeepSpeedEngine(CheckpointMethods):
             engine: Engine of Plait.
             trains: False if `initialize` received no optimizer. The engine then only runs forward.
             config: Configuration as it was passed to `initialize`.
-            collate_fn: Default function of the loaders that combines samples to a micro-batch.
+            collate_fn: Default function of the loaders that combines samples into a micro-batch.
             drop_last: Whether the loaders drop an incomplete last micro-batch.
         """
         self.plait = engine
@@ -269,7 +269,7 @@ class DeepSpeedEngine(CheckpointMethods):
         self.is_reduced = False
 
     def train(self, mode: bool = True) -> None:
-        """Set training mode."""
+        """Set training mode, or evaluation mode if `mode` is False."""
         self.plait.train(mode)
 
     def eval(self) -> None:
@@ -294,7 +294,7 @@ class DeepSpeedEngine(CheckpointMethods):
             route: "train" shuffles the samples; "eval" and "predict" do not.
             pin_memory: Whether to pin micro-batches in host memory, for a GPU.
             data_sampler: Sampler of the rank's samples.
-            collate_fn: Combines samples to a micro-batch. If None, that of `initialize`.
+            collate_fn: Combines samples into a micro-batch. If None, that of `initialize`.
             num_local_io_workers: Number of worker processes.
         """
         return build_loader(

@@ -119,8 +119,9 @@ class StreamLoader:
         """
         if state["read"] % self._samples_per_round:
             raise CheckpointError(
-                f"the data was left after {state['read']} samples, but a micro-batch of all ranks"
-                f" has {self._samples_per_round} here; keep micro-batch times data-parallel ranks"
+                f"the saved position is after {state['read']} samples, but a micro-batch of all"
+                f" ranks has {self._samples_per_round} here; keep micro-batch size x data-parallel"
+                " ranks"
             )
         self._epoch = state["epoch"]
         self._samples_read = state["read"]
@@ -147,7 +148,7 @@ def build_loader(
         engine: Engine that reads the micro-batches.
         data: Data set. An iterable one is read in its own order, any other in the order of torch's
             DistributedSampler.
-        collate_fn: Combines samples to a micro-batch.
+        collate_fn: Combines samples into a micro-batch.
         batch_size: Samples per micro-batch. If None, the engine's micro-batch size.
         sampler: Replaces the DistributedSampler.
         shuffle: Whether the DistributedSampler shuffles.

@@ -86,11 +86,11 @@ METHODS: Mapping[str, str] = {
     "generate": "call engine.plait.generate(prompts, ...)",
 }
 """Remedies for names of the engine."""
-_DOCUMENTATION = "docs/how-to/deepspeed-scripts.md lists what is there; `plait` itself may have it"
+_DOCUMENTATION = "docs/how-to/deepspeed-scripts.md lists the names; `plait` itself may have it"
 
 
 def missing(
-    owner: str, name: str, remedies: Mapping[str, str], *, otherwise: str = _DOCUMENTATION
+    owner: str, name: str, remedies: Mapping[str, str], *, default: str = _DOCUMENTATION
 ) -> MissingName:
     """Return the error for an unsupported name.
 
@@ -98,9 +98,9 @@ def missing(
         owner: Module or object that should have the name.
         name: The name.
         remedies: Remedies by name.
-        otherwise: Remedy for names that are not in `remedies`.
+        default: Remedy for names that are not in `remedies`.
     """
-    remedy = remedies.get(name, otherwise)
+    remedy = remedies.get(name, default)
     return MissingName(f"{owner}.{name}: plait.compat.deepspeed has no such name; {remedy}")
 
 

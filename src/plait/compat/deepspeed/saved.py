@@ -84,8 +84,8 @@ class CheckpointMethods:
         """
         if not save_latest:
             raise InputError(
-                "engine.save_checkpoint(save_latest=False): the newest checkpoint is the latest;"
-                " save into another folder"
+                "engine.save_checkpoint(save_latest=False): LATEST always names the newest"
+                " checkpoint; save into another folder"
             )
         if exclude_frozen_parameters:
             raise InputError(

@@ -153,8 +153,8 @@ def _set_local_rank(args: Any) -> None:
     launched = place().local_rank
     if local_rank not in (-1, launched):
         raise InputError(
-            f"args.local_rank = {local_rank}: it is {launched} here; leave --local_rank out, the"
-            " launcher's variables say it"
+            f"args.local_rank = {local_rank}: it is {launched} here; leave --local_rank out: the"
+            " launcher's variables define it"
         )
     args.local_rank = launched
 

@@ -187,8 +187,8 @@ def _reduced_gradient(
         return None
     if not engine.is_reduced:
         raise InputError(
-            f"{call}: gradients are reduced in the backward of a step's last micro-batch; ask after"
-            " that"
+            f"{call}: gradients are reduced in the backward of a step's last micro-batch; call it"
+            " after that"
         )
     if engine.plait.mesh.layout.tp > 1:
         raise InputError(

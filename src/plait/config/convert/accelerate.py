@@ -95,7 +95,7 @@ TOP: tuple[ForeignKey, ...] = (
     refused(
         "compute_environment",
         "text",
-        "this release starts processes on machines of your own",
+        "this release starts processes on your own machines",
         "use LOCAL_MACHINE",
         "LOCAL_MACHINE",
     ),
@@ -195,7 +195,7 @@ PARALLELISM: tuple[ForeignKey, ...] = (
     refused(
         "parallelism_config_cp_backend",
         "text",
-        "context parallelism is Plait's own, as torch's is",
+        "Plait has its own context parallelism",
         "use torch",
         "torch",
     ),
@@ -238,7 +238,7 @@ DYNAMO: tuple[ForeignKey, ...] = (
     refused(
         "dynamo_use_dynamic",
         "flag",
-        "shapes are torch.compile's to find out",
+        "torch.compile finds out itself which shapes are dynamic",
         "use false, or leave it out",
         False,
     ),

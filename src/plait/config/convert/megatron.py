@@ -112,7 +112,7 @@ _DECAY_STYLES = {
 _WSD_DECAY_STYLES = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DISTRIBUTED = "--use-distributed-optimizer"
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-"""Targets of flags whose meaning depends on other flags. `megatron` replaces them by settings."""
+"""Targets of flags whose meaning depends on other flags. `megatron` replaces them with settings."""
 
 DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
 """Megatron-LM's defaults that differ from Plait's."""
@@ -360,7 +360,9 @@ FLAGS: dict[str, Flag] = {
         "weight_decay_incr_style",
         off=("constant",),
     ),
-    **_refused("one learning rate for all parameters", "use --lr", "decoupled_lr decoupled_min_lr"),
+    **_refused(
+        "all parameters have one learning rate", "use --lr", "decoupled_lr decoupled_min_lr"
+    ),
     **_refused(
         "a run ends after its steps", "use --train-iters", "exit_interval exit_duration_in_mins"
     ),
@@ -441,7 +443,7 @@ def _set_stage(settings: Settings, problems: list[Problem]) -> None:
 
 
 def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
-    """Translate the layers per virtual stage to stages per rank, which needs all layers."""
+    """Translate layers per virtual stage to stages per rank, by the number of layers."""
     flag = settings.pop(LAYERS_PER_STAGE, None)
     if flag is None:
         return

@@ -25,7 +25,7 @@ _FLAG_TEXTS = {
     "f": False,
     "off": False,
 }
-"""Booleans of Accelerate and the Trainer, in addition to those of DeepSpeed."""
+"""Texts that Accelerate and the Trainer read as booleans, in addition to those of DeepSpeed."""
 
 
 @dataclass(frozen=True)

@@ -414,7 +414,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
         {"data_types.param_dtype": _ANY, "data_types.buffer_dtype": _ANY},
     ),
     RefusedKeys(
-        "one dtype for the whole computation; torch.autocast is not used",
+        "the whole computation has one dtype; torch.autocast is not used",
         'leave the section out and set "bf16": {"enabled": true}',
         {"torch_autocast.enabled": _FLAG},
     ),

@@ -42,8 +42,8 @@ PLANNABLE_SETTINGS = (
     "parallel.recompute.mode",
     "zero_optimization.stage",
 )
-"""Settings that may be "auto" in a file for `plait train` and `plait plan`, which replace it by the
-result of a plan.
+"""Settings that may be "auto" in a file for `plait train` and `plait plan`, which replace it with
+the result of a plan.
 """
 
 _MAX_LISTED = 12
@@ -72,7 +72,7 @@ _REDUCE: dict[str, ReduceDtype] = {"fp32": "float32", "fp16": "float16", "bf16":
 ASSUMED = "auto: Transformers' default"
 """Source of an "auto" that Transformers' command line would replace. Its default there is used."""
 ACCUMULATED = "data_types.grad_accum_dtype"
-_COMMAND_LINE = "is what Transformers' TrainingArguments say"
+_COMMAND_LINE = "is filled from Transformers' TrainingArguments"
 
 
 @dataclass
@@ -397,7 +397,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE}, but none are here",
+                    f"{_COMMAND_LINE}, but none are passed",
                     f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
                 )
             )
@@ -589,7 +589,7 @@ def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
                 Problem(
                     path,
                     "auto",
-                    f"{_COMMAND_LINE} (--{name}), but none are here",
+                    f"{_COMMAND_LINE} (--{name}), but none are passed",
                     "write true or false",
                 )
             )
@@ -766,7 +766,7 @@ def _learning_rate(spec: OptimizerSpec) -> float | None:
 def trackers(config: Config, run: RunSection) -> tuple[TrackerSpec, ...]:
     """Return the enabled trackers with all of their settings.
 
-    The defaults of the sections are DeepSpeed's. A file with a `run` section has its own.
+    The defaults of the sections are DeepSpeed's. A file with a `run` section has other defaults.
     """
     specs = []
     for name in SECTIONS:

@@ -65,7 +65,7 @@ def context_parallel(findings: Findings) -> ContextParallel:
 
 
 def _refuse(
-    path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, otherwise: str
+    path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, fallback: str
 ) -> None:
     """Record a problem for every rule that a setting violates.
 
@@ -73,7 +73,7 @@ def _refuse(
         path: Path of the setting.
         value: Value of the setting.
         rules: Triples (applies, rule, remedy).
-        otherwise: Value of the setting that is always possible.
+        fallback: Value of the setting that is always possible.
 
     Raises:
         ConfigError: At least one rule applies.
@@ -81,7 +81,7 @@ def _refuse(
     problems = []
     for applies, rule, remedy in rules:
         if applies:
-            problems.append(Problem(path, value, rule, f"{remedy}, or {otherwise}"))
+            problems.append(Problem(path, value, rule, f"{remedy}, or {fallback}"))
     raise_problems(problems)
 
 
@@ -111,7 +111,7 @@ def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, layout: Layout) -
             "use the schedule 1f1b or interleaved-1f1b",
         ),
     )
-    _refuse("parallel.tensor_overlap", tensor.tensor_overlap, rules, otherwise="0")
+    _refuse("parallel.tensor_overlap", tensor.tensor_overlap, rules, fallback="0")
 
 
 def pipeline(findings: Findings, layout: Layout) -> Pipeline:
@@ -413,7 +413,7 @@ def refuse_in_backward(
             'set parallel.compress_gradients = "none"',
         ),
     )
-    _refuse("parallel.optimizer_in_backward", "true", rules, otherwise="false")
+    _refuse("parallel.optimizer_in_backward", "true", rules, fallback="false")
 
 
 def refuse_unsharded_optimizer(
@@ -465,7 +465,7 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
             "set that to false",
         ),
     )
-    _refuse("optimizer.states", spec.states, rules, otherwise="leave it out")
+    _refuse("optimizer.states", spec.states, rules, fallback="leave it out")
 
 
 def _secondary_partition(findings: Findings, shard: int | None) -> int:
@@ -473,7 +473,7 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
 
     Args:
         findings: The configuration.
-        shard: Ranks that shard, or None if the layout is impossible, which is reported itself.
+        shard: Ranks that shard, or None if the layout is impossible, which is reported separately.
     """
     size = findings.config.parallel.secondary_partition
     if shard is None:

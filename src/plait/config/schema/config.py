@@ -47,7 +47,7 @@ _SHOWN_KEYS = 4
 
 
 class Status(StrEnum):
-    """How Plait treats a key of a file."""
+    """Treatment of a key of a file."""
 
     SUPPORTED = "supported"
     RENAMED = "renamed"
@@ -223,7 +223,7 @@ class DataTypesSection(Policy):
     keep_in_fp32_modules: list[str] | Literal["auto"] = "auto"
     """Modules that compute in float32 under fp16 and bf16: names as in named_modules(), or their
     last components, with the wildcards * and ?. BatchNorm layers and the modules that a
-    Transformers model lists itself always do; "auto" adds none.
+    Transformers model lists always compute in float32; "auto" adds no others.
     """
 
 
@@ -404,8 +404,9 @@ class ParallelSection(Policy):
     """
     ep: Degree = 1
     """Degree of expert parallelism: data-parallel processes that hold different experts of a
-    mixture-of-experts model. Tokens are sent to the experts that they are routed to. A divisor of
-    dp_replicate x dp_shard and of the number of experts. The processes have adjacent ranks.
+    mixture-of-experts model. Tokens are sent to the experts that they are routed to. The degree
+    must divide dp_replicate x dp_shard and the number of experts. The processes have adjacent
+    ranks.
     """
     tp: Degree = 1
     """Degree of tensor parallelism: processes that share every matrix product. They have adjacent
@@ -449,7 +450,7 @@ class ParallelSection(Policy):
     activation_offload: ActivationOffloadSection = ActivationOffloadSection()
     """Offload of activations to host memory or to disk."""
     unused_parameters: FlagOrAuto = True
-    """Allow a step to leave parameters unused, also different ones on different processes."""
+    """Allow a step to leave parameters unused, possibly different ones on each process."""
     transport: Literal["auto", "torch", "shared-memory"] = "auto"
     """Transport of gradients and parameters between data-parallel processes. "torch": torch's
     collectives (gloo, NCCL). "shared-memory": memory shared by the processes of one machine, for

@@ -254,9 +254,9 @@ class RunSection(Policy):
     `folder`.
     """
     roll_backs: Annotated[Integer, Field(ge=0)] = 0
-    """Maximum number of times that a run returns to its last checkpoint: after a step that
-    faults.non_finite has raised for, whose batch is then skipped, or after replicas that differ. 0:
-    such a step ends the run.
+    """Maximum number of times that a run returns to its last checkpoint: after a step for which
+    faults.non_finite raises, whose batch is then skipped, or if replicas differ. 0: the run ends
+    instead.
     """
     callbacks: tuple[str, ...] = ()
     """Your own functions, or classes of functions, as `package.module:name`. They are called with
@@ -320,7 +320,7 @@ class FaultsSection(Policy):
     check_collectives: Flag = False
     """Debug mode: before each collective, its processes compare operation, shapes, dtypes and
     source lines. Processes that issue different collectives end with an error that names both
-    lines. Several times slower, and without shared memory.
+    lines. It is several times slower and uses no shared memory.
     """
     compare_replicas_every: Annotated[Integer, Field(ge=0)] = 0
     """Steps between bitwise comparisons of the tensors that several processes hold as replicas. A

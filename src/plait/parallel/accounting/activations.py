@@ -55,7 +55,7 @@ class StageMode:
     """
     head: int
     """Bytes after the last block: final norm, head and loss, the last block's output included."""
-    returning: tuple[int, ...]
+    restored: tuple[int, ...]
     """Bytes that the backward of a block recomputes, or prefetches from a store."""
     flops: int
     """Operations of forward, backward and recomputation in matrix products and attention."""
@@ -85,7 +85,7 @@ class StageFacts:
     differentiable: bool = False
     """True if the stage sends a gradient to a previous one.
 
-    Otherwise a split backward consists of its second half.
+    Otherwise a split backward consists only of its second half.
     """
 
     @property
@@ -103,10 +103,10 @@ class StageFacts:
         outside = max(self.modes[mode].outside for mode in {"none", *assignment})
         return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
-    def returning(self, assignment: Assignment) -> int:
+    def restored(self, assignment: Assignment) -> int:
         """Return the most bytes that one block's backward recomputes or prefetches."""
-        returning = [self.modes[mode].returning[index] for index, mode in enumerate(assignment)]
-        return max(returning, default=0)
+        restored = [self.modes[mode].restored[index] for index, mode in enumerate(assignment)]
+        return max(restored, default=0)
 
     def stored(self, assignment: Assignment) -> int:
         """Return the bytes of one micro-batch that blocks put into a store."""
@@ -297,7 +297,7 @@ def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMomen
 
 @dataclass(frozen=True)
 class _StageBytes:
-    """Bytes of one micro-batch in a stage whose blocks have their modes."""
+    """Bytes of one micro-batch in a stage, for one assignment of modes to its blocks."""
 
     saved: int
     """Bytes between forward and backward."""
@@ -314,9 +314,9 @@ class _StageBytes:
 
 def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
     saved = [facts.modes[mode].saved[index] for index, mode in enumerate(modes)]
-    returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
+    restored = [facts.modes[mode].restored[index] for index, mode in enumerate(modes)]
     total_saved = facts.saved(modes) + facts.modes["none"].head
-    in_backward = facts.returning(modes)
+    in_backward = facts.restored(modes)
 
     deferred = 0
     in_first_half = 0
@@ -328,18 +328,16 @@ def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
         growth = [new - old for new, old in zip(block_deferred, saved, strict=True)]
         in_first_half = max(0, deferred - total_saved)
         later_growth = 0
-        for block_growth, block_returning in zip(
-            reversed(growth), reversed(returning), strict=True
-        ):
-            in_first_half = max(in_first_half, later_growth + block_returning)
+        for block_growth, block_restored in zip(reversed(growth), reversed(restored), strict=True):
+            in_first_half = max(in_first_half, later_growth + block_restored)
             later_growth += block_growth
     if not facts.differentiable:
         return _StageBytes(total_saved, deferred, in_backward, 0, in_backward, facts.received)
 
     # The second half recomputes all blocks of the stage before it frees any.
     in_second_half = sum(
-        block_returning
-        for mode, block_returning in zip(modes, returning, strict=True)
+        block_restored
+        for mode, block_restored in zip(modes, restored, strict=True)
         if mode != "none"
     )
     return _StageBytes(

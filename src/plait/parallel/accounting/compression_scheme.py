@@ -72,11 +72,11 @@ class Scheme(Policy):
             return _POWERSGD_CODE
         return self.gradient_bits
 
-    def bucket_bytes(self, otherwise: int) -> int:
-        """Return the default size of a bucket, or `otherwise` if gradients are not quantised."""
+    def bucket_bytes(self, default: int) -> int:
+        """Return the default size of a bucket, or `default` if gradients are not quantised."""
         if self.gradient_bits:
             return QUANTISED_BUCKET_BYTES
-        return otherwise
+        return default
 
     @property
     def gradients(self) -> bool:

@@ -86,11 +86,11 @@ addition between two micro-batches of a step. In a pipeline `accounting.peak` co
 moment of a step.
 """
 
-ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")
+ACTIVATION_KINDS = ("activations", "logits", "restored_activations", "stored_activations")
 """Kinds of memory of the micro-batches that are between their forward and their backward.
 
 `activations` and `logits` stay on the device from forward to backward: those of blocks and before
-them, and those of head and loss. `returning_activations` are the most that the backward of one
+them, and those of head and loss. `restored_activations` are the most that the backward of one
 block recomputes or prefetches. `stored_activations` are in host memory or on disk.
 """
 
@@ -354,7 +354,7 @@ class UnitBytes:
     """Shards in the compute dtype; 0 if it is the dtype of the parameters."""
     last_parameter: int = 0
     """The last parameter in the compute dtype."""
-    made_gradients: int = 0
+    computed_gradients: int = 0
     """Unsharded gradients in the compute dtype."""
     gradients: int = 0
     """Unsharded gradients in the reduction's dtype."""
@@ -365,7 +365,7 @@ class UnitBytes:
     sharded_gradients: int = 0
     """This rank's part of the reduced gradients, in the parameters' dtype."""
     casts_gradients: bool = False
-    """True if gradients are computed in another dtype than they are reduced in."""
+    """True if gradients are computed and reduced in different dtypes."""
 
 
 def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
@@ -393,7 +393,7 @@ def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int | str, UnitBytes]:
         unit.gathered += shard * n * compute
         unit.last_parameter = numel * compute
         if parameter.trainable:
-            unit.made_gradients += numel * compute
+            unit.computed_gradients += numel * compute
             unit.gradients += numel * reduce
             unit.reduce_input += shard * n * reduce
             unit.reduce_output += shard * reduce
@@ -414,7 +414,7 @@ class AfterBackward(NamedTuple):
 
 
 def reduces_gradients(zero: Any, *, last: Any) -> Any:
-    """Return True if a unit reduces its gradients after a backward; arrays if arguments are.
+    """Return whether a unit reduces its gradients after a backward, per candidate for arrays.
 
     Args:
         zero: The ZeRO stage.

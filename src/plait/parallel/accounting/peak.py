@@ -1,7 +1,7 @@
 """Peak memory of a rank in a training step, and the moment of the peak.
 
 `step_peak` follows the tensors in flight through the step, in order. It combines what a micro-batch
-keeps and needs, what ranks hold and move of parameters and gradients (`unit_bytes`, arithmetic, in
+keeps and needs, the parameters and gradients that ranks hold and move (`unit_bytes`, arithmetic, in
 the order of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the rank's
 row of the schedule. Bytes are those of storages. What an allocator rounds up or cannot reuse is not
 included.
@@ -101,7 +101,7 @@ class Moment:
     unit: int
     """Index of the block on the rank, or OUTSIDE, HEAD or LOSS."""
     peak: LiveBytes
-    """Peak if a parameter's gradient is gone at once, added to another or moved to a bucket."""
+    """Peak if each gradient is freed at once, by adding it to another or moving it to a bucket."""
     peak_with_gradients: LiveBytes
     """Peak if gradients stay until the backward of their unit ends.
 
@@ -561,7 +561,7 @@ class _StepSimulation:
         remaining = self.now.root_gradients
         gradients_of: dict[Unit, int] = {ROOT: 0}
         for name in self.embeddings:
-            gradients_of[name] = min(self.units[name].made_gradients, remaining)
+            gradients_of[name] = min(self.units[name].computed_gradients, remaining)
         gradients_of[ROOT] = max(0, remaining - sum(gradients_of.values()))
         for unit, gradients in gradients_of.items():
             self._finish_gradients(unit, gradients, stage)

@@ -329,7 +329,8 @@ class HostStore(_Store):
     """Store in pinned host memory.
 
     Buffers are reused by later micro-batches, also for tensors of about the same size, because
-    lengths may differ from step to step. The buffers never take more than was once in use.
+    lengths may differ from step to step. The buffers never take more memory than was in use at some
+    earlier time.
 
     Attributes:
         device: Device of the saved tensors.

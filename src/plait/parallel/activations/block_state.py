@@ -37,7 +37,7 @@ _CONTAINERS = (list, set, dict, deque)
 
 
 @dataclass
-class Snapshot:
+class BlockSnapshot:
     """State of a block before a forward."""
 
     values: list[dict[str, Any]]
@@ -71,9 +71,9 @@ class BlockState:
         self._tensors: dict[StateKey, torch.Tensor] = {}
         self._containers: dict[StateKey, Any] = {}
 
-    def save(self) -> Snapshot:
+    def save(self) -> BlockSnapshot:
         """Return the state that the next forward may change."""
-        snapshot = Snapshot([vars(module).copy() for module in self._modules])
+        snapshot = BlockSnapshot([vars(module).copy() for module in self._modules])
         # Usually no attribute has changed since the last forward, and comparing is fast.
         if not _are_same(self._searched, snapshot.values):
             self._search(snapshot.values)
@@ -93,7 +93,7 @@ class BlockState:
                 snapshot.tensors[key] = tensor.detach().clone()
         return snapshot
 
-    def record_changes(self, snapshot: Snapshot) -> None:
+    def record_changes(self, snapshot: BlockSnapshot) -> None:
         """Record which state a forward changed, and drop the rest of the snapshot.
 
         Args:
@@ -148,7 +148,7 @@ class BlockState:
         return name in direct_buffers(module) and direct_buffers(module)[name] is not tensor
 
     @contextmanager
-    def restored(self, snapshot: Snapshot) -> Iterator[None]:
+    def restored(self, snapshot: BlockSnapshot) -> Iterator[None]:
         """Return a context in which the block has the state of a snapshot."""
         attributes = dict(snapshot.attributes)
         buffers: dict[StateKey, torch.Tensor] = {}

@@ -6,8 +6,8 @@ that differ between models are attached to their modules (`install`).
 The keys that each token may see are those before it in its own document, as Transformers decides
 it. They are described by one number per token, the position at which its document begins, so that
 no mask [seq, seq] exists. The description is derived from the full batch (`document_starts`). A
-sliding window is not part of it, because layers of one model may have different ones. Padding on
-the right is not either: no token follows it, and its own results enter no loss.
+sliding window is not part of it, because layers of one model may have different ones. Neither is
+padding on the right: no token follows it, and its own results enter no loss.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PartialAttention:
     """Settings of the attention of one model.
 
     Attributes:
-        kind: How queries reach the keys of other ranks.
+        kind: Implementation of attention to the keys of other ranks.
         place: Layout of sequences and process group.
         implementation: Transformers' name of the implementation, see `implementation_of`.
     """

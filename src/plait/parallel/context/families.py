@@ -1,8 +1,8 @@
 """Models whose sequences can be split, according to their class and configuration.
 
 Between the parts of a sequence only attention may pass information, and the model must call it
-through Transformers' attention interface, with masks that are causal, of a window or of documents.
-The listed families are those that tests compare with one process.
+through Transformers' attention interface, with causal, sliding-window or document masks. The listed
+families are those that tests compare with one process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def refuse_unknown_model(
     Args:
         model: The model.
         cp: Degree of the cp axis.
-        kind: How queries reach the keys of other ranks.
+        kind: Implementation of attention to the keys of other ranks.
         tp: Degree of the tp axis.
         device_type: Type of the devices.
 
@@ -132,7 +132,7 @@ def _why_unknown(model: nn.Module, config: Any) -> str | None:
     is_of_transformers = type(model).__module__.startswith("transformers.models.")
     if not is_of_transformers or not hasattr(model, "set_attn_implementation"):
         return (
-            "is not a model of Transformers that calls attention through its attention interface,"
+            "is not a Transformers model that calls attention through its attention interface,"
             " so it is not known which modules mix tokens; use one of the families"
             f" {', '.join(FAMILIES)}"
         )

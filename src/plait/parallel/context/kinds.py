@@ -45,7 +45,7 @@ from plait.parallel.context.kernel import (
 from plait.sizes import wide_dtype
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
-"""How queries reach the keys of other ranks."""
+"""Implementation of attention to the keys of other ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def attention(
     """Compute causal attention of this rank's queries to the keys of all ranks. Collective.
 
     Args:
-        kind: How queries reach the keys of other ranks.
+        kind: Implementation of attention to the keys of other ranks.
         query: [batch, heads, tokens, head_dim].
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].
@@ -138,7 +138,7 @@ class SequenceLayout:
         )
 
     def block(self, part: int, source: int) -> VisibleBlock | None:
-        """Return the visible pairs with the keys of `source` if only the order of tokens matters.
+        """Return the pairs visible with the keys of `source` if only the order of tokens counts.
 
         With two chunks per rank, the first chunk of an earlier rank is before both chunks of this
         rank, and its second chunk is after them. Both chunks of a later rank are between the chunks

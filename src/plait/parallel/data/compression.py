@@ -4,12 +4,12 @@
 skipped step does not change it.
 
 `CompressionAutotuner` selects among several candidates that the user allows. The costs of the links
-cannot decide it, because a step gains no more than the communication that computation does not
+do not predict the best one, because a step gains only the communication that computation does not
 hide. The run's own steps are timed instead: first uncompressed ones, then a few of every candidate.
-A lossier candidate is chosen if its steps are 5 % shorter than the best before it. Before that,
-uncompressed gradients run a few more steps, in case the first ones were slow by chance. The
-decision is taken once, the same on every rank of the groups, and saved in the checkpoint. The
-residual of a candidate is dropped when another one is activated.
+A lossier candidate is chosen if its steps are 5 % shorter than the best before it. Before that, a
+few more uncompressed steps are timed, in case the first ones were slow by chance. The decision is
+taken once, the same on every rank of the groups, and saved in the checkpoint. The residual of a
+candidate is dropped when another one is activated.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Residuals(StepHook):
         return [*self.state().values(), *copies]
 
     def after_step(self, end: StepEnd) -> str:
-        """Keep the new values, or drop them after a skipped step, and follow the loss scale."""
+        """Keep the new values, or drop them after a skipped step, and apply a new loss scale."""
         self._update_residuals(skipped=end.skipped)
         # Residuals are in the units of the loss scale. PowerSGD's factors and step count are not.
         if end.rescaled != 1.0:

@@ -2,8 +2,9 @@
 
 In a single process the gradient of an unused parameter stays None, and the optimizer skips the
 parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
-the collective, and zeros would decay weights and moments. This tracker records the parameters that
-autograd reached on this rank. After the reduction it restores None for those that no rank used.
+the collective, and zeros would decay weights and moments. `UnusedTracker` records the parameters
+that autograd reached on this rank. After the reduction it restores None for those that no rank
+used.
 
 At ZeRO stages 1 and 2 ranks may also differ in the *units* that they run. At stage 3 they may not,
 because every use of a unit gathers it, which is a collective. The exchange of the flags therefore
@@ -196,7 +197,7 @@ class UnusedTracker(StepHook):
         self.drop_gradients()
 
     def _refuse_unseen_gradient(self, parameter: torch.Tensor) -> None:
-        """Refuse to drop a non-zero gradient, which would silently not train its parameter."""
+        """Refuse to drop a non-zero gradient: its parameter would silently not be trained."""
         gradient = parameter.grad
         assert gradient is not None
         if not bool(local_tensor(gradient).any()):
@@ -215,7 +216,7 @@ def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor]
     The parameter may be frozen now and unfrozen later.
     """
     # torch refuses the hook for a frozen parameter, but keeps it if the parameter is frozen later.
-    # The first forward, which gathers the parameter, may run inside of torch.func.jvp.
+    # The first forward, which gathers the parameter, may run inside torch.func.jvp.
     requires_grad = parameter.requires_grad
     with allowing_requires_grad():
         parameter.requires_grad_(True)
@@ -251,7 +252,7 @@ class _OrderComparison:
         return [*digest, *(255 - byte for byte in digest)]
 
     def end(self, maxima: torch.Tensor) -> None:
-        """Compare the exchanged bytes of this step. On a GPU, those of an earlier step.
+        """Compare the exchanged bytes of this step, or on a GPU those of an earlier step.
 
         Args:
             maxima: The bytes of `begin` after the all-reduce, uint8.

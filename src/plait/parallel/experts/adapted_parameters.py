@@ -2,8 +2,8 @@
 
 PEFT's wrapper of a module adds the product of its two matrices to one parameter of the module. It
 registers a parametrization in every forward, which moves the parameter and counts as a write to it.
-A gathered parameter of `fully_shard` must have neither, and a rank of expert parallelism has some
-experts only. The forwards that are installed here compute the same sum without a parametrization.
+A gathered parameter of `fully_shard` supports neither, and a rank of expert parallelism has only
+some experts. The forwards that are installed here compute the same sum without a parametrization.
 
 Wrappers are recognised by PEFT's names, so that PEFT need not be installed.
 """

@@ -6,8 +6,8 @@ Note [Dispatch of tokens]
     token is dropped: every token reaches each expert that its router chose. The routing weights
     stay with the tokens, so that a router's gradient is computed where its tokens are.
 
-    All ranks make the same calls, also without a token. The numbers of rows are exchanged first,
-    and the host waits for them as late as possible.
+    All ranks make the same calls, even those without a token. The numbers of rows are exchanged
+    first, and the host waits for them as late as possible.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Dispatch:
     experts_per_rank: int
     """Number of experts of each rank."""
     tp: ProcessGroup | None = None
-    """Ranks that are called with the same tokens, of which each sends its part, or None."""
+    """Ranks that are called with the same tokens and each send a part of them, or None."""
     sequence: Region | None = None
     """Region of sequence parallelism if each rank of tp reads only its shard of the output."""
 
@@ -121,8 +121,9 @@ class Dispatch:
     ) -> torch.Tensor:
         """Compute this rank's shards of sequences of `length` tokens. The other outputs are 0.
 
-        Gradients of tokens are not gathered either, because each rank keeps those of its shard.
-        Gradients of weights are, because all ranks compute the routers for all tokens.
+        Neither the outputs nor the gradients of tokens are gathered, because each rank keeps those
+        of its shard. Gradients of weights are gathered, because all ranks compute the routers for
+        all tokens.
         """
         assert self.tp is not None
         rows = len(hidden) // length
@@ -249,7 +250,7 @@ class _EvenDispatchPlan:
 def _is_watched(module: nn.Module) -> bool:
     """Return True if a user's hook receives the output of a module or its gradient.
 
-    It must receive all of it.
+    The hook must receive the complete tensor.
     """
     return any(
         is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()

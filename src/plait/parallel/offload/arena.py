@@ -113,7 +113,7 @@ class Arena:
     def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
         """Read a mapped tensor, or a slice of one, into memory.
 
-        It blocks, without the interpreter's lock.
+        It blocks, but releases the interpreter's lock.
 
         Args:
             tensor: The tensor.

@@ -122,14 +122,14 @@ class CutCheck:
         last_stage = self.cut.stages - 1
         block_prefixes = tuple(f"{block}." for block in self.cut.blocks)
         unavailable = set()
-        for parameter in flow.strangers:
+        for parameter in flow.foreign_tensors:
             is_owned = last_stage in self.cut.owners.get(parameter, ())
             if parameter.startswith(block_prefixes) or not is_owned:
                 unavailable.add(parameter)
         if unavailable:
             raise ModelError(
                 f"parallel.pp: the loss reads parameters of the model ({min(unavailable)}), and"
-                " every stage has only the parameters of its blocks; replace an L2 penalty by the"
+                " every stage has only the parameters of its blocks; replace an L2 penalty with the"
                 " optimizer's weight_decay, or use parallel.pp = 1"
             )
 
@@ -270,7 +270,7 @@ def _loss_of_copy(
     """
     # Only during the loss: in the forward, modules that deepcopy shares (closures) read real
     # parameters legitimately.
-    trace.strangers = parameters
+    trace.foreign_tensors = parameters
     try:
         return loss(output, batch)[0]
     except Exception as error:
@@ -284,7 +284,7 @@ def _loss_of_copy(
             " output, or use parallel.pp = 1"
         ) from error
     finally:
-        trace.strangers = {}
+        trace.foreign_tensors = {}
 
 
 def _kind(batch: Any) -> Any:

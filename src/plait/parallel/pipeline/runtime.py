@@ -166,14 +166,14 @@ class Runtime:
         ]
 
     @torch.no_grad()
-    def evaluate(self, batch: Any, *, forward: Forward, passes_on: bool = False) -> Any:
+    def evaluate(self, batch: Any, *, forward: Forward, continue_on_error: bool = False) -> Any:
         """Run one forward through all stages. Collective over the pipeline.
 
         Args:
             batch: The micro-batch, the same on all pipeline ranks.
             forward: Calls the model.
-            passes_on: Whether the stages behind one that fails do not wait for it. They receive
-                zeros, or raise EarlierStageFailed, and the caller informs all ranks of the error.
+            continue_on_error: Whether later stages continue if a stage fails. They receive zeros,
+                or raise EarlierStageFailed, and the caller informs all ranks of the error.
 
         Returns:
             The model's output on the rank of the last stage, None on the others. Entries that
@@ -199,7 +199,13 @@ class Runtime:
         with self._running():
             results = self._check_batches([batch], forward, None)
             _ScheduleRun(
-                self, forward_only, [batch], forward, record_output, results, passes_on=passes_on
+                self,
+                forward_only,
+                [batch],
+                forward,
+                record_output,
+                results,
+                continue_on_error=continue_on_error,
             ).run()
         return model_output
 
@@ -216,7 +222,7 @@ class _ScheduleRun:
         expected: Messages to receive, by source rank, in the order in which it sends them.
         sent: Messages that were sent.
         described: Boundaries that hold for one stage and micro-batch only.
-        failed: With `passes_on`, the error of the first stage of this rank that failed.
+        failed: With `continue_on_error`, the error of the first stage of this rank that failed.
     """
 
     def __init__(
@@ -228,7 +234,7 @@ class _ScheduleRun:
         loss: Loss,
         cut_results: Sequence[CutResult],
         *,
-        passes_on: bool = False,
+        continue_on_error: bool = False,
     ) -> None:
         self.runtime = runtime
         self.schedule = schedule
@@ -236,7 +242,7 @@ class _ScheduleRun:
         self.forward = forward
         self.loss = loss
         self.cut_results = cut_results
-        self.passes_on = passes_on
+        self.continue_on_error = continue_on_error
         self.rank = runtime.messenger.rank
         self.signatures = [signature(batch) for batch in batches]
         self.cached = [has_cache(batch) for batch in batches]
@@ -255,7 +261,7 @@ class _ScheduleRun:
             for observe in self.runtime.observers:
                 observe(action, False)
             match action.kind:
-                case Kind.FORWARD if self.passes_on:
+                case Kind.FORWARD if self.continue_on_error:
                     self._forward_or_pass_on(action)
                 case Kind.FORWARD:
                     self._forward(action)
@@ -424,11 +430,11 @@ class _ScheduleRun:
         # NaN that arrived, such as those of diverged weights, are not unknown values.
         if all(bool(torch.isfinite(tensor.detach()).all()) for tensor in received):
             raise ModelError(
-                f"parallel.pp: on stage {stage.index} the model uses a value that is computed"
-                f" before {stage.blocks[0]} and does not pass through the chain of blocks (a skip"
-                " connection, or an embedding read again), so it cannot be cut, or no target of"
-                " the micro-batch counts in its loss (labels that are all -100); use parallel.pp ="
-                " 1, or leave such samples out"
+                f"parallel.pp: stage {stage.index} computes NaN. Either the model uses a value that"
+                f" is computed before {stage.blocks[0]} and does not pass through the chain of"
+                " blocks (a skip connection, or an embedding read again), so it cannot be cut, or"
+                " no target of the micro-batch counts in its loss (labels that are all -100); use"
+                " parallel.pp = 1, or leave such samples out"
             )
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
@@ -465,7 +471,7 @@ class _ScheduleRun:
             raise ModelError(
                 f"parallel.pp: stage {action.stage} sent {known.summary()} for a batch of these"
                 f" shapes before, and now {boundary.summary()}: what the model passes between"
-                " blocks follows from more than the batch's shapes and from what it looks at"
+                " blocks depends on more than the batch's shapes and the values that are read"
                 " outside its blocks; pad every batch to one length, or use parallel.pp = 1"
             )
         self._send(message, tensors)

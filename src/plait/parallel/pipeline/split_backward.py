@@ -17,8 +17,7 @@ Note [Splitting a backward pass]
     from the graph and not from a list of parameters. Nothing can be missing that one backward pass
     would reach.
 
-    A group cannot wait for the second half where that would run a node a second time that must run
-    once. The first half computes it:
+    The first half computes a group if the second half would run a node again that must run once:
     - An intermediate leads to another one of its group (a weight that is used twice in a row). One
       pass through both would run everything between them again: collectives, hooks, recomputation.
     - An intermediate is the backward of a `torch.autograd.Function`, which may change what it

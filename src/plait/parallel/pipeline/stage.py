@@ -573,7 +573,7 @@ def _cache_layers(staged: StagedModel, stage: int) -> list[int]:
         if not block_layers:
             raise ModelError(
                 f"parallel.pp: {name} does not say which layer of a cache is its own (`layer_idx`"
-                " of its attention), so its stage cannot keep keys and values; keep none:"
+                " of its attention), so its stage cannot keep keys and values; use no cache:"
                 ' use_cache=False, or "use_cache": false in the generation_config.json of its'
                 " folder; or use parallel.pp = 1 (--pp 1)"
             )

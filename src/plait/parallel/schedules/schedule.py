@@ -96,7 +96,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if backwards are split into I (inputs) and W (weights), as some runtimes cannot."""
+        """True if backwards are split into I (inputs) and W (weights)."""
         return any(action.kind in (Kind.INPUT, Kind.WEIGHT) for row in self.ranks for action in row)
 
     def check(self) -> None:

@@ -82,7 +82,7 @@ class ContextParallel(Technique):
 
     batch_axes: ClassVar[tuple[str, ...]] = ("cp",)
     context: Kind = "all-gather-kv"
-    """How queries reach the keys of other ranks: all-gather-kv, ring, ulysses."""
+    """Implementation of attention to the keys of other ranks."""
 
     def check(self, context: TechniqueContext) -> None:
         """Raise ConfigError or ModelError for settings and models that are not supported.

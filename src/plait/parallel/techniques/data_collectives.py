@@ -308,7 +308,7 @@ def _select_by_links(
         device=mesh.device,
         seconds=technique.measure_seconds,
     )
-    reason = f"{choice.reason} The links were {measurement.how}"
+    reason = f"{choice.reason} The links were {measurement.origin}"
     if refinement:
         reason += f"; {refinement}"
     return _broadcast_over_tp(mesh, (choice.algorithm, choice.bucket_bytes, reason))

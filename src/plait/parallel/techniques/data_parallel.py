@@ -102,7 +102,7 @@ class DataParallel(CollectiveSettings):
     too.
     """
     unused_parameters: bool = True
-    """True if a step may leave parameters unused, also different ones on different ranks.
+    """True if a step may leave parameters unused, possibly different ones on each rank.
 
     Costs one small all-reduce per step.
     """
@@ -321,7 +321,7 @@ class ShardedSteps(StepHook):
 
 
 class LostWrites(StepHook):
-    """Hook that refuses models that write to gathered parameters, which resharding drops.
+    """Hook that refuses models that write to gathered parameters: resharding drops the writes.
 
     The parameters of the first step are compared. On a device the comparison is read at the end of
     the second step, so that no step waits for it.
@@ -472,18 +472,18 @@ def watch_shards_of(model: nn.Module) -> None:
         watch_shards(module)
 
 
-def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda: False) -> None:
+def free_after_evaluation(model: nn.Module, is_kept: Callable[[], bool] = lambda: False) -> None:
     """Free gathered parameters at the end of a forward without gradients.
 
     Code that reads or writes the parameters of the model afterwards finds the shards.
 
     Args:
         model: The root. A model that is not sharded is left unchanged.
-        unless: Returns True if the parameters stay gathered.
+        is_kept: Returns True if the parameters stay gathered.
     """
 
     def free_if_evaluated(*_: object) -> None:
-        if not torch.is_grad_enabled() and not unless():
+        if not torch.is_grad_enabled() and not is_kept():
             free_gathered(model)
 
     if isinstance(model, FSDPModule):

@@ -3,10 +3,10 @@
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
 are sent to the ranks of the experts that they are routed to. The axis is a second view of the ranks
 of a pipeline stage. Neighbouring ranks have different experts, whether they have other samples,
-other parts of sequences, or (tp) the same tokens, of which each then sends a part. Parameters that
-are not experts are split, replicated or sharded by the first view. The gradient of an expert is
-complete except for the ranks of `edp`, which have the same experts. It is summed over them, or from
-ZeRO stage 1 on reduced in shards.
+other parts of sequences, or (tp) the same tokens. In the last case each rank sends a part of them.
+Parameters that are not experts are split, replicated or sharded by the first view. The gradient of
+an expert is complete except for the ranks of `edp`, which have the same experts. It is summed over
+them, or from ZeRO stage 1 on reduced in shards.
 
 A router may add a bias per expert to its scores when it selects experts, which balances experts
 without a loss, as in DeepSeek-V3. After a step the bias is raised for experts that had fewer tokens
@@ -160,8 +160,8 @@ class ExpertParallel(Technique):
                 parts.model,
                 parts.experts,
                 parameters,
-                same=mesh.group("edp"),
-                everyone=mesh.group(*STAGE_AXES),
+                replica_group=mesh.group("edp"),
+                stage_group=mesh.group(*STAGE_AXES),
             )
         )
         return hooks
@@ -185,8 +185,8 @@ class ExpertGradients(StepHook):
         layers: tuple[Experts, ...],
         parameters: Sequence[nn.Parameter],
         *,
-        same: dist.ProcessGroup | None,
-        everyone: dist.ProcessGroup | None,
+        replica_group: dist.ProcessGroup | None,
+        stage_group: dist.ProcessGroup | None,
     ) -> None:
         """Create the hook.
 
@@ -194,14 +194,14 @@ class ExpertGradients(StepHook):
             model: The model on this rank.
             layers: Its layers of experts.
             parameters: Trainable parameters of experts. Empty if `fully_shard` reduces them.
-            same: The ranks with the same experts.
-            everyone: All ranks of the pipeline stage.
+            replica_group: The ranks with the same experts.
+            stage_group: All ranks of the pipeline stage.
         """
         self.model = model
         self.layers = layers
         self.parameters = parameters
-        self.same = same
-        self.everyone = everyone
+        self.replica_group = replica_group
+        self.stage_group = stage_group
         counts = {experts.count for experts in layers}
         self.description = (
             f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and"
@@ -214,7 +214,7 @@ class ExpertGradients(StepHook):
         A parameter that no rank used keeps no gradient. If any rank used some experts of a layer,
         all ranks get a gradient, as in one process.
         """
-        sum_gradients(self.parameters, self.same, users=self.everyone)
+        sum_gradients(self.parameters, self.replica_group, users=self.stage_group)
 
     def release(self) -> None:
         """Restore the original forward of the modules."""

@@ -197,7 +197,7 @@ class Recompute(Technique):
         figures = {
             "activations": stage.saved(modes),
             "logits": stage.modes["none"].head,
-            "returning_activations": stage.returning(modes),
+            "restored_activations": stage.restored(modes),
             "stored_activations": stage.stored(modes),
         }
         for kind, count in figures.items():
@@ -242,7 +242,7 @@ def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
     if rank.schedule.pp == 1:
         (stage,) = rank.stages
         head = stage.modes["none"].head
-        backward = stage.returning(modes)
+        backward = stage.restored(modes)
         shares = (
             f"blocks {format_bytes(stage.saved(modes))}, head and loss {format_bytes(head)}, one"
             f" block in backward {format_bytes(backward)}"

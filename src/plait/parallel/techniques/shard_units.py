@@ -243,8 +243,8 @@ def refuse_complex(model: nn.Module) -> None:
 def refuse_uneven_complex(model: nn.Module, shards: int) -> None:
     """Refuse complex vectors whose shards have different lengths.
 
-    torch's Adam updates a complex tensor through a view of its real numbers. Of a DTensor that is
-    split unevenly along its last dimension, `view_as_real` returns a copy.
+    torch's Adam updates a complex tensor through a view of its real numbers. `view_as_real` returns
+    a copy of a DTensor that is split unevenly along its last dimension.
 
     Args:
         model: The model.

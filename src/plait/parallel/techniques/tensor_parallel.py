@@ -9,9 +9,10 @@ stay plain, with equal values and gradients on every rank of the axis.
 
 Note [Marked outputs]
     Besides logits, a model may return hidden states of its blocks, which sequence parallelism
-    shards, and attention weights, of which each rank has its heads. They are plain tensors while
-    the model runs. A mark records the dimension along which a tensor is sharded. Only shards among
-    the returned outputs are gathered, so that a loss computes the same as in a single process.
+    shards, and attention weights, for which each rank has only its heads. They are plain tensors
+    while the model runs. A mark records the dimension along which a tensor is sharded. Only shards
+    among the returned outputs are gathered, so that a loss computes the same as in a single
+    process.
 
 Note [Traffic of tensor parallelism]
     With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
@@ -162,7 +163,7 @@ class TensorParallel(Technique):
 
 
 def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Replace every split parameter by a DTensor with this rank's shard.
+    """Replace every split parameter with a DTensor with this rank's shard.
 
     Tied parameters stay tied.
     """
@@ -225,9 +226,11 @@ def _set_forwards(
         )
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             region_input.uses += 1
-        begins = entry.style in ("colwise", "kv_replicated") and _ends_behind(index, plan, blocks)
+        begins_part = entry.style in ("colwise", "kv_replicated") and _ends_behind(
+            index, plan, blocks
+        )
         module.forward = _forward(
-            module, entry, plan, region, region_input, sequence=sequence, begins=begins
+            module, entry, plan, region, region_input, sequence=sequence, begins_part=begins_part
         )
     for name, attribute, value in plan.attributes:
         setattr(model.get_submodule(name), attribute, value)
@@ -251,16 +254,20 @@ def _forward(
     region_input: RegionInput,
     *,
     sequence: bool,
-    begins: bool,
+    begins_part: bool,
 ) -> styles.Forward:
     match entry.style:
         case "colwise":
-            return styles.colwise(module, region, region_input, begins=begins)
+            return styles.colwise(module, region, region_input, begins_part=begins_part)
         case "colwise_gather_output":
             return styles.colwise_gather_output(module, region, region_input)
         case "kv_replicated":
             return styles.kv_replicated(
-                module, region, region_input, heads=plan.kv_heads[entry.name], begins=begins
+                module,
+                region,
+                region_input,
+                heads=plan.kv_heads[entry.name],
+                begins_part=begins_part,
             )
         case "rowwise" | "rowwise_split_input":
             return styles.rowwise(

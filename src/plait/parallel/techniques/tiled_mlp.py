@@ -164,17 +164,17 @@ class Tiles:
     """Original forward of the module."""
     tokens: int
     """Tokens of a tile, in all rows of the batch together."""
-    scattered: ProcessGroup | None = None
-    """Group whose ranks get all tokens of the sequence, and return their shard of them, or None."""
+    shard_group: ProcessGroup | None = None
+    """Group whose ranks receive the full sequence and return their shard of it, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute an output tensor [..., tokens, width] from such tensors, in tiles."""
+        """Compute an output [..., tokens, width] from inputs of this form, in tiles."""
         names = [*([None] * len(args)), *kwargs]
         values = [*args, *kwargs.values()]
-        if self.scattered is None:
+        if self.shard_group is None:
             tiles = self._split(values)
         else:
-            tiles = self._split_by_rank(values, self.scattered)
+            tiles = self._split_by_rank(values, self.shard_group)
         # A single tile would only be recomputed.
         if len(tiles) == 1:
             return self.original(*args, **kwargs)
@@ -203,9 +203,9 @@ class Tiles:
         else:
             outputs = [compute(*tile, weights=weights) for tile in tiles]
 
-        if self.scattered is None:
+        if self.shard_group is None:
             return torch.cat(outputs, values[0].ndim - 2)
-        _, shard_length = shard_range(values[0].shape[SEQUENCE], self.scattered)
+        _, shard_length = shard_range(values[0].shape[SEQUENCE], self.shard_group)
         return torch.cat(outputs, SEQUENCE).narrow(SEQUENCE, 0, shard_length)
 
     def _split(self, values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
@@ -296,7 +296,7 @@ class _GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum in the gradient's dtype with the last gradient, and None before it."""
+        """Add a gradient, and return the sum, in its dtype, if it is the last one, else None."""
         wide = gradient.float()
         if self._total is None:
             total = wide

@@ -64,7 +64,7 @@ def refuse_hooks(
     for name, parameter in model.named_parameters():
         if plan.dims[name] is not None and has_gradient_hooks(parameter):
             raise ModelError(
-                f"{name} has a hook, and tensor parallelism replaces this parameter by its shard;"
+                f"{name} has a hook, and tensor parallelism replaces this parameter with its shard;"
                 " register the hook on the sharded model's parameter, after plait.initialize, or"
                 " use parallel.tp = 1"
             )

@@ -183,7 +183,7 @@ class RegionInput:
 
 
 def colwise(
-    module: nn.Module, region: Region, region_input: RegionInput, *, begins: bool
+    module: nn.Module, region: Region, region_input: RegionInput, *, begins_part: bool
 ) -> Forward:
     """Return the forward of a column-parallel layer, whose output is this rank's columns.
 
@@ -191,7 +191,7 @@ def colwise(
         module: The layer.
         region: The region of the model.
         region_input: The input that siblings share.
-        begins: Whether a row-parallel layer behind it ends the computation in parts.
+        begins_part: Whether the layer begins a part, which a later row-parallel layer ends.
     """
     region_input.siblings.append(module)
 
@@ -202,7 +202,7 @@ def colwise(
             y = product(entered, deferred, _bias(module))
         else:
             y = _matmul(module, entered, _weight(module), _bias(module))
-        if begins:
+        if begins_part:
             region.enter_part(module, y, read=x)
         return y
 
@@ -221,7 +221,7 @@ def colwise_gather_output(module: nn.Module, region: Region, region_input: Regio
 
 
 def kv_replicated(
-    module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins: bool
+    module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins_part: bool
 ) -> Forward:
     """Return the forward of a key or value projection with fewer heads than ranks.
 
@@ -232,7 +232,7 @@ def kv_replicated(
         region: The region of the model.
         region_input: The input that siblings share.
         heads: Number of key and value heads.
-        begins: See `colwise`.
+        begins_part: See `colwise`.
     """
     head = region.group.rank() * heads // region.group.size()
     rows = _out_features(module) // heads
@@ -245,7 +245,7 @@ def kv_replicated(
         if bias is not None:
             bias = enter(bias, region.group).narrow(0, head * rows, rows)
         y = _matmul(module, region_input(x), weight, bias)
-        if begins:
+        if begins_part:
             region.enter_part(module, y, read=x)
         return y
 

@@ -23,7 +23,7 @@ def stage(blocks, *, halves=False, differentiable=True):
             saved=(kept,) * blocks,
             outside=10,
             head=0,
-            returning=(KEPT["none"] - kept,) * blocks,
+            restored=(KEPT["none"] - kept,) * blocks,
             flops=FLOPS[mode] * blocks,
             deferred=(kept + 7,) * blocks if halves else (),
             deferred_outside=10 if halves else 0,

@@ -32,7 +32,7 @@ def rank_of(count, *, kept, flops, outside=3, head=11):
             (size,) * count,
             outside,
             head,
-            returning=(kept["none"] - size,) * count,
+            restored=(kept["none"] - size,) * count,
             flops=flops[mode],
         )
         for mode, size in kept.items()
@@ -54,8 +54,8 @@ def test_the_account_by_hand():
     rank = rank_of(3, kept=KEPT, flops=FLOPS)
     (found,) = rank.stages
     assert found.saved(("full", "none", "selective")) == 3 + 4 + 100 + 30
-    assert found.returning(("full", "none", "selective")) == 96
-    assert found.returning(("none",) * 3) == 0
+    assert found.restored(("full", "none", "selective")) == 96
+    assert found.restored(("none",) * 3) == 0
     assert rank.peak_bytes(("full",) * 3) == 3 + 12 + 11 + 96
 
 

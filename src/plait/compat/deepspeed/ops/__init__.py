@@ -14,4 +14,4 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     remedy = 'write "optimizer" in the configuration, or pass an optimizer of torch'
-    raise missing("deepspeed.ops", name, {}, otherwise=remedy)
+    raise missing("deepspeed.ops", name, {}, default=remedy)

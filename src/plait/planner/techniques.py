@@ -70,7 +70,7 @@ SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 
 
 @dataclass(frozen=True)
-class Offers:
+class AvailableTechniques:
     """Techniques that a plan may use."""
 
     pipeline: bool
@@ -102,11 +102,11 @@ class Offers:
         )
 
 
-def offered(*, compiled: bool = False) -> Offers:
+def available_techniques(*, compiled: bool = False) -> AvailableTechniques:
     """Return the techniques that a configuration can enable and the engine runs."""
     kinds = ("none", "full") if compiled else ("none", "full", "operators", "budget")
-    offers = Offers(True, tuple(SCHEDULE_NAMES), kinds, True, compiled)
-    return replace(offers, pipeline=offers.refusal(tp=1, pp=2) is None)
+    techniques = AvailableTechniques(True, tuple(SCHEDULE_NAMES), kinds, True, compiled)
+    return replace(techniques, pipeline=techniques.refusal(tp=1, pp=2) is None)
 
 
 WHOLE_ATTENTION = (
@@ -196,8 +196,8 @@ def split_of(model: Architecture) -> Split:
     sequence = _NO_SEQUENCE.get(kind)
     if sequence is None and dropout and whole_attention:
         sequence = (
-            "dropout is on, and every rank computes all of attention, of which each would drop"
-            " other places"
+            "dropout is on, and every rank computes all of attention, in which each would drop"
+            " other elements"
         )
 
     if context is None and dropout:
@@ -227,7 +227,7 @@ class MemoryMeasure:
 
 @dataclass(frozen=True)
 class MemoryMeasures:
-    """Memory-saving measures that the offers and the fixed fields allow."""
+    """Memory-saving measures that the available techniques and the fixed fields allow."""
 
     on_device: tuple[MemoryMeasure, ...]
     """Measures with the optimizer on the device, the lightest first. If the host is fixed, they are
@@ -255,7 +255,9 @@ class MemoryMeasures:
         return tuple(measure for measure in measures if measure not in ends)
 
 
-def memory_measures(offers: Offers, device: DeviceSpec, fixed: Mapping[str, int]) -> MemoryMeasures:
+def memory_measures(
+    techniques: AvailableTechniques, device: DeviceSpec, fixed: Mapping[str, int]
+) -> MemoryMeasures:
     """Return the memory-saving measures for a device."""
     full, operators, budget = (RECOMPUTE.index(name) for name in ("full", "operators", "budget"))
     kinds = {
@@ -279,17 +281,22 @@ def memory_measures(offers: Offers, device: DeviceSpec, fixed: Mapping[str, int]
     measures: list[MemoryMeasure] = []
     for kind, choices in kinds.items():
         is_allowed = fixed.get("recompute", RECOMPUTE.index(kind)) == RECOMPUTE.index(kind)
-        if kind in offers.recompute and is_allowed:
-            measures += choices
-    measures = [replace(measure, loss_chunk=tokens) for measure in measures for tokens in chunks]
+        if kind in techniques.recompute and is_allowed:
+            for choice in choices:
+                measures += [replace(choice, loss_chunk=tokens) for tokens in chunks]
+
     shares = (fixed["offload"] / 100,) if fixed.get("offload", 0) else ON_HOST
-    on_host = tuple(replace(measure, offload=share) for share in shares for measure in measures)
+    on_host: tuple[MemoryMeasure, ...] = ()
+    for share in shares:
+        on_host += tuple(replace(measure, offload=share) for measure in measures)
 
     # The memory of a CPU device is host memory already.
-    offered = offers.offload and int(device.family) != DEVICE_FAMILIES.index("cpu")
+    has_offload = techniques.offload and int(device.family) != DEVICE_FAMILIES.index("cpu")
     if fixed.get("offload", 0):
-        return MemoryMeasures(on_host if offered else (), ())
-    return MemoryMeasures(tuple(measures), on_host if offered and "offload" not in fixed else ())
+        return MemoryMeasures(on_host if has_offload else (), ())
+    return MemoryMeasures(
+        tuple(measures), on_host if has_offload and "offload" not in fixed else ()
+    )
 
 
 def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
@@ -434,9 +441,8 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
 
 def format_fixed(fixed: Mapping[str, int]) -> str:
     """Return fixed fields in the notation that `parse_fixed` reads."""
-    names = {
-        key: {value: name for name, value in table.items()} for key, table in _NAMED_VALUES.items()
-    }
-    return ", ".join(
-        f"{key}={names.get(key, {}).get(value, value)}" for key, value in fixed.items()
-    )
+    texts = []
+    for key, value in fixed.items():
+        names = {number: name for name, number in _NAMED_VALUES.get(key, {}).items()}
+        texts.append(f"{key}={names.get(value, value)}")
+    return ", ".join(texts)
