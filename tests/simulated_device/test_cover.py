@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from plait.parallel.schedules.schedule import SCHEDULES as SPECS
 from plait.verify.parity import compare, worst
 from tests.covers import cover
 from tests.parity import pipelines, tensor_parallel
@@ -75,6 +76,7 @@ def _in_stages(layouts, strength):
                 layouts, SCHEDULES, (0, 1, 2, 3), IN_STAGES
             )
             if stage == 0 or dp > 1
+            if stage < 3 or not SPECS[schedule].splits_backward
         ],
         strength=strength,
         features=lambda schedule, pp, tp, dp, stage, technique: (
@@ -85,6 +87,14 @@ def _in_stages(layouts, strength):
         cost=lambda schedule, pp, tp, dp, *_: pp * tp * dp,
         name=lambda *row: "-".join(map(str, row)).replace(" ", "_"),
     )
+
+
+def test_replicas_with_states_on_the_host(simulated, row):
+    """Gradients are summed over replicas, then copied to the host, then freed."""
+    config = on_axes(1, 4, 1, "plain", "on the host")
+    assert config["parallel"]["dp_replicate"] == 2
+    found = tensor_parallel.check(simulated, 4, "llama", True, config)
+    row("dp 2 x 2, ZeRO 1; states on the host", CPU, found)
 
 
 BY_STAGES = ("schedule", "pp", "tp", "dp", "stage", "technique")

@@ -168,6 +168,33 @@ def test_reset_partial_reductions(keep):
     assert not units.has_unreduced(units.sharded_modules(model))
 
 
+def test_wait_for_offloaded_gradients():
+    """The wait comes before torch's own, which follows the release of the memory."""
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    units.wait_for_offloaded_gradients(model)
+    group = units.all_parameter_groups(model)[0]
+    held = []
+
+    class Event:
+        def synchronize(self):
+            held.append(group._all_reduce_state)
+
+    loss = model(torch.ones(2, 4)).sum()
+    finalize = group.finalize_backward
+    memory = SimpleNamespace(event=None)
+
+    def finalize_with_copies():
+        group._all_reduce_state = memory
+        group.fsdp_params[0].grad_offload_event = Event()
+        finalize()
+
+    group.finalize_backward = finalize_with_copies
+    loss.backward()
+    assert held == [memory, None]
+    assert group.fsdp_params[0].grad_offload_event is None
+
+
 def test_has_gradient_hooks():
     """Either kind."""
     one, other, plain = (nn.Parameter(torch.ones(2)) for _ in range(3))

@@ -294,6 +294,27 @@ def _after_copying_trainability(group: Any, shard: Callable[[], None]) -> Callab
     return copy_and_shard
 
 
+def wait_for_offloaded_gradients(model: nn.Module) -> None:
+    """Keep the reduced gradients of replicas on the device until their copies to the host end.
+
+    With hybrid sharding torch copies them on the stream of the all-reduce, but their memory belongs
+    to the stream of the reduce-scatter. At the end of a backward torch frees the memory and then
+    waits for the copies.
+    """
+    for group in all_parameter_groups(model):
+        group.finalize_backward = _after_copies(group, group.finalize_backward)
+
+
+def _after_copies(group: Any, finalize: Callable[[], None]) -> Callable[[], None]:
+    def wait_and_finalize() -> None:
+        for p in group.fsdp_params:
+            if p.grad_offload_event is not None:
+                p.grad_offload_event.synchronize()
+        finalize()
+
+    return wait_and_finalize
+
+
 def reduce_unused_parameters(model: nn.Module) -> None:
     """Make units reduce zeros for parameters that a backward did not reach.
 

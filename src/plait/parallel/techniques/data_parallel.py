@@ -42,7 +42,11 @@ from plait._torch.ignored_changes import GatheredWrites, watch_shards
 from plait._torch.passes import backward_was_interrupted, reset_failed_step
 from plait._torch.tensors import local_tensor, sum_before_reading
 from plait._torch.unit_order import UnitOrder
-from plait._torch.units import keep_trainability, sharded_modules
+from plait._torch.units import (
+    keep_trainability,
+    sharded_modules,
+    wait_for_offloaded_gradients,
+)
 from plait.cluster.accelerator import HostCopy
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
@@ -219,6 +223,8 @@ class DataParallel(CollectiveSettings):
                 steps.is_default_choice = collectives.is_default
             hooks.append(steps)
             keep_trainability(model)
+            if parts.shard.master_weights_on_host and mesh.layout.dp_replicate > 1:
+                wait_for_offloaded_gradients(model)
             if not mean:
                 reduce_by_sum(model)
 
