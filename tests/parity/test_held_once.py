@@ -197,8 +197,8 @@ def changed_after_evaluation(rank, world, config, waits):
         batch = cases.steps_for("llama", 1, steps=1)[0][0]
         first = engine.predict(batch).logits.clone()
         if rank == 1:
-            for block in model.get_submodule("model.layers").children():
-                block.register_forward_pre_hook(lambda *_: time.sleep(0.3))
+            # After the last unit was gathered, and before it is read.
+            model.get_submodule("lm_head").register_forward_pre_hook(lambda *_: time.sleep(0.3))
         second = engine.predict(batch).logits.clone()
         with torch.no_grad():
             for parameter in model.parameters():
