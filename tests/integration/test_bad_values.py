@@ -134,7 +134,6 @@ def test_ctrl_c_while_something_is_computed(folder):
             "1024",
             "--gpu",
             "h100",
-            "--all",
             "--top",
             "1000",
         ],

@@ -41,7 +41,12 @@ class Net(nn.Module):
 def build(kind, *args, **fields):
     """A model with the same float64 weights on every call."""
     torch.manual_seed(7)
-    return kind(*args, **fields).to(torch.float64)
+    # What a constructor computes, as `spectral_norm` does, would differ in float32 from call to call.
+    torch.set_default_dtype(torch.float64)
+    try:
+        return kind(*args, **fields).to(torch.float64)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def inputs(step, rank, micro=0, rows=4, width=FEATURES):
