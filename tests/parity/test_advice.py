@@ -449,6 +449,21 @@ def encoded(by_flag):
     return shape == (2, 8, cases.VOCABULARY)
 
 
+class BypassesBlocks(cases.PlainModel):
+    """A model whose forward may call a module inside each block, and not the block."""
+
+    def forward(self, input_ids, bypasses=True):  # type: ignore[override]
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block.side(hidden) if bypasses else block(hidden, True)
+        return cases.Output(self.head(hidden))
+
+
+def bypassed(bypasses=True, **parallel):
+    engine = engine_of(BypassesBlocks(tied=False), parallel={"dp_shard": 2, **parallel})
+    return engine(batch()["input_ids"], bypasses=bypasses).logits.requires_grad
+
+
 def on_another_stage(folder, built_again):
     """Train at ZeRO 1 and go on at ZeRO 3."""
     engine = engine_of(plain())
@@ -471,6 +486,7 @@ DIFFERENT_RANKS = (
     Case(("use scale_grad_by_freq=False",), lambda: renormalised(None, True), lambda: renormalised(None, False)),
     Case(("every backward of a step, on every rank, or for none",), lambda: weights_of([0]), each(weights_of, [0, 1], [])),
     Case(("Encoder.encode computes with parameters that are shards", "call it from forward()"), lambda: encoded(False), lambda: encoded(True)),
+    Case(("call the block, and not", "name in parallel.blocks the modules that are called"), bypassed, lambda: bypassed(False) and bypassed(blocks=["blocks.*.side"])),
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import plait
 from plait.cluster import mesh, process_groups
 from tests.parity import cases
+from tests.parity.data_parallel import settings
 
 
 def held():
@@ -118,3 +121,31 @@ def test_a_second_engine_gathers_over_its_own_groups(pool):
     """torch remembers operators' results by the shape of a mesh: after `close()`, `full_tensor()` of what an operator made of the next
     engine's parameters asked for a group that had ended."""
     pool.run(4, one_after_the_other)
+
+
+def models_that_stay(rank, world):
+    """Cases whose model outlives its owner. Runs in a worker."""
+    alive = []
+    for begin in (plait.initialize, plait.parallelize):
+        for stage in (0, 2, 3):
+            model = cases.build("plain", tied=True)
+            owner = begin(model, settings(2, stage, 1, 1))
+            loss = model(cases.ragged_steps(1, steps=1, keys=())[0][0]["input_ids"]).logits.sum()
+            if begin is plait.initialize:
+                owner.backward(loss)
+                owner.step()
+            else:
+                loss.backward()
+                owner.step(torch.optim.SGD(model.parameters(), lr=0.1))
+            owner.close()
+            reference = weakref.ref(model)
+            del model, owner, loss
+            gc.collect()
+            if reference() is not None:
+                alive.append((begin.__name__, stage))
+    return alive
+
+
+def test_a_trained_model_is_freed(pool):
+    """Hooks on gradients kept the model and its optimizer's states for ever: a process that trains several models ran out of memory."""
+    assert pool.run(2, models_that_stay) == [[], []]

@@ -79,3 +79,40 @@ def test_a_method_that_reads_shards_is_named(pool):
         assert message.startswith("Encoder.encode computes with parameters that are shards"), (
             message
         )
+
+
+class BypassesBlocks(cases.PlainModel):
+    """A model that calls modules inside its blocks, from a method or from its forward."""
+
+    def hidden(self, input_ids):
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block.side(hidden)
+        return hidden
+
+    def forward(self, input_ids, side=False):
+        if side:
+            return self.head(self.hidden(input_ids))
+        return self.head(self.blocks[0].side(self.embed(input_ids)))
+
+
+def bypass_blocks(rank, world):
+    """Runs in a worker."""
+    messages = []
+    for begin in (cases.engine, plait.parallelize):
+        model = BypassesBlocks(tied=False)
+        owner = begin(model, settings(2, 2, 1, 1))
+        for side in (False, True):
+            with pytest.raises(InputError) as caught:
+                model(torch.arange(3), side=side)
+            messages.append(str(caught.value))
+        owner.close()
+    return messages
+
+
+def test_a_block_that_is_bypassed_is_explained(pool):
+    """The engine and an own loop say why, not that the code is outside of the forward."""
+    for messages in pool.run(2, bypass_blocks):
+        for message in messages:
+            assert message.startswith("BypassesBlocks.forward computes with"), message
+            assert "name in parallel.blocks the modules that are called" in message

@@ -55,6 +55,25 @@ def test_a_cache_gives_the_same_logits(pool):
         assert max(found.values()) < 1e-12, found
 
 
+def modes(rank, world):
+    """Whether each module trains, before and after evaluations. Runs in a worker."""
+    engine = cases.engine(cases.build("plain", tied=True), {"train_micro_batch_size_per_gpu": 2})
+    engine.model.blocks[1].eval()
+    before = [module.training for module in engine.model.modules()]
+    batch = cases.ragged_steps(1, steps=1, keys=())[0][0]
+    engine.predict(batch)
+    engine.eval_batch(batch)
+    with pytest.raises(ZeroDivisionError), engine.evaluating():
+        raise ZeroDivisionError
+    return before, [module.training for module in engine.model.modules()]
+
+
+def test_modules_in_evaluation_mode_stay_in_it(pool):
+    """A frozen BatchNorm would otherwise train from the first evaluation on."""
+    for before, after in pool.run(2, modes):
+        assert before == after and not all(before)
+
+
 class Cuts(StepHook):
     def transform(self, batch):
         return batch

@@ -762,6 +762,16 @@ def test_begin_sharded():
     passes.begin_sharded(nn.Linear(2, 2))
 
 
+def test_runs_forward():
+    """From the begin of the root's forward to its end."""
+    model = sharded()
+    running = []
+    *_, block = units.sharded_modules(model)
+    block.register_forward_hook(lambda *_: running.append(passes.runs_forward(model)))
+    model(torch.ones(1, 4))
+    assert running == [True] and not passes.runs_forward(model)
+
+
 def test_reads_of_shards_are_told():
     """Once a gather, with its moment; not for a unit that is whole already. The shards of the block are what the gather reads."""
     told: list[object] = []

@@ -142,6 +142,12 @@ def begin_sharded(model: nn.Module) -> None:
         model._get_fsdp_state()._lazy_init()
 
 
+def runs_forward(model: nn.Module) -> bool:
+    """Return True while the forward of a sharded root runs."""
+    assert isinstance(model, FSDPModule)
+    return model._get_fsdp_state()._training_state is TrainingState.FORWARD
+
+
 def leave_forward(model: nn.Module, output: Any) -> Any:
     """Leave the forward state of a sharded root after an exception interrupted its forward.
 

@@ -70,13 +70,15 @@ def _changes_recomputation_by_old_name(value: Any, args: Any, layout: Layout) ->
 def _changes_data(value: Any, args: Any, layout: Layout) -> bool:
     if value is None:
         return False
-    defaults = {
-        "split_batches": False,
-        "dispatch_batches": None,
-        "even_batches": True,
-        "use_seedable_sampler": True,
+    # dispatch_batches=False says that processes read their own batches, as they do with Plait. TRL
+    # sets it for streams.
+    supported: dict[str, tuple[bool | None, ...]] = {
+        "split_batches": (False,),
+        "dispatch_batches": (None, False),
+        "even_batches": (True,),
+        "use_seedable_sampler": (True,),
     }
-    changed = any(getattr(value, name, default) != default for name, default in defaults.items())
+    changed = any(getattr(value, name, ok[0]) not in ok for name, ok in supported.items())
     return changed or bool(getattr(value, "use_configured_state", False))
 
 
@@ -285,8 +287,8 @@ FIELDS: dict[str, ArgumentField] = {
     "use_cpu": _honoured(),
     "accelerator_config": ArgumentField(
         "refused",
-        "honoured for non_blocking and gradient_accumulation_kwargs; Plait shares the batches"
-        " between ranks itself, each sample once",
+        "honoured for non_blocking, gradient_accumulation_kwargs and dispatch_batches=False; Plait"
+        " shares the batches between ranks itself, each sample once",
         "leave split_batches, dispatch_batches, even_batches, use_seedable_sampler and"
         " use_configured_state at their defaults",
         _changes_data,

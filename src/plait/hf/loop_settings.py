@@ -219,11 +219,11 @@ _LAUNCHERS = {
 }
 
 # Values of DataLoaderConfiguration that have no effect.
-_DATA = {
-    "split_batches": False,
-    "dispatch_batches": None,
-    "even_batches": True,
-    "use_stateful_dataloader": False,
+_DATA: dict[str, tuple[bool | None, ...]] = {
+    "split_batches": (False,),
+    "dispatch_batches": (None, False),  # False: processes read their own batches, as with Plait
+    "even_batches": (True,),
+    "use_stateful_dataloader": (False,),
 }
 _PRECISION_HANDLERS = (
     "FP8RecipeKwargs",
@@ -253,8 +253,8 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
                 " accelerate launch without that section"
             )
     data = arguments.get("dataloader_config")
-    for name, default in _DATA.items():
-        if data is not None and getattr(data, name, default) != default:
+    for name, supported in _DATA.items():
+        if data is not None and getattr(data, name, supported[0]) not in supported:
             raise InputError(
                 f"DataLoaderConfiguration({name}={getattr(data, name)}) is not supported: Plait"
                 " splits the batches over ranks itself, each sample once; leave it out"

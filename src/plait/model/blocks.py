@@ -148,7 +148,7 @@ def _first_argument(module_class: type[nn.Module]) -> str | None:
     """Return the name of the first argument of a class's forward, or None if it is unknown."""
     try:
         names = list(inspect.signature(module_class.forward).parameters)
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):  # AttributeError: a layer of torch.jit.script
         return None
     names = [name for name in names if name != "self"]
     return names[0] if names else None

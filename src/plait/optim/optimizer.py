@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from plait._torch.tensors import local_tensor
@@ -426,7 +427,17 @@ class JoinedOptimizer(Optimizer):
 
 
 def refuse_nothing_to_train(model: nn.Module) -> None:
-    """Raise ModelError for a model without a parameter that requires a gradient."""
+    """Raise ModelError for a model without a parameter that requires a gradient.
+
+    Parameters of `nn.LazyLinear` and the like have no shape before their first forward, so they are
+    refused too.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"`{name}` has no shape yet: its lazy module makes the parameter in its first"
+                " forward; call the model once on a small batch before you pass it to Plait"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             "no parameter of the model requires a gradient, so there is nothing to train; unfreeze"

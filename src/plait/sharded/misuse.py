@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.passes import begin_sharded
+from plait._torch.passes import begin_sharded, runs_forward
 from plait.cluster.layout import crossing_warning, refuse_wider_than_a_node
 from plait.cluster.mesh import Mesh
 from plait.cluster.topology import discover, place
@@ -48,7 +48,16 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
     is_copied = (
         resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
     )
+    is_split = resolved.data_parallel.stage > 0 or resolved.layout.tp * resolved.layout.pp > 1
     for name, module in model.named_modules():
+        has_parameters = next(module.parameters(), None) is not None
+        is_scripted = isinstance(module, torch.jit.ScriptModule) and has_parameters
+        if is_scripted and (is_split or is_copied):
+            raise ModelError(
+                f"`{name}` is a module of torch.jit, whose parameters cannot become shards or"
+                " copies; pass the module that was scripted, or use ZeRO stage 0 in the model's"
+                " own dtype, without tensor and pipeline parallelism"
+            )
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
         if module.max_norm is not None and (ranks > 1 or is_copied):
@@ -103,10 +112,10 @@ def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) ->
 
 
 def explain_methods(model: nn.Module) -> None:
-    """Make public methods of the user's model raise a clear error if they compute with shards.
+    """Make methods of the user's model raise a clear error if they compute with shards.
 
-    torch's own error does not name the method. All public methods but `forward` are wrapped, in
-    the class that torch made for the sharded model. The user's class is not changed.
+    torch's own error names neither the method nor a remedy. `forward` and all public methods are
+    wrapped, in the class that torch made for the sharded model. The user's class is not changed.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -115,12 +124,13 @@ def explain_methods(model: nn.Module) -> None:
         if base.__module__.partition(".")[0] in ("torch", "transformers", "peft", "builtins"):
             continue
         for name, method in vars(base).items():
-            is_public = not name.startswith("_") and name != "forward"
+            is_public = not name.startswith("_")
             if is_public and inspect.isfunction(method) and name not in vars(sharded_class):
-                setattr(sharded_class, name, _explain_error(method, f"{base.__name__}.{name}"))
+                explained = _explain_error(method, f"{base.__name__}.{name}", name == "forward")
+                setattr(sharded_class, name, explained)
 
 
-def _explain_error(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _explain_error(method: Callable[..., Any], name: str, is_forward: bool) -> Callable[..., Any]:
     @wraps(method)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Otherwise the first layer that the method runs would become an FSDP root of its own.
@@ -128,8 +138,16 @@ def _explain_error(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             return method(model, *args, **kwargs)
         except RuntimeError as error:
-            if MIXED_TENSORS not in str(error):
+            # Of the methods that a forward calls, only the forward itself explains the error.
+            if MIXED_TENSORS not in str(error) or runs_forward(model) != is_forward:
                 raise
+            if is_forward:
+                raise InputError(
+                    f"{name} computes with parameters of a block that are shards, because the"
+                    " block's own forward does not run; call the block, and not its forward(), its"
+                    " modules or its parameters; or name in parallel.blocks the modules that are"
+                    " called, or use ZeRO stage 0"
+                ) from error
             raise InputError(
                 f"{name} computes with parameters that are shards outside the model's forward; "
                 "call it from forward() (which may choose it by a flag of the batch), or use ZeRO "

@@ -478,6 +478,8 @@ class ShardedModel:
             )
 
         was_training = self.model.training
+        # Modules that the user has set to evaluation mode, such as a frozen BatchNorm, stay in it.
+        modes = [(module, module.training) for module in self.model.modules()]
         self.is_evaluating = True
         self._evaluating_thread = threading.get_ident()
         self.model.eval()
@@ -488,6 +490,8 @@ class ShardedModel:
             self.is_evaluating = False
             self._evaluating_thread = None
             self.model.train(was_training)
+            for module, training in modes:
+                module.training = training
             free_gathered(self.model)
             self._evaluation_lock.release()
 

@@ -47,6 +47,11 @@ def test_arguments(arguments, words):
     assert words in str(error.value)
 
 
+def test_batches_that_are_not_dispatched():
+    """Every process reads its own, as with Plait."""
+    Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+
+
 def test_plugins_of_other_layouts(monkeypatch):
     with pytest.raises(InputError, match='"stage": 3'):
         Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))

@@ -140,6 +140,19 @@ def test_checkpoints_that_could_not_be_written_or_read(tmp_path):
     assert trainer.engine is None
 
 
+def test_streams_of_trl_are_taken(tmp_path):
+    """TRL's DPOTrainer sets dispatch_batches=False for an iterable data set."""
+    args = arguments(
+        TrainingArguments, str(tmp_path), accelerator_config={"dispatch_batches": False}
+    )
+    Trainer(model(), args)
+    args = arguments(
+        TrainingArguments, str(tmp_path), accelerator_config={"dispatch_batches": True}
+    )
+    with pytest.raises(ConfigError, match="accelerator_config"):
+        Trainer(model(), args)
+
+
 def test_plain_arguments_are_taken(tmp_path):
     assert examined(arguments(TrainingArguments, str(tmp_path)), Layout()) == ([], [])
     assert examined(arguments(Seq2SeqTrainingArguments, str(tmp_path)), Layout(tp=2)) == ([], [])

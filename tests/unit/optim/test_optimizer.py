@@ -138,6 +138,15 @@ def test_a_model_with_nothing_to_train_is_refused():
         refuse_nothing_to_train(net().requires_grad_(False))
 
 
+def test_parameters_without_a_shape_are_refused():
+    """The remedy works: the first forward gives them one."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(2))
+    with pytest.raises(ModelError, match="`1.weight` has no shape yet.*call the model once"):
+        refuse_nothing_to_train(model)
+    model(torch.ones(1, 2))
+    refuse_nothing_to_train(model)
+
+
 def test_a_pipeline_stage_may_have_nothing_to_train():
     """B4: the other stages have."""
     for kind in ("AdamW", "SGD", "Muon"):

@@ -9,12 +9,14 @@ import plait
 from plait.cluster.layout import Layout
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, ModelError
+from plait.model.blocks import find_blocks
 from plait.parallel.order import ORDER, UNSUPPORTED_COMBINATIONS, check_all, refuse_incompatible
 from plait.parallel.parts import Plans
 from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.sharded.assemble import checked_model
+from plait.sharded.misuse import refuse_unfit_layers
 from tests.parity import cases
 
 
@@ -99,3 +101,16 @@ def test_what_works_passes():
         TechniqueContext(Layout(dp_shard=4), (DataParallel(secondary_partition=2),))
     )
     refuse_incompatible(TechniqueContext(Layout(dp_shard=4), (Compile(enabled=True),)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_scripted_layers_train_at_stage_0_only():
+    """`fully_shard` cannot replace parameters of torch.jit's modules."""
+    layers = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    layers[1] = torch.jit.script(layers[1])
+    model = nn.Sequential(nn.ModuleList(layers))
+    assert find_blocks(model) == ("0.0", "0.1")
+    refuse_unfit_layers(model, resolved(2))
+    file = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    with pytest.raises(ModelError, match=r"`0.1` is a module of torch.jit.*use ZeRO stage 0"):
+        refuse_unfit_layers(model, resolve(load(file), world_size=2))

@@ -13,6 +13,7 @@ compares the order of the units' collectives between ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,7 +103,10 @@ class UnusedTracker(StepHook):
         for sharded, unsharded in pairs:
             # Integers of quantised weights cannot require a gradient.
             if unsharded.is_floating_point() or unsharded.is_complex():
-                _call_on_gradient(unsharded, partial(self._mark, self._index[sharded]))
+                # A weak reference: the garbage collector cannot follow the hooks of a parameter to
+                # which autograd has accumulated, and would never free the model.
+                tracker = weakref.ref(self)
+                _call_on_gradient(unsharded, partial(_mark_used, tracker, self._index[sharded]))
         if pairs:
             self._handles.pop(module).remove()
 
@@ -156,7 +160,8 @@ class UnusedTracker(StepHook):
         if self._is_last:
             self.finish_reduction()
 
-    def _mark(self, index: int, _: torch.Tensor) -> None:
+    def mark_used(self, index: int) -> None:
+        """Record that autograd has reached a parameter, by its index in `parameters`."""
         if not self.expects_gradients:
             self.has_refused = True
             raise foreign_backward()
@@ -208,6 +213,12 @@ class UnusedTracker(StepHook):
             " trained; report this, and meanwhile set parallel.unused_parameters = false (if every"
             " step uses every parameter) or use ZeRO stage 0"
         )
+
+
+def _mark_used(tracker: weakref.ref[UnusedTracker], index: int, _: torch.Tensor) -> None:
+    alive = tracker()
+    if alive is not None:
+        alive.mark_used(index)
 
 
 def _call_on_gradient(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
