@@ -401,9 +401,9 @@ def test_a_disk_that_fails_in_the_middle(folder, capsys, monkeypatch):
 HANGING_DISK = """
 import os, sys, threading
 from plait.cli.main import main
-from plait.inference import reading
+from plait.inference import weight_files
 read, calls = os.preadv, [0]
-reading.PATIENCE_SECONDS = 2.0
+weight_files.PATIENCE_SECONDS = 2.0
 def preadv(file, views, offset):
     calls[0] += 1
     if calls[0] > 300:
@@ -478,7 +478,7 @@ def test_a_rank_that_is_killed(folder, tmp_path, layout):
             json.loads(line)["finish_reason"] for line in kept.splitlines()
         )
         assert (
-            f"{len(kept.splitlines())} of 4000 answers are finished, and kept in {partial}" in said
+            f"{len(kept.splitlines())} of 4000 answers are finished and kept in {partial}" in said
         )
     finally:
         process.kill()

@@ -309,7 +309,8 @@ def test_defects_are_found_and_named(pool, defect, function, changes):
     report = compared(pool, plan, defect)
     assert not report.equal
     named = report.as_dict()["first_different"]
-    assert named in dict(plan.build(torch.float64).model.named_parameters())
+    model = plan.build(torch.float64).model
+    assert named in dict(model.named_parameters(remove_duplicate=False))
     with pytest.raises(ParityError, match=re.escape(named)) as caught:
         raise_unless_equal(report)
     assert caught.value.exit_code == 3

@@ -121,7 +121,9 @@ def test_a_run_goes_on_on_other_layouts(pool, tmp_path, name):
             # A rank that has no batch in the last round of an epoch collates another's, which counts for nothing.
             seen = [one for one in other["seen"] if one in order]
             assert seen == order and other["seen"][: len(order) // 2] == order[: len(order) // 2]
-            assert other["groups"] == wanted["groups"] and len(other["groups"]) == 2
+            # A pipeline stage has some of the parameters, but both groups.
+            assert len(other["groups"]) == 2
+            assert config is PP2 or other["groups"] == wanted["groups"]
         for key in ("loss", "grad_norm", "learning_rate"):
             assert found[key] == pytest.approx(wanted[key][:last], rel=1e-6), key
             assert all(other[key] == found[key] for other in ranks), key

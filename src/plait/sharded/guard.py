@@ -487,5 +487,8 @@ class UnchangedParameters:
 
 def _can_be_compared(parameter: nn.Parameter) -> bool:
     local = local_tensor(parameter.detach())
-    # A parameter on disk has no memory between its uses.
-    return parameter.requires_grad and (local.numel() == 0 or local.untyped_storage().nbytes() > 0)
+    storage = local.untyped_storage()
+    # A parameter on disk has no memory between its uses. Where its file is mapped, a comparison
+    # would read all of it into memory.
+    is_in_memory = storage.nbytes() > 0 and storage.filename is None
+    return parameter.requires_grad and (local.numel() == 0 or is_in_memory)
