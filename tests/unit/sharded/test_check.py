@@ -16,6 +16,7 @@ from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.sharded.assemble import checked_model
+from plait.sharded.guard import _can_be_compared
 from plait.sharded.misuse import refuse_unfit_layers
 from tests.parity import cases
 
@@ -114,3 +115,13 @@ def test_scripted_layers_train_at_stage_0_only():
     file = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     with pytest.raises(ModelError, match=r"`0.1` is a module of torch.jit.*use ZeRO stage 0"):
         refuse_unfit_layers(model, resolve(load(file), world_size=2))
+
+
+def test_parameters_in_mapped_files_are_not_compared(tmp_path):
+    """A comparison would read all files of an offloaded model into memory."""
+    in_memory = nn.Parameter(torch.zeros(4))
+    file = tmp_path / "parameters"
+    file.write_bytes(bytes(16))
+    mapped = torch.from_file(str(file), shared=True, size=4, dtype=torch.float32)
+    in_file = nn.Parameter(mapped)
+    assert _can_be_compared(in_memory) and not _can_be_compared(in_file)
