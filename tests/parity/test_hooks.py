@@ -181,7 +181,7 @@ def test_only_what_is_overridden_is_called():
     hooks = Hooks([Quiet(), StepHook()])
     assert len(hooks.finish_reduction) == 1
     lists = {name: value for name, value in vars(hooks).items() if isinstance(value, list)}
-    assert len(lists) == 14
+    assert len(lists) == 15
     assert [name for name, calls in lists.items() if calls] == ["finish_reduction"]
     assert hooks.find(Reducer) is None
     assert hooks.find(Quiet) is hooks.all[0]

@@ -354,7 +354,7 @@ def foreign_memory(rank, ranks):
     with patch.object(host_module, "_open", elsewhere):
         found = connect(dist.group.WORLD, label="the test", device=CPU)
     assert found.name == "torch"
-    assert "not the first rank's memory" in found.reason
+    assert "memory is not the first rank's" in found.reason
 
 
 def test_the_same_path_on_another_machine_is_found_out(pool):

@@ -289,7 +289,7 @@ COMMANDS = """
     plan run.json GPUS --out run.json -> use another name, or delete it first -> plan run.json GPUS --out b.json
     plan infer --model gpt2 --tp 2 -> name some with --gpu, or leave it out -> plan infer --model gpt2 --tp 2 --gpu h100 | plan infer --model gpt2
     plan infer --model gpt2 --gpu h100 --tp 2 --cpu-budget 1GiB -> leave one of them out -> plan infer --model gpt2 --gpu h100 --tp 2 | plan infer --model gpt2 --gpu h100 --cpu-budget 1GiB
-    plan infer --model gpt2 --gpu h100 --tp 12 -> a machine has 8 devices, and tensor parallelism stays inside of one; use one of 1, 2, 3, 4, 6 -> plan infer --model gpt2 --gpu h100 --tp 6
+    plan infer --model gpt2 --gpu h100 --tp 12 -> a machine has 8 devices, and tensor parallelism stays inside one; use one of 1, 2, 3, 4, 6 -> plan infer --model gpt2 --gpu h100 --tp 6
     plan infer --model gpt2 --gpu h100 --tp 4 --pp 4 -> 16 devices, but there are 8; use fewer -> plan infer --model gpt2 --gpu h100 --tp 4 --pp 2
     plan infer --model gpt2 --gpu-budget 1GiB -> use --cpu-budget instead, to compute on the CPU -> plan infer --model gpt2 --cpu-budget 1GiB
     plan infer --model gpt2 --offload-cache -> leave it out -> plan infer --model gpt2

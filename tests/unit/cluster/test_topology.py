@@ -351,7 +351,7 @@ def test_groups_meet_where_the_launcher_implies(monkeypatch, variables, expected
         "rendezvous",
         lambda method, *_, **__: iter([(asked.append(method) or dist.HashStore(), 0, 2)]),
     )
-    monkeypatch.setattr(process_groups, "_met", {})
+    monkeypatch.setattr(process_groups, "_stores", {})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     # The other ranks, for whose files it would wait, do not exist.
     monkeypatch.setattr(mesh, "check_open_files", lambda *_: None)

@@ -291,7 +291,7 @@ def test_fixed_values_are_kept():
         "recompute": 3,
         "schedule": 3,
     }
-    with pytest.raises(ConfigError, match="use none, attention, full, selective"):
+    with pytest.raises(ConfigError, match="use none, full, selective, budget"):
         parse_fixed(["recompute=some"])
     with pytest.raises(ConfigError, match="must be FIELD=VALUE with a field of a layout"):
         parse_fixed(["speed=9"])
