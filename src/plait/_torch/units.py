@@ -207,9 +207,9 @@ def _zero_partial_reduction(group: Any, zeroed: set[nn.Parameter], *, set_to_non
     partial.plait_dropped = (partial._version, dropped)
 
 
-def is_gathered(model: nn.Module) -> bool:
-    """Return whether `model.parameters()` has a gathered parameter in place of its shard."""
-    return any(group.is_unsharded for group in all_parameter_groups(model))
+def is_gathered(units: Iterable[FSDPModule]) -> bool:
+    """Return whether `parameters()` of a unit has a gathered parameter in place of its shard."""
+    return any(group.is_unsharded for unit in units for group in parameter_groups(unit))
 
 
 def _gathered(model: nn.Module) -> list[Any]:

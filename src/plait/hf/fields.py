@@ -5,7 +5,7 @@ A table of docs/how-to/trainer.md is generated from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
@@ -67,19 +67,39 @@ def _changes_recomputation_by_old_name(value: Any, args: Any, layout: Layout) ->
     return _changes_recomputation(value, args, layout) and not has_new_name
 
 
+SUPPORTED_BATCHING: Mapping[str, tuple[bool | None, ...]] = {
+    "split_batches": (False,),
+    # False says that processes read their own batches, as they do with Plait. TRL sets it for
+    # streams.
+    "dispatch_batches": (None, False),
+    "even_batches": (True,),
+}
+"""Values of Accelerate's settings that agree with what Plait does. The first is the default."""
+
+
+def unsupported_settings(
+    settings: Any, supported: Mapping[str, tuple[bool | None, ...]]
+) -> list[str]:
+    """Return the names of settings with other values than those supported.
+
+    Args:
+        settings: An object with Accelerate's settings as attributes, or None.
+        supported: Supported values by name, in the form of `SUPPORTED_BATCHING`.
+    """
+    return [
+        name
+        for name, values in supported.items()
+        if getattr(settings, name, values[0]) not in values
+    ]
+
+
 def _changes_data(value: Any, args: Any, layout: Layout) -> bool:
-    if value is None:
-        return False
-    # dispatch_batches=False says that processes read their own batches, as they do with Plait. TRL
-    # sets it for streams.
-    supported: dict[str, tuple[bool | None, ...]] = {
-        "split_batches": (False,),
-        "dispatch_batches": (None, False),
-        "even_batches": (True,),
+    supported = {
+        **SUPPORTED_BATCHING,
         "use_seedable_sampler": (True,),
+        "use_configured_state": (False,),
     }
-    changed = any(getattr(value, name, ok[0]) not in ok for name, ok in supported.items())
-    return changed or bool(getattr(value, "use_configured_state", False))
+    return bool(unsupported_settings(value, supported))
 
 
 def _rebalances_batches(value: Any, args: Any, layout: Layout) -> bool:

@@ -13,6 +13,7 @@ from plait.config.resolving.resolved_parts import ACCUMULATION_KEY, MICRO_KEY, T
 from plait.config.schema.config import Bf16Section, Config, Fp16Section
 from plait.errors import ConfigError, InputError, Problem, raise_problems
 from plait.hf.arguments import ConfigSource, tracker_problems
+from plait.hf.fields import SUPPORTED_BATCHING, unsupported_settings
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -218,13 +219,8 @@ _LAUNCHERS = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": '{"parallel": {"tp": 2}}',
 }
 
-# Values of DataLoaderConfiguration that have no effect.
-_DATA: dict[str, tuple[bool | None, ...]] = {
-    "split_batches": (False,),
-    "dispatch_batches": (None, False),  # False: processes read their own batches, as with Plait
-    "even_batches": (True,),
-    "use_stateful_dataloader": (False,),
-}
+# Supported values of DataLoaderConfiguration.
+_DATA = {**SUPPORTED_BATCHING, "use_stateful_dataloader": (False,)}
 _PRECISION_HANDLERS = (
     "FP8RecipeKwargs",
     "AORecipeKwargs",
@@ -253,12 +249,11 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
                 " accelerate launch without that section"
             )
     data = arguments.get("dataloader_config")
-    for name, supported in _DATA.items():
-        if data is not None and getattr(data, name, supported[0]) not in supported:
-            raise InputError(
-                f"DataLoaderConfiguration({name}={getattr(data, name)}) is not supported: Plait"
-                " splits the batches over ranks itself, each sample once; leave it out"
-            )
+    for name in unsupported_settings(data, _DATA):
+        raise InputError(
+            f"DataLoaderConfiguration({name}={getattr(data, name)}) is not supported: Plait"
+            " splits the batches over ranks itself, each sample once; leave it out"
+        )
     if getattr(arguments.get("project_config"), "automatic_checkpoint_naming", False):
         raise InputError(
             "ProjectConfiguration(automatic_checkpoint_naming=True) is not supported: name the"

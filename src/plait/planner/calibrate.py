@@ -611,29 +611,23 @@ def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
 def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
     """Convert at least one measured run to a job."""
     runs = list(measured)
-    models, devices, frameworks, layouts, precisions = [], [], [], [], []
-    peaks: list[tuple[float, str] | None] = []
-    has_exact_blocks = True
-    for run in runs:
-        model = Architecture(**run.architecture)
-        cluster = hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node)
-        models.append(model)
-        devices.append(cluster.device)
-        frameworks.append(plait(precision=run.precision, compiled=run.compiled))
-        layouts.append(_layout_of_run(run))
-        precisions.append(PRECISIONS.index(run.precision))
-        peaks.append(None if run.bytes is None else (run.bytes, "allocated"))
-        has_exact_blocks = has_exact_blocks and not run.compiled and model.is_counted
-
+    models = [Architecture(**run.architecture) for run in runs]
+    devices = [
+        hardware.cluster(run.gpu, run.devices, devices_per_node=run.devices_per_node).device
+        for run in runs
+    ]
     job = Job(
         model=stack(models),
         device=stack(devices),
-        framework=stack(frameworks),
-        layouts=Layouts.of(layouts),
+        framework=stack([plait(precision=run.precision, compiled=run.compiled) for run in runs]),
+        layouts=Layouts.of([_layout_of_run(run) for run in runs]),
         sequence=np.array([run.sequence for run in runs]),
-        precision=np.array(precisions),
-        has_exact_blocks=has_exact_blocks,
+        precision=np.array([PRECISIONS.index(run.precision) for run in runs]),
+        has_exact_blocks=all(
+            not run.compiled and model.is_counted for run, model in zip(runs, models, strict=True)
+        ),
     )
+    peaks = [None if run.bytes is None else (run.bytes, "allocated") for run in runs]
     return MeasuredRuns(job, np.array([run.seconds for run in runs], dtype=float), peaks)
 
 

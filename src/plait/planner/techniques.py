@@ -44,7 +44,7 @@ SCHEDULE_NAMES = {
     "zbv": "zbv",
     "dualpipev": "dualpipev",
 }
-"""Planner names of schedules, keyed by the names of `parallel.schedules.schedule`.
+"""Names of `parallel.schedules.schedule`, keyed by the planner's names of schedules.
 
 Other schedules are estimated for published runs only.
 """
@@ -55,7 +55,7 @@ RECOMPUTE_NAMES = {
     "selective": "attention",
     "budget": "budget",
 }
-"""Planner names of recomputation modes, keyed by the names of `parallel.recompute.mode`."""
+"""Names of `parallel.recompute.mode`, keyed by the planner's names of recomputation modes."""
 RECOMPUTE_FIXED = ("none", "full", "selective")
 """Modes that a file can fix. A budget is only known after the plan has chosen it."""
 SCHEDULE_INDEX = {
@@ -65,7 +65,11 @@ RECOMPUTE_INDEX = {
     RECOMPUTE_NAMES[planner_name]: index for index, planner_name in enumerate(RECOMPUTE)
 }
 """Indices into RECOMPUTE by the names of the configuration; SCHEDULE_INDEX into SCHEDULES."""
-SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
+SPLIT_BACKWARD = tuple(
+    planner_name
+    for planner_name, name in SCHEDULE_NAMES.items()
+    if tables.SCHEDULES[name].splits_backward
+)
 """Schedules that defer the gradients of weights, which ZeRO stage 3 refuses."""
 
 

@@ -52,6 +52,7 @@ class Guard(StepHook):
         backwards: Number of backwards in the step so far.
         in_backward: Whether a backward is running.
         reduced: Whether the gradients of the step so far are already sums over all ranks.
+        units: Modules that are gathered and reduced as one.
     """
 
     def __init__(self, parts: Parts, variable: str = "engine") -> None:
@@ -65,7 +66,7 @@ class Guard(StepHook):
             name: p for name, p in parts.model.named_parameters() if not p.requires_grad
         }
         self._reducer = parts.reducer
-        self._units = sharded_modules(parts.model)
+        self.units = sharded_modules(parts.model)
         self.backwards = 0
         self.in_backward = False
         self.reduced = False
@@ -196,7 +197,7 @@ class Guard(StepHook):
                 " produce: loss.backward() does not divide by the number of micro-batches and"
                 f" ranks; call {self._variable}.backward(loss)"
             )
-        if has_unreduced(self._units):
+        if has_unreduced(self.units):
             self._refuse_unreduced_gradients()
         self.backwards = 0
 

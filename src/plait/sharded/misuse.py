@@ -50,9 +50,8 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
     )
     is_split = resolved.data_parallel.stage > 0 or resolved.layout.tp * resolved.layout.pp > 1
     for name, module in model.named_modules():
-        has_parameters = next(module.parameters(), None) is not None
-        is_scripted = isinstance(module, torch.jit.ScriptModule) and has_parameters
-        if is_scripted and (is_split or is_copied):
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        if is_scripted and (is_split or is_copied) and any(True for _ in module.parameters()):
             raise ModelError(
                 f"`{name}` is a module of torch.jit, whose parameters cannot become shards or"
                 " copies; pass the module that was scripted, or use ZeRO stage 0 in the model's"

@@ -230,7 +230,7 @@ class ShardedModel:
         Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
         gathered parameters that a module has between its forward and its backward.
         """
-        is_hidden = isinstance(owner, nn.Module) and is_gathered(self.model)
+        is_hidden = isinstance(owner, nn.Module) and is_gathered(self.guard.units)
         if not (self._has_accumulated or is_hidden):
             return
 
