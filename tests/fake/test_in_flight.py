@@ -101,7 +101,7 @@ def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world):
     assert first < last, "the head and its loss"
     with pytest.raises(
         ConfigError,
-        match="rank 1 of the pipeline .* at least .2 full.*1 micro-batches are in flight there with 1f1b",
+        match="rank 1 of the pipeline needs at least .* GiB .2 full.*1f1b has up to 1 micro-batches in flight there",
     ):
         pipelines.build(with_budget(config, first), 2, layers=LAYERS)
     with pytest.raises(ConfigError, match="rank 0 of the pipeline .*use .* or more") as error:

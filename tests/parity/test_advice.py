@@ -208,7 +208,7 @@ def copied(before):
 DATA_PARALLEL = (
     Case(
         (
-            "share one parameter across two units",
+            "are one parameter in two units",
             "put both modules into one module whose forward"
             " runs both, and name it in parallel.blocks",
         ),
@@ -221,7 +221,7 @@ DATA_PARALLEL = (
         changed(set_norm(torch.ones(1).expand(12).clone())),
     ),
     Case(
-        ("has a hook on its gradient", "use register_post_accumulate_grad_hook afterwards"),
+        ("has a hook on its gradient", "call register_post_accumulate_grad_hook on the parameters of the sharded model"),
         changed(lambda model: model.head.weight.register_hook(lambda gradient: gradient)),
         hook_afterwards,
     ),
@@ -236,7 +236,7 @@ DATA_PARALLEL = (
         changed(share_parameter),
     ),
     Case(
-        ("has to be of one dtype", "convert one of them"),
+        ("must have one dtype", "convert one of them"),
         changed(lambda model: model.blocks[1].norm.double()),
         changed(lambda model: model.blocks[1].norm.double().float()),
     ),
@@ -375,7 +375,7 @@ PIPELINES = (
         lambda: with_auxiliary(True),
     ),
     Case(
-        ("zbv makes 4 stages, each needs a block", 'use "1f1b", which has one stage per rank'),
+        ("the schedule has 4 stages with at least one block each", 'use "1f1b", which has one stage per rank'),
         lambda: of_two_blocks("zbv"),
         lambda: of_two_blocks("1f1b"),
     ),

@@ -158,7 +158,7 @@ CASES = [
     Case(
         "pytorch-156784",
         parameters.two_dtypes_in_a_block,
-        refused=on(SHARDED, "has to be of one dtype"),
+        refused=on(SHARDED, "must have one dtype"),
         tolerance=1e-5,
     ),
     Case("pytorch-26596", parameters.embedding_with_max_norm, refused={"*": "use max_norm=None"}),
@@ -174,7 +174,7 @@ CASES = [
     Case(
         "pytorch-126310",
         parameters.modules_with_two_names,
-        refused=on(SHARDED, "share one parameter across two units"),
+        refused=on(SHARDED, "are one parameter in two units"),
     ),
     Case("ColossalAI-5185", parameters.experts_without_tokens),
     Case("DeepSpeed-5812", parameters.buffers_of_other_dtypes),
@@ -195,7 +195,7 @@ CASES = [
     Case(
         "pytorch-158753-mixed",
         parameters.complex_and_real_parameters,
-        refused=on(SHARDED, "has to be of one dtype"),
+        refused=on(SHARDED, "must have one dtype"),
     ),
     Case("pytorch-162692", parameters.statistics_of_weights),
     Case(

@@ -20,6 +20,7 @@ from plait.parallel.data.buffers import ChangingBuffers
 from plait.parallel.data.compression import CompressionAutotuner, Residuals
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.unused import UnusedTracker
+from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.parts import Parts, Plans
 from plait.parallel.shared_state import SharedState
@@ -32,7 +33,6 @@ from plait.parallel.techniques.experts import (
     BiasUpdate,
     ExpertGradients,
     ExpertParallel,
-    RecordedBalance,
     Routing,
 )
 from plait.parallel.techniques.mixed_precision import Precision
@@ -74,7 +74,7 @@ HOOKS: tuple[type[StepHook], ...] = (
     SequenceShards,
     PipelineRank,
     OffloadedActivations,
-    RecordedBalance,
+    RouterStatistics,
     BiasUpdate,
     SharedState,
     ChangingBuffers,

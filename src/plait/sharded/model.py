@@ -117,7 +117,7 @@ class ShardedModel:
         self._compared_collectives = ExitStack()
         if config.faults.check_collectives and mesh.layout.world_size > 1:
             self._compared_collectives.enter_context(ComparedCollectives())
-        free_after_evaluation(parts.model, is_kept=lambda: self.is_evaluating)
+        free_after_evaluation(parts.model, stays_gathered=lambda: self.is_evaluating)
 
         # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no
         # global table, and all names stay as they are.

@@ -1,16 +1,16 @@
 """Statistics of routers, for losses that no single module can compute.
 
-These are the balance loss of a model whose routers are on several pipeline stages, see parts of
-sequences, or are balanced over the tokens of all ranks, and the z loss, which Transformers does not
-have.
+One is the z loss, which Transformers does not have. The other is the balance loss if the routers of
+a model are on several pipeline stages, if each rank has a part of every sequence, or if the loss is
+that of the tokens of all ranks.
 
 Note [Balance loss over stages and ranks]
-    Transformers sums over all routers of a model how many tokens each expert was chosen for, and
-    the probabilities that it was given, and multiplies the two sums. A stage therefore cannot
-    compute its part of the loss by itself. The sums of earlier stages are sent with the
-    activations, and the gradient of the probabilities returns with theirs. The last stage adds the
-    sums of other ranks. Order and dtypes are those of Transformers' `load_balancing_loss_func`, so
-    that the value is the same.
+    For each expert, Transformers sums two numbers over all routers of a model: the tokens that
+    chose the expert, and the probabilities that tokens gave it. The loss is the product of the two
+    sums, so a stage cannot compute its part of the loss alone. The sums of earlier stages are
+    sent with the activations, and the gradient of the probabilities returns with the gradients of
+    the activations. The last stage adds the sums of other ranks. Order and dtypes are those of
+    Transformers' `load_balancing_loss_func`, so that the value is the same.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from plait._torch.passes import graph_task
 from plait.comm.collectives import enter, leave
 from plait.errors import ModelError
 from plait.model.experts import Router
+from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import TokenMaskObserver
 from plait.sizes import wide_dtype
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Sums over tokens that a balance loss needs.
+"""Sums over tokens from which the losses are computed.
 
-(tokens of each expert [experts], sums of its probabilities [experts], number of tokens
-(0-dimensional), sum of squared logarithms (0-dimensional)).
+They are: the tokens of each expert [experts], the sum of the probabilities of each expert
+[experts], the number of tokens (0-dimensional), and the sum of squared log-sum-exps of the logits
+(0-dimensional).
 """
 
 
-class RouterStatistics:
+class RouterStatistics(StepHook):
     """Statistics of the routers of this rank's stages in the running micro-batch.
 
     A pipeline calls `begin` and `end` around the forward of a stage. See Note [Balance loss over
@@ -63,14 +65,14 @@ class RouterStatistics:
         """Register hooks on the routers of a model.
 
         Args:
-            model: The model on this rank. Its own forward no longer computes a balance loss if
-                `balances`. Its config stays as it is.
+            model: The model on this rank. With `balances` its own forward no longer computes a
+                balance loss. Its config is not changed.
             routers: The routers of the model on this rank.
             experts: Number of experts.
             top_k: Number of experts per token.
             balances: Whether there is a balance loss.
             z_loss: Coefficient of the z loss.
-            group: Ranks whose tokens count too.
+            group: Ranks whose tokens count as well, this one included.
             is_global: Whether the balance loss is that of the tokens of all data-parallel ranks.
         """
         self.is_global = is_global
@@ -91,7 +93,7 @@ class RouterStatistics:
             )
 
     def release(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model, which computes its own balance loss again."""
         self._tokens.release()
         for handle in self._handles:
             handle.remove()
@@ -117,12 +119,12 @@ class RouterStatistics:
         """End the forward of a stage that is not the last.
 
         Returns:
-            What is sent to the next stage: (output, sums).
+            The values that are sent to the next stage: (output, sums).
         """
         return output, self.sums()
 
     def like(self, output: Any) -> Any:
-        """Return tensors with the shapes of those that a stage of another rank sends."""
+        """Return tensors like those that `end` would return for `output` on another rank."""
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         return output, self._zeros(device)
@@ -169,8 +171,8 @@ class RouterStatistics:
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of the micro-batch whose last stage has run on this rank. Collective.
 
-        The backward is collective over the group too. The losses are those of all tokens of the
-        group. Each rank adds them to its sum of token losses, multiplied by its number of targets.
+        The losses are those of all tokens of the group, and their backward is collective as well.
+        Each rank adds them to its sum of token losses, multiplied by its number of targets.
 
         Returns:
             (balance loss, z loss times its coefficient), both 0-dimensional.
@@ -180,7 +182,8 @@ class RouterStatistics:
         """
         if self._logits is None:
             raise ModelError(
-                "the losses of a pipeline's routers are known on its last stage, after its forward"
+                "the losses of a pipeline's routers exist only on its last stage, after its forward;"
+                " read them there"
             )
         tokens, probabilities, rows, squares = self.sums()
         if self.group is not None:
@@ -211,6 +214,6 @@ class RouterStatistics:
         self._logits = []
         if not self.balances:
             return args, kwargs
-        # The model's own sum would be of its last stage, or of a part of the tokens. It is
-        # disabled by an argument, because the user saves the configuration.
+        # The model's own loss would be that of its last stage, or of a part of the tokens. It is
+        # disabled by an argument and not in the configuration, which the user saves.
         return args, {**kwargs, "output_router_logits": False}

@@ -22,23 +22,14 @@ class Compile(Technique):
     """Compilation of every block, or of the whole model if it has no blocks."""
 
     enabled: bool = False
-    """True to compile. Off by default, because on a CPU the first step takes tens of seconds."""
+    """True to compile. The default is False, because compilation delays the first step."""
     backend: str = "inductor"
     """Name of a torch.compile backend."""
     mode: str | None = None
     """Mode of torch.compile, e.g. `max-autotune`, or None for its default."""
 
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Compile the blocks in place. The forward of a block becomes its compiled form."""
-        if not self.enabled:
-            return parts
-        targets = [parts.model.get_submodule(name) for name in parts.blocks] or [parts.model]
-        for module in targets:
-            module.compile(backend=self.backend, mode=self.mode)
-        return parts
-
     def check(self, context: TechniqueContext) -> None:
-        """Check that torch has the backend and the mode. Compiles nothing.
+        """Check that torch has the backend and the mode. Nothing is compiled.
 
         Raises:
             ConfigError: torch does not have one of them.
@@ -58,9 +49,18 @@ class Compile(Technique):
                         f"compile.{name}",
                         settings[name],
                         f"torch refuses it: {first}",
-                        "correct it",
+                        "use a name that torch.compile accepts, or compile.enabled = false",
                     )
                 ) from error
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Compile the blocks in place. The forward of a block becomes its compiled form."""
+        if not self.enabled:
+            return parts
+        targets = [parts.model.get_submodule(name) for name in parts.blocks] or [parts.model]
+        for module in targets:
+            module.compile(backend=self.backend, mode=self.mode)
+        return parts
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Return the ledger unchanged, because compilation adds no state or traffic."""

@@ -1,14 +1,15 @@
 """Context parallelism: each rank of the cp axis has a part of every sequence, in all layers.
 
-All layers except attention compute a token from itself. Attention reads the other parts in one of
-three ways (`context.kinds`). Everything that depends on the position of a token in its sequence is
-decided from the full batch before it is split: the label that it predicts, its position, and the
-keys that it sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over
-them.
+All layers except attention compute each token independently. Attention reads the keys of other
+parts in one of three ways (`context.kinds`). Everything that depends on the position of a token in
+its sequence is computed from the full batch before it is split: the label that the token predicts,
+its position, and the keys that it sees. All ranks of the axis have the same parameters, and a
+gradient is the sum over them.
 
 Note [Traffic of context parallelism]
-    With T tokens per micro-batch, n ranks, q and w elements of a token's queries and of its keys
-    and values together (of a tp rank), and e bytes per element, a block sends per micro-batch:
+    With T tokens per micro-batch, n ranks, e bytes per element, q elements of a token's queries,
+    and w elements of its keys and values together (q and w: on one rank of tp), a block sends per
+    micro-batch:
 
     all-gather-kv   forward:  all-gather of T w e (n-1)/n
                     backward: the same, and a reduce-scatter of as much
@@ -17,8 +18,8 @@ Note [Traffic of context parallelism]
     ulysses         forward:  all-to-all of (2 q + w') (T/n) e (n-1)/n, w' with repeated heads
                     backward: the same
 
-    All-to-all is counted as the reduce-scatter with which gloo implements it. Collectives that
-    recomputation repeats are measured elsewhere. Sequence lengths are assumed to be divisible. A
+    All-to-all is counted as the reduce-scatter with which gloo implements it. `Recompute.account`
+    adds the collectives that recomputation repeats. Sequence lengths are assumed to be divisible. A
     parameter's gradient is all-reduced once per step, after data parallelism has reduced and
     sharded it.
 """
@@ -87,30 +88,16 @@ class ContextParallel(Technique):
     def check(self, context: TechniqueContext) -> None:
         """Raise ConfigError or ModelError for settings and models that are not supported.
 
-        A model is supported if tests have shown that it computes the same as in one process.
+        The supported models are those that tests compare with one process.
         """
         cp = context.layout.cp
         if cp == 1:
             return
-        problems = []
-        if context.technique(DataParallel).update_in_backward:
-            rule = (
-                "parallel.optimizer_in_backward updates a parameter before its gradient is summed"
-                " over cp"
-            )
-            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
-        if context.technique(Compile).enabled:
-            rule = "compile.enabled is true, and split sequences are not tested with torch.compile"
-            problems.append(Problem("parallel.cp", cp, rule, "set that to false, or use 1"))
-        offload_devices = (
-            context.technique(OptimizerOffload).device,
-            context.technique(ParameterOffload).device,
+        raise_problems(
+            Problem("parallel.cp", cp, rule, f"{remedy}, or use 1")
+            for applies, rule, remedy in _rules(context)
+            if applies
         )
-        if "nvme" in offload_devices:
-            rule = "gradients in files are not summed over cp"
-            remedy = 'use device "cpu" or "none" in offload_optimizer and offload_param, or use 1'
-            problems.append(Problem("parallel.cp", cp, rule, remedy))
-        raise_problems(problems)
         if context.model is not None:
             refuse_unknown_model(
                 context.model,
@@ -122,7 +109,8 @@ class ContextParallel(Technique):
 
     def layout(self, ranks: int, rank: int) -> SequenceLayout:
         """Return the tokens of a rank: two chunks in zigzag order, or one chunk with `ulysses`."""
-        # With `ulysses` each rank computes all tokens of its heads, so the work is even anyway.
+        # Zigzag balances causal attention. With `ulysses` each rank computes all tokens of its
+        # heads, so the work is balanced in any order.
         return SequenceLayout(ranks, rank, zigzag=self.context != "ulysses")
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
@@ -163,14 +151,14 @@ class ContextParallel(Technique):
     ) -> dict[str, Any]:
         """Return a rank's part of a micro-batch.
 
-        Entries that have a row for each token are split. `attention_mask` describes the keys that
-        each token may see (see `visible`). `labels` are left out, because a loss would shift them
-        at the wrong end.
+        Entries that have a row for each token are split. `attention_mask` is replaced with a
+        description of the keys that each token may see (see `attention_function.as_mask`). `labels`
+        are left out, because a loss would shift them within the part.
 
         Args:
             batch: The micro-batch, after `with_explicit_entries`.
             layout: Tokens of the rank.
-            keeps_cache: Whether the model returns a cache by default.
+            keeps_cache: Whether the model creates a KV cache by default.
             family: The model's `config.model_type`.
 
         Raises:
@@ -179,12 +167,12 @@ class ContextParallel(Technique):
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise InputError(
-                "parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in"
-                " another form cannot be split"
+                "parallel.cp: the batch is not a mapping with `input_ids` [batch, seq], so it"
+                " cannot be split; pass such a mapping, or use parallel.cp = 1"
             )
         if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
             raise InputError(
-                "parallel.cp: a cache would hold a part of each sequence; leave"
+                "parallel.cp: a KV cache would contain only a part of each sequence; leave"
                 f" {', '.join(CACHES)} and use_cache out"
             )
         if batch.get("output_attentions"):
@@ -196,7 +184,7 @@ class ContextParallel(Technique):
         if starts is not None:
             _refuse_packed_documents(caches=batch.get("use_cache", keeps_cache), family=family)
             length = starts.shape[1]
-            # Tokens that are added as padding see themselves.
+            # A padding token sees only itself.
             padding = torch.arange(length, layout.padded(length), device=starts.device)
             starts = torch.cat([starts, padding.expand(len(starts), -1)], 1)
             # With `ulysses` a rank computes attention for all tokens.
@@ -211,8 +199,36 @@ class ContextParallel(Technique):
         return LocalBatch(local_entries, attention_mask=mask, use_cache=False)
 
 
+def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
+    """Return the settings that are not supported with cp, as (applies, rule, remedy)."""
+    offload_devices = (
+        context.technique(OptimizerOffload).device,
+        context.technique(ParameterOffload).device,
+    )
+    return (
+        (
+            context.technique(DataParallel).update_in_backward,
+            (
+                "parallel.optimizer_in_backward updates a parameter before its gradient is summed"
+                " over cp"
+            ),
+            "set parallel.optimizer_in_backward to false",
+        ),
+        (
+            context.technique(Compile).enabled,
+            "compile.enabled is true, and split sequences are not tested with torch.compile",
+            "set compile.enabled to false",
+        ),
+        (
+            "nvme" in offload_devices,
+            "gradients in files are not summed over cp",
+            'use device "cpu" or "none" in offload_optimizer and offload_param',
+        ),
+    )
+
+
 class SequenceShards(StepHook):
-    """Hook that splits every micro-batch, and sums gradients over all parts of the sequences."""
+    """Hook that splits every micro-batch and sums gradients over the parts of sequences."""
 
     def __init__(
         self,
@@ -232,8 +248,8 @@ class SequenceShards(StepHook):
             installed: Record of what `ContextParallel.apply` has changed.
             parameters: Parameters whose gradients are summed over the axis.
             dtype: Dtype in which attention is computed.
-            device: Device of the model. Micro-batches are moved to it after their values were read
-                on the host, so that reading them does not wait for the device.
+            device: Device of the model. Micro-batches are moved to it after the host has read
+                their values, which therefore does not wait for the device.
         """
         self.device = device
         self.model = model
@@ -306,8 +322,8 @@ class SequenceShards(StepHook):
         if int(extremes[0]) != -int(extremes[1]):
             raise InputError(
                 f"parallel.cp = {self.layout.ranks}: the first batch is not the same on all ranks"
-                " of the cp axis, which take their parts from it; give every rank the rows of its"
-                " engine.dp_rank (of engine.dp_size), in full"
+                " of the cp axis, but each takes its part from it; give every rank the complete"
+                " rows of its engine.dp_rank (of engine.dp_size)"
             )
 
     def join(self, output: Any, batch: Any) -> Any:
@@ -348,13 +364,13 @@ def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> A
 
 
 class LocalBatch(dict[str, Any]):
-    """Part of a micro-batch on one rank. Reading `labels` is an error."""
+    """Part of a micro-batch on one rank. Reading `labels` raises InputError."""
 
     def __missing__(self, key: str) -> Any:
         if key == LABELS:
             raise InputError(
                 "parallel.cp: the loss reads `labels`, which it would shift within a part of a"
-                " sequence; read `shift_labels`, which each position predicts"
+                " sequence; read `shift_labels`, the targets that are shifted already"
             )
         raise KeyError(key)
 
@@ -365,9 +381,9 @@ def _split_entry(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayou
     rows, length = ids.shape
     if entry.shape[1] != length or entry.shape[0] not in (1, rows):
         raise InputError(
-            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and an entry that is split"
-            f" has a row for each token: [{rows}, {length}, ...]; give it that shape, or leave it"
-            " out"
+            f"parallel.cp: the batch's `{name}` has the shape {list(entry.shape)}, but an entry"
+            f" must have one row per token to be split: [{rows}, {length}, ...]; give it that"
+            " shape, or leave it out"
         )
     return layout.shard(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
 
@@ -390,7 +406,7 @@ def _refuse_packed_documents(*, caches: bool, family: str) -> None:
     if caches:
         raise InputError(
             "parallel.cp: position_ids restart within a row. Transformers treats this as several"
-            " documents only if it creates no KV cache, and model.config.use_cache = True creates"
+            " documents only if it creates no KV cache, but model.config.use_cache = True creates"
             " one; set it to False on every layout, so that documents do not see each other"
         )
     if family in WITHOUT_DOCUMENTS:

@@ -58,17 +58,17 @@ class CollectiveSettings(Technique):
     bucket_bytes: int = 25 * MIB
     """Approximate size of a gradient bucket at stage 0. Sharded stages reduce block by block."""
     transport: TransportName = "prefer-shared-memory"
-    """Transport between processes: torch's collectives, or memory shared by those of a machine."""
+    """Transport between processes: shared memory inside a machine, or torch's collectives."""
     all_reduce: Name | Literal["by-machines"] = "by-machines"
-    """Algorithm of the all-reduce of gradients at stage 0 (see `comm.algorithms`).
+    """Algorithm of the all-reduce of gradients at stage 0 (see `comm.all_reduce`).
 
-    `by-machines` is hierarchical if the group spans machines with several of its ranks each, and
-    otherwise shared memory or the backend's own algorithm.
+    `by-machines` is hierarchical if the group spans several machines with several ranks each.
+    Otherwise it is shared memory or the backend's own algorithm.
     """
     measure_seconds: float = 0.0
-    """Seconds for which `by-machines` measures the links when the model is sharded; 0: never.
+    """Seconds for which `by-machines` measures the links when the model is sharded. 0: never.
 
-    Nothing is measured where shared memory is used.
+    Nothing is measured if the ranks use shared memory.
     """
     kept_links: str | None = None
     """File that stores the measured links for the next start of the run."""
@@ -77,15 +77,15 @@ class CollectiveSettings(Technique):
     secondary_partition: int = 0
     """Ranks over which stage 3 shards the parameters of a block between forward and backward.
 
-    Backward gathers them from these neighbouring ranks. 0: from all ranks of dp_shard.
+    The backward gathers them from these neighbouring ranks. 0: from all ranks of dp_shard.
     """
 
 
 class Compression(Technique):
     """Compression of gradients and gathered parameters.
 
-    It only stores the scheme, or the candidates among which the first steps choose. `DataParallel`
-    selects the compressed collectives together with all others.
+    The technique only stores the scheme, or the candidates from which the first steps choose.
+    `DataParallel` selects the compressed collectives together with all others.
     """
 
     scheme: Scheme = Scheme()
@@ -95,7 +95,7 @@ class Compression(Technique):
 
     @property
     def gradients(self) -> bool:
-        """True if gradients are compressed, or may be after the first steps chose a scheme."""
+        """True if gradients are compressed, or the first steps may select compression."""
         return self.scheme.gradients or bool(self.candidates)
 
     @property
@@ -108,7 +108,7 @@ class Compression(Technique):
         return parts.with_shard(compression=self.scheme, compression_candidates=self.candidates)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hooks that select the compression and that keep its state between steps."""
+        """Return the hooks that select the compression and store its state between steps."""
         if not self.gradients:
             return []
         units = CompressedUnits()
@@ -143,7 +143,8 @@ def select_replicated(
         gradient_bytes: Bytes of all gradients that this rank reduces per step.
 
     Raises:
-        ConfigError: `all_reduce` is hierarchical, and the group does not fill several machines.
+        ConfigError: `all_reduce` is hierarchical, but the group is not on several machines with
+            equally many ranks, two or more each.
     """
     scheme = shard.compression
     if scheme.gradients:
@@ -244,7 +245,7 @@ class BucketReduction:
     bucket_bytes: int
 
     def activate(self, reducer: Reducer, *, compressed: bool) -> None:
-        """Use it starting with the next step. Collective."""
+        """Make a reducer use this reduction, starting with the next step. Collective."""
         reducer.rebuild(
             self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=compressed
         )
@@ -262,8 +263,8 @@ def _replica_levels(
         levels = None
     if technique.all_reduce == "hierarchical" and levels is None:
         rule = (
-            f"the {group.size()} processes are on one machine, or do not fill several equally with"
-            " two or more"
+            f"the {group.size()} processes are not on several machines with equally many processes,"
+            " two or more each"
         )
         raise ConfigError(
             Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"')
@@ -323,7 +324,7 @@ def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
 
 
 def _candidate_schemes(shard: ShardSettings, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
-    """Return the schemes that the first steps choose from, and a description of them."""
+    """Return the schemes from which the first steps choose, and a sentence about them."""
     schemes = shard.compression_candidates
     if not schemes:
         return (), ""
@@ -336,7 +337,7 @@ def _candidate_schemes(shard: ShardSettings, *, in_memory: bool) -> tuple[tuple[
 def _compressed_reduction(
     scheme: Scheme, technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh
 ) -> BucketReduction:
-    # PowerSGD begins after some uncompressed steps. The run has already made them.
+    # PowerSGD starts after some uncompressed steps, which the run has already made by then.
     make_buckets = partial(scheme.buckets, group, mesh.device, uncompressed_steps=0)
     bucket_bytes = technique.bucket_bytes
     if technique.bucket_by_links:
@@ -356,8 +357,8 @@ def select_sharded(
         mesh: The mesh of all ranks.
 
     Returns:
-        The collectives, and the hook whose steps decide whether gradients are compressed, or None
-        if that is fixed.
+        The collectives, and the hook that selects the compression in the first steps, or None if
+        the configuration has decided on it.
 
     Raises:
         ConfigError: `transport` is shared memory, and the parameters are replicated.
@@ -431,9 +432,9 @@ def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) 
 
 
 def _computes_with_shards(parts: Parts) -> bool:
-    """Return True if the forward uses shards as they are stored: in memory, without a cast.
+    """Return True if the forward uses the shards without a cast, and they are in memory.
 
-    Only such parameters can be stored in shared memory. Shards in files or in another dtype cannot.
+    Only such shards can be stored in shared memory.
     """
     shard = parts.shard
     is_special = shard.offloaded_units or shard.always_shard or shard.separate_mesh
@@ -441,7 +442,7 @@ def _computes_with_shards(parts: Parts) -> bool:
 
 
 def _dp_shard_units(parts: Parts) -> list[FSDPModule]:
-    """Return the units that are sharded over `dp_shard`, which excludes those of experts."""
+    """Return the units that are sharded over `dp_shard`. Units of experts are excluded."""
     separate = {id(parts.model.get_submodule(name)) for name in parts.shard.separate_mesh}
     return [module for module in sharded_modules(parts.model) if id(module) not in separate]
 
@@ -466,8 +467,8 @@ def _connect(
 ) -> Transport:
     """Return the same type of transport on all ranks of tp. Collective over the group and tp."""
     transport = connect(group, label=label, device=mesh.device, requested=technique.transport)
-    # Only a preference can have another result on another rank. The exchange comes before the last
-    # condition, because all ranks of tp must take part in it.
+    # Only a preference can have different results on different ranks. The exchange comes before the
+    # last condition, because all ranks of tp must take part in it.
     if (
         technique.transport != "prefer-shared-memory"
         or _all_over_tp(mesh, transport.name == "shared-memory")

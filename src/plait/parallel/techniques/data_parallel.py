@@ -3,13 +3,13 @@
 Note [ZeRO stages]
     A stage defines what is sharded and what a step sends. P: bytes of all parameters, O: bytes of
     the parameters outside the blocks, k: micro-batches per step, n: ranks. Traffic is in units
-    of (n - 1) / n.
+    of (n - 1) / n. The last column is what a rank stores between two micro-batches.
 
-    stage  sharded                   traffic per step  held between micro-batches
-    0      nothing                   2 P (all-reduce)  parameters, full gradients
-    1      optimizer states          2 P               gathered parameters, full gradients
-    2      and gradients             (k + 1) P         gathered parameters, gradient shards
-    3      and parameters            3 k P - k O       shards only
+    stage  sharded states             traffic per step  between micro-batches
+    0      none                       2 P (all-reduce)  parameters, full gradients
+    1      optimizer states           2 P               gathered parameters, full gradients
+    2      gradients as well          (k + 1) P         gathered parameters, gradient shards
+    3      parameters as well         3 k P - k O       shards only
 
     Stage 3 frees gathered parameters after their use. Parameters outside the blocks are gathered
     once per micro-batch: the root unit stays gathered from forward to the end of backward, the head
@@ -60,6 +60,7 @@ from plait.model.facts import ModelFacts
 from plait.model.outer_layers import OuterUnits, outer_units
 from plait.parallel.accounting.compression_scheme import copies, error_bytes, sent_bytes
 from plait.parallel.accounting.ledger import (
+    AfterBackward,
     Array,
     Ledger,
     after_block_backward,
@@ -128,18 +129,18 @@ class DataParallel(CollectiveSettings):
         if context.model is None:
             return None
         layout = context.layout
-        cast = context.technique(Precision).compute is not None
+        is_cast = context.technique(Precision).compute is not None
         offloaded = (
             context.technique(OptimizerOffload).device != "none"
             or context.technique(ParameterOffload).device != "none"
         )
         # Casting and offloading wrap the model in FSDP even on a single rank.
-        sharded = layout.dp_shard > 1 or cast or offloaded
+        sharded = layout.dp_shard > 1 or is_cast or offloaded
         moved = layout.tp > 1 or any(
             p.device.type != context.device_type for p in context.model.parameters()
         )
         refuse_quantised(
-            context.model, moved=moved or offloaded, cast=cast, several=layout.world_size > 1
+            context.model, moved=moved or offloaded, cast=is_cast, several=layout.world_size > 1
         )
         refuse_unusable_parameters(
             context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1
@@ -148,7 +149,7 @@ class DataParallel(CollectiveSettings):
         return Plans(outer_units=outer_units(context.model, context.blocks))
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the axes whose collectives run first within and then between machines."""
+        """Return the axes whose collectives run within each machine first, then between machines."""
         compression = context.technique(Compression)
         layout = context.layout
         if _all_reduces(context):
@@ -253,7 +254,7 @@ class DataParallel(CollectiveSettings):
                 hooks.append(LostWrites(model, in_forward=mean))
 
         if mesh.layout.tp * mesh.layout.cp > 1 and not is_fake():
-            # It compares what ranks have before the hook of `buffers` makes it equal.
+            # Before the hook of `buffers`, which would make differing states equal.
             is_sequence_split = parts.region is not None and parts.region.sequence_parallel
             hooks.append(
                 SharedState(model, mesh, own_loop=mean, sequence_parallel=is_sequence_split)
@@ -288,7 +289,7 @@ class DataParallel(CollectiveSettings):
 
 
 class ShardedSteps(StepHook):
-    """Hook that sets the flags of `fully_shard` per micro-batch. See Note [ZeRO stages]."""
+    """Hook that sets flags of `fully_shard` before every micro-batch. See Note [ZeRO stages]."""
 
     def __init__(self, model: FSDPModule, stage: Stage) -> None:
         assert isinstance(model, nn.Module)
@@ -306,9 +307,7 @@ class ShardedSteps(StepHook):
             backwards_left = 1
         after_backward = after_block_backward(self.stage, {0: backwards_left}, ran=0, block_stage=0)
         for unit in self._units:
-            unit.set_requires_gradient_sync(after_backward.reduce, recurse=False)
-            unit.set_requires_all_reduce(after_backward.last, recurse=False)
-            unit.set_reshard_after_backward(after_backward.free, recurse=False)
+            set_unit_flags(unit, after_backward)
 
     def finish_reduction(self) -> None:
         """Free all gathered parameters."""
@@ -326,11 +325,18 @@ class ShardedSteps(StepHook):
         reset_failed_step(self.model, keep_gradients=lost == "forward")
 
 
-class LostWrites(StepHook):
-    """Hook that refuses models that write to gathered parameters: resharding drops the writes.
+def set_unit_flags(unit: FSDPModule, after_backward: AfterBackward) -> None:
+    """Set what `fully_shard` does with one unit at the end of the next backward."""
+    unit.set_requires_gradient_sync(after_backward.reduce, recurse=False)
+    unit.set_requires_all_reduce(after_backward.last, recurse=False)
+    unit.set_reshard_after_backward(after_backward.free, recurse=False)
 
-    The parameters of the first step are compared. On a device the comparison is read at the end of
-    the second step, so that no step waits for it.
+
+class LostWrites(StepHook):
+    """Hook that refuses models that write to gathered parameters, because resharding drops writes.
+
+    It compares the gathered parameters of the first step. On an accelerator it reads the result at
+    the end of the second step, so that no step waits for the device.
 
     Args:
         model: The sharded model, before its first forward.
@@ -375,7 +381,7 @@ class LostWrites(StepHook):
 def _all_reduces(context: TechniqueContext) -> bool:
     """Return True if a `Reducer` will reduce the gradients, because nothing is sharded or cast.
 
-    `DataParallel.apply` decides the same from the settings that earlier techniques have left.
+    `DataParallel.apply` makes the same decision from the settings that earlier techniques stored.
     """
     states = context.technique(OptimizerOffload)
     shards = context.technique(ParameterOffload)
@@ -468,28 +474,29 @@ def reduce_by_sum(model: nn.Module) -> None:
 
 
 def watch_shards_of(model: nn.Module) -> None:
-    """Make user access to sharded parameters either correct or an error.
+    """Make sharded parameters either give the user correct results or raise an error.
 
-    This covers reading numbers of shards, and writing to tensors that are not shards. Call it when
-    the model has its final parameters.
+    Numbers that are read from a sharded tensor, such as its norm, are those of the full tensor.
+    Changes that would not reach the shards are refused. Call this when the model has its final
+    parameters.
     """
     sum_before_reading()
     for module in sharded_modules(model):
         watch_shards(module)
 
 
-def free_after_evaluation(model: nn.Module, is_kept: Callable[[], bool] = lambda: False) -> None:
+def free_after_evaluation(model: nn.Module, *, stays_gathered: Callable[[], bool]) -> None:
     """Free gathered parameters at the end of a forward without gradients.
 
-    Code that reads or writes the parameters of the model afterwards finds the shards.
+    Code that reads or writes the parameters of the model afterwards then finds the shards.
 
     Args:
         model: The root. A model that is not sharded is left unchanged.
-        is_kept: Returns True if the parameters stay gathered.
+        stays_gathered: Called after such a forward. If it returns True, nothing is freed.
     """
 
     def free_if_evaluated(*_: object) -> None:
-        if not torch.is_grad_enabled() and not is_kept():
+        if not torch.is_grad_enabled() and not stays_gathered():
             free_gathered(model)
 
     if isinstance(model, FSDPModule):
@@ -497,7 +504,7 @@ def free_after_evaluation(model: nn.Module, is_kept: Callable[[], bool] = lambda
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Reshard gathered parameters, so that the model holds its shards, e.g. after an evaluation."""
+    """Reshard all gathered parameters, for example after an evaluation."""
     for module in sharded_modules(model):
         module.reshard()
 
@@ -507,7 +514,7 @@ def _account_parameters(
 ) -> Ledger:
     """Add the bytes and the traffic of parameters that are all sharded over the same ranks.
 
-    `n` and `k` are those of Note [ZeRO stages].
+    The variables `n` and `k` have their meaning from Note [ZeRO stages].
     """
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n = ledger.dp_shard
@@ -627,9 +634,9 @@ def _shapes(
 
 
 def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bool_]) -> Array:
-    """Return the most bytes of gradients that exist at once if backward updates the parameters.
+    """Return the peak bytes of gradients if parameters are updated inside the backward.
 
-    In a sharded model these are the gradients of the largest unit, which are reduced together.
+    In a sharded model the peak is the gradients of the largest unit, which are reduced together.
     Otherwise it is the gradient of the largest parameter.
     """
     zero = np.zeros_like(ledger.dp_shard)
@@ -648,7 +655,7 @@ _ALGORITHM_COLLECTIVES: dict[str, tuple[str, ...]] = {
     "ring": ("send",),
     "recursive-doubling": ("send",),
 }
-"""Collectives as which the messages of an algorithm are counted, in equal parts.
+"""Collectives under which the ledger counts the messages of an algorithm, in equal parts.
 
 The hierarchical algorithm is absent, because it sends as many bytes as one all-reduce.
 """
@@ -663,7 +670,7 @@ def _account_buckets(
     bucket_bytes: int,
     candidates: NDArray[np.bool_],
 ) -> Ledger:
-    """Add the traffic and memory of stage 0 that depend on the gradient buckets.
+    """Add the traffic and memory of ZeRO stage 0 that depend on the gradient buckets.
 
     The numbers are those of the first rank.
 
@@ -714,7 +721,7 @@ def _candidate_costs(
     if int(ledger.tp[candidate]) > 1:
         tensor_dims = ledger.tensor_dims
 
-    # The same kinds as in `Reducer._partition`.
+    # A bucket has parameters of one kind only, as in `Reducer._partition`.
     sizes: list[tuple[int, Hashable]] = []
     for numel, parameter in zip(numels, parameters, strict=True):
         kind = (
@@ -736,17 +743,13 @@ def _candidate_costs(
             itemsize = int(ledger.reduce_bytes[candidate])
 
         if not scheme.gradients:
-            sent_bytes = sum(
-                wire_bytes(
-                    cast(Name, algorithm),
-                    numel=numel,
-                    itemsize=itemsize,
-                    ranks=ranks,
-                    per_node=ranks,
-                )
+            # All ranks count as one machine, because only the total matters.
+            total_bytes, _ = wire_bytes(
+                cast(Name, algorithm), numel=numel, itemsize=itemsize, ranks=ranks, per_node=ranks
             )
-            for collective in _ALGORITHM_COLLECTIVES[algorithm]:
-                costs[collective] += sent_bytes // len(_ALGORITHM_COLLECTIVES[algorithm])
+            collectives = _ALGORITHM_COLLECTIVES[algorithm]
+            for collective in collectives:
+                costs[collective] += total_bytes // len(collectives)
         elif len(parameters[members[0]].shape) < 2:
             # Vectors are sent uncompressed.
             costs["all_reduce"] += 2 * (ranks - 1) * numel * itemsize // ranks

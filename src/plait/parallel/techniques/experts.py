@@ -2,11 +2,11 @@
 
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
 are sent to the ranks of the experts that they are routed to. The axis is a second view of the ranks
-of a pipeline stage. Neighbouring ranks have different experts, whether they have other samples,
-other parts of sequences, or (tp) the same tokens. In the last case each rank sends a part of them.
-Parameters that are not experts are split, replicated or sharded by the first view. The gradient of
-an expert is complete except for the ranks of `edp`, which have the same experts. It is summed over
-them, or from ZeRO stage 1 on reduced in shards.
+of a pipeline stage. Neighbouring ranks have different experts, whether their tokens are those of
+different samples (dp), of different parts of sequences (cp), or the same tokens (tp). Ranks with
+the same tokens each send a part of them. Parameters that are not experts are split, replicated or
+sharded by the first view. The gradient of an expert is summed over the ranks of `edp`, which have
+the same experts. From ZeRO stage 1 on, this sum is a reduce-scatter.
 
 A router may add a bias per expert to its scores when it selects experts, which balances experts
 without a loss, as in DeepSeek-V3. After a step the bias is raised for experts that had fewer tokens
@@ -21,15 +21,16 @@ Note [Traffic of expert parallelism]
     forward    8 E (n-1)/n bytes of counts, and twice T k h e (n-1)/n: the tokens, and the results
     backward   twice T k h e (n-1)/n: the gradients of both
 
-    T are the tokens of a rank, after cp and tp have split them. With m ranks of tp, which have all
-    tokens before and after such a layer, it sends in all-gathers T m h e (m-1)/m of results in
-    forward, and in backward T m h e (m-1)/m of gradients of tokens and T m k (m-1)/m gradients of
-    weights, of 4 bytes or more each. With sequence parallelism each rank keeps the results and the
-    gradients of its tokens, and only gradients of weights are gathered.
+    T is the number of tokens of a rank, after cp and tp have split them. The m ranks of tp have all
+    tokens before and after such a layer. Its all-gathers therefore send T m h e (m-1)/m of results
+    in the forward. In the backward they send T m h e (m-1)/m of gradients of tokens, and
+    T m k (m-1)/m gradients of weights with 4 bytes or more each. With sequence parallelism each
+    rank keeps the results and the gradients of its tokens, and only gradients of weights are
+    gathered.
 
     All-to-all is counted as the reduce-scatter with which gloo implements it. If experts are chosen
     unequally, ranks whose experts have more tokens send back more results. The sum over ranks stays
-    below n / (n-1) times this. Collectives that recomputation repeats are measured elsewhere.
+    below n / (n-1) times this. `Recompute.account` adds the collectives that recomputation repeats.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class ExpertGradients(StepHook):
         self.stage_group = stage_group
         counts = {experts.count for experts in layers}
         self.description = (
-            f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and"
+            f"experts ({', '.join(map(str, sorted(counts)))} per layer) are split over ranks, and"
             " tokens are sent to them"
         )
 
@@ -236,8 +237,8 @@ def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
         (
             data.stage == 0 and precision.compute is not None,
             (
-                f"ZeRO stage 0 computes in {precision.compute} by torch's sharding, which has no"
-                " replicas of experts"
+                f"ZeRO stage 0 uses torch's sharding to compute in {precision.compute}, which does"
+                " not support replicas of experts"
             ),
             "set zero_optimization.stage = 1",
         ),
@@ -245,34 +246,38 @@ def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
         (
             data.update_in_backward,
             "parallel.optimizer_in_backward is not tested",
-            "set that to false",
+            "set parallel.optimizer_in_backward to false",
         ),
         (
             data.secondary_partition > 0,
             "parallel.secondary_partition is not tested",
-            "set that to 0",
+            "set parallel.secondary_partition to 0",
         ),
         (
             compression.gradients or compression.scheme.weight_bits > 0,
             "compressed messages are not tested",
             "leave the compression out",
         ),
-        (context.technique(Compile).enabled, "compile.enabled is not tested", "set that to false"),
+        (
+            context.technique(Compile).enabled,
+            "compile.enabled is not tested",
+            "set compile.enabled to false",
+        ),
         (
             offloads != {"none"} and layout.dp_shard == 1,
-            "offloaded states are those of shards, and parallel.dp_shard is 1",
-            'set that to 2 or more, or use device "none"',
+            "only states of shards are offloaded, and parallel.dp_shard is 1",
+            'set parallel.dp_shard to 2 or more, or use device "none"',
         ),
         (
             context.technique(Recompute).mode == "budget",
-            "parallel.recompute.budget_gib counts what every process keeps for all experts",
+            "parallel.recompute.budget_gib counts the activations of all experts on every rank",
             'use the mode "full" or "selective"',
         ),
     )
 
 
 _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-"""Implementations of experts in Transformers that work with the experts of one rank."""
+"""Transformers' implementations of experts that also support a part of the experts."""
 
 
 def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
@@ -291,7 +296,7 @@ def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
             common = gcd(experts.count, layout.stage_ranks)
             divisors = [degree for degree in range(1, common + 1) if common % degree == 0]
             rule = (
-                f"{experts.name} has {experts.count} experts, of which every process has as many,"
+                f"every process has equally many of the {experts.count} experts of {experts.name},"
                 f" and {experts.count} % {ep} = {experts.count % ep}"
             )
             remedy = f"use {', '.join(map(str, divisors))}"
@@ -377,20 +382,17 @@ class Routing(Technique):
     bias_update_rate: float = 0.0
     """Change of an expert's bias after a step. 0 leaves biases as they are."""
     balance: Balance = "micro_batch"
-    """Tokens of a balance loss.
+    """Tokens over which a balance loss is computed.
 
-    micro_batch: those of a data-parallel rank, as in Transformers. global: those that all ranks
-    compute at the same time.
+    micro_batch: the micro-batch of one data-parallel rank, as in Transformers. global: the
+    micro-batches of all data-parallel ranks together.
     """
     z_loss: float = 0.0
-    """Coefficient of the z loss, the squared logarithm of the sum of exponentials of router logits.
-
-    0: no z loss.
-    """
+    """Coefficient of the z loss, the squared log-sum-exp of the router logits. 0: no z loss."""
 
     @property
     def loss_settings(self) -> list[tuple[str, float | str, float | str]]:
-        """Settings that change the loss: (setting, its value, the value without effect)."""
+        """Settings that change the loss, as (name, value, value without effect)."""
         settings: list[tuple[str, float | str, float | str]] = []
         if self.z_loss:
             settings.append(("experts.z_loss", self.z_loss, 0.0))
@@ -409,7 +411,7 @@ class Routing(Technique):
         if model is None:
             return
         if enables_balance_loss(model):
-            # One check is enough, because both need the same of the model.
+            # One check is enough, because both axes have the same requirement.
             for axis in ("pp", "cp"):
                 degree = getattr(context.layout, axis)
                 if degree > 1:
@@ -428,7 +430,10 @@ class Routing(Technique):
         if self.balance == "global":
             _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')
         if self.z_loss and not (recorded_routers(model) and find_experts(model)):
-            rule = f"{type(model).__name__} does not say which modules its routers are, or has none"
+            rule = (
+                f"{type(model).__name__} has no experts, or does not declare which modules are its"
+                " routers"
+            )
             raise ConfigError(Problem("experts.z_loss", self.z_loss, rule, "use 0"))
         if self.bias_update_rate:
             _check_bias(model, self.bias_update_rate)
@@ -457,11 +462,11 @@ class Routing(Technique):
         return replace(parts, router_statistics=statistics)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hooks that release the statistics and update biases."""
+        """Return the hooks that record the statistics of routers and update biases."""
         hooks: list[StepHook] = []
         statistics = parts.router_statistics
         if statistics is not None:
-            hooks.append(RecordedBalance(statistics))
+            hooks.append(statistics)
         if self.bias_update_rate:
             hooks.append(
                 BiasUpdate(
@@ -478,22 +483,11 @@ class Routing(Technique):
         return ledger
 
 
-class RecordedBalance(StepHook):
-    """Hook that restores the model's own balance loss when the model is released."""
-
-    def __init__(self, statistics: RouterStatistics) -> None:
-        self.statistics = statistics
-
-    def release(self) -> None:
-        """Remove the hooks of the statistics."""
-        self.statistics.release()
-
-
 class BiasUpdate(StepHook):
     """Hook that counts the tokens of each expert and updates the biases once per step.
 
-    The count is the sum over micro-batches and over ranks with different tokens. Padding,
-    evaluations, recomputed blocks and skipped steps do not count.
+    Counts are summed over the micro-batches of a step and over ranks with different tokens.
+    Padding, evaluations, recomputed forwards and skipped steps do not count.
     """
 
     def __init__(
@@ -537,8 +531,8 @@ class BiasUpdate(StepHook):
         chosen = chosen_experts(output)  # [tokens, k]
         if chosen is None:
             raise ModelError(
-                f"experts.bias_update_rate: {name} returns no table of the experts of every token,"
-                " so they cannot be counted; use 0"
+                f"experts.bias_update_rate = {self.rate:g}: {name} does not return the experts of"
+                " every token, so they cannot be counted; use 0"
             )
         counts = self._counts[index]
         mask = self._tokens.mask
@@ -549,7 +543,7 @@ class BiasUpdate(StepHook):
         counts.scatter_add_(0, chosen.detach().reshape(-1), counted.reshape(-1))
 
     def finish_reduction(self) -> None:
-        """Sum the counts over all ranks with different tokens."""
+        """Sum the counts over all ranks with different tokens. Collective."""
         if self.group is None or not self._counts:
             self._totals = [counts.clone() for counts in self._counts]
             return
@@ -559,7 +553,7 @@ class BiasUpdate(StepHook):
         self._totals = list(summed.split([len(counts) for counts in self._counts]))
 
     def after_step(self, end: StepEnd) -> str:
-        """Change every bias by the rate, unless the step was skipped."""
+        """Raise or lower every bias by the rate, unless the step was skipped."""
         for router, counts in zip(self._routers, self._totals, strict=True):
             if not end.skipped:
                 wide = counts.to(torch.float64)
@@ -569,7 +563,7 @@ class BiasUpdate(StepHook):
         return ""
 
     def drop_gradients(self) -> None:
-        """Reset the counts, because the step restarts."""
+        """Reset the counts of the step."""
         for counts in self._counts:
             counts.zero_()
 
@@ -587,9 +581,9 @@ def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
     )
     if not has_numbers or not recorded_routers(model):
         raise ModelError(
-            f"{setting}: model.config.output_router_logits is true, but {type(model).__name__} does"
-            " not say which modules its routers are, so their balance cannot be summed over ranks;"
-            f" {remedy}"
+            f"{setting}: model.config.output_router_logits is True, but {type(model).__name__} does"
+            " not declare which modules are its routers, so their balance cannot be summed over"
+            f" ranks; {remedy}"
         )
 
 
@@ -597,8 +591,8 @@ def _check_bias(model: nn.Module, rate: float) -> None:
     routers = biased_routers(model)
     if not routers:
         rule = (
-            f"no module of {type(model).__name__} has a buffer `{SCORE_CORRECTION_BIAS}` [experts],"
-            " which it would update"
+            f"no module of {type(model).__name__} has a buffer `{SCORE_CORRECTION_BIAS}` [experts]"
+            " that could be updated"
         )
         raise ConfigError(
             Problem(
@@ -613,13 +607,13 @@ def _check_bias(model: nn.Module, rate: float) -> None:
         if bias.dtype not in (torch.float32, torch.float64):
             raise ModelError(
                 f"experts.bias_update_rate = {rate:g}: `{name}.{SCORE_CORRECTION_BIAS}` is"
-                f" {dtype_name(bias.dtype)}, in which steps of that size are lost;"
+                f" {dtype_name(bias.dtype)}, in which steps of this size are rounded away;"
                 " keep this buffer in float32, or use 0"
             )
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ModelError(
-                f"experts.bias_update_rate = {rate:g}: {name or 'the model'} recomputes its blocks"
-                " itself (gradient_checkpointing is on), where tokens are not counted reliably;"
-                " call model.gradient_checkpointing_disable(), and set parallel.recompute"
+                f"experts.bias_update_rate = {rate:g}: tokens are not counted reliably while"
+                f" {name or 'the model'} recomputes its blocks itself (gradient_checkpointing is"
+                " on); call model.gradient_checkpointing_disable(), and set parallel.recompute"
             )

@@ -49,25 +49,23 @@ class LossScale(Policy):
     window: int = Field(1000, ge=1)
     """Steps without overflow after which the scale doubles."""
     hysteresis: int = Field(2, ge=1)
-    """Number of the overflow that first halves the scale: 1 halves at the first, 2 forgives one.
+    """Number of the first overflow that halves the scale.
 
-    Doubling the scale restores the allowance.
+    1: the first overflow halves it. 2: the first overflow only skips its step. Counting starts
+    again when the scale doubles.
     """
     consecutive_hysteresis: bool = False
-    """True if each step without overflow restores the allowance.
-
-    Otherwise overflows add up until the scale doubles.
-    """
+    """True if counting also starts again after each step without overflow."""
     minimum: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Smallest scale. An overflow at the minimum ends the run with an error."""
+    """Smallest scale. An overflow at this scale ends the run with an error."""
 
     @model_validator(mode="after")
     def _starts_above_minimum(self) -> Self:
         if self.dynamic and FACTOR**self.initial_scale_power < self.minimum:
             raise ValueError(
                 f"the first scale is 2^{self.initial_scale_power} ="
-                f" {FACTOR**self.initial_scale_power:g} and the minimum is {self.minimum:g}, above"
-                " it; lower the minimum or raise the power"
+                f" {FACTOR**self.initial_scale_power:g}, below the minimum of {self.minimum:g};"
+                " lower the minimum or raise the power"
             )
         return self
 
@@ -90,7 +88,7 @@ class Precision(Technique):
     loss_scale: LossScale | None = None
     """Settings of loss scaling, for float16 only."""
     check_overflow: bool = False
-    """True to skip an optimizer step with non-finite gradients. Loss scaling always does."""
+    """True to skip optimizer steps with non-finite gradients, as loss scaling always does."""
     float32_modules: tuple[str, ...] = ()
     """Names or patterns of modules that compute in float32 if `compute` is set.
 
@@ -138,7 +136,7 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """Factor of the loss, and divisor of the gradients, until the next `update`."""
+        """Factor of the loss and divisor of the gradients until the next `update`."""
         return self.state.scale
 
     def update(self, overflow: bool) -> None:
@@ -156,7 +154,7 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, within the settings of this run.
 
-        If only one of the two runs is dynamic, only the step count is taken. A saved scale is
+        Unless both runs have a dynamic scale, only the step count is restored. A saved scale is
         raised to `minimum`, and a saved allowance is reduced to `hysteresis`.
 
         Raises:
@@ -197,7 +195,7 @@ class ScaleState:
     last_overflow: int
     """Index (from 0) of the last step that overflowed, or -1 before the first one."""
     allowance: int
-    """Number of the next overflow that halves the scale: `hysteresis` less forgiven overflows."""
+    """Overflows until the scale is halved, that one included: `hysteresis` at first."""
 
 
 def first_state(policy: LossScale) -> ScaleState:
@@ -214,16 +212,16 @@ def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> Scale
     With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
     `DynamicLossScaler.update_scale`):
 
-    - Overflow, allowance 1: scale = max(scale / 2, minimum). The allowance stays 1, so overflows
-      that follow halve at once.
-    - Overflow, allowance above 1: allowance - 1.
-    - No overflow: with n = i - last_overflow - 1, if n > 0 and n is a multiple of `window`,
-      scale = 2 scale, allowance restored.
+    - Overflow with allowance 1: the scale becomes max(scale / 2, minimum). The allowance stays 1,
+      so the next overflow halves the scale again.
+    - Overflow with a larger allowance: the allowance decreases by 1.
+    - No overflow: let n = i - last_overflow - 1. If n > 0 and n is a multiple of `window`, the
+      scale doubles and the allowance is restored to `hysteresis`.
 
     Args:
         policy: The settings.
         state: The state before the step.
-        overflow: Whether a gradient on any rank was inf or nan, so that the step is skipped.
+        overflow: Whether a gradient on any rank was inf or nan, so that the step was skipped.
 
     Raises:
         LossScaleError: The scale would have to go below `minimum`.
@@ -251,9 +249,9 @@ def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
     if state.scale == policy.minimum:
         raise LossScaleError(
             f"optimizer step {state.step + 1}: gradients are not finite although the loss scale is"
-            f" {state.scale:g}, the smallest allowed (fp16.min_loss_scale = {policy.minimum:g}), so"
-            " smaller scales cannot help; train with bf16 instead of fp16, lower the learning rate"
-            " or clip (gradient_clipping), or look for nan in the data and the loss"
+            f" {state.scale:g}, the smallest allowed (fp16.min_loss_scale = {policy.minimum:g});"
+            " train with bf16 instead of fp16, lower the learning rate or clip"
+            " (gradient_clipping), or look for nan in the data and the loss"
         )
     # The allowance stays 1, so that further overflows in a row halve at once.
     scale = max(state.scale / FACTOR, policy.minimum)
@@ -261,4 +259,4 @@ def _after_overflow(policy: LossScale, state: ScaleState) -> ScaleState:
 
 
 class LossScaleError(PlaitError):
-    """Gradients are not finite even at the smallest allowed scale."""
+    """Raised if gradients are not finite even at the smallest allowed loss scale."""

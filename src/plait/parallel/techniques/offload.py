@@ -44,7 +44,7 @@ from plait.parallel.techniques.compile import Compile
 _OPTIMIZER_FIELD = "zero_optimization.offload_optimizer"
 _PARAMETER_FIELD = "zero_optimization.offload_param"
 _FILES_NEED_CPU = (
-    "files are mapped into host memory, and copies to and from a GPU are not implemented yet"
+    "files are mapped into host memory, and copies between files and a GPU are not supported"
 )
 
 
@@ -54,13 +54,13 @@ class OptimizerOffload(Technique):
     device: Literal["none", "cpu", "nvme"] = "none"
     """Place of the states. none: the device. cpu: host memory. nvme: files."""
     pin_memory: bool = True
-    """cpu: whether to pin the memory, so that copies overlap with computation on the device."""
+    """True to pin the host memory (cpu), so that copies overlap with computation on the device."""
     path: str | None = None
-    """nvme: the folder of the files."""
+    """Folder of the files (nvme)."""
     buffer_bytes: int = 0
-    """nvme: bytes of a chunk of the step: parameters, gradients and states together."""
+    """Bytes of a chunk of the optimizer step (nvme): parameters, gradients and states together."""
     buffer_count: int = 4
-    """nvme: chunks in memory at once: those being read, one computed, and those being written."""
+    """Number of chunks in memory at once (nvme), to read, compute and write at the same time."""
     ratio: float = 1.0
     """Share of the parameters whose master weights, gradients and states are offloaded, above 0.
 
@@ -68,7 +68,7 @@ class OptimizerOffload(Technique):
     """
 
     def check(self, context: TechniqueContext) -> None:
-        """Refuse combinations that are not supported.
+        """Refuse placements that the device does not support.
 
         ZeRO stage 0 is refused where the configuration is resolved.
 
@@ -76,13 +76,13 @@ class OptimizerOffload(Technique):
             ConfigError: The device does not support this placement.
         """
         if self.device == "cpu" and context.device_type == "cpu":
-            rule = "the device is the CPU, whose memory is the host's: nothing would move"
+            rule = "the device is the CPU, whose memory is the host memory, so nothing would move"
             raise ConfigError(
                 Problem(
                     f"{_OPTIMIZER_FIELD}.device",
                     self.device,
                     rule,
-                    'use "none", or "nvme" with a nvme_path',
+                    'use "none", or "nvme" with nvme_path',
                 )
             )
         if self.device == "nvme" and context.device_type != "cpu":
@@ -98,7 +98,7 @@ class OptimizerOffload(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Store the placement in the settings of the technique that shards.
 
-        Files come later: the engine moves the shards once they exist.
+        The engine moves states to files later, when the shards exist.
         """
         if self.device == "none":
             return parts
@@ -122,7 +122,7 @@ class OptimizerOffload(Technique):
         moved = zero
         for parameter, padded, unpadded in offloaded_bytes_of(facts, ledger, self.ratio):
             if on_host:
-                # Master weights. In files `ParameterOffload` counts them.
+                # Master weights. `ParameterOffload` counts those in files.
                 moved = moved + padded
             if not parameter.trainable:
                 continue
@@ -149,30 +149,30 @@ class ParameterOffload(Technique):
     device: Literal["none", "cpu", "nvme"] = "none"
     """Place of the shards. none: the device. cpu: host memory, with the states. nvme: files."""
     with_states: bool = False
-    """True if they are offloaded because the optimizer states are, without a setting of their own.
+    """True if the shards are offloaded only because the optimizer states are.
 
-    With nvme (stages 1 and 2) a single process does not shard parameters in their own dtype. They
-    stay in memory then.
+    A single process that computes in the dtype of its parameters then has no shards, and with nvme
+    its parameters stay in memory.
     """
     ratio: float = 1.0
-    """Share of the parameters that is offloaded, as complete units.
+    """Share of the parameters that is offloaded, above 0. Units are offloaded as a whole.
 
     It is the ratio of the states if both are stored together.
     """
     path: str | None = None
-    """nvme: the folder of the files."""
+    """Folder of the files (nvme)."""
     buffer_bytes: int = 0
-    """nvme: bytes of one buffer."""
+    """Bytes of one buffer (nvme)."""
     buffer_count: int = 5
-    """nvme: buffers of the pool, which bounds the memory of shards while the model computes."""
+    """Number of buffers (nvme), which bounds the memory of shards while the model computes."""
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers together."""
         return self.buffer_bytes * self.buffer_count
 
     def check(self, context: TechniqueContext) -> None:
-        """Refuse combinations that are not supported.
+        """Refuse placements that the device does not support.
 
         Raises:
             ConfigError: The device does not support files.
@@ -188,7 +188,7 @@ class ParameterOffload(Technique):
             )
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Request shards even in a single process. The engine moves them to files afterwards."""
+        """Request shards even in a single process, because the engine moves shards to files."""
         if self.device != "nvme" or self.with_states:
             return parts
         return parts.with_shard(always_shard=True)
@@ -200,7 +200,7 @@ class ParameterOffload(Technique):
         """
         if self.device != "nvme":
             return ledger
-        # A single process that computes in the parameters' dtype has shards only by its setting.
+        # See `with_states`.
         sharded = (
             (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | (not self.with_states)
         )
@@ -235,19 +235,19 @@ class ActivationOffload(Technique):
         if has_model and not blocks:
             raise ModelError(
                 f"{field}.fraction = {self.fraction:g}: the model has no repeated blocks; name some"
-                " with parallel.blocks"
+                " with parallel.blocks, or use 0"
             )
         if context.device_type == "cpu" and self.device == "cpu":
-            rule = "the device is the CPU, whose memory is the host's: a copy there frees nothing"
+            rule = "the device is the CPU, whose memory is the host memory, so a copy frees nothing"
             raise ConfigError(
                 Problem(f"{field}.device", "cpu", rule, 'use "disk" with a path, or fraction 0')
             )
         if has_model and not self.blocks(len(blocks)):
-            rule = f"of {len(blocks)} blocks that is less than half of one"
+            rule = f"this is less than half a block, because the model has {len(blocks)}"
             remedy = f"use {1 / len(blocks):.3g} or more, or 0"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
         if context.technique(Compile).enabled:
-            rule = "what a compiled block saves is decided by the compiler"
+            rule = "the compiler decides what a compiled block saves"
             remedy = "use 0, or compile.enabled = false"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, remedy))
 
@@ -273,7 +273,6 @@ class ActivationOffload(Technique):
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Return the ledger unchanged.
 
-        The measured activations contain what blocks put into the store, and `Recompute.account`
-        adds them.
+        `Recompute.account` adds the measured activations, those in the store included.
         """
         return ledger

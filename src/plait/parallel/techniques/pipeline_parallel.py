@@ -50,40 +50,18 @@ from plait.parallel.pipeline.runtime import Runtime
 from plait.parallel.pipeline.stage import PipelinePlan, Stage, StagedModel, stage_model
 from plait.parallel.schedules.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule
 from plait.parallel.technique import Technique, TechniqueContext
-from plait.parallel.techniques.data_parallel import DataParallel
+from plait.parallel.techniques.data_parallel import DataParallel, set_unit_flags
 
 
 class Pipeline(Technique):
     """Settings of the pp axis. The layout defines its degree."""
 
     schedule: str = "1f1b"
-    """Order of forwards and backwards: gpipe, 1f1b, interleaved-1f1b, looped-bfs,
-    interleaved-zero-bubble, zbv, dualpipev.
-    """
+    """Name of the order of forwards and backwards, a key of `SCHEDULES`."""
     stages_per_rank: int | None = None
-    """Number of stages of each rank. None uses the number of the schedule."""
+    """Number of stages per rank, or None for the default of the schedule."""
     blocks_per_stage: tuple[int, ...] | None = None
-    """Number of blocks of each stage. None balances the cost of the stages."""
-
-    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Remove the blocks and parameters of other ranks from the model, in place."""
-        plan = parts.plans.pipeline
-        if plan is None:
-            return parts
-        rank = mesh.coordinates["pp"]
-        if parts.router_statistics is not None:
-            # Router statistics replace the balance loss of the model's own forward.
-            plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
-        staged = stage_model(
-            parts.model,
-            plan.cut,
-            plan.schedule.stages_of(rank),
-            region=parts.region,
-            device=mesh.device,
-        )
-        blocks = tuple(name for stage in staged.stages.values() for name in stage.blocks)
-        plans = replace(parts.plans, pipeline=replace(plan, staged=staged))
-        return replace(parts, blocks=blocks, plans=plans)
+    """Number of blocks of each stage, or None to balance the costs of the stages."""
 
     def check(self, context: TechniqueContext) -> Plans:
         """Return the plan of the pipeline. See `plan`."""
@@ -120,8 +98,8 @@ class Pipeline(Technique):
         if context.technique(DataParallel).stage == 3:
             unsplit = [name for name, spec in SCHEDULES.items() if not spec.splits_backward]
             rule = (
-                "with ZeRO stage 3: it defers the gradients of weights, for which freed parameters"
-                " would have to be gathered a third time and all at once"
+                "it computes the gradients of weights later than those of inputs, for which ZeRO"
+                " stage 3 would have to gather all freed parameters a third time"
             )
             raise ConfigError(
                 Problem(
@@ -133,8 +111,8 @@ class Pipeline(Technique):
             )
         if context.layout.ep > 1:
             rule = (
-                f"with parallel.ep = {context.layout.ep}: it computes a backward in two parts, and"
-                " tokens are exchanged in one"
+                "it computes a backward in two parts, which is not supported for the exchange of"
+                f" tokens between experts (parallel.ep = {context.layout.ep})"
             )
             raise ConfigError(
                 Problem(
@@ -154,12 +132,12 @@ class Pipeline(Technique):
         if counts is None:
             if stages > len(blocks):
                 rule = (
-                    f"{self.schedule} makes {stages} stages, each needs a block, and the model has"
-                    f" {len(blocks)}"
+                    f"the schedule has {stages} stages with at least one block each, and the model"
+                    f" has {len(blocks)} blocks"
                 )
                 remedy = 'use "1f1b", which has one stage per rank'
                 if self.stages_per_rank is not None and self.stages_per_rank > 1:
-                    remedy += ", leave stages_per_rank out"
+                    remedy += ", leave parallel.pipeline.stages_per_rank out"
                 if schedule.pp > len(blocks):
                     remedy += f", and parallel.pp = {len(blocks)} or less"
                 raise ConfigError(
@@ -169,8 +147,8 @@ class Pipeline(Technique):
             counts = balance_stages(costs.blocks, stages, first=costs.first, last=costs.last)
         elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
             rule = (
-                f"{self.schedule} has {stages} stages, and their blocks, at least 1 each, add up to"
-                f" the model's {len(blocks)}"
+                f"{self.schedule} has {stages} stages, so {stages} numbers of 1 or more are"
+                f" required, whose sum is {len(blocks)}, the number of the model's blocks"
             )
             raise ConfigError(
                 Problem(
@@ -190,8 +168,28 @@ class Pipeline(Technique):
             return Groups()
         return Groups(stages=tuple(plan.tied().values()))
 
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Remove the blocks and parameters of other ranks from the model, in place."""
+        plan = parts.plans.pipeline
+        if plan is None:
+            return parts
+        rank = mesh.coordinates["pp"]
+        if parts.router_statistics is not None:
+            # Router statistics replace the balance loss of the model's own forward.
+            plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
+        staged = stage_model(
+            parts.model,
+            plan.cut,
+            plan.schedule.stages_of(rank),
+            region=parts.region,
+            device=mesh.device,
+        )
+        blocks = tuple(name for stage in staged.stages.values() for name in stage.blocks)
+        plans = replace(parts.plans, pipeline=replace(plan, staged=staged))
+        return replace(parts, blocks=blocks, plans=plans)
+
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook with the runtime of this rank."""
+        """Return the hook that holds the runtime of this rank."""
         plan = parts.plans.pipeline
         if plan is None:
             return []
@@ -257,11 +255,11 @@ class PipelineRank(StepHook):
     """Hook through which the engine runs this rank of a pipeline.
 
     Attributes:
-        runtime: Executes the schedule.
+        runtime: Runtime that executes the schedule.
         zero: Observer that applies the ZeRO stages.
-        shared: Process group of each parameter that several pipeline ranks hold.
-        counted_by_other_stage: Shared parameters whose gradient another rank adds to the norm.
-        track_unused: Whether a step may leave shared parameters unused.
+        shared: Process group of each tied parameter that several pipeline ranks hold.
+        counted_by_other_stage: Tied parameters whose gradient another rank adds to the norm.
+        track_unused: Whether a step may leave tied parameters unused.
         output_rank: The pp rank that holds the last stage.
     """
 
@@ -283,7 +281,7 @@ class PipelineRank(StepHook):
         self.runtime.messenger.forget()
 
     def finish_reduction(self) -> None:
-        """Sum the gradients of shared parameters over the stages that hold them. Collective.
+        """Sum the gradients of tied parameters over the stages that hold them. Collective.
 
         Call it after all other reductions.
         """
@@ -397,7 +395,7 @@ class StagedZero:
                 after = after_block_backward(
                     self.zero, self._remaining, ran=stage, block_stage=self._stage_of[unit]
                 )
-            _set_unit_flags(unit, after)
+            set_unit_flags(unit, after)
         if self._root is None:
             return
 
@@ -408,21 +406,15 @@ class StagedZero:
             after = after_root_backward(
                 self.zero, self._remaining, ran=stage, users=self._root_stages
             )
-        _set_unit_flags(self._root, after)
-
-
-def _set_unit_flags(unit: FSDPModule, after: AfterBackward) -> None:
-    unit.set_requires_gradient_sync(after.reduce, recurse=False)
-    unit.set_requires_all_reduce(after.last, recurse=False)
-    unit.set_reshard_after_backward(after.free, recurse=False)
+        set_unit_flags(self._root, after)
 
 
 class StagePrefetcher:
     """Observer of a `Runtime` that prefetches the offloaded activations of a stage.
 
-    The prefetch of what a stage's last blocks have stored starts when their backward is the next
-    computation, so it overlaps with waiting for the gradient. Each pair of micro-batch and stage
-    has its own tensors in the store.
+    The prefetch for the last blocks of a stage starts when their backward is the next computation
+    of the rank, so that it overlaps with waiting for the gradient. Each pair of micro-batch and
+    stage has separate tensors in the store.
     """
 
     def __init__(

@@ -3,13 +3,13 @@
 The recomputation is bitwise identical, including dropout. It is built on torch's non-reentrant
 checkpoint.
 
-A block's own `forward` is replaced, in place. Names of parameters do not change, and what sharding
-and sequence parallelism do around a block (gather parameters, split the sequence) stays outside
-it and is not repeated. The mode of every block is decided before anything runs: by the setting, or,
-for a budget, from measured activations (`accounting.activations`).
+A block's own `forward` is replaced, in place. Names of parameters do not change. Sharding and
+sequence parallelism act around a block (gather its parameters, split the sequence), so their work
+is not repeated. The mode of every block is decided before anything runs: by the setting or, for a
+budget, from measured activations (`accounting.activations`).
 
-A block whose forward changes buffers or attributes recomputes with their earlier values, see Note
-[State of recomputed blocks].
+If the forward of a block changes buffers or attributes, the block is recomputed with their earlier
+values, see Note [State of recomputed blocks].
 """
 
 from __future__ import annotations
@@ -51,38 +51,42 @@ class Recompute(Technique):
     """Settings of activation checkpointing: recomputed blocks, and the results they keep."""
 
     mode: Mode = "none"
-    """Recomputation mode. none keeps everything; full keeps a block's input only; selective keeps
-    the results of chosen operators as well; budget chooses for every block, so that activations
-    fit.
+    """Recomputation mode.
+
+    none: blocks keep all activations. full: a recomputed block keeps only its input. selective: it
+    also keeps the results of chosen operators. budget: the mode of each block is chosen so that the
+    activations fit into `budget_bytes`.
     """
     every: int = 1
-    """Interval between recomputed blocks, beginning with the first; for full and selective."""
+    """Interval between recomputed blocks with full and selective. 1: every block."""
     keep: tuple[str, ...] = selective.DEFAULT_KEEP
-    """Names of operators, or of groups, whose results are kept; for selective and budget."""
+    """Operators, or groups of them, whose results are kept with selective and budget."""
     budget_bytes: int = 0
-    """Limit of the memory that activations, logits and the block being recomputed take together;
-    for budget. It holds for one micro-batch, and in a pipeline for all that are in flight on a
-    rank.
+    """Limit of the bytes of activations, logits and one block's recomputation together.
+
+    With budget only. The limit applies to all micro-batches that are in flight on a rank, which is
+    one without a pipeline.
     """
     sequence_length: int = 0
-    """Tokens per sequence; for budget."""
+    """Tokens per sequence, with budget only."""
     partition_inputs: bool = False
-    """True if each tp rank keeps only its slice of a recomputed block's input. The full input is
-    gathered when it is needed.
+    """True if each tp rank keeps only its slice of a recomputed block's input.
+
+    The full input is gathered for the recomputation.
     """
     assignment: tuple[BlockMode, ...] | None = None
-    """Mode of every block, as solved from a budget."""
+    """Mode of every block that `solved` has chosen, or None."""
 
     def modes(self, count: int) -> tuple[BlockMode, ...]:
         """Return the mode of each of `count` blocks.
 
         Raises:
-            ValueError: The mode is budget, and `solved` has not been called.
+            ValueError: The mode is budget, and the modes have not been chosen by `solved`.
         """
         if self.assignment is not None:
             return self.assignment
         if self.mode == "budget":
-            raise ValueError("mode budget has no modes before `solved` was called")
+            raise ValueError('mode "budget" has no modes before `solved` was called; call it first')
         modes: list[BlockMode] = ["none"] * count
         for index in range(0, count, self.every):
             modes[index] = self.mode
@@ -99,10 +103,10 @@ class Recompute(Technique):
         # Raises ConfigError for unknown operators.
         selective.kept_operators(self.keep)
         if context.technique(Compile).enabled and self.mode != "full":
-            rule = "operators cannot be kept one by one inside a compiled block, which has its own"
+            rule = "the compiler replaces the operators of a block whose results would be kept"
             raise ConfigError(Problem(field, value, rule, 'use "full", or compile.enabled = false'))
         if self.partition_inputs and context.technique(TensorParallel).sequence_parallel:
-            rule = "with sequence parallelism a block's input is sharded over tp already"
+            rule = "sequence parallelism already shards a block's input over tp"
             raise ConfigError(
                 Problem("activation_checkpointing.partition_activations", "true", rule, "use false")
             )
@@ -110,10 +114,10 @@ class Recompute(Technique):
     def solved(self, ranks: Sequence[RankActivations], *, rank: int = 0) -> Recompute:
         """Return the settings with the modes of a rank's blocks solved from the budget.
 
-        The modes are those that recompute the fewest operations while all micro-batches in flight
-        fit into the budget. Each rank is solved separately. A rank with fewer micro-batches in
-        flight recomputes less, which does not delay other ranks. A mode other than budget is
-        returned unchanged.
+        The modes recompute as few operations as possible, while all micro-batches in flight fit
+        into the budget. Each rank is solved separately: a rank with fewer micro-batches in flight
+        recomputes less, which does not delay other ranks. Settings with another mode than budget
+        are returned unchanged.
 
         Args:
             ranks: Measured activations of all pipeline ranks.
@@ -142,7 +146,7 @@ class Recompute(Technique):
         return self.model_copy(update={"assignment": assignment})
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Replace the forward of blocks that recompute or whose saved tensors are moved."""
+        """Replace the forward of blocks that are recomputed or whose saved tensors are moved."""
         modes = self.modes(len(parts.blocks))
         kept_operators = selective.kept_operators(self.keep)
         region = parts.region
@@ -175,7 +179,7 @@ class Recompute(Technique):
         return replace(parts, recompute_modes=modes)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook that restores the blocks' forwards if the model gets another owner."""
+        """Return the hook that restores the forwards of the blocks when the model is released."""
         # `apply` may have been given modes that were solved from a budget.
         modes = parts.recompute_modes or self.modes(len(parts.blocks))
         recomputed = []
@@ -208,7 +212,7 @@ class Recompute(Technique):
 
 
 class Recomputed(StepHook):
-    """Hook with the blocks whose forward was replaced."""
+    """Hook that restores the forward of recomputed blocks when the model is released."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
@@ -231,14 +235,14 @@ def _check_model(model: nn.Module, blocks: Sequence[str], *, setting: str) -> No
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ModelError(
-                f"{setting}: {name or 'the model'} already recomputes (gradient_checkpointing is"
-                " on), and every block would be computed three times; call"
+                f"{setting}: {name or 'the model'} already recomputes its blocks"
+                " (gradient_checkpointing is on), so each would be computed three times; call"
                 " model.gradient_checkpointing_disable(), or use none"
             )
 
 
 def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
-    """Return a description of the fewest bytes that a rank needs, for an error message."""
+    """Return the rule of an error message: the fewest bytes that a rank needs, and their parts."""
     if rank.schedule.pp == 1:
         (stage,) = rank.stages
         head = stage.modes["none"].head
@@ -247,14 +251,14 @@ def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
             f"blocks {format_bytes(stage.saved(modes))}, head and loss {format_bytes(head)}, one"
             f" block in backward {format_bytes(backward)}"
         )
-        return f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares})"
+        return f"with every block recomputed a micro-batch needs {least / GIB:.4g} GiB ({shares})"
     counts = [
         f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes
     ]
     return (
-        f"rank {rank.rank} of the pipeline holds {least / GIB:.4g} GiB at least"
-        f" ({', '.join(counts)}): up to {rank.most_in_flight():.3g} micro-batches are in flight"
-        f" there with {rank.schedule.name}"
+        f"rank {rank.rank} of the pipeline needs at least {least / GIB:.4g} GiB"
+        f" ({', '.join(counts)}), because {rank.schedule.name} has up to"
+        f" {rank.most_in_flight():.3g} micro-batches in flight there"
     )
 
 
@@ -276,10 +280,10 @@ def _wrap(
 
     Args:
         block: The block.
-        mode: What the block recomputes.
+        mode: Recomputation mode of the block.
         contexts: `context_fn` of torch's checkpoint, or None.
         saved: Moves the saved tensors of the block.
-        region: State of tensor parallelism, which knows the length of a sequence split over tp.
+        region: State of tensor parallelism, with the length of a sequence that is split over tp.
     """
     forward = block.forward
     state = BlockState(block)

@@ -43,7 +43,7 @@ def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> 
             is a number, they are resharded over that many ranks instead.
 
     Raises:
-        ModelError: If torch cannot shard a parameter.
+        ModelError: torch cannot shard a parameter.
     """
     _refuse_unshardable(parts, is_pipeline=mesh.layout.pp > 1)
     _make_contiguous(parts.model)
@@ -124,14 +124,14 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
         if block != first_block:
             raise ModelError(
-                f"{first_name} and {name} share one parameter across two units ({first_block} and "
-                f"{block}), which cannot be sharded separately; use ZeRO stage 0, or put both "
-                "modules into one module whose forward runs both, and name it in parallel.blocks"
+                f"{first_name} and {name} are one parameter in two units ({first_block} and"
+                f" {block}), which cannot be sharded separately; use ZeRO stage 0, or put both"
+                " modules into one module whose forward runs both, and name it in parallel.blocks"
             )
 
 
 def _refuse_scalar(name: str, parts: Parts, *, is_pipeline: bool) -> None:
-    """Refuse a 0-dimensional parameter where it cannot stay replicated beside the shards."""
+    """Refuse a 0-dimensional parameter if the layout does not support replicated parameters."""
     if parts.shard.master_weights_on_host:
         raise ModelError(
             f"{name} is a 0-dimensional parameter, which cannot be sharded, and"
@@ -140,9 +140,9 @@ def _refuse_scalar(name: str, parts: Parts, *, is_pipeline: bool) -> None:
         )
     if is_pipeline:
         raise ModelError(
-            f"{name} is a 0-dimensional parameter, which cannot be sharded, and a pipeline trains"
-            " it only where all parameters are replicated; make it 1-dimensional (shape [1]), or"
-            " use ZeRO stage 0 without bf16, fp16 and offloading"
+            f"{name} is a 0-dimensional parameter, which cannot be sharded, and a pipeline supports"
+            " it only if all parameters are replicated; make it 1-dimensional (shape [1]), or use"
+            " ZeRO stage 0 without bf16, fp16 and offloading"
         )
 
 
@@ -157,19 +157,19 @@ def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
     first: dict[str, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
+            unit = _block_of(blocks, name)
             first_name, dtype = first.setdefault(unit, (name, parameter.dtype))
             if dtype != parameter.dtype:
                 raise ModelError(
                     f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
-                    f" but what is sharded together ({unit or 'all outside the blocks'}) has to"
-                    " be of one dtype; convert one of them, name modules of one dtype each in"
-                    " parallel.blocks, or use ZeRO stage 0"
+                    " but parameters that are sharded together"
+                    f" ({unit or 'all outside the blocks'}) must have one dtype; convert one of"
+                    " them, name modules of one dtype each in parallel.blocks, or use ZeRO stage 0"
                 )
 
 
 def _block_of(blocks: Sequence[str], name: str) -> str:
-    """Return the block that is, or contains, the module `name`, or an empty string."""
+    """Return the block that is, or contains, a module or parameter. An empty string if none."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
 
 
@@ -209,16 +209,16 @@ def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool
     for name, parameter in quantised_by_bitsandbytes(model).items():
         if moved:
             raise ModelError(
-                f"{name} is {type(parameter).__name__} of bitsandbytes, whose scales are not with"
-                " its values, so it is neither split nor moved; use parallel.tp = 1 without"
-                " offload, any ZeRO stage and parallel.pp, and load it on this rank's device"
+                f"{name} is a {type(parameter).__name__} of bitsandbytes, which stores scales apart"
+                " from the values, so it can be neither split nor moved; load it on this rank's"
+                " device, and use parallel.tp = 1 without offload (any ZeRO stage and parallel.pp)"
             )
     for name, parameter in model.named_parameters():
         if _library(parameter) == "torchao" and (moved or cast or several):
             raise ModelError(
-                f"{name} is {type(parameter).__name__} of torchao, which torch cannot send between"
-                " processes nor shard; quantise with bitsandbytes, or train adapters on weights"
-                " that are not quantised"
+                f"{name} is a {type(parameter).__name__} of torchao, which torch can neither send"
+                " between processes nor shard; quantise with bitsandbytes, or train adapters on"
+                " weights that are not quantised"
             )
 
 
@@ -251,7 +251,7 @@ def refuse_uneven_complex(model: nn.Module, shards: int) -> None:
         shards: Number of ranks over which parameters are sharded.
 
     Raises:
-        ModelError: It names the first such parameter, with a remedy.
+        ModelError: A parameter is such a vector. The error names the first one, and a remedy.
     """
     for name, parameter in model.named_parameters():
         is_vector = parameter.is_complex() and parameter.ndim == 1
@@ -272,8 +272,8 @@ def refuse_unusable_parameters(
     Args:
         model: The model of the user.
         sharded: Whether parameters are sharded.
-        moved: Whether parameters are moved to another device, which separates tensors that share
-            memory, as sharding does.
+        moved: Whether parameters are moved to another device. Like sharding, this separates
+            tensors that share memory.
         summed: Whether gradients are summed over ranks.
 
     Raises:
@@ -292,10 +292,10 @@ def refuse_unusable_parameters(
             )
         if sharded and has_gradient_hooks(parameter):
             raise ModelError(
-                f"{name} has a hook on its gradient, and sharding puts another parameter in its"
-                " place, so the hook would never be called; use register_post_accumulate_grad_hook"
-                " afterwards, on the model's parameters as they are then, which gets the reduced"
-                " gradient in parameter.grad, or ZeRO stage 0"
+                f"{name} has a hook on its gradient, but sharding replaces the parameter, so the"
+                " hook would never be called; call register_post_accumulate_grad_hook on the"
+                " parameters of the sharded model, whose hooks find the reduced gradient in"
+                " parameter.grad, or use ZeRO stage 0"
             )
         if sharded and parameter.requires_grad and not parameter.numel():
             raise ModelError(
@@ -332,8 +332,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             trains = first.requires_grad or second.requires_grad
             if trains and _share_elements(first, second):
                 raise ModelError(
-                    f"{first_name} and {second_name} are two tensors in the same memory, which"
-                    " sharding or moving them would separate; make them one parameter"
+                    f"{first_name} and {second_name} are two tensors in the same memory, but"
+                    " sharding or moving them would separate them; make them one parameter"
                     " (`b.weight = a.weight`), or use ZeRO stage 0 with real weights on the"
                     " training device"
                 )

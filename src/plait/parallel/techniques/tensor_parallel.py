@@ -1,18 +1,18 @@
 """Tensor parallelism and sequence parallelism over the tp axis.
 
-Layers are split by columns and rows, and the embedding and the head over the vocabulary. A plan
-(`model.plans`) assigns a style to each module, and `tensor.styles` implements the styles. This
-module applies a plan to a model.
+Linear layers are split by columns or by rows, and the embedding and the head over the vocabulary.
+A plan (`model.plans`) assigns a style to each module, and `tensor.styles` implements the styles.
+This module applies a plan to a model.
 
 Parameters keep their names and global shapes. Split ones become DTensors over tp. Replicated ones
 stay plain, with equal values and gradients on every rank of the axis.
 
 Note [Marked outputs]
     Besides logits, a model may return hidden states of its blocks, which sequence parallelism
-    shards, and attention weights, for which each rank has only its heads. They are plain tensors
-    while the model runs. A mark records the dimension along which a tensor is sharded. Only shards
-    among the returned outputs are gathered, so that a loss computes the same as in a single
-    process.
+    shards, and attention weights, of which each rank has only its heads. They are plain tensors
+    while the model runs. A mark on such a tensor records the dimension along which it is sharded.
+    Tensors that the model returns are gathered if they have a mark, so that a loss computes the
+    same as in a single process.
 
 Note [Traffic of tensor parallelism]
     With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
@@ -27,9 +27,10 @@ Note [Traffic of tensor parallelism]
     loss over sharded logits           forward all-reduces of 3 T elements
     computed on all tokens             sp: forward, backward all-gather
 
-    The traffic grows with the activations and not with the parameters. The exception are replicated
-    weights that ranks use on different tokens or heads, whose gradients are all-reduced. Sequence
-    lengths are assumed to divide by n, and by the ranks of cp, whose tokens T includes.
+    The traffic grows with the activations and not with the parameters. The only exceptions are
+    replicated weights that ranks use on different tokens or heads, because their gradients are
+    all-reduced. T includes the tokens of all ranks of cp. Sequence lengths are assumed to be
+    multiples of n and of the number of ranks of cp.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from plait.cluster.mesh import Mesh
 from plait.comm.collectives import gather, shard_range, split
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts, ParameterFacts
-from plait.model.layers import tied_names
+from plait.model.layers import Style, tied_names
 from plait.model.plans import StyledModule, TensorPlan, make_plan
 from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Array, Ledger
@@ -75,16 +76,39 @@ class TensorParallel(Technique):
     loss_parallel: bool = True
     """True to leave the logits split over the vocabulary for a loss that supports it.
 
-    Training never builds the full logits with it.
+    With such a loss, training never builds the full logits.
     """
     tensor_overlap: int = 0
-    """Chunks in which a row-parallel product is computed. 0: all-reduces do not overlap.
+    """Number of chunks of a row-parallel product. 0: all-reduces do not overlap.
 
-    The all-reduce of a chunk overlaps with the product of the next one, and that of input gradients
-    with the gradients of weights.
+    The all-reduce of a chunk overlaps with the product of the next chunk. The all-reduce of input
+    gradients overlaps with the computation of weight gradients.
     """
     plan: Mapping[str, str] | None = None
-    """Style by module pattern, or None for the plan of the model family."""
+    """Styles by module pattern, or None for the plan of the model family."""
+
+    def check(self, context: TechniqueContext) -> Plans | None:
+        """Check that the model can be split, and return the plan of tensor parallelism.
+
+        Returns:
+            The plan of the splits, or None if there is no model or a single rank of tp.
+
+        Raises:
+            ModelError: The model cannot be split this way.
+            ConfigError: A setting is impossible.
+        """
+        if context.model is None or context.layout.tp == 1:
+            return None
+        return Plans(tensor=self._plan(context.model, context.blocks, tp=context.layout.tp))
+
+    def _plan(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan:
+        plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)
+        if self.sequence_parallel and plan.sequence_parallel is not True:
+            raise ModelError(
+                f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false"
+            )
+        refuse_hooks(model, plan, blocks=blocks, sequence_parallel=self.sequence_parallel)
+        return plan
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Split the parameters in place, and replace the forwards of the modules in the plan."""
@@ -120,31 +144,8 @@ class TensorParallel(Technique):
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
         return replace(parts, region=region, plans=replace(parts.plans, tensor=plan))
 
-    def check(self, context: TechniqueContext) -> Plans | None:
-        """Check that the model can be split, and return the plan of tensor parallelism.
-
-        Returns:
-            The plan of the splits, or None if there is no model or a single rank of tp.
-
-        Raises:
-            ModelError: The model cannot be split this way.
-            ConfigError: A setting is impossible.
-        """
-        if context.model is None or context.layout.tp == 1:
-            return None
-        return Plans(tensor=self._plan(context.model, context.blocks, tp=context.layout.tp))
-
-    def _plan(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan:
-        plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)
-        if self.sequence_parallel and plan.sequence_parallel is not True:
-            raise ModelError(
-                f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false"
-            )
-        refuse_hooks(model, plan, blocks=blocks, sequence_parallel=self.sequence_parallel)
-        return plan
-
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Set the dimensions that are split, and add the traffic over the tp axis."""
+        """Store the dimensions that are split, and add the traffic over the tp axis."""
         if facts.tensor_plan is None:
             return ledger
         ledger = ledger.with_(
@@ -163,7 +164,7 @@ class TensorParallel(Technique):
 
 
 def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Replace every split parameter with a DTensor with this rank's shard.
+    """Replace every split parameter with a DTensor that has this rank's shard.
 
     Tied parameters stay tied.
     """
@@ -226,7 +227,7 @@ def _set_forwards(
         )
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             region_input.uses += 1
-        begins_part = entry.style in ("colwise", "kv_replicated") and _ends_behind(
+        begins_part = entry.style in ("colwise", "kv_replicated") and _row_parallel_follows(
             index, plan, blocks
         )
         module.forward = _forward(
@@ -236,8 +237,8 @@ def _set_forwards(
         setattr(model.get_submodule(name), attribute, value)
 
 
-def _ends_behind(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
-    """Return True if a row-parallel layer follows this column-parallel one in its block."""
+def _row_parallel_follows(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
+    """Return True if a row-parallel layer follows the layer at `index` of the plan in its block."""
     name = plan.modules[index].name
     block = next((f"{block}." for block in blocks if name.startswith(f"{block}.")), "")
     return any(
@@ -287,8 +288,8 @@ def _shard_sequence(
 ) -> None:
     """Shard hidden states along the sequence, from the first block to the final norm.
 
-    Without a final norm the last block is the end. Outside, the model sees full sequences, so that
-    the positions, masks and shapes that it derives from them are right.
+    In a model without a final norm, the sharded part ends with the last block. The rest of the
+    model sees full sequences, so that the positions, masks and shapes that it derives are right.
     """
     for name in (*plan.norms, *plan.adapters):
         module = model.get_submodule(name)
@@ -313,9 +314,9 @@ def _shard_sequence(
             return rebuild(output, entries)
         if not isinstance(output, torch.Tensor):
             raise ModelError(
-                f"{plan.final_norm or blocks[-1]} returns a {type(output).__name__}; with"
-                " parallel.sequence_parallel = true it has to return hidden states, alone or as"
-                " the first of a tuple; set parallel.sequence_parallel = false"
+                f"parallel.sequence_parallel = true: {plan.final_norm or blocks[-1]} returns a"
+                f" {type(output).__name__}, but it must return hidden states, alone or as the first"
+                " entry of a tuple; use false"
             )
         return gather(output, region.group, dim=SEQUENCE, length=region.length)
 
@@ -339,7 +340,7 @@ def _shard_sequence(
 
 
 def _leave_random_streams(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
-    """Return to the shared random stream after each block, even if it failed."""
+    """Make each block and the model return to the shared random stream, even after an error."""
 
     def leave(_module: nn.Module, _args: object, _output: object) -> None:
         region.stream.leave()
@@ -395,10 +396,10 @@ def _mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
 
 
 def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
-    """Gather every marked tensor in the output of a module.
+    """Gather every marked tensor in the output of a module. See Note [Marked outputs].
 
-    All ranks compute the same from the gathered tensor, so the gradient of a part is this rank's
-    part of its gradient.
+    All ranks compute the same from a gathered tensor. The gradient of a rank's part is therefore
+    that part of the gradient of the gathered tensor.
     """
 
     def gather_marked(_module: nn.Module, _args: object, output: Any) -> Any:
@@ -412,7 +413,7 @@ def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def _gather_parts(value: Any, group: ProcessGroup) -> Any:
-    """Return a nested output with all parts gathered, or the same object if it has none."""
+    """Return a nested output with all parts gathered, or the same object if it has no parts."""
     if isinstance(value, torch.Tensor):
         part = getattr(value, _MARK, None)
         if part is None:
@@ -517,8 +518,8 @@ def _features(
     """Return the widths of the activations that collectives send per token.
 
     Returns:
-        The features of a token by collective (`loss`: float32 elements), and the widths that are
-        gathered along features.
+        The features per token by collective, with the float32 elements of the loss as `loss`; and
+        the widths of activations that are gathered along their features.
     """
     parameter_of = _parameters_by_name(facts)
     moved: Counter[str] = Counter()
@@ -534,7 +535,7 @@ def _features(
     region_inputs: set[str] = set()
     for entry in plan.modules:
         weight = parameter_of[f"{entry.name}.weight"]
-        inputs, outputs = _widths(weight, plan)
+        inputs, outputs = _widths(weight, entry.style, plan.dims[weight.name])
         sequence = sequence_parallel and _is_sequence_sharded(entry, facts, plan)
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated", "vocab_head"):
             input_name = _region_input_name(entry, plan, sequence=sequence)
@@ -558,7 +559,7 @@ def _features(
 
 def _summed_numel(facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool) -> int:
     """Return the elements of replicated parameters whose gradients are summed over tp."""
-    # Number of sums of each module or bias.
+    # Number of times that the gradients of a module's parameters, or of a bias, are summed.
     sums: Counter[str] = Counter()
     for entry in plan.modules:
         # Ranks see different heads in such a module.
@@ -599,17 +600,11 @@ def _region_input_name(entry: StyledModule, plan: TensorPlan, *, sequence: bool)
     return entry.name.rpartition(".")[0]
 
 
-def _widths(weight: ParameterFacts, plan: TensorPlan) -> tuple[int, int]:
+def _widths(weight: ParameterFacts, style: Style, split_dim: int | None) -> tuple[int, int]:
     """Return the (input, output) features of a layer."""
-    style = next(
-        entry.style
-        for entry in plan.modules
-        if f"{entry.name}.weight" in (weight.name, *weight.also)
-    )
     if len(weight.shape) < 2:
         return weight.shape[0], weight.shape[0]
     # Transformers' Conv1D stores [in, out], which the dimension that the style splits reveals.
-    split_dim = plan.dims[weight.name]
     if style.startswith(("colwise", "vocab")):
         is_transposed = split_dim == 1
     else:

@@ -1,8 +1,8 @@
 """Tiled MLP: the widest activations of a block exist for one tile of tokens at a time.
 
-An MLP computes each token from itself, so its tokens may be computed in tiles, and a tile again in
-the backward. This bounds the memory for any length of the sequence. `parallel.mlps` finds the
-modules that can be tiled.
+An MLP computes each token independently, so its tokens may be computed in tiles, and each tile is
+recomputed in the backward. This bounds the memory for any length of the sequence. `parallel.mlps`
+finds the modules that can be tiled.
 
 Only the input of such a module is saved. The tiles of a call are nodes of one autograd graph. A
 parameter's gradient is therefore accumulated once, as the sum over the tiles, and hooks around the
@@ -47,13 +47,13 @@ class TiledMLP(Technique):
     """Number of tokens that an MLP computes at a time."""
 
     tokens: int = 0
-    """Tokens of a tile on a rank, in all rows of a micro-batch together. 0: all."""
+    """Tokens of a tile on a rank, in all rows of a micro-batch together. 0: nothing is tiled."""
 
     def check(self, context: TechniqueContext) -> Plans | None:
         """Find the modules that are computed in tiles.
 
         Returns:
-            The modules, or None if there are none or the model is unknown.
+            The modules, or None if `tokens` is 0 or there is no model.
 
         Raises:
             ConfigError: Blocks are compiled.
@@ -63,8 +63,7 @@ class TiledMLP(Technique):
             return None
         if context.technique(Compile).enabled:
             rule = (
-                "compile.enabled is true, and what a compiled block recomputes is decided by the"
-                " compiler"
+                "compile.enabled is true, and the compiler decides what a compiled block recomputes"
             )
             raise ConfigError(
                 Problem(_FIELD, self.tokens, rule, "use 0, or compile.enabled = false")
@@ -98,7 +97,7 @@ class TiledMLP(Technique):
             return parts
         region = parts.region
         plan = parts.plans.tensor
-        # Modules that gather the tokens of all ranks, and return this rank's shard of them.
+        # Modules that gather the tokens of all ranks, and return this rank's shard of the output.
         sequence_sharded: Sequence[str] = ()
         if plan is not None and region is not None and region.sequence_parallel:
             sequence_sharded = plan.regions
@@ -130,14 +129,13 @@ class TiledMLP(Technique):
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Return the ledger unchanged.
 
-        The measured activations, which `recompute` counts, include the tiles, and tiles send
-        nothing.
+        `Recompute.account` adds the measured activations, tiles included. Tiles cause no traffic.
         """
         return ledger
 
 
 class TiledModules(StepHook):
-    """Modules whose forward was replaced by `Tiles`."""
+    """Hook that restores the forwards that `Tiles` has replaced when the model is released."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
@@ -157,7 +155,7 @@ Weights = dict[nn.Module, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Replacement for the forward of a module whose arguments and output have one row per token."""
+    """Replacement for a module's forward whose arguments and output have one row per token."""
 
     module: nn.Module
     original: Callable[..., torch.Tensor]
@@ -168,7 +166,7 @@ class Tiles:
     """Group whose ranks receive the full sequence and return their shard of it, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute an output [..., tokens, width] from inputs of this form, in tiles."""
+        """Compute the output [..., tokens, width] from arguments of the same form, in tiles."""
         names = [*([None] * len(args)), *kwargs]
         values = [*args, *kwargs.values()]
         if self.shard_group is None:
@@ -191,8 +189,8 @@ class Tiles:
             with recompute_everything(), _replace_weights(weights):
                 return self.original(*positional, **named)
 
-        # The tiles hold the weights of the forward, because the module may have others when a tile
-        # is computed again.
+        # The tiles hold the weights of the forward, because the module may have other weights when
+        # a tile is recomputed.
         outputs = []
         weights = _local_weights(self.module)
         if torch.is_grad_enabled():
@@ -217,9 +215,9 @@ class Tiles:
     def _split_by_rank(
         self, values: Sequence[torch.Tensor], group: ProcessGroup
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return tiles with equal numbers of tokens of each rank's shard, in rank order.
+        """Return tiles that each have equally many tokens of every rank's shard, in rank order.
 
-        Padding at the end belongs to no shard.
+        Padding is added at the end of the sequence.
         """
         (hidden,) = values
         ranks = group.size()
@@ -233,9 +231,9 @@ class Tiles:
 
 
 def _local_weights(module: nn.Module) -> Weights:
-    """Return this rank's parts of the tensors with which the module currently computes.
+    """Return the local tensors of the parameters and tensor attributes of a module.
 
-    The module has others in the backward, when each tile is computed again.
+    In the backward, when a tile is recomputed, the module may have other tensors.
     """
     weights: Weights = {}
     for owner in module.modules():
@@ -267,7 +265,8 @@ def _replace_weights(weights: Weights) -> Iterator[None]:
 def _weights_for_tiles(weights: Weights, count: int) -> Iterator[Weights]:
     """Yield the weights for each of `count` tiles.
 
-    Gradients of 16-bit weights are added in float32, where autograd would round every partial sum.
+    Gradients of 16-bit weights are summed in float32. Autograd would round every partial sum to 16
+    bits.
     """
     sums = {
         id(tensor): _GradientAccumulator(count)
@@ -296,7 +295,7 @@ class _GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a gradient, and return the sum, in its dtype, if it is the last one, else None."""
+        """Add a gradient. Return the sum in its dtype after the last gradient, and None before."""
         wide = gradient.float()
         if self._total is None:
             total = wide

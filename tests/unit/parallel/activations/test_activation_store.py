@@ -247,9 +247,9 @@ def test_what_is_saved_again_after_a_write_is_another(store):
 @pytest.mark.parametrize(
     ("technique", "compiled", "device", "said"),
     [
-        (ActivationOffload(fraction=1.0), False, "cpu", "a copy there frees nothing"),
-        (ActivationOffload(fraction=0.1, device="disk", path="x"), False, "cpu", "less than half of one; use 0.333"),
-        (ActivationOffload(fraction=1.0), True, "cuda", "decided by the compiler"),
+        (ActivationOffload(fraction=1.0), False, "cpu", "so a copy frees nothing"),
+        (ActivationOffload(fraction=0.1, device="disk", path="x"), False, "cpu", "less than half a block, because the model has 3; use 0.333"),
+        (ActivationOffload(fraction=1.0), True, "cuda", "the compiler decides"),
     ],
 )  # fmt: skip
 def test_refusals(technique, compiled, device, said):

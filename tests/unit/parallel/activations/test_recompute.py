@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
     large = rank_of(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, head=1)
     with pytest.raises(
         ConfigError,
-        match=r"budget_gib = 1.0: with every block recomputed a micro-batch holds 4 GiB",
+        match=r"budget_gib = 1.0: with every block recomputed a micro-batch needs 4 GiB",
     ) as error:
         technique.solved([large])
     sufficient = float(error.value.problems[0].remedy.split()[1])

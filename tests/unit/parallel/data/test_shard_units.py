@@ -124,7 +124,7 @@ def model_with(library, kind):
 def test_bitsandbytes():
     model = model_with("bitsandbytes", "Params4bit")
     with pytest.raises(
-        ModelError, match="weight is Params4bit of bitsandbytes.*neither split nor moved"
+        ModelError, match="weight is a Params4bit of bitsandbytes.*neither split nor moved"
     ):
         refuse_quantised(model, moved=True, cast=False, several=True)
     refuse_quantised(model, moved=False, cast=True, several=True)

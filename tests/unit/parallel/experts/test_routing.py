@@ -78,7 +78,7 @@ LOSSES_REFUSED = [
     ("mixtral", {"balance": "global"}, "experts.balance = .global.: MixtralForCausalLM has no balance loss, which"),
     ("mixtral", {"balance": "globally"}, "experts.balance"),
     ("mixtral", {"z_loss": -0.1}, "experts.z_loss"),
-    ("llama", {"z_loss": 0.1}, "experts.z_loss = 0.1: LlamaForCausalLM does not say which modules its routers are, or has none; use 0"),
+    ("llama", {"z_loss": 0.1}, "experts.z_loss = 0.1: LlamaForCausalLM has no experts, or does not declare which modules are its routers; use 0"),
 ]  # fmt: skip
 
 
@@ -195,8 +195,8 @@ def check(case, parallel, rate, **changes):
 
 REFUSED = [
     (Case("mixtral"), {}, 0.1, {}, "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`"),
-    (Case("deepseek_v3"), {}, 0.1, {"dtype": torch.bfloat16}, "is bfloat16, in which steps of that size are lost"),
-    (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself"),
+    (Case("deepseek_v3"), {}, 0.1, {"dtype": torch.bfloat16}, "is bfloat16, in which steps of this size are rounded away"),
+    (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself (gradient_checkpointing is on)"),
 ]  # fmt: skip
 
 
