@@ -1,13 +1,13 @@
-"""Attention function that Transformers models call for a part of a sequence.
+"""Attention function that models of Transformers call for a part of a sequence.
 
 Transformers has one table of attention functions by name, for all models of the process. Settings
 that differ between models are attached to their modules (`install`).
 
-The keys that each token may see are those before it in its own document, as Transformers decides
-it. They are described by one number per token, the position at which its document begins, so that
-no mask [seq, seq] exists. The description is derived from the full batch (`document_starts`). A
-sliding window is not part of it, because layers of one model may have different ones. Neither is
-padding on the right: no token follows it, and its own results enter no loss.
+A token may see the keys before it in its own document, as in Transformers. One number per token
+describes them, the position at which its document begins, so that no mask [seq, seq] exists. The
+numbers are computed from the full batch (`document_starts`). A sliding window is not part of them,
+because layers of one model may have different windows. Neither is padding on the right, because no
+token follows it and its own results enter no loss.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class InstalledAttention:
     implementation: str
     """Result of `implementation_of`."""
     place: SequencePlacement
-    """Layout of sequences, and process group."""
+    """Layout of the sequences over ranks, and their process group."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PartialAttention:
 
     Attributes:
         kind: Implementation of attention to the keys of other ranks.
-        place: Layout of sequences and process group.
+        place: Layout of the sequences over ranks, and their process group.
         implementation: Transformers' name of the implementation, see `implementation_of`.
     """
 
@@ -117,11 +117,11 @@ def attend(
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].
         attention_mask: Result of `as_mask`.
-        scaling: Factor of the scores; head_dim ** -0.5 by default.
-        dropout: Must be 0.
+        scaling: Factor of the scores. The default is head_dim ** -0.5.
+        dropout: Dropout of attention weights, which must be 0.
         sliding_window: Number of tokens that a token sees, itself included.
         softcap: Cap of the scores.
-        s_aux: [heads], attention sinks.
+        s_aux: Attention sinks [heads].
         other: Further arguments that a model passes.
 
     Returns:
@@ -129,17 +129,17 @@ def attend(
 
     Raises:
         InputError: The batch was not split.
-        ModelError: The module belongs to a copy of the model, or needs what is not supported.
+        ModelError: The module belongs to a copy of the model, or its attention is not supported.
     """
     settings: PartialAttention | None = getattr(module, _ATTRIBUTE, None)
     if settings is None:
         raise ModelError(
-            f"this {type(module).__name__} belongs to a copy of a model under parallel.cp, and has"
-            " no ranks with the other parts of a sequence; call"
+            f"this {type(module).__name__} belongs to a copy of a model with parallel.cp, and no"
+            " ranks compute the other parts of a sequence for the copy; call"
             ' model.set_attn_implementation("sdpa") on the copy'
         )
     _refuse_unsupported(module, dropout, other)
-    if attention_mask is None or not is_document_mask(attention_mask):
+    if attention_mask is None or not _is_document_mask(attention_mask):
         raise InputError(
             "parallel.cp: the model was called with a batch that is not split over cp ranks; call"
             " engine.train_batch, engine.eval_batch or engine.predict, which select this rank's"
@@ -148,7 +148,7 @@ def attend(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if query.is_meta:
-        # Only shapes are of interest, so no other rank takes part.
+        # Only shapes matter, so nothing is communicated.
         output = F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
 
@@ -198,8 +198,7 @@ def _flash_attention(
 ) -> torch.Tensor:
     """Compute causal attention of complete sequences. The result is differentiable.
 
-    The function is the one that Transformers finds for a name: that of the package, or a kernel of
-    the Hub.
+    Transformers finds the function for a name, in the installed package or as a kernel of the Hub.
 
     Args:
         query: [batch, heads, tokens, head_dim].
@@ -274,7 +273,7 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
 
     Args:
         model: The model, after `install`.
-        part: Result of `ContextParallel.part`.
+        part: Result of `ContextParallel.local_batch`.
         device: Device of the model.
     """
     mask = part["attention_mask"]
@@ -290,7 +289,7 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
 def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
     """Return the documents that are attached to a mask.
 
-    A copy of the mask has lost them. They are then computed again and attached to the copy.
+    A copy of the mask has lost them, so they are computed again and attached to the copy.
     """
     attached: PackedDocuments | None = getattr(mask, _DOCUMENTS, None)
     starts = starts_of_mask(mask)
@@ -304,15 +303,15 @@ def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the position at which the document of each token begins.
 
-    A document begins where `position_ids` does not increase by one. As in Transformers, this only
-    counts without an attention_mask.
+    A document begins where `position_ids` does not increase by one. As in Transformers, positions
+    only mark documents if the batch has no `attention_mask`.
 
     Returns:
         [batch, seq] int64, or None if each row is one document.
 
     Raises:
-        InputError: The mask is not [batch, seq] with the padding, which has no targets, on the
-            right, or the positions have another shape.
+        InputError: The mask is not [batch, seq], has padding that is not on the right or that has
+            targets, or the positions have another shape.
     """
     ids = batch["input_ids"]
     mask = batch.get("attention_mask")
@@ -329,8 +328,8 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
         shape = list(positions.shape)
     if shape not in ([1, length], [rows, length]):
         raise InputError(
-            f"parallel.cp: position_ids are {shape}, and input_ids [{rows}, {length}]; pass one"
-            " position for every token"
+            f"parallel.cp: position_ids have the shape {shape}, and input_ids [{rows}, {length}];"
+            " pass one position for every token"
         )
 
     begins = torch.diff(positions, dim=-1) != 1
@@ -348,9 +347,10 @@ def _refuse_other_than_right_padding(
     if not isinstance(mask, torch.Tensor) or mask.shape != (rows, length):
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise InputError(
-            f"parallel.cp: attention_mask is {shape}, and must be [{rows}, {length}] because"
-            " sequences are split over ranks: 1 for tokens and 0 for padding on the right; for"
-            " several documents per row leave it out, and start position_ids at 0 in each document"
+            f"parallel.cp: attention_mask has the shape {shape}, but sequences are split over"
+            f" ranks, which requires [{rows}, {length}] with 1 for tokens and 0 for padding on the"
+            " right; for several documents per row leave it out, and start position_ids at 0 in"
+            " each document"
         )
     mask = mask.bool()
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
@@ -371,7 +371,7 @@ def _refuse_other_than_right_padding(
 def as_mask(starts: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
     """Return the document starts as a four-dimensional mask.
 
-    Transformers passes such a mask to every attention unchanged.
+    Transformers passes such a mask unchanged to the attention of every layer.
 
     Args:
         starts: [rows, tokens], or None if each row is one document.
@@ -384,15 +384,14 @@ def as_mask(starts: torch.Tensor | None, rows: int, device: torch.device) -> tor
 
 
 def starts_of_mask(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the document starts [batch, tokens] of a mask of `as_mask`, or None."""
+    """Return the document starts [batch, tokens] that `as_mask` received, or None."""
     return None if mask.shape[1] == _NO_DOCUMENTS else mask[:, 0, :, 0]
 
 
-def is_document_mask(mask: torch.Tensor | None) -> bool:
-    """Return True if `as_mask` made the mask."""
+def _is_document_mask(mask: torch.Tensor) -> bool:
+    """Return True if `as_mask` has made the mask."""
     return (
-        mask is not None
-        and mask.ndim == 4
+        mask.ndim == 4
         and mask.dtype == torch.int64
         and mask.shape[1] <= _NO_DOCUMENTS
         and mask.shape[3] == 1

@@ -19,7 +19,7 @@ from plait.parallel.context.kernel import AttentionRule, Kernel, kernel_for
 from plait.parallel.context.kinds import Kind
 
 IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3")
-"""Transformers' names of the implementations."""
+"""Transformers' names of the FlashAttention implementations."""
 
 
 FAMILIES = (
@@ -39,18 +39,18 @@ FAMILIES = (
     "deepseek_v3",
     "gpt_oss",
 )
-"""`config.model_type` of the causal language models that are compared with one process."""
+"""`config.model_type` of the supported causal language models, which tests compare."""
 
 
 WITHOUT_DOCUMENTS = ("gpt_oss",)
-"""Families whose masks Transformers makes without `position_ids`.
+"""Families whose attention masks do not depend on `position_ids` in Transformers.
 
-In one process the documents of a row see each other, without a warning.
+In one process, the documents of a row therefore see each other, without a warning.
 """
 
 
 WITH_CAPPED_SCORES = ("gemma2",)
-"""Families whose attention caps its scores. On GPUs FlexAttention computes them."""
+"""Families whose attention caps its scores. On GPUs it is computed by FlexAttention."""
 
 
 KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
@@ -112,8 +112,8 @@ def refuse_unknown_model(
         if tp > 1:
             heads_text = f"{heads} / parallel.tp {tp} = {heads // tp}"
         rule = (
-            f'num_attention_heads is {heads_text}, parallel.context = "ulysses" gives each rank its'
-            f" heads, and {heads // tp} % {cp} != 0"
+            f'parallel.context = "ulysses" gives each rank equally many heads, num_attention_heads'
+            f" is {heads_text}, and {heads // tp} % {cp} != 0"
         )
         raise ConfigError(
             Problem(
@@ -132,20 +132,19 @@ def _why_unknown(model: nn.Module, config: Any) -> str | None:
     is_of_transformers = type(model).__module__.startswith("transformers.models.")
     if not is_of_transformers or not hasattr(model, "set_attn_implementation"):
         return (
-            "is not a Transformers model that calls attention through its attention interface,"
-            " so it is not known which modules mix tokens; use one of the families"
-            f" {', '.join(FAMILIES)}"
+            "does not call attention through the attention interface of Transformers, so it is not"
+            f" known which modules mix tokens; use one of the families {', '.join(FAMILIES)}"
         )
     if family not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return (
             f"(model_type {family!r}) is not among the causal language models that are compared"
-            f" with one process: {', '.join(FAMILIES)}"
+            f" with one process; use one of the families {', '.join(FAMILIES)}"
         )
     if config._attn_implementation not in KERNELS:
         return (
-            f"computes attention with {config._attn_implementation!r}, which does not say what"
-            f" parts of a softmax add up to; use attn_implementation = {', '.join(KERNELS[:-1])} or"
-            f" {KERNELS[-1]}"
+            f"computes attention with {config._attn_implementation!r}, whose results for parts of"
+            " the keys cannot be combined; use attn_implementation ="
+            f" {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
         )
     return None
 
@@ -168,8 +167,8 @@ def _why_no_kernel(model: nn.Module, kind: Kind, device_type: str) -> str | None
         )
     if implementation in IMPLEMENTATIONS and kind != "ulysses":
         return (
-            f"computes attention with {implementation!r}, which is given complete sequences,"
-            f" and with parallel.context = {kind!r} a rank has none; use parallel.context ="
+            f"computes attention with {implementation!r}, which requires complete sequences, but"
+            f" with parallel.context = {kind!r} a rank has only parts; use parallel.context ="
             f' "ulysses", or attn_implementation="{instead}"'
         )
     return None
@@ -187,8 +186,8 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT:
             yield (
-                f"has rotary embeddings of type {rope_type!r}, whose frequencies follow from"
-                " the longest position, which a rank does not have; use another type"
+                f"has rotary embeddings of type {rope_type!r}, whose frequencies depend on the"
+                " longest position, which a rank does not know; use another type"
             )
     is_bidirectional = getattr(config, "use_bidirectional_attention", False)
     if is_bidirectional or getattr(config, "is_causal", True) is False:
@@ -199,19 +198,19 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
         yield "has cross-attention, which is not split; set config.add_cross_attention = False"
     if getattr(config, "reorder_and_upcast_attn", False):
         yield (
-            "has config.reorder_and_upcast_attn, which does not call the attention interface; set"
+            "has config.reorder_and_upcast_attn = True, which bypasses the attention interface; set"
             " it to False"
         )
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in _LAYERS:
             yield (
-                f"has layers of type {layer_type!r}, and only {' and '.join(_LAYERS)} are"
+                f"has layers of type {layer_type!r}, but only {' and '.join(_LAYERS)} are"
                 " supported; use another model"
             )
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings. Parameters may be nested, one entry per layer type."""
+    """Yield the types of rotary embeddings in parameters that may be nested by layer type."""
     if not isinstance(parameters, Mapping):
         return
     rope_type = parameters.get("rope_type", parameters.get("type"))
@@ -224,9 +223,9 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 def implementation_of(model: nn.Module) -> str:
     """Return Transformers' name of the attention implementation of a model.
 
-    Transformers does not offer "sdpa" for GPT-OSS and Gemma 2, because its SDPA supports neither
+    Transformers does not support "sdpa" for GPT-OSS and Gemma 2, because torch's SDPA has neither
     sinks nor capped scores. Their "eager" is therefore not a choice of the user. Plait has fused
-    kernels for both models, so it treats their "eager" as "sdpa".
+    kernels for both models, so the result for their "eager" is "sdpa".
     """
     config: Any = model.config
     implementation = str(config._attn_implementation)
@@ -243,7 +242,7 @@ def kernel_named(implementation: str) -> Kernel:
 def why_in_tiles(
     config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool
 ) -> str:
-    """Return the reason why attention on a GPU uses tiled matrix multiplications.
+    """Return the reason why attention on a GPU is computed by matrix products in tiles.
 
     Args:
         config: Configuration of the model.

@@ -5,8 +5,8 @@ one fused kernel computes a complete block. If the kernel does not support its s
 divided into parts that are fully visible or causal, or into tiles that are small enough for a mask.
 Scores are computed in float32 or wider. This module does not communicate.
 
-FlexAttention skips blocks of scores without a visible pair, because visibility is a function of
-positions there too. It is compiled, except on CPUs, where torch has no backward for it.
+FlexAttention receives visibility as a function of positions as well, and skips blocks of scores
+without a visible pair. It is compiled, except on CPUs, where torch has no backward for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from plait.cluster import accelerator
 from plait.sizes import wide_dtype
 
 TILE_ELEMENTS = 2**22
-"""Largest number of scores of a tile; 2^22 are 16 MiB of float32."""
+"""Largest number of scores per tile. 2^22 scores in float32 are 16 MiB."""
 
 
 # Log-sum-exp of a query that sees no key. It is finite, so that the difference of two of them is
@@ -44,7 +44,7 @@ LOWEST = -1e30
 
 
 Kernel = Literal["sdpa", "cpu", "flash", "efficient", "flex", "products"]
-"""Kernels of a layer: "sdpa" stands for the best one, "products" for matrix products in tiles."""
+"""Kernel of a layer. "sdpa" means the best one, and "products" matrix products in tiles."""
 
 
 FUSED: dict[Kernel, FusedAttention] = {"cpu": CPU, "flash": FLASH, "efficient": EFFICIENT}
@@ -57,7 +57,7 @@ class AttentionRule:
 
     Attributes:
         scale: Factor of the scores.
-        window: Number of tokens that a token sees, itself included; None for all previous tokens.
+        window: Number of tokens that a token sees, itself included, or None for all previous ones.
         softcap: Cap of the scores, which become `softcap * tanh(score / softcap)`, or None.
         kernel: Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`).
     """
@@ -78,10 +78,10 @@ class AttentionBlock:
         value: [batch, kv_heads, keys, width].
         query_at: Position of the first query in the sequence.
         key_at: Position of the first key in the sequence.
-        starts: [batch, queries], position at which the document of a query begins; None if there is
-            only one document.
-        row: Index of the first query in the tensors that results are added to.
-        column: Index of the first key in the tensors that gradients are added to.
+        starts: Position at which the document of each query begins [batch, queries], or None if
+            there is only one document.
+        row: Index of the first query in the tensors to which results are added.
+        column: Index of the first key in the tensors to which gradients are added.
     """
 
     query: torch.Tensor
@@ -127,7 +127,7 @@ def attend(block: AttentionBlock, rule: AttentionRule, into: PartialSoftmax) -> 
     Args:
         block: Queries and keys.
         rule: Rule of the layer.
-        into: Softmax of all queries. Results are added from index `block.row` on.
+        into: Softmax of all queries. Results are added starting at index `block.row`.
     """
     visible = _drop_invisible(block, rule)
     if visible is None:
@@ -204,7 +204,7 @@ def attend_backward(
 
 
 class PartialSoftmax:
-    """Running softmax: output and log-sum-exp over the keys added so far."""
+    """Running softmax: the output and the log-sum-exp over the keys that were added so far."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         """Start with no keys.
@@ -248,8 +248,8 @@ class PartialSoftmax:
         """Return the output, in the dtype of the queries, and the log-sum-exp over all keys.
 
         Args:
-            sinks: [heads], score of an additional key of each head, whose value is 0. It is added
-                once, after the parts of the sequence are combined.
+            sinks: Score of an additional key per head [heads], whose value is 0. It is added once,
+                after the parts of the sequence are combined.
         """
         output = self._output
         log_sum_exp = self._log_sum_exp
@@ -280,7 +280,7 @@ class BackwardInputs:
     def rows(self, start: int, end: int) -> BackwardInputs:
         """Return the inputs for the queries from index `start` up to but not including `end`.
 
-        Their tokens follow each other in memory, which fused kernels require. The result is cached
+        In the result, tokens follow each other in memory, as fused kernels require. It is cached
         for the next block with the same queries.
         """
         if (start, end) == (0, self.output.shape[2]):
@@ -302,7 +302,7 @@ def _pack_tokens(x: torch.Tensor) -> torch.Tensor:
 class GradientSum:
     """Gradient of one tensor, summed over blocks.
 
-    The sum is in the dtype of `wide_dtype` as soon as it has more than one term.
+    A sum of more than one term has the dtype of `wide_dtype`.
     """
 
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
@@ -310,8 +310,8 @@ class GradientSum:
 
         Args:
             like: The tensor whose gradient this is.
-            total: Tensor of zeros that receives the sum. Without it, a first gradient that covers
-                all tokens becomes the sum without a copy.
+            total: Tensor of zeros that receives the sum. Without it, if the first gradient has all
+                tokens, that tensor becomes the sum without a copy.
         """
         self.like = like
         self._total = total
@@ -322,7 +322,7 @@ class GradientSum:
         The tensor belongs to this object afterwards and may be changed in place.
         """
         if self._total is None and gradient.shape[2] == self.like.shape[2]:
-            # One kernel often computes the full gradient, which then needs no copy and no addition.
+            # One kernel often computes the full gradient. It is then neither copied nor added.
             self._total = gradient
             return
         self._total = self.total.to(wide_dtype(self.like.dtype))
@@ -366,7 +366,7 @@ def sink_gradient(
     """Return the gradient of the attention sinks that flows through these queries.
 
     Args:
-        sinks: [heads], or None for a layer without sinks.
+        sinks: Attention sinks [heads], or None for a layer without sinks.
         grad: Gradient of `output`.
         output: First result of `PartialSoftmax.finished`.
         log_sum_exps: Second results of `PartialSoftmax.finished`, of consecutive queries.
@@ -418,12 +418,12 @@ def kernel_for(
         if not reason and (rule.window is None or FLASH.bands):
             return "flash", ""
         why_not.append(
-            reason or "ROCm's FlashAttention takes no window between parts of a sequence"
+            reason or "ROCm's FlashAttention supports no window between parts of a sequence"
         )
         reason = why_not_efficient(dtype)
         if not reason and rule.window is None:
             return "efficient", ""
-        why_not.append(reason or "efficient attention takes no window between parts of a sequence")
+        why_not.append(reason or "efficient attention has no window between parts of a sequence")
 
     reason = why_not_flex(dtype, min(widths))
     if not reason:
@@ -451,7 +451,7 @@ def _drop_invisible(block: AttentionBlock, rule: AttentionRule) -> AttentionBloc
         low = max(low, block.query_at - rule.window + 1)
         count = min(count, high + rule.window - 1 - block.query_at)
     starts = block.starts
-    # Only on CPUs, because on a GPU the host would wait for the number.
+    # Only on CPUs, because on a GPU the host would wait for the device.
     if starts is not None and starts.device.type == "cpu" and not isinstance(starts, FakeTensor):
         low = max(low, int(starts.min()))
     if low >= high or count <= 0:
@@ -516,7 +516,7 @@ def _divide_queries(block: AttentionBlock) -> list[AttentionBlock]:
 def _attend_tile(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp of a tile in the dtype of `wide_dtype`."""
     visible = _drop_invisible(block, rule)
-    # Every query of the tile needs a result, also one that sees no key.
+    # Every query of the tile needs a result, even if it sees no key.
     if visible is None or visible.query.shape[2] < block.query.shape[2]:
         visible = block
     scores, _ = _scores(visible, rule)
@@ -552,9 +552,9 @@ def _tile_gradients(
 
 
 def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scores [batch, heads, queries, keys] and the derivative of their cap.
+    """Return the scores [batch, heads, queries, keys] and the derivative of the softcap, or None.
 
-    Scores of invisible keys are -inf. The derivative is None without a cap.
+    Scores of invisible keys are -inf.
     """
     key = _repeat_heads(block.key, block.groups)
     scores = (block.query @ key.transpose(-1, -2)).to(wide_dtype(block.query.dtype)) * rule.scale
@@ -687,8 +687,8 @@ def _new_mask(
     window: int | None,
     starts: torch.Tensor | None,
 ) -> Any:
-    # Numbers are tensors, because code would be recompiled for each of them, and torch runs a
-    # function uncompiled after it has compiled it eight times.
+    # Positions are passed as tensors. Python numbers would recompile the code for each value, and
+    # torch runs a function uncompiled after it has compiled it eight times.
     first_query = _scalar(query_at, device)
     first_key = _scalar(key_at, device)
     # Without a window the last query sees all tokens before it.
@@ -715,8 +715,8 @@ _position_mask = lru_cache(maxsize=64)(_new_mask)
 
 
 def _scalar(number: float, device: torch.device) -> torch.Tensor:
-    """Return a 0-dimensional tensor."""
-    # `torch.full` fills it on the device. A copy from the host would wait.
+    """Return a number as a 0-dimensional tensor, without waiting for the device."""
+    # `torch.full` fills the tensor on the device. A copy from the host would wait.
     return torch.full((), number, device=device)
 
 

@@ -5,15 +5,15 @@ Each kind is an autograd function of local tensors:
     all-gather-kv   keys and values are all-gathered, in the forward and again in the backward, and
                     their gradients are reduce-scattered
     ring            keys and values move from rank to rank, and their gradients follow them
-    ulysses         heads are exchanged for tokens: each rank has all tokens of some of the heads
+    ulysses         an all-to-all gives each rank all tokens of some of the heads
 
 For each layer a rank stores its local queries, keys, values and outputs. Tensors are
 [batch, heads, tokens, head_dim].
 
 `SequenceLayout` assigns the tokens of a sequence to the ranks of the cp axis. A sequence is padded
-at its end to equal chunks. With one chunk per rank, rank r has the r-th chunk. With two (zigzag),
-it has the r-th from the front and the r-th from the end: a token sees the tokens before it, so
-every rank then has the same amount of attention to compute.
+at its end and divided into equal chunks. With one chunk per rank, rank r has the r-th chunk. With
+two chunks per rank (zigzag), it has the r-th from the front and the r-th from the end. A token sees
+the tokens before it, so with zigzag every rank has the same amount of attention to compute.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def attention(
         query: [batch, heads, tokens, head_dim].
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].
-        starts: [batch, tokens], position at which the document of each query begins (see
+        starts: Position at which the document of each query begins [batch, tokens], or None (see
             `attention_function.document_starts`). With `ulysses` it has all tokens of the sequence.
         place: Layout and process group.
         rule: Rule of the layer.
-        sinks: [heads], see `PartialSoftmax.finished`. Their gradient covers the queries of this
-            rank, with `ulysses` the heads of this rank.
+        sinks: Attention sinks [heads] or None, see `PartialSoftmax.finished`. Their gradient on
+            this rank is that of its queries, or with `ulysses` that of its heads.
 
     Returns:
         [batch, heads, tokens, width].
@@ -102,7 +102,7 @@ class SequenceLayout:
     Attributes:
         ranks: Number of ranks.
         rank: This rank.
-        zigzag: Whether a rank has two chunks, from both ends of the sequence; otherwise one.
+        zigzag: Whether a rank has two chunks, from both ends of the sequence, and not one.
     """
 
     ranks: int
@@ -124,11 +124,11 @@ class SequenceLayout:
         return -(-length // self.count) * self.count
 
     def indices(self, rank: int) -> tuple[int, ...]:
-        """Return the chunks of a rank by their index in the sequence."""
+        """Return the indices, in the sequence, of the chunks of a rank."""
         return (rank, self.count - 1 - rank) if self.zigzag else (rank,)
 
     def chunks(self, part: int, rank: int | None = None) -> tuple[Chunk, ...]:
-        """Return the chunks of a rank, by default this one, whose part has `part` tokens."""
+        """Return the chunks of a rank, by default this one, if its part has `part` tokens."""
         if rank is None:
             rank = self.rank
         size = part // self.per_rank
@@ -138,7 +138,9 @@ class SequenceLayout:
         )
 
     def block(self, part: int, source: int) -> VisibleBlock | None:
-        """Return the pairs visible with the keys of `source` if only the order of tokens counts.
+        """Return the block of this rank's queries and the keys of `source` with visible pairs.
+
+        It is correct if visibility depends only on the order of tokens, without window or documents.
 
         With two chunks per rank, the first chunk of an earlier rank is before both chunks of this
         rank, and its second chunk is after them. Both chunks of a later rank are between the chunks
@@ -188,9 +190,7 @@ class SequenceLayout:
         return torch.cat([chunks[index] for index in range(self.count)], dim)
 
     def stacked(self, sequence: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """Return the parts of all ranks, concatenated in the first dimension.
-
-        This is the inverse of `join`.
+        """Return the parts of all ranks, concatenated along the first dimension.
 
         Args:
             sequence: The padded sequence.
@@ -220,7 +220,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """Smallest rectangle of this rank's queries and another rank's keys with all visible pairs.
+    """Smallest rectangle of this rank's queries and a rank's keys that has all visible pairs.
 
     Attributes:
         first_query: Index of the first query in this rank's part. The block extends to the last
@@ -265,7 +265,7 @@ class _GatheredAttention(torch.autograd.Function):
         place: SequencePlacement = ctx.place
         gathered_key, gathered_value = _gather_kv(key, value, place)
 
-        # Gradients of keys and values are parts of one tensor, so that one reduce-scatter suffices.
+        # One tensor for the gradients of keys and values, so that one reduce-scatter suffices.
         width = key.shape[3]
         # [batch, kv_heads, tokens of the sequence, head_dim + width]
         shape = (*key.shape[:2], gathered_key.shape[2], width + value.shape[3])
@@ -332,7 +332,7 @@ def _query_chunks(
 
 
 def _concatenate(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the results of consecutive queries."""
+    """Concatenate the results of consecutive queries along the tokens."""
     if len(chunks) == 1:
         return chunks[0]
     return torch.cat(list(chunks), 2)
@@ -404,11 +404,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _RingBlocks:
-    """Blocks of scores of this rank's queries and the keys of one rank at a time.
+    """Attention blocks of this rank's queries with the keys of one rank at a time.
 
-    If visibility depends on the order of tokens only, each step of the ring is one block: the
-    tokens of a rank are in order, and its queries see a rectangle of another rank's keys in full
-    (see `SequenceLayout.block`). With a window or documents, each pair of chunks is a block.
+    If visibility depends only on the order of tokens, each step of the ring is one block, because
+    the queries of a rank see a full rectangle of another rank's keys (`SequenceLayout.block`). With
+    a window or documents, each pair of chunks is a block.
     """
 
     def __init__(
@@ -447,8 +447,8 @@ class _RingBlocks:
         visible = self._layout.block(kv.shape[2], source)
         if visible is None:
             return
-        # These positions only have the right order: the tokens of this rank are causal, and its
-        # queries see the block of another rank in full.
+        # Only the order of these positions matters: attention to keys of this rank is causal, and
+        # keys of another rank in this block come before all queries.
         query_at = 0 if source == self._layout.rank else visible.keys
         key, value = self._split(kv[:, :, : visible.keys])
         block = AttentionBlock(
@@ -500,7 +500,7 @@ class _RingGradients:
 
 
 class _RingGradientSum(GradientSum):
-    """Gradient of keys or of values, which are sent in one tensor."""
+    """Sum of the gradients of keys or of values, as columns of `_RingGradients.total`."""
 
     def __init__(self, gradients: _RingGradients, low: int, high: int) -> None:
         super().__init__(gradients.kv[..., low:high])
@@ -568,7 +568,7 @@ def _ulysses(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     if sinks is not None:
-        # Those of this rank's heads.
+        # Only the sinks of this rank's heads.
         sinks = sinks.chunk(place.layout.ranks)[place.layout.rank]
 
     def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -597,7 +597,7 @@ def exchange_heads(
     Returns:
         [batch, heads, tokens / n, width].
     """
-    # A key-value head is repeated so often that heads divide over the ranks.
+    # Key-value heads are repeated until their number is a multiple of the number of ranks.
     copies = lcm(key.shape[1], place.layout.ranks) // key.shape[1]
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
@@ -606,10 +606,10 @@ def exchange_heads(
 
 
 class _HeadExchange(torch.autograd.Function):
-    """Exchange of heads for tokens between ranks.
+    """Exchange between a part of the tokens with all heads and all tokens with a part of the heads.
 
-    [batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] if `to_tokens` is set,
-    else the inverse.
+    It converts [batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] if
+    `to_tokens` is set, and the reverse otherwise.
     """
 
     @staticmethod

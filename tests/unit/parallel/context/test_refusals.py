@@ -52,14 +52,14 @@ REFUSED = [
     (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "rotary embeddings of type 'dynamic', whose frequencies follow from the longest position",
+        "rotary embeddings of type 'dynamic', whose frequencies depend on the longest position",
     ),
     ("llama", {"implementation": "flex_attention"}, "computes attention with 'flex_attention', whose backward torch does not implement on devices of type 'cpu'"),
-    ("llama", {"installed": "paged|sdpa"}, r"computes attention with 'paged\|sdpa', which does not say what parts"),
+    ("llama", {"installed": "paged|sdpa"}, r"computes attention with 'paged\|sdpa', whose results for parts of the keys cannot be combined"),
     (
         "llama",
         {"installed": "flash_attention_2", "parallel": {"context": "ring"}},
-        "'flash_attention_2', which is given complete sequences, and with parallel.context = 'ring' a rank has none; use",
+        "'flash_attention_2', which requires complete sequences, but with parallel.context = 'ring' a rank has only parts; use",
     ),
     (
         "gpt_oss",
@@ -69,9 +69,9 @@ REFUSED = [
     (
         "llama",
         {"parallel": {"cp": 3, "context": "ulysses"}},
-        'parallel.cp = 3: num_attention_heads is 4, parallel.context = "ulysses" gives each rank its heads, and 4 % 3 != 0; use a divisor',
+        'parallel.cp = 3: parallel.context = "ulysses" gives each rank equally many heads, num_attention_heads is 4, and 4 % 3 != 0; use a divisor',
     ),
-    ("llama", {"parallel": {"cp": 4, "tp": 2, "context": "ulysses"}}, r"num_attention_heads is 4 / parallel.tp 2 = 2, .* and 2 % 4 != 0"),
+    ("llama", {"parallel": {"cp": 4, "tp": 2, "context": "ulysses"}}, r"num_attention_heads is 4 / parallel.tp 2 = 2, and 2 % 4 != 0"),
     ("llama", {"parallel": {"compile": {"enabled": True}}}, "compile.enabled is true"),
     ("llama", {"parallel": {"optimizer_in_backward": True, "gradient_clipping": 0}}, "updates a parameter before its gradient is summed over cp"),
     ("llama", {"parallel": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}}, "gradients in files are not summed over cp"),
