@@ -221,7 +221,10 @@ DATA_PARALLEL = (
         changed(set_norm(torch.ones(1).expand(12).clone())),
     ),
     Case(
-        ("has a hook on its gradient", "call register_post_accumulate_grad_hook on the parameters of the sharded model"),
+        (
+            "has a hook on its gradient",
+            "call register_post_accumulate_grad_hook on the parameters of the sharded model",
+        ),
         changed(lambda model: model.head.weight.register_hook(lambda gradient: gradient)),
         hook_afterwards,
     ),
@@ -375,7 +378,10 @@ PIPELINES = (
         lambda: with_auxiliary(True),
     ),
     Case(
-        ("the schedule has 4 stages with at least one block each", 'use "1f1b", which has one stage per rank'),
+        (
+            "the schedule has 4 stages with at least one block each",
+            'use "1f1b", which has one stage per rank',
+        ),
         lambda: of_two_blocks("zbv"),
         lambda: of_two_blocks("1f1b"),
     ),

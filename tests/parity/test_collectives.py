@@ -137,20 +137,6 @@ def test_copies(pool, batch, dim, length, gathering, scattering):
     assert found[0] == (gathering, scattering)
 
 
-def test_no_group_is_the_identity():
-    """An axis of degree 1 costs nothing."""
-    x = torch.ones(2, 3)
-    for y in (
-        c.enter(x, None),
-        c.leave(x, None),
-        c.gather(x, None, dim=0, length=2),
-        c.split(x, None, dim=0),
-        c.gather_sum(x, None, dim=0, length=2),
-    ):
-        assert y is x
-    assert c.leave_scatter(x, None, dim=0) is x
-
-
 def cross_entropy(rank, ranks, vocabulary):
     """Value and gradient against torch's, with ignored targets. Runs in a worker."""
     import torch.nn.functional as F

@@ -190,5 +190,5 @@ def test_a_part_that_ends_by_an_exception(pool):
     """A19: all ranks draw alike behind it; and what would be dropped differently on each rank is refused."""
     (said, first), (_, second) = pool.run(2, failing)
     assert said[0] == "in a part"
-    assert "random numbers were drawn (dropout) after a column-parallel layer" in said[1]
+    assert "random numbers were drawn (dropout) between two column-parallel layers" in said[1]
     assert torch.equal(first, second)

@@ -38,7 +38,7 @@ LAYER = "model.layers.1"
         (
             "mlp.up_proj",
             "forward_hook",
-            "forward hook mix would be given this rank's part of outputs only",
+            "forward hook mix would receive only this rank's part of outputs",
         ),
         (
             "mlp.down_proj",

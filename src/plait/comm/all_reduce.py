@@ -1,7 +1,7 @@
 """All-reduce: algorithms of torch's collectives, and buffers that are summed during a backward.
 
 Each algorithm is a generator. It yields collectives that must have ended before it is resumed.
-`run` performs one algorithm. `advance` performs several in turn, so that they overlap.
+`run` executes one algorithm. `advance` executes several in turn, so that they overlap.
 
     name                       bytes per rank, tensor of S bytes      sequential messages
     all-reduce                 backend's choice; 2 (n-1)/n S assumed  backend's choice
@@ -16,13 +16,13 @@ There are n ranks, g on each of k machines. If n does not divide the tensor, S i
 padded tensor. All algorithms sum exactly and in a fixed order, so that every rank and every run
 gets the same bits. NCCL chooses its own ring or tree inside a single call.
 
-Buckets are buffers of gradients that are summed over a group while the backward runs. This is the
-interface of the gradient reducer to communication. In every step the reducer fills a
-buffer, calls `start`, and later `finish`, which leaves the sum in the buffer. All ranks start and
-finish buffers in the same order, and all starts of a step precede its first finish.
+Buckets are buffers of gradients that are summed over a group while the backward runs. In every step
+the gradient reducer fills each buffer and calls `start`, and later `finish`, which leaves the sum
+in the buffer. All ranks start and finish buffers in the same order, and all starts of a step
+precede its first finish.
 
-The classes here use torch's asynchronous all-reduce, or an algorithm of several steps. Ranks on one
-machine may use those of `comm.shared_memory`.
+The buckets in this module use torch's asynchronous all-reduce, or an algorithm of several steps.
+Ranks on one machine may use the buckets of `comm.shared_memory`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ Name = Literal[
     "all-reduce", "reduce-scatter+all-gather", "hierarchical", "ring", "recursive-doubling"
 ]
 Steps = Iterator[list[dist.Work]]
-"""Steps of an algorithm. Each item has started, and must have ended before the next is requested.
+"""Steps of an algorithm, as lists of collectives that have started.
 
-Every rank of the group requests the items in the same order.
+The collectives of a step must have ended before the next step is requested. All ranks of the group
+request the steps of all algorithms in the same order.
 """
 Started = tuple[Steps, list[dist.Work]]
 """Remaining steps of an algorithm, and the collectives of the step that has started."""
@@ -68,7 +69,7 @@ def sum_over(
         tensor: Contiguous tensor [n], changed in place.
         group: The process group.
         algorithm: Name of the algorithm.
-        levels: Groups inside and across machines. `hierarchical` requires them.
+        levels: Groups inside and across machines, which `hierarchical` requires.
     """
     if algorithm == "hierarchical":
         assert levels is not None
@@ -79,10 +80,10 @@ def sum_over(
 def wire_bytes(
     algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_node: int = 1
 ) -> tuple[int, int]:
-    """Return the most bytes that one rank sends, inside its machine and to other machines.
+    """Return the largest number of bytes that a rank sends, inside its machine and to others.
 
-    The table in the module docstring has the formulas. All bytes of a flat algorithm count as sent
-    to other machines if the group spans machines.
+    The table in the module docstring has the formulas. If the group spans machines, all bytes of
+    an algorithm other than `hierarchical` count as sent to other machines.
 
     Args:
         algorithm: Name of the algorithm.
@@ -135,7 +136,7 @@ def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
 
 
 def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Send chunks around the ring, each rank adding its own, and then send the sums around."""
+    """Send chunks around a ring in which each rank adds its chunk, then send the sums around."""
     ranks = group.size()
     rank = group.rank()
     following = (rank + 1) % ranks
@@ -150,7 +151,7 @@ def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
         yield exchange(outgoing, arriving, group, to=following, source=previous)
         chunks[(rank - step - 1) % ranks].add_(arriving)
 
-    # This rank has the sum of chunk `rank + 1` now.
+    # This rank now has the sum of chunk `rank + 1`.
     for step in range(ranks - 1):
         outgoing = chunks[(rank + 1 - step) % ranks]
         incoming = chunks[(rank - step) % ranks]
@@ -206,7 +207,7 @@ def padded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def _unpad(tensor: torch.Tensor, stacked: torch.Tensor) -> None:
-    """Copy the result into `tensor` if `padded` has made a copy of it."""
+    """Copy the sum into `tensor` if `padded` has returned a copy of it."""
     if stacked is not tensor:
         tensor.copy_(stacked[: tensor.numel()])
 
@@ -218,7 +219,7 @@ def reduce_scatter_steps(
 
     Args:
         output: Tensor [n].
-        stacked: Tensor [ranks x n] of this rank.
+        stacked: Addend of this rank [ranks x n].
         group: The process group.
     """
     if stacked.device.type != "cpu":
@@ -239,7 +240,7 @@ def exchange(
     to: int,
     source: int,
 ) -> list[dist.Work]:
-    """Send to one rank of the group and receive from one at the same time."""
+    """Start to send a tensor to one rank of the group and to receive one from another rank."""
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
@@ -249,17 +250,17 @@ def exchange(
 
 
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, *, to: int) -> list[dist.Work]:
-    """Send to one rank of the group."""
+    """Start to send a tensor to one rank of the group."""
     return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, group=group, group_peer=to)])
 
 
 def receive(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> list[dist.Work]:
-    """Receive from one rank of the group."""
+    """Start to receive a tensor from one rank of the group."""
     return dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, group=group, group_peer=source)])
 
 
 def launched(work: dist.Work | None) -> dist.Work:
-    """Return the work of an asynchronous call. torch annotates it as optional."""
+    """Return the work of an asynchronous collective, which torch annotates as optional."""
     assert work is not None
     return work
 
@@ -270,7 +271,7 @@ def launch(steps: Steps) -> Started:
 
 
 def advance(running: Sequence[Started]) -> None:
-    """Finish algorithms in turn, so that they overlap. Collective.
+    """Finish algorithms in turn, step by step, so that they overlap. Collective.
 
     All ranks must pass the algorithms in the same order.
     """
@@ -287,12 +288,12 @@ def advance(running: Sequence[Started]) -> None:
 
 @dataclass(frozen=True)
 class Flat:
-    """Content of a buffer: tensors that follow each other.
+    """Content of a buffer: the tensors that it stores one after the other.
 
-    A buffer never mixes tensors for which `tp_local` differs. The position of an element decides in
-    which order it is summed and with which other elements it is quantised. Tensors that are
-    replicated over the tp dimension must get the same bits on all of its ranks, so their positions
-    must not depend on the sizes of split tensors.
+    A buffer has either shards of tensor parallelism or replicated tensors. The position of an
+    element decides in which order it is summed and with which other elements it is quantised.
+    Replicated tensors must get the same bits on all ranks of tp, so their positions must not depend
+    on the sizes of shards.
 
     Attributes:
         dtype: Dtype of the buffer.
@@ -316,7 +317,7 @@ class Flat:
 
 
 class Buckets(Protocol):
-    """Buffers that are summed over a group. The module docstring has the order of calls."""
+    """Buffers that are summed over a group. The module docstring explains the order of calls."""
 
     @property
     def buffers(self) -> list[torch.Tensor]:

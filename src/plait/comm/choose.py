@@ -1,17 +1,18 @@
 """Selection of the all-reduce algorithm and the bucket size of a group by the costs of its links.
 
-The module communicates nothing, and every choice has a reason.
+The module does not communicate, and it returns the reason with every choice.
 
-An algorithm that was measured costs what was measured. Any other algorithm costs the sum of its
-operations. Compression changes the training slightly, so it is not a candidate. If candidates cost
-the same, the one with the fewest operations is chosen.
+The cost of an algorithm is its measured time, or the sum of the costs of its operations if it was
+not measured. Compression changes the training slightly, so it is not a candidate. If candidates
+cost the same, the one with the fewest operations is chosen.
 
-A cost of a collective on a link is a fixed time plus a time per byte. It is fitted to measurements
-(`comm.measure`) or derived from the latency and the bandwidth of a link.
+The cost of a collective on a link is a fixed time plus a time per byte. It is fitted to
+measurements (`comm.measure`) or derived from the latency and the bandwidth of a link.
 
 A group has costs for all of its ranks together. If machines have several of its ranks, it also has
 costs for the group inside a machine and for the group across machines (one rank per machine). All
-groups of the same kind are measured at the same time, as they run in training.
+groups of the same kind are measured at the same time, because they run at the same time in
+training.
 """
 
 from __future__ import annotations
@@ -33,19 +34,16 @@ from plait.sizes import KIB, MIB, format_bytes
 
 LARGEST_BUCKET_BYTES = 100 * MIB
 SMALLEST_BUCKET_BYTES = 256 * KIB
-"""Size below which Python's overhead per bucket dominates. The costs of the links exclude it."""
+"""Size below which Python's overhead per bucket dominates, which costs of links do not include."""
 MEASURED_TIE = 0.03
-"""Relative difference up to which measured times count as equal."""
+"""Relative difference up to which two measured times count as equal."""
 OVERLAP_TIE = 0.15
 """Relative difference up to which the backend's own all-reduce is preferred for buckets.
 
 Only the first operation of a composed algorithm overlaps with the backward.
 """
 NEAR = 2.0
-"""Cost, relative to the chosen algorithm, up to which others are timed against it.
-
-`comm.measure.refine` does that.
-"""
+"""Cost relative to the chosen algorithm up to which `comm.measure.refine` compares others."""
 _TIE = 1e-9
 _ALGORITHMS = (
     "shared-memory",
@@ -62,13 +60,13 @@ _ALGORITHMS = (
 class Cost:
     """Seconds of an operation as a function of the bytes of its tensor (alpha-beta model).
 
-    A measured cost also has the measured times, because backends change their protocol with the
+    A measured cost also stores the measured times, because backends change their protocol with the
     size.
 
     Attributes:
         fixed_seconds: Time that does not depend on the size.
         seconds_per_byte: Time per byte.
-        samples: Measured (bytes, seconds), both increasing. Empty if derived from a link.
+        samples: Measured (bytes, seconds), both increasing. Empty if the cost is not measured.
     """
 
     fixed_seconds: float
@@ -78,8 +76,8 @@ class Cost:
     def seconds(self, nbytes: float) -> float:
         """Return the seconds for a tensor of `nbytes`.
 
-        Between samples the time is interpolated. Beyond the last sample it follows the slope from
-        the first to the last sample, which a single disturbed sample changes least.
+        Between samples the time is interpolated. Beyond the last sample it is extrapolated with the
+        slope between the first and the last sample, which depends little on a disturbed sample.
         """
         if not self.samples:
             return self.fixed_seconds + self.seconds_per_byte * nbytes
@@ -100,8 +98,8 @@ class Cost:
 def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
     """Return a cost that is fitted to (bytes, seconds) measurements and stores them.
 
-    Disturbances only add time. If a larger tensor took less time than a smaller one, the smaller
-    measurement was disturbed and is lowered to the larger one's time.
+    Disturbances only add time. If a larger tensor took less time than a smaller one, the
+    measurement of the smaller one was disturbed and is replaced with the time of the larger one.
     """
     increasing: list[tuple[int, float]] = []
     shortest = math.inf
@@ -144,7 +142,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> Cost:
 
 @dataclass(frozen=True)
 class Link:
-    """Connection of one rank to the next.
+    """Connection between two ranks.
 
     Attributes:
         latency_seconds: Time until a message begins to arrive.
@@ -183,9 +181,9 @@ class GroupLinks:
         machines: Number of machines.
         per_machine: Ranks of the group on each machine.
         whole: Costs among all ranks of the group.
-        inside: Costs among the ranks of one machine, if there are several machines with several
-            ranks.
-        across: Costs among one rank per machine, in the same case.
+        inside: Costs among the ranks of one machine, or None unless there are several machines
+            with several ranks each.
+        across: Costs among one rank per machine, or None in the same cases.
     """
 
     axis: str
@@ -204,12 +202,12 @@ class GroupLinks:
 def ring_level(ranks: int, link: Link, *, slow_steps: int = 0, slow: Link | None = None) -> Level:
     """Return the costs of a ring, as NCCL models its own ring (graph/tuning.cc).
 
-    The latency is that of every step. The bandwidth is that of the slower link.
+    The latencies of all steps add up. The bandwidth is that of the slowest link.
 
     Args:
         ranks: Number of ranks.
         link: Link between neighbours.
-        slow_steps: Steps of an all-gather that use the slow link. An all-reduce has twice as many.
+        slow_steps: Number of steps of an all-gather that use the slow link.
         slow: Link between machines, if the ring spans several.
     """
     steps = ranks - 1
@@ -235,14 +233,15 @@ def ring_level(ranks: int, link: Link, *, slow_steps: int = 0, slow: Link | None
 def describe(
     axis: str, *, machines: int, per_machine: int, inside: Link, network: Link | None = None
 ) -> GroupLinks:
-    """Derive the costs of a group from its links, for planning without measurements.
+    """Return the costs of a group that follow from its links, for planning without measurements.
 
     Args:
         axis: Name of the mesh dimension.
         machines: Number of machines.
         per_machine: Ranks of the group on each machine.
         inside: Link between two devices of one machine.
-        network: Link between machines, of all network cards of a machine together.
+        network: Link between machines, with all network cards of a machine together. It may be None
+            for one machine.
     """
     ranks = machines * per_machine
     if machines == 1 or network is None:
@@ -289,7 +288,7 @@ def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:
         return {group.axis: group for group in groups}, dict(content["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"links file {path}: {first_line(error)}; remove it, and the links are measured again"
+            f"links file {path}: {first_line(error)}; remove the file to measure the links again"
         ) from None
 
 
@@ -298,12 +297,12 @@ class AlgorithmChoice:
     """A selected algorithm with its cost.
 
     Attributes:
-        algorithm: Name in `comm.all_reduce`, or `shared-memory`.
+        algorithm: Name of an algorithm of `comm.all_reduce`, or `shared-memory`.
         seconds: Time of all messages together.
         bucket_bytes: Size of one message.
         reason: Explanation for the user.
         others: Name and time of every other candidate, cheapest first.
-        total_bytes: Size of all messages.
+        total_bytes: Size of all messages together.
         in_buckets: Whether the messages overlap with a backward.
         why: Last sentence of the reason.
     """
@@ -324,7 +323,7 @@ class AlgorithmChoice:
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The selected algorithm, and those that may be equally fast."""
+        """The selected algorithm, and the algorithms whose cost is at most NEAR times its cost."""
         limit = NEAR * self.seconds
         return self.algorithm, *(name for name, seconds in self.others if seconds <= limit)
 
@@ -337,7 +336,7 @@ def algorithm_seconds(nbytes: float, group: GroupLinks) -> dict[str, float]:
         group: Costs of the links.
 
     Returns:
-        Seconds by algorithm. The first of equal candidates is to be preferred.
+        Seconds by algorithm. Those with fewer operations come first.
     """
     costs = group.whole.costs
     seconds: dict[str, float] = {}
@@ -393,10 +392,10 @@ def choose_all_reduce(nbytes: int, group: GroupLinks) -> AlgorithmChoice:
 def refined(
     choice: AlgorithmChoice, group: GroupLinks, times: Mapping[str, float]
 ) -> AlgorithmChoice:
-    """Return the choice revised by times that were measured at its message size.
+    """Return a choice that is revised with times that were measured at its message size.
 
     Args:
-        choice: Choice by the costs of the links.
+        choice: The choice by the costs of the links.
         group: Costs of the links.
         times: Measured seconds of one message, by algorithm.
     """
@@ -419,15 +418,15 @@ def choose_buckets(
 ) -> AlgorithmChoice:
     """Return the cheapest algorithm for gradients in buckets, and the size of the buckets.
 
-    A bucket is sent when the backward has filled it. Smaller buckets start earlier, and each adds
-    its fixed time. The size matters most if the backward takes as long as the all-reduce T(G) of
-    all gradients. N buckets then end T(G) / N + N T(G / N) after its start. For T = a + b x this is
-    least at N = sqrt(b G / a).
+    A bucket is sent when the backward has filled it. Smaller buckets start earlier, but each adds a
+    fixed time. The size matters most if the backward takes as long as the all-reduce T(G) of all
+    gradients G. The sum of N buckets then ends T(G) / N + N T(G / N) after the backward has
+    started. For T = a + b x the minimum of this time is at N = sqrt(b G / a).
 
     Args:
         gradient_bytes: Size of all gradients in float32.
         group: Costs of the links.
-        bucket_bytes: Size of the buckets. None chooses it.
+        bucket_bytes: Size of the buckets, or None to choose it.
     """
     total = max(gradient_bytes, 1)
     single_message = algorithm_seconds(total, group)

@@ -1,6 +1,6 @@
-"""Collectives that are differentiable, ordered, or asynchronous.
+"""Collectives that are differentiable, asynchronous, or add in a fixed order.
 
-For tensor parallelism, each function is named after its forward. Its backward is the adjoint.
+The functions for tensor parallelism are named after their forward. The backward is the adjoint.
 
     function       forward                   backward                  used for
     enter          identity                  all-reduce                replicated input of a
@@ -16,14 +16,13 @@ For tensor parallelism, each function is named after its forward. Its backward i
     leave_scatter  reduce-scatter along dim  all-gather                partial output that becomes
                                                                        sequence shards
 
-`gather` and `split` assume that every rank performs the same computation after (before) them.
-`gather_sum` sums the gradients of different computations. Shards follow the rule of
-`torch.chunk`, so sizes need not be divisible. With `group=None` (a mesh dimension of size 1) every
-function is the identity.
+`gather` assumes that all ranks compute the same from its output, and `split` that all ranks have
+computed the same input. `gather_sum` sums the gradients of different computations. Shards follow
+the rule of `torch.chunk`, so sizes need not be divisible.
 
 `reduce_scatter` for gloo is an all-to-all and a local sum. It sends the same bytes as gloo's own
 reduce-scatter in less than half the time (measured at 4 to 16 MB on 2 and 4 ranks of one machine).
-`fully_shard` uses it as a custom reduce-scatter. With NCCL torch's own is used.
+`fully_shard` uses it as a custom reduce-scatter. With NCCL, torch's own reduce-scatter is used.
 
 `exchange_rows` is a differentiable all-to-all of rows, with a different number of rows for every
 pair of ranks. `AsyncAllReduce` and `AsyncMaximum` reduce small tensors while computation continues.
@@ -53,9 +52,9 @@ _BLOCK_BYTES = 256 * 1024
 _MOST_ORDERED_ROWS = 4
 """Largest number of rows that `torch.sum` adds in the same order in every column.
 
-With more rows, the last columns of a tensor are added in another order than the other columns. A
-parameter that is replicated over the tp dimension has other columns on each rank if the dimension
-splits its neighbours unevenly, and its gradients would get different bits.
+With more rows, the last columns of a tensor are added in another order than the other columns. If
+the tp dimension splits parameters unevenly, a replicated parameter behind them has different
+columns on each rank, so its gradients would get different bits.
 """
 
 
@@ -89,8 +88,8 @@ def add_in_order(addends: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 
     Args:
         addends: Tensors [n] of one dtype.
-        outputs: Tensors like the addends. The first one may be the first addend, and the others
-            may be any addends.
+        outputs: Tensors with the shape and the dtype of the addends. The first output may be the
+            first addend, and the others may be any addends.
     """
     first, second, *further = addends
     dtype = first.dtype
@@ -136,60 +135,51 @@ class SynchronousReduceScatter(ReduceScatter):
         """Reduce `input_tensor` [ranks x n] to `output_tensor` [n]. Synchronous.
 
         Args:
-            output_tensor: This rank's shard of the result.
-            input_tensor: Contribution of this rank.
+            output_tensor: Receives this rank's shard of the sum.
+            input_tensor: Addend of this rank.
             group: The process group.
             op: SUM or AVG.
-            async_op: Not used.
+            async_op: This argument is ignored.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise NotImplementedError(f"reduce-scatter by {op}")
+            raise NotImplementedError(f"reduce-scatter supports SUM and AVG, not {op}")
         self.reduce(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 
 
 class AllToAllReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
-    """Reduce-scatter of `fully_shard` that adds in the order of the ranks.
-
-    Every run therefore gets the same bits.
-    """
+    """Reduce-scatter for `fully_shard` that adds in the order of the ranks, with the same bits."""
 
     def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Write this rank's shard of the sum, see `reduce_scatter`."""
         reduce_scatter(output, stacked, group)
 
 
-def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
+def shard_range(length: int, group: ProcessGroup) -> tuple[int, int]:
     """Return (start, size) of this rank's shard of a dimension."""
-    if group is None:
-        return 0, length
     ranks = group.size()
     rank = group.rank()
     return min(rank * shard_size(length, ranks), length), shard_length(length, ranks, rank)
 
 
-def enter(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def enter(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Return a replicated tensor as input of tensor-parallel code (Megatron's f).
 
     Its gradients are summed over the ranks. Collective in the backward.
     """
-    if group is None:
-        return x
     return _Enter.apply(x, group)
 
 
-def leave(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def leave(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Return the sum of partial tensors over the ranks (Megatron's g). Collective.
 
     The sum may overwrite `x`, so nothing else may use `x` afterwards.
     """
-    if group is None:
-        return x
     return _Leave.apply(x, group)
 
 
-def gather(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int) -> torch.Tensor:
+def gather(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
     """Return the full tensor for replicated code. Collective.
 
     Args:
@@ -198,21 +188,15 @@ def gather(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int
         dim: Dimension along which the tensor is sharded.
         length: Size of the full tensor along `dim`.
     """
-    if group is None:
-        return x
     return _Gather.apply(x, group, dim % x.ndim, length)
 
 
-def split(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Tensor:
+def split(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
     """Return this rank's slice of a replicated tensor. Collective in the backward."""
-    if group is None:
-        return x
     return _Split.apply(x, group, dim % x.ndim)
 
 
-def gather_sum(
-    x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int
-) -> torch.Tensor:
+def gather_sum(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
     """Return the full tensor for code that differs between ranks. Collective.
 
     Args:
@@ -221,24 +205,26 @@ def gather_sum(
         dim: Dimension along which the tensor is sharded.
         length: Size of the full tensor along `dim`.
     """
-    if group is None:
-        return x
     return _GatherSum.apply(x, group, dim % x.ndim, length)
 
 
-def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Tensor:
+def leave_scatter(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
     """Return this rank's shard of the sum of partial tensors along `dim`. Collective."""
-    if group is None:
-        return x
     return _LeaveScatter.apply(x, group, dim % x.ndim)
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
     """Concatenate the shards of all ranks along `dim`. Collective.
 
-    The shards have the sizes `shard_lengths(length, ranks)`. The result is contiguous. If every
+    The shards have the sizes that `torch.chunk` gives them. The result is contiguous. If every
     dimension before `dim` has size 1, as in a micro-batch of one sequence, the shards are received
     directly into the result.
+
+    Args:
+        x: Shard of this rank.
+        group: The process group.
+        dim: Dimension along which the tensor is sharded, not negative.
+        length: Size of the full tensor along `dim`.
     """
     ranks = group.size()
     shape = [*x.shape]
@@ -249,8 +235,8 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
     if _is_outermost(x, dim):
         gathered = x.new_empty(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
         all_gather_single(gathered.view(ranks * shape[0], *shape[1:]), x.contiguous(), group=group)
-        # Only full shards come before a short one and only empty ones after it, so padding sits at
-        # the end.
+        # Only full shards come before a short one and only empty ones after it, so all padding is
+        # at the end.
         return _shortened(gathered, dim, length)
 
     # The collective stacks shards along dim 0: [ranks x shape[0], ...].
@@ -321,18 +307,12 @@ def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor
     return x.narrow(dim, start, size).contiguous()
 
 
-def unshared(grad: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of a gradient that may be changed in place.
+def unshared(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a tensor that may be changed in place.
 
-    Autograd may also use the gradient itself for other inputs.
+    Autograd may use the same tensor as the gradient of several inputs.
     """
-    return grad.contiguous().clone()
-
-
-def _summed(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    total = unshared(x)
-    dist.all_reduce(total, group=group)
-    return total
+    return x.contiguous().clone()
 
 
 class _Enter(torch.autograd.Function):
@@ -343,7 +323,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.group), None
+        total = unshared(grad)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class _Leave(torch.autograd.Function):
@@ -353,7 +335,7 @@ class _Leave(torch.autograd.Function):
             total = x
             ctx.mark_dirty(x)
         else:
-            total = x.contiguous().clone()
+            total = unshared(x)
         dist.all_reduce(total, group=group)
         return total
 
@@ -466,7 +448,7 @@ class AsyncAllReduce:
 
     Args:
         tensor: Tensor that is reduced in place.
-        group: The process group. Without one the value is the tensor as it is.
+        group: The process group, or None if there are no other ranks.
         op: The reduction.
     """
 
@@ -484,7 +466,7 @@ class AsyncAllReduce:
     def value(self) -> torch.Tensor:
         """Wait for the all-reduce and return the reduced tensor.
 
-        Every rank must call this at some time.
+        Every rank must call this once or more.
         """
         if self._work is not None:
             with naming("all-reduce of a small value"):
@@ -494,7 +476,7 @@ class AsyncAllReduce:
 
 
 class AsyncMaximum:
-    """Maximum over ranks that is computed while they continue. Collective.
+    """Maximum over ranks, whose all-reduce starts when the object is created. Collective.
 
     Neither the creation nor `value` waits for kernels that are queued after the creation.
 

@@ -1,25 +1,25 @@
 """Compressed collectives of the data-parallel ranks.
 
-Fewer bytes are sent, and the received values differ from the exact ones by a bounded error.
+They send fewer bytes, and their results differ from the exact ones by a bounded error.
 
     collective          ZeRO stage  sent                                state between steps
-    bucket, int8, int4  0           quantised slices to their owners,   two residuals, with
-                                    quantised sums back                 error feedback
+    bucket, int8, int4  0           quantised slices to their owners,   two residuals, if there
+                                    quantised sums back                 is error feedback
     bucket, PowerSGD    0           two thin factors of each matrix     residual and factors
     all-gather          1 to 3      quantised shards, used by every     none
                                     rank including the sender
-    reduce-scatter      1 to 3      quantised slices to their owners,   residual, with error
-                                    across machines a second time       feedback
+    reduce-scatter      1 to 3      quantised slices to their owners,   residual, if there is
+                                    across machines a second time       error feedback
 
 Error feedback adds the residual of the last step to this step's gradients before they are
 quantised. Vectors (norms, biases) are sent uncompressed. The result has the same bits on every
 rank. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD (arXiv:1905.13727).
 
 Note [Two messages per bucket]
-    A compressed bucket is sent in two messages, and the second one depends on the result of the
-    first. So that both overlap with the backward, the second message of a bucket starts when the
-    bucket after the next one starts. The link then has a message while the first one is summed.
-    Only the order of starts decides this, which is the same on every rank.
+    A compressed bucket is sent in two messages, and the second message depends on the result of the
+    first. Both should overlap with the backward. The second message of a bucket therefore starts
+    when the bucket after the next one starts. The link transfers another message while the first
+    one is summed. Only the order of starts decides this, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
 from plait.sizes import wide_dtype
 
 _FIRST_MESSAGES = 2
-"""Buckets whose first message is under way before the oldest one is waited for."""
+"""Number of buckets whose first message may be in flight. With more, the oldest is waited for."""
 POWERSGD_START = 10
-"""Steps that are reduced uncompressed before PowerSGD starts. Early gradients change too much."""
+"""Number of uncompressed steps before PowerSGD starts, because early gradients change too much."""
 
 
 @dataclass
 class PersistentTensors:
     """Tensors of a compressed collective that persist between steps (residuals, factors), by name.
 
-    A skipped step must not change them, but whether a step is skipped is known only after all of
-    its gradients were sent. If steps may be skipped, the new value of a tensor is written to a
-    second tensor, which replaces the first one when the step is applied.
+    A skipped step must not change them, but the decision to skip a step follows after all of its
+    gradients were sent. If steps may be skipped, the new value of a tensor is written to a second
+    tensor, which replaces the first one when the step is applied.
 
     Attributes:
         revocable: Whether steps may be skipped. Otherwise new values overwrite the old ones.
-        state: Values after the last step that was not skipped, which a checkpoint stores.
+        state: Values after the last step that was not skipped. A checkpoint stores them.
     """
 
     revocable: bool
@@ -68,17 +68,17 @@ class PersistentTensors:
     _spare: dict[str, torch.Tensor] = field(default_factory=dict)
     """Memory for the new values of the next step."""
 
-    def now(self, name: str) -> torch.Tensor:
+    def current(self, name: str) -> torch.Tensor:
         """Return the value of a tensor, including changes in the current step."""
         return self._changed.get(name, self.state[name])
 
     def change(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the value of a tensor, and the tensor for its new value.
 
-        The caller must write the full new value. Both tensors are the same if the old value is not
-        needed any more.
+        The caller must write the full new value. If the old value is no longer needed, both are
+        the same tensor.
         """
-        value = self.now(name)
+        value = self.current(name)
         if self.revocable and name not in self._changed:
             spare = self._spare.pop(name, None)
             if spare is None or spare.shape != value.shape:
@@ -88,7 +88,7 @@ class PersistentTensors:
 
     @property
     def spare_tensors(self) -> list[torch.Tensor]:
-        """Tensors that are in memory in addition to `state`: new values and spare buffers."""
+        """Tensors that use memory in addition to `state`: new values and spare buffers."""
         return [*self._changed.values(), *self._spare.values()]
 
     def end_step(self, *, skipped: bool) -> None:
@@ -103,11 +103,11 @@ class PersistentTensors:
 
 
 class _TwoMessageBuckets(ABC):
-    """Buckets that are sent in two messages, see Note [Two messages per bucket]."""
+    """Base class of buckets that are sent in two messages. See Note [Two messages per bucket]."""
 
     def __init__(self) -> None:
         self._first_messages: list[int] = []
-        """Buckets whose first message is under way, in the order of their starts."""
+        """Buckets whose first message is in flight, in the order of their starts."""
 
     def _after_first_message(self, index: int) -> None:
         """Record that the first message of a bucket was started."""
@@ -116,7 +116,7 @@ class _TwoMessageBuckets(ABC):
             self._start_second_message(self._first_messages.pop(0))
 
     def _start_second_messages(self) -> None:
-        """Start the second message of all buckets. Called after the last bucket was started."""
+        """Start the remaining second messages. Called after the last bucket was started."""
         while self._first_messages:
             self._start_second_message(self._first_messages.pop(0))
 
@@ -164,7 +164,7 @@ class QuantisedBuckets(_TwoMessageBuckets):
         """
         self.buffers: list[torch.Tensor] = []
         self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        """Running collective of a bucket, and the tensor that it fills."""
+        """Running collective of each bucket, and the tensor that receives its result."""
         self.carried = PersistentTensors(revocable)
         for index, flat in enumerate(flats):
             self._add_bucket(index, flat, device, feedback=feedback)
@@ -213,11 +213,11 @@ class QuantisedBuckets(_TwoMessageBuckets):
         if rows is not None:
             packed = gathered.view(rows.shape[0], -1)
             rows.copy_(self._packing(rows).unpack(packed, torch.float32))
-            # A block that is not finite extends beyond the end of the bucket.
+            # The padding of a bucket may be in a block that is not finite.
             rows.view(-1)[self.buffers[index].numel() :].zero_()
 
     def _start_second_message(self, index: int) -> None:
-        """Sum the received slices, and send the sum to all ranks."""
+        """Sum the received slices of a bucket, and send the sum to all ranks."""
         work, received = self._works[index]
         work.wait()
         rows = self._rows[index]
@@ -234,16 +234,21 @@ class QuantisedBuckets(_TwoMessageBuckets):
 
 
 def owned_numel(numel: Any, ranks: Any) -> Any:
-    """Return the elements of a bucket that one rank owns, in full blocks (ints or arrays)."""
+    """Return the elements of a bucket that each rank owns, rounded up to full blocks.
+
+    Args:
+        numel: Elements of the bucket, an int or an array.
+        ranks: Number of ranks, an int or an array.
+    """
     return blocks_of(shard_size(numel, ranks)) * BLOCK
 
 
 @dataclass(frozen=True)
 class _FactoredMatrix:
-    """Matrix of a bucket that is sent as factors, `left.T @ right`.
+    """Matrix of a bucket that is sent as two factors, `left.T @ right`.
 
-    The factors have the shapes [rank, rows] and [rank, columns]. With the transposed shapes, their
-    products with the matrix would take several times as long on a CPU.
+    The factors have the shapes [rank, rows] and [rank, columns]. If they were stored transposed,
+    their products with the matrix would take several times as long on a CPU.
 
     Attributes:
         offset: First element of the matrix in the bucket.
@@ -265,15 +270,15 @@ class _FactoredMatrix:
 class PowerSGDBuckets(_TwoMessageBuckets):
     """Buckets whose matrices are sent as two factors, with error feedback and warm start.
 
-    The results are those of torch's DDP hook. Unlike the hook, the caller's thread issues every
-    collective, in a fixed order, and the left factors overlap with the backward. A matrix is sent
-    uncompressed if its factors have more than half of its elements.
+    The results are those of torch's DDP hook. Unlike with the hook, the caller's thread issues all
+    collectives in a fixed order, and the left factors overlap with the backward. `factor_rank`
+    decides which matrices are sent uncompressed.
 
     Args:
         group: The process group.
         flats: Content of the buckets.
         device: Device of the buckets.
-        rank: Columns of the factors.
+        rank: Rank of the factors.
         uncompressed_steps: Number of initial steps in which gradients are summed uncompressed.
         revocable: Whether steps may be skipped.
 
@@ -297,22 +302,22 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         self._group = group
         self._uncompressed_steps = uncompressed_steps
         self._works: dict[int, tuple[dist.Work, list[torch.Tensor]]] = {}
-        """Running collective of a bucket, and the tensors that it sums.
+        """Running collective of each bucket, and the tensors that it sums.
 
-        These are left factors and uncompressed tensors, then right factors. The list is empty if
-        the bucket itself is summed.
+        The first message sums left factors and uncompressed tensors, and the second one right
+        factors. The list is empty if the bucket itself is summed.
         """
         self._left_sums: dict[int, list[torch.Tensor]] = {}
         """Orthonormal left factors and uncompressed sums of buckets in their second message."""
         self.carried = PersistentTensors(revocable, {"steps": torch.zeros((), dtype=torch.int64)})
         self._factored: dict[int, list[_FactoredMatrix]] = {}
         self._uncompressed: dict[int, list[tuple[int, int]]] = {}
-        """(offset, length) of each tensor that is sent uncompressed, by bucket."""
+        """(offset, length) of the tensors of each bucket that are sent uncompressed."""
 
         bucket_counts = {True: 0, False: 0}
         for index, flat in enumerate(flats):
-            # Buckets of tensor-parallel shards and others are counted separately. A tp rank with
-            # fewer buckets of shards then draws the same factors for replicated tensors.
+            # Buckets of tensor-parallel shards are counted separately, so that tp ranks with
+            # different numbers of them draw the same factors for replicated tensors.
             seed = 2 * bucket_counts[flat.tp_local] + flat.tp_local
             self._add_bucket(index, flat, rank, seed=seed)
             bucket_counts[flat.tp_local] += 1
@@ -353,17 +358,17 @@ class PowerSGDBuckets(_TwoMessageBuckets):
             steps, new_steps = self.carried.change("steps")
             torch.add(steps, 1, out=new_steps)
         buffer = self.buffers[index]
-        is_early = int(self.carried.now("steps")) <= self._uncompressed_steps
+        is_early = int(self.carried.current("steps")) <= self._uncompressed_steps
         if is_early or index not in self._factored:
             work = launched(dist.all_reduce(buffer, group=self._group, async_op=True))
             self._works[index] = (work, [])
             return
 
         last_error, error = self.carried.change(f"{index}.error")
-        # Until `finish` this is the gradient plus the last residual, which the factors approximate.
+        # Until `finish`, `error` is the gradient plus the last residual, which factors approximate.
         torch.add(last_error, buffer, out=error)
         lefts = [
-            _orthonormal(self.carried.now(matrix.right)) @ matrix.view_in(error).T
+            _orthonormal(self.carried.current(matrix.right)) @ matrix.view_in(error).T
             for matrix in self._factored[index]
         ]
         uncompressed = [
@@ -381,7 +386,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         if not rights:
             return
         buffer = self.buffers[index]
-        error = self.carried.now(f"{index}.error")
+        error = self.carried.current(f"{index}.error")
         matrices = self._factored[index]
         sums = self._left_sums.pop(index)
         # `sums` continues with the uncompressed tensors.
@@ -403,7 +408,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         work, sums = self._works[index]
         work.wait()
         matrices = self._factored[index]
-        error = self.carried.now(f"{index}.error")
+        error = self.carried.current(f"{index}.error")
         lefts = [_orthonormal(left) for left in sums[: len(matrices)]]
         self._left_sums[index] = [*lefts, *sums[len(matrices) :]]
         rights = [
@@ -412,7 +417,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         self._works[index] = self._start_sum(rights)
 
     def _start_sum(self, tensors: list[torch.Tensor]) -> tuple[dist.Work, list[torch.Tensor]]:
-        """Start the sum of tensors in one message. Return the work and views of the sums."""
+        """Start the sum of tensors in one message. Return the work, and the sum of each tensor."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         work = launched(dist.all_reduce(flat, group=self._group, async_op=True))
         sizes = [tensor.numel() for tensor in tensors]
@@ -426,7 +431,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
 def _pack(
     packing: Packing, rows: torch.Tensor, carried: PersistentTensors, name: str
 ) -> torch.Tensor:
-    """Pack rows, with error feedback if `carried` has a residual of that name."""
+    """Pack rows with error feedback if `carried` has a residual of this name."""
     if name not in carried.state:
         return packing.pack(rows)
     error, into = carried.change(name)
@@ -434,19 +439,19 @@ def _pack(
 
 
 def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
-    """Return orthonormal rows [rank, n] with the span of `rows`."""
+    """Return orthonormal rows [rank, n] that span the same space as `rows`."""
     return torch.linalg.qr(rows.T).Q.T
 
 
 def factor_rank(shape: Sequence[int], rank: int) -> int:
-    """Return the columns of a tensor's factors, or 0 if it is sent uncompressed.
+    """Return the rank of a tensor's factors, or 0 if it is sent uncompressed.
 
-    A tensor is seen as a matrix with its first dimension as rows. It is sent uncompressed if the
-    factors would have half as many elements or more.
+    The tensor is treated as a matrix whose rows are its first dimension. It is sent uncompressed if
+    the factors would have at least half as many elements as the tensor.
 
     Args:
         shape: Shape of the tensor.
-        rank: Configured number of columns.
+        rank: Configured rank.
     """
     if len(shape) < 2 or not prod(shape):
         return 0
@@ -457,7 +462,12 @@ def factor_rank(shape: Sequence[int], rank: int) -> int:
 
 
 def factor_numel(shape: Sequence[int], rank: int) -> int:
-    """Return the elements that are summed over the ranks for a tensor."""
+    """Return the number of elements that are summed over the ranks for a tensor.
+
+    Args:
+        shape: Shape of the tensor.
+        rank: Configured rank of the factors.
+    """
     factor_columns = factor_rank(shape, rank)
     if factor_columns == 0:
         return prod(shape)
@@ -489,7 +499,7 @@ class QuantisedAllGather(DefaultAllocMixin, AllGather):
         """
         dtype = input_tensor.dtype
         if not dtype.is_floating_point:
-            # torch sends a unit with parameters of several dtypes as bytes.
+            # torch passes the parameters of a unit with several dtypes as bytes.
             all_gather_single(output_tensor, input_tensor, group=group)
             return
         ranks = group.size()
@@ -508,8 +518,8 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
         segments: Shards of the unit's trainable parameters, in the order of the reduce-scatter.
         bits: Bits per element.
         feedback: Whether the residual is added to the next step's gradients.
-        levels: Groups inside and across machines. With them gradients are summed inside a machine
-            first. The sums are quantised a second time and sent across machines once.
+        levels: Groups inside and across machines, or None. With groups, gradients are summed inside
+            a machine first. The sums are quantised again and sent across machines.
         revocable: Whether steps may be skipped.
 
     Attributes:
@@ -558,8 +568,8 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
     ) -> torch.Tensor:
         """Sum inside the machine first, then across machines.
 
-        Ranks are numbered machine by machine. The rows for position l of every machine are sent to
-        position l of this machine first.
+        Ranks are numbered machine by machine. Position l of a machine first receives the rows for
+        the positions l of all machines from the ranks of its machine.
         """
         inside = levels.inside
         across = levels.across
@@ -575,7 +585,7 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
 
 
 def _all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send row r to rank r. Return the received rows in the order of the ranks."""
+    """Send row r to rank r, and return the received rows in the order of the ranks."""
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows, group=group)
     return received

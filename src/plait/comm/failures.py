@@ -1,18 +1,19 @@
 """Failures of one rank or of a collective, which all ranks report.
 
-`naming` names a collective that torch aborted and the likely cause. Shared memory names the rank
-that ended (`comm.shared_memory`). A socket or NCCL only reports that some rank did.
+`naming` raises an error with the name of a collective that torch has aborted, and the likely cause.
+Only waits in shared memory (`comm.shared_memory`) can name the rank that has ended. Sockets and
+NCCL report just that some rank has.
 
 `run_on_all_ranks` raises the first error of any rank on all of them. Otherwise the ranks without an
-error would wait in the next collective until the process group times out. The agreement is one
-all-gather of fixed-size rows, which also carry a short result of each rank.
+error would wait in the next collective until the process group times out. The ranks agree by one
+all-gather of rows of fixed size, which also contain a short result of each rank.
 
-In the debug mode (`ComparedCollectives`) ranks compare a collective before it starts. Ranks that
-issue collectives in another order or with other shapes would hang, or compute wrong numbers if the
-shapes agree. In this mode each rank puts the operation, the shapes, the dtypes and
-the place in the code into the store of the default group, and reads those of other ranks. Two calls
-from different lines are different collectives even if the shapes agree. The mode costs some
-messages per collective, and Python code for every operator.
+In the debug mode (`ComparedCollectives`) ranks compare a collective before it starts. Without this
+mode, ranks that issue collectives in different orders or with different shapes would hang, or
+compute wrong numbers if the shapes agree. Each rank writes the operation, the shapes, the dtypes
+and the place in the code to the store of the default group, and reads those of other ranks. Calls
+from different lines count as different collectives even if the shapes agree. The mode costs some
+messages per collective, and runs Python code for every operator.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
 from plait.cluster.small_messages import all_gather_bytes
 from plait.comm.hang import Wait, describe_tensor
 from plait.comm.stacks import is_library
-from plait.comm.watch import WATCH, users_line
+from plait.comm.watch import WATCH, group_label, users_line
 from plait.errors import CheckpointError, CommunicationError, PlaitError
 
 T = TypeVar("T")
@@ -50,11 +51,11 @@ _UNCOMPARED = (
     "_wrap_tensor_autograd",
     "monitored_barrier_",
 )
-"""Operators that not all ranks of the group call, or that do not communicate."""
+"""Operators that not all ranks of a group call, or that do not communicate."""
 _MOST_SHAPES = 4
-"""Number of tensors of a call that are described."""
+"""Largest number of tensors per call whose shapes are described."""
 _STORED_CALLS = 2
-"""Number of descriptions per group and rank that stay in the store."""
+"""Number of calls per group and rank whose descriptions stay in the store."""
 
 
 @contextmanager
@@ -82,7 +83,7 @@ def failed_collective(error: BaseException, operation: str) -> CommunicationErro
         operation: Name of the collective for the message.
 
     Returns:
-        An error with the cause as far as it is known. None if `error` is not of a collective.
+        An error with the cause, as far as it is known. None if `error` is not a collective's.
     """
     text = str(error)
     # gloo raises a plain RuntimeError for a connection that another process has closed.
@@ -95,7 +96,7 @@ def failed_collective(error: BaseException, operation: str) -> CommunicationErro
         reason = WATCH.hang_cause
     elif "imed out" in text or "imeout" in text:
         reason = (
-            f"{rank} waited for ranks that did not take part: one is stuck, or issues other"
+            f"{rank} waited for ranks that did not take part, because they are stuck or issue other"
             " collectives"
         )
     else:
@@ -121,18 +122,18 @@ def run_on_all_ranks(
 
     Args:
         work: Local work without collectives.
-        encode_result: Encodes the result of `work` as at most 64 bytes for the other ranks.
+        encode_result: Returns at most 64 bytes for the other ranks, given the result of `work`.
         device: Device of the tensors that are gathered.
         activity: Description of the work for error messages.
         group: Group of all ranks. None is the default one.
         error_class: Class of the error that is raised.
 
     Returns:
-        This rank's result, and the 64 bytes of every rank.
+        This rank's result, and the bytes of every rank, padded with zeros to 64.
 
     Raises:
-        PlaitError: The work of a rank failed. All ranks raise `error_class` with the message of the
-            lowest such rank.
+        PlaitError: The work of a rank failed. All ranks raise an `error_class` with the message of
+            the lowest such rank.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -142,7 +143,7 @@ def run_on_all_ranks(
         result = work()
         encoded = encode_result(result)
         assert len(encoded) <= _RESULT_BYTES, len(encoded)
-    except Exception as error:  # any error: the other ranks wait for this one
+    except Exception as error:  # any error, because the other ranks wait for this one
         failure = error
         encoded = b""
         message = _describe(error).encode()[:_MESSAGE_BYTES]
@@ -184,7 +185,7 @@ class _ComparedCall:
         group: Name of the process group.
         rank: This process's rank in the group.
         description: Operation, shapes, line of user code, and callers. Equal on all ranks.
-        wait: Entry of the board while ranks are compared, with the number of the collective in its
+        wait: Wait to publish while ranks are compared, with the number of the collective in its
             group and the global ranks of the group.
     """
 
@@ -199,7 +200,7 @@ class _ComparedCall:
 
 
 class ComparedCollectives(TorchDispatchMode):
-    """Dispatch mode in which the collectives of this thread are compared.
+    """Dispatch mode that compares the collectives of this thread with those of other ranks.
 
     All ranks must enter it, or none.
     """
@@ -247,7 +248,7 @@ class ComparedCollectives(TorchDispatchMode):
             },
             wait=Wait(
                 operation,
-                _axis(group),
+                group_label(group.group_desc, name),
                 since=time.monotonic(),
                 sequence=self._counts[name],
                 shape=shapes,
@@ -276,8 +277,8 @@ class ComparedCollectives(TorchDispatchMode):
         except dist.DistStoreError as error:
             raise CommunicationError(
                 f"{this_rank['call']} over {call.wait.axis}, number {call.wait.sequence}, at"
-                f" {this_rank['line']}: rank {call.wait.members[other]} has not begun it."
-                f" {WATCH.hang_cause}"
+                f" {this_rank['line']}: rank {call.wait.members[other]} has not started it"
+                f" within the timeout. {WATCH.hang_cause}"
             ) from error
 
         theirs = json.loads(self._store.get(key))
@@ -293,14 +294,8 @@ class ComparedCollectives(TorchDispatchMode):
             )
 
 
-def _axis(group: dist.ProcessGroup) -> str:
-    if group is dist.group.WORLD:
-        return "all ranks"
-    return group.group_desc.removeprefix("mesh_")
-
-
 def _callers(frame: Any) -> str:
-    """Return the functions and lines of user and Plait code on the stack."""
+    """Return the functions and line numbers of all code on a stack that is not of a library."""
     places = []
     while frame is not None:
         if not is_library(frame.f_code.co_filename):

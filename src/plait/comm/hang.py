@@ -1,16 +1,16 @@
 """Hang detection: boards on which ranks publish their progress, and the search for late ranks.
 
 A board is a small file with the step and the phase of a rank, the collectives that it waits for,
-and a heartbeat. The rank maps the file into memory. A write is a store to memory, so it is cheap
-and needs no lock. Other processes (`comm.watch`, the launcher) can read the board while the rank is
-stopped, holds the interpreter's lock or has ended. Times are those of the monotonic clock, which
-all processes of a machine share.
+and a heartbeat. The rank maps the file into memory, so that a write is a cheap store without a
+lock. Other processes (`comm.watch`, the launcher) can read the board while the rank is stopped,
+holds the interpreter's lock or has ended. Times are those of the monotonic clock, which all
+processes of a machine share.
 
 Note [Late ranks]
-    A rank is late for a collective if it is a member of its group and has not begun it. A late
+    A rank is late for a collective if it is a member of its group and has not started it. A late
     rank that waits for another collective is not the cause, so the search continues with the ranks
-    that are late for that one. If the search returns to ranks that it has visited, the ranks issue
-    different collectives and wait for each other.
+    that are late for the other collective. If it only finds ranks that it has visited before, the
+    ranks issue different collectives and wait for each other.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from plait.files import anonymous_file
 from plait.sizes import dtype_name
 
 BYTES = 16 * 1024
-"""Size of a board."""
+"""Size of a board in bytes."""
 _MAGIC = b"plait-1\0"
 # Magic, process, rank, timeout.
 _HEAD = struct.Struct("<8sqqd")
 # Step, phase, time at which the phase began.
 _PROGRESS = struct.Struct("<qqd")
-# Time at which the wait began (0 if there is none), length of the JSON text behind it.
+# Time at which the wait began (0 if there is none), length of the JSON text that follows.
 _WAIT = struct.Struct("<dH")
-# Time of the last heartbeat, length of the JSON text behind it.
+# Time of the last heartbeat, length of the JSON text that follows.
 _HEARTBEAT = struct.Struct("<dH")
 _PROGRESS_OFFSET = 64
 _WAIT_OFFSET = 128
@@ -52,10 +52,10 @@ _WAIT_TEXT_BYTES = _HEARTBEAT_OFFSET - _WAIT_TEXT_OFFSET
 _SIGN_TEXT_BYTES = BYTES - _SIGN_TEXT_OFFSET
 
 PHASES = ("start", "between steps", "forward", "backward", "update", "evaluation", "checkpoint")
-"""Phases of a rank, as messages name them."""
+"""Names of the phases of a rank, for messages."""
 START, BETWEEN, FORWARD, BACKWARD, UPDATE, EVALUATION, CHECKPOINT = range(len(PHASES))
 HEARTBEAT_SECONDS = 3.0
-"""Silence after which an interpreter counts as stopped, or its lock as held by a call."""
+"""Time without a heartbeat after which a call counts as holding the interpreter's lock."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Wait:
     """A collective that a rank has started and that has not finished.
 
     Attributes:
-        operation: For example `all-reduce`.
+        operation: Name of the operation, for example `all-reduce`.
         axis: Mesh dimension, or another name of the group.
-        since: Time at which the rank began it.
-        sequence: Number of the collective in its group, or 0 if it is not known.
+        since: Time at which the rank started the collective.
+        sequence: Number of the collective in its group, or 0 if it is unknown.
         shape: Shapes and dtypes of the tensors.
-        missing: Ranks that have not taken part, if this rank can see that.
-        members: Ranks of the group.
-        seen: Time at which it was last observed. Infinite if the rank itself removes the entry at
-            the end of the wait.
+        missing: Global ranks that have not taken part, or None if this rank cannot tell.
+        members: Global ranks of the group. Empty if they are unknown.
+        seen: Time at which the wait was last observed. Infinite if the rank itself removes the wait
+            from its board when it ends.
     """
 
     operation: str
@@ -84,7 +84,7 @@ class Wait:
     seen: float = math.inf
 
     def is_same_collective(self, other: Wait) -> bool:
-        """Return whether the wait of another rank is for the same collective."""
+        """Return True if another rank waits for the same collective."""
         return (self.operation, self.axis, self.members, self.sequence) == (
             other.operation,
             other.axis,
@@ -99,15 +99,15 @@ class BoardContent:
 
     Attributes:
         rank: Global rank.
-        process: Number of the process.
+        process: Number of the process (PID).
         timeout_seconds: Longest time that a wait may take.
         step: Step of the training.
         phase: Index in `PHASES`.
         since: Time at which the phase began.
         heartbeat: Time at which the interpreter last ran the watching thread, or at which the
             board was created.
-        waits: Unfinished collectives. The one of the main thread is first.
-        line: Line of user code that the main thread was at, for example `train.py:33`.
+        waits: Unfinished collectives. The wait that the main thread has published comes first.
+        line: Line of user code that the main thread executed, for example `train.py:33`.
     """
 
     rank: int
@@ -132,7 +132,7 @@ class Board:
     Args:
         rank: Global rank.
         timeout_seconds: Longest time that a wait may take.
-        path: File of the board. Without one the file is anonymous, and disappears with the process.
+        path: File of the board, or None for an anonymous file that disappears with the process.
 
     Attributes:
         path: Path under which other processes can open the board.
@@ -177,11 +177,11 @@ class Board:
 
     @property
     def now(self) -> tuple[int, int, float]:
-        """Step, phase, and start time of the phase."""
+        """Step, phase, and time at which the phase began."""
         return _PROGRESS.unpack_from(self._memory, _PROGRESS_OFFSET)
 
     def wait(self, wait: Wait) -> None:
-        """Record that the main thread starts to wait. Call this before the wait."""
+        """Record a wait of the main thread. Call this before the wait."""
         text = _wait_text(wait)
         self._memory[_WAIT_TEXT_OFFSET : _WAIT_TEXT_OFFSET + len(text)] = text
         _WAIT.pack_into(self._memory, _WAIT_OFFSET, wait.since, len(text))
@@ -199,8 +199,8 @@ class Board:
         """Record a heartbeat, with the observations of the watching thread.
 
         Args:
-            waits: Unfinished collectives that torch recorded. The last ones are omitted if not all
-                of them fit.
+            waits: Unfinished collectives that torch recorded. If they do not fit, the last ones
+                are omitted.
             line: Line of user code that the main thread executes.
             seen: Time of the observation.
         """
@@ -219,18 +219,17 @@ class Board:
 
 
 def _no_room(error: OSError, path: Path | None) -> InputError:
-    purpose = "in which a process publishes what it waits for"
+    purpose = f"a file of {BYTES:,} bytes, in which each process publishes what it waits for"
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        rule = (
-            f"processes may write files of {limit:,} bytes at most, and need one of {BYTES:,},"
-            f" {purpose}"
+        return InputError(
+            f"ulimit -f: processes may write at most {limit:,} bytes to a file, and Plait requires"
+            f" {purpose}; raise the limit: ulimit -f unlimited"
         )
-        return InputError(f"ulimit -f: {rule}; raise the limit: ulimit -f unlimited")
     folder = "memory" if path is None else str(path.parent)
-    remedy = "free some space, or name another folder for temporary files with TMPDIR"
     return InputError(
-        f"{folder}: no space for {BYTES:,} bytes ({error.strerror}), {purpose}; {remedy}"
+        f"{folder}: no space for {purpose} ({error.strerror}); free some space, or set TMPDIR to"
+        " another folder for temporary files"
     )
 
 
@@ -241,7 +240,7 @@ def read_board(path: Path) -> BoardContent | None:
     except OSError:
         return None
     try:
-        # There is no lock. Two equal reads in sequence show that the owner did not write meanwhile.
+        # There is no lock. Two equal reads show that the owner did not write between them.
         data = os.pread(descriptor, BYTES, 0)
         for _ in range(3):
             next_data = os.pread(descriptor, BYTES, 0)
@@ -313,7 +312,7 @@ class Waiting:
     Attributes:
         rank: Global rank.
         wait: The collective.
-        line: Line of user code that the rank is at.
+        line: Line of user code that the rank executes.
         seconds: Duration of the wait so far.
     """
 
@@ -329,8 +328,8 @@ class Hang:
 
     Attributes:
         waiting: Ranks that wait for the same collective. The first one has exceeded the timeout.
-        late: Ranks that are the cause. Empty if the ranks wait for each other.
-        cycle: Ranks that wait for each other in different collectives.
+        late: Ranks that cause the hang. Empty if the ranks wait for each other.
+        cycle: Ranks that wait for each other in different collectives. Empty if ranks are late.
         timeout_seconds: Longest time that a wait may take.
     """
 
@@ -348,7 +347,7 @@ class Hang:
 
 
 def find_hang(readings: Mapping[int, BoardContent], now: float) -> Hang | None:
-    """Return the hang if a rank's wait has reached its timeout, else None.
+    """Return the hang if the wait of a rank has reached its timeout, and None otherwise.
 
     Args:
         readings: Boards by global rank.
@@ -384,7 +383,7 @@ def _waiting_ranks(readings: Mapping[int, BoardContent], now: float) -> list[Wai
 
 
 def _detail_order(wait: Wait) -> tuple[bool, bool, float]:
-    """Return a key that sorts waits by detail: known missing ranks first, then known members."""
+    """Return a sort key: waits with known missing ranks first, then waits with known members."""
     return wait.missing is None, not wait.members, wait.since
 
 
@@ -403,7 +402,7 @@ def _find_late(
             other = by_rank.get(rank)
             if other is None or other.wait.is_same_collective(current.wait):
                 # The rank waits for nothing, or its board cannot be read, or it waits for this
-                # collective although it has not taken part.
+                # collective although it counts as missing.
                 causes.add(rank)
             elif rank not in visited:
                 queue.append(other)
@@ -429,7 +428,7 @@ def _missing_ranks(waiting: Waiting, readings: Mapping[int, BoardContent]) -> Se
 def describe_cause(
     hang: Hang, readings: Mapping[int, BoardContent], *, ended: Collection[int] = ()
 ) -> str:
-    """Return a line about the cause of a hang, for the user.
+    """Return a line for the user about the cause of a hang.
 
     Args:
         hang: Result of `find_hang`.
@@ -496,14 +495,14 @@ def _collective(waiting: Waiting) -> str:
 def condition(
     reading: BoardContent, now: float, *, state: str = "", line: str = "", stack: str = ""
 ) -> str:
-    """Return a line about the progress and the condition of a rank, for the user.
+    """Return a line for the user about the progress and the condition of a rank.
 
     Args:
         reading: The rank's board.
         now: Time of the monotonic clock.
-        state: The kernel's letter for the state of the process.
-        line: Line that the main thread is at. Without it the board's line is used.
-        stack: File with the stacks of the rank's threads.
+        state: Result of `stacks.state` for the rank's process.
+        line: Line that the main thread executes. If it is empty, the line of the board is used.
+        stack: File with the stacks of the rank's threads, or an empty string.
     """
     text = (
         f"rank {reading.rank} (process {reading.process}): step {reading.step},"

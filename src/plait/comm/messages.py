@@ -2,16 +2,16 @@
 
 Note [Groups of messages]
     Each direction (to higher ranks, to lower ranks) has its own process group. The messages from
-    one rank to another are then one ordered stream, which no message in the other direction can
-    block. Sends return at once and reference their tensors until they are delivered. Both ranks of
-    a pair must agree on the order of their messages, which comes from a schedule that every rank
-    has.
+    one rank to another are therefore one ordered stream, which no message in the other direction
+    can block. Sends return at once, and reference their tensors until these are delivered. Both
+    ranks of a pair must agree on the order of their messages. It follows from the schedule, which
+    all ranks know.
 
     gloo matches the messages of each pair separately. NCCL executes the operations of a
     communicator one after another, whoever the peer is. A receive that was started early would
     delay this rank's next send, and stages would wait for each other in a circle. With NCCL and
-    more than two ranks each direction therefore has three groups (lanes), and in none of them a
-    rank has more than one peer.
+    more than two ranks each direction therefore has three groups (lanes), in each of which a rank
+    has at most one peer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from plait.errors import CommunicationError
 
 @dataclass(frozen=True)
 class PendingReceive:
-    """Tensors that are being received. Their values are valid after `wait`.
+    """Tensors that are being received, whose values are valid after `wait`.
 
     Attributes:
         tensors: Buffers of the tensors.
@@ -74,11 +74,11 @@ def lane(source: int, destination: int) -> int:
 
 
 class Messenger:
-    """Point-to-point messages of one rank. Ranks are those within the group.
+    """Point-to-point messages of one rank. Arguments and attributes are ranks within the group.
 
     Args:
-        groups: Groups to higher ranks and to lower ranks, for every lane, or one pair for all
-            messages.
+        groups: Pairs of the group for messages to higher ranks and the group for messages to lower
+            ranks: one pair per lane, or one pair for all messages.
         device: Device of the tensors.
 
     Attributes:
@@ -96,7 +96,8 @@ class Messenger:
         self._groups = tuple(groups)
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._tag = 0
-        """Tag of all messages. A failure changes it, so that later messages match no earlier one.
+        """Tag of all messages. It changes after a failure, so that later messages match no earlier
+        ones.
         """
         self._lost: list[tuple[dist.Work, torch.Tensor]] = []
         self._has_begun = False
@@ -156,7 +157,7 @@ class Messenger:
     def forget(self) -> None:
         """Abandon the messages in flight after a failure on all ranks.
 
-        They are not waited for, and no later receive can match them.
+        Nothing waits for them, and no later receive can match them.
 
         Raises:
             CommunicationError: The backend is NCCL and messages are in flight. NCCL matches

@@ -1,8 +1,8 @@
-"""Stacks of another process's threads.
+"""Stacks of the threads of another process.
 
-The other process writes them in a signal handler that is implemented in C (`faulthandler`). It
-therefore works while a call holds the interpreter's lock. A stopped process is resumed for it, and
-is not stopped afterwards.
+The other process writes them in a signal handler that is implemented in C (`faulthandler`), which
+works even while a call holds the interpreter's lock. A stopped process is resumed for this, and is
+not stopped again.
 
 The module does not import torch, because the launcher also uses it.
 """
@@ -21,13 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 
 SIGNAL = signal.SIGRTMAX - 2
-"""Real-time signal that makes a process write its stacks. Users, Slurm and debuggers use others."""
+"""Real-time signal that makes a process write its stacks. Slurm and debuggers use other ones."""
 ENDED = ("", "Z", "X")
 """States of a process that has ended, as `state` returns them."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _WORKER_FILE = "launching" + os.sep + "worker.py"
-"""End of the path of the file of Plait that runs the user's script under `plait launch`."""
+"""End of the path of the module that runs the user's script under `plait launch`."""
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -41,12 +41,12 @@ _LIBRARIES = _library_folders()
 
 
 def is_users(path: str) -> bool:
-    """Return whether a source file is user code: part of neither Plait nor a library."""
+    """Return True if a source file is user code, and not part of Plait or of a library."""
     return not path.startswith(_PACKAGE) and not is_library(path)
 
 
 def is_library(path: str) -> bool:
-    """Return whether a source file belongs to an installed library or to Python."""
+    """Return True if a source file belongs to an installed library or to Python."""
     return path.startswith((*_LIBRARIES, "<")) or path.endswith(_WORKER_FILE)
 
 
@@ -57,7 +57,7 @@ def users_line(stack: Path | None) -> str:
         stack: File that `collect` wrote.
 
     Returns:
-        The innermost line of any code if no frame is of user code. Empty without a stack.
+        The line, or that of the innermost frame if no frame is user code. Empty without a stack.
     """
     if stack is None:
         return ""
@@ -81,13 +81,13 @@ def collect(process: int, written: Path, copy: Path, seconds: float) -> Path | N
     """Make a process write its stacks, and copy them.
 
     Args:
-        process: Number of the process.
+        process: Number of the process (PID).
         written: File to which the process appends its stacks.
         copy: File that receives the new stacks. Its folder is created.
         seconds: Longest time to wait.
 
     Returns:
-        `copy`, or None if the process wrote nothing in time or cannot be signalled.
+        `copy`, or None if the process has written nothing in time or cannot receive the signal.
     """
     size_before = _size(written)
     try:
@@ -119,16 +119,16 @@ def collect(process: int, written: Path, copy: Path, seconds: float) -> Path | N
 def new_folder() -> Path:
     """Create a folder for stack files that are kept after the run.
 
-    Only this user can enter it. Its name cannot be predicted, so that no other user of the machine
-    can put a link there first, through which this process would overwrite a file of its own user.
+    Only this user can enter it. Its name cannot be predicted. Otherwise another user of the machine
+    could create a link with that name first, and this process would overwrite the link's target.
     """
     return Path(tempfile.mkdtemp(prefix=f"plait-stacks-{time.strftime('%Y%m%d-%H%M%S')}-"))
 
 
 def state(process: int) -> str:
-    """Return the kernel's letter for the state of a process.
+    """Return the kernel's letter for the state of a process, for example `T` for a stopped one.
 
-    `T` means stopped and `Z` means ended. The result is empty if there is no such process.
+    The result is an empty string if there is no such process.
     """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -137,10 +137,10 @@ def state(process: int) -> str:
 
 
 def machine() -> str:
-    """Return an identifier that is equal for processes that see each other's `/proc`.
+    """Return an identifier that is equal for processes that see each other in `/proc`.
 
-    It consists of the boot id and the PID namespace, because containers on one machine share the
-    boot id but not their processes.
+    It contains the boot id and the PID namespace, because containers on one machine have the same
+    boot id but do not see each other's processes.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

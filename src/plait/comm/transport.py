@@ -1,7 +1,7 @@
 """Transport of a data-parallel group's collectives: shared memory or torch.
 
-`connect` decides once per group, with the same result on every rank, and records the reason. Shared
-memory is for tensors on the CPU. gloo sends them through loopback sockets, which is several times
+`connect` decides once per group, with the same result on every rank, and returns the reason. Shared
+memory is for tensors on the CPU, which gloo would send through loopback sockets several times
 slower. GPUs use NCCL.
 """
 
@@ -22,7 +22,7 @@ from plait.comm.shared_memory.host import SharedMemoryGroup, SharedMemoryUnavail
 from plait.errors import ConfigError, Problem
 
 TransportName = Literal["prefer-shared-memory", "shared-memory", "torch"]
-"""Requested transport. `prefer-shared-memory` falls back to torch, `shared-memory` does not."""
+"""Requested transport. `prefer-shared-memory` falls back to torch. `shared-memory` does not."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Transport:
     Attributes:
         name: The selected transport.
         reason: Reason of the selection, for reports.
-        buckets: Creates buffers that are summed over the group. Collective.
-        all_gather: Replaces the all-gather of `fully_shard`. None leaves torch's.
-        reduce_scatter: Replaces the reduce-scatter of `fully_shard`. None leaves torch's.
-        host: Shared memory of the ranks, if they use it.
+        buckets: Function that creates buffers that are summed over the group. Collective.
+        all_gather: Replacement for the all-gather of `fully_shard`, or None to use torch's.
+        reduce_scatter: Replacement for the reduce-scatter of `fully_shard`, or None to use torch's.
+        host: Shared memory of the ranks, or None if they do not use it.
     """
 
     name: Literal["torch", "shared-memory"]
@@ -83,7 +83,7 @@ def connect(
         return _torch_transport(group, device, str(unavailable))
 
     def make_buckets(flats: Sequence[Flat]) -> Buckets:
-        # Buckets may be too large for the shared memory although the group has some.
+        # Buckets may be too large for shared memory, even if the group can share memory.
         try:
             return SharedBuckets(host, flats)
         except SharedMemoryUnavailable as unavailable:

@@ -1,18 +1,19 @@
-"""Hang watch: observes the waits of this process for other ranks.
+"""Hang watch: observes how long this process waits for other ranks.
 
 The process publishes its progress and its waits on a board (`comm.hang.Board`). A thread observes
-the collectives that torch has recorded.
+the collectives that torch records.
 
 Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs
 (`cli.launching.failures`). Under other launchers, such as torchrun, the thread reads the boards of
-the ranks on this machine. It prints which rank is late, and ends this process if its collective has
-not given up by itself. There is no alarm before a wait has taken the timeout of the process group.
+the ranks on this machine. It prints which rank is late, and ends this process if its collective
+does not time out by itself. Nothing is reported before a wait has reached the timeout of the
+process group.
 
 Note [Order of timeouts]
-    The process that sees all ranks should report a hang first, because only it can name the late
-    rank. `arm` therefore extends the timeout of torch's collectives by LATER_SECONDS if a launcher
-    watches, and by LATER_ALONE_SECONDS otherwise. A rank whose collective does not give up even
-    then ends itself 2 x LATER_SECONDS after the timeout.
+    A process that reads the boards should report a hang before torch does, because only it can name
+    the late rank. `arm` therefore extends the timeout of torch's collectives by LATER_SECONDS if a
+    launcher watches, and by LATER_ALONE_SECONDS otherwise. If the collective of a rank does not
+    time out even then, the rank ends itself 2 x LATER_SECONDS after the original timeout.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from plait.comm.hang import Board, BoardContent, Wait, read_board
 from plait.files import anonymous_file
 
 LOOK_SECONDS = 0.5
-"""Interval at which the thread looks at this process."""
+"""Interval at which the thread observes this process."""
 LATER_SECONDS = 10.0
 """Extension of the collectives' timeout if a launcher watches, see Note [Order of timeouts]."""
 LATER_ALONE_SECONDS = 4.0
@@ -56,22 +57,22 @@ LATER_ALONE_SECONDS = 4.0
 _UNSEEN_SECONDS = 1.0
 """Age up to which a wait is ignored."""
 _STACK_SECONDS = 2.0
-"""Time within which a process must have written its stacks."""
+"""Longest time to wait for a process to write its stacks."""
 _MOST_STACKS = 2
 """Largest number of late ranks whose stacks are collected."""
 _MOST_WAITS = 8
 """Largest number of waits that are published."""
 _EXIT_CODE = 5
-"""Exit code of a process that ends itself, which is that of a CommunicationError."""
+"""Exit code of a process that ends itself: the one of a CommunicationError."""
 
 
 class Watch:
     """Hang watch of one process. `WATCH` is the only instance outside tests.
 
     Attributes:
-        board: Board of the process. None while nothing is watched. A single process is not
+        board: Board of the process, or None while nothing is watched. A single process is not
             watched, because it has no other ranks to wait for.
-        hang_cause: Cause of the last hang, for the error of the collective that gives up.
+        hang_cause: Cause of the last hang, for the error of a collective that times out.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class Watch:
         self._group: dist.ProcessGroup | None = None
         self._peers: dict[int, _Peer] = {}
         self._axes: dict[str, str] = {}
-        """Names of groups in messages, by torch's names."""
+        """Names of groups for messages, by torch's names of the groups."""
         self._launcher_watches = False
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
@@ -88,9 +89,9 @@ class Watch:
         self._observed: tuple[float, tuple[Wait, ...], str] = (0.0, (), "")
         """Start of the phase, waits and line of the last observation."""
         self._looked = 0.0
-        """Time of the last observation."""
+        """Time at which torch's recorder was last read."""
         self._unfinished: dict[UnfinishedCollective, float] = {}
-        """Start of each recorded collective, by the monotonic clock."""
+        """Start time of each unfinished collective, by the monotonic clock."""
         self._reported = False
 
     def progress(self, step: int, phase: int) -> None:
@@ -105,7 +106,7 @@ class Watch:
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Record another phase inside the block, and return to the current one afterwards."""
+        """Record another phase for the duration of the block, and then the current phase again."""
         if self.board is None:
             yield
             return
@@ -118,7 +119,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Publish, while the block runs, a wait that torch does not record."""
+        """Publish a wait that torch does not record, for the duration of the block."""
         if self.board is None:
             yield
             return
@@ -129,14 +130,15 @@ class Watch:
             self.board.waited()
 
     def update_wait(self, wait: Wait) -> None:
-        """Publish a change of the wait. Called inside `waiting`."""
+        """Replace the published wait. Call this inside `waiting`."""
         if self.board is not None:
             self.board.wait(wait)
 
     def arm(self) -> None:
         """Start watching the waits of the default group's ranks. Collective.
 
-        Call this once per default group. Does nothing for a single rank or a fake group.
+        Further calls for the same default group do nothing, nor do calls for a single rank or a
+        fake group.
         """
         group = dist.group.WORLD
         if group is None or group is self._group or group.size() == 1 or is_fake():
@@ -165,7 +167,7 @@ class Watch:
         atexit.register(self.disarm)
 
     def name_axes(self, mesh: Mesh) -> None:
-        """Use the names of a mesh's dimensions for its groups in messages."""
+        """Use the names of a mesh's dimensions as names of its groups in messages."""
         for axis in mesh.device_mesh.mesh_dim_names or ():
             group = mesh.group(axis)
             if group is not None:
@@ -180,7 +182,7 @@ class Watch:
                 self._axes.setdefault(group.group_name, axis)
 
     def name_group(self, group: dist.ProcessGroup | None, name: str) -> None:
-        """Set the name of a group's collectives in messages. Does nothing if `group` is None."""
+        """Set the name of a group in messages. Without a group this does nothing."""
         if group is not None:
             self._axes[group.group_name] = name
 
@@ -221,7 +223,7 @@ class Watch:
             self.look(board)
 
     def look(self, board: Board) -> None:
-        """Publish the waits of this process. Without a watching launcher, also look for a hang."""
+        """Publish the waits of this process, and report a hang unless a launcher watches."""
         now = time.monotonic()
         _, _, since = board.now
         if now - since < _UNSEEN_SECONDS and not board.waiting_since:
@@ -237,8 +239,8 @@ class Watch:
             self._report(now)
         if longest >= board.timeout_seconds + 2 * LATER_SECONDS:
             _print(
-                f"process {os.getpid()} has waited {2 * LATER_SECONDS:g} s longer than its timeout,"
-                " and ends itself"
+                f"process {os.getpid()} has waited {2 * LATER_SECONDS:g} s longer than its timeout"
+                " and ends now"
             )
             end_process(_EXIT_CODE)
 
@@ -273,7 +275,7 @@ class Watch:
         return list(waits)
 
     def _recorded_waits(self, now: float) -> tuple[Wait, ...]:
-        """Return the recorded collectives that have been running longer than `_UNSEEN_SECONDS`."""
+        """Return the unfinished collectives that are older than `_UNSEEN_SECONDS`."""
         waits = []
         for collective, start in self._unfinished.items():
             if now - start >= _UNSEEN_SECONDS:
@@ -281,7 +283,7 @@ class Watch:
                     Wait(
                         operation=collective.operation.replace("_", "-"),
                         axis=self._axes.get(collective.group)
-                        or _axis(collective.description, collective.group),
+                        or group_label(collective.description, collective.group),
                         since=start,
                         sequence=collective.sequence,
                         shape=collective.shapes,
@@ -293,11 +295,15 @@ class Watch:
     def _starts(
         self, collectives: Sequence[UnfinishedCollective], *, after: float
     ) -> dict[UnfinishedCollective, float]:
-        """Return the start time of each collective on the monotonic clock.
+        """Return the start time of each collective by the monotonic clock.
 
-        The recorder uses the system clock, which may be set while a collective waits. A collective
-        that was seen before therefore keeps its start, and a new one cannot have begun before
-        `after`, the last observation.
+        torch's recorder uses the system clock, which may be adjusted while a collective waits. A
+        collective that was observed before therefore keeps its start time, and the others have
+        started after the last observation.
+
+        Args:
+            collectives: Unfinished collectives of this process.
+            after: Time of the last observation.
         """
         now = time.monotonic()
         system_now = time.time()
@@ -311,7 +317,7 @@ class Watch:
         return starts
 
     def _line(self) -> str:
-        """Return the user code line that the main thread executes, and the last unit collective."""
+        """Return the line of user code that the main thread executes, and the last unit's name."""
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return ""
@@ -336,7 +342,7 @@ class Watch:
         states = {rank: stacks.state(reading.process) for rank, reading in readings.items()}
         ended = [rank for rank, state in states.items() if state in stacks.ENDED]
         self.hang_cause = hang.describe_cause(diagnosis, readings, ended=ended)
-        # Every waiting rank gets here. One of them prints the report.
+        # Every waiting rank reaches this point, and one of them prints the report.
         if min(waiting.rank for waiting in diagnosis.waiting) != dist.get_rank():
             return
 
@@ -348,7 +354,7 @@ class Watch:
 
     def _report_rank(self, rank: int, reading: BoardContent, now: float, folder: Path) -> None:
         """Collect the stacks of a rank and print its condition."""
-        # Before the stacks are collected, which resumes a stopped process.
+        # The state is read first, because collecting the stacks resumes a stopped process.
         state = stacks.state(reading.process)
         stack = stacks.collect(
             reading.process, self._peers[rank].stack, folder / f"rank-{rank}.txt", _STACK_SECONDS
@@ -378,8 +384,13 @@ def _print(text: str) -> None:
     os.write(2, f"plait: {text}\n".encode())
 
 
-def _axis(description: str, group: str) -> str:
-    """Return a name for a group from torch's description, such as `mesh_dp_shard`."""
+def group_label(description: str, group: str) -> str:
+    """Return a name of a process group for messages.
+
+    Args:
+        description: torch's description of the group, for example `mesh_dp_shard`.
+        group: torch's name of the group, which is used if there is no description.
+    """
     if description == "default_pg":
         return "all ranks"
     if description in ("", "undefined"):
@@ -390,7 +401,7 @@ def _axis(description: str, group: str) -> str:
 def users_line(frame: FrameType) -> str:
     """Return the innermost line of user code on a stack, for example `train.py:33`.
 
-    The result is the innermost line of any code if there is no user code.
+    If there is no user code on the stack, the result is the innermost line of any code.
     """
     line_frame: FrameType | None = frame
     while line_frame is not None:
@@ -402,11 +413,11 @@ def users_line(frame: FrameType) -> str:
 
 
 WATCH = Watch()
-"""Watch of this process. A process has one main thread, so it has one watch."""
+"""Hang watch of this process."""
 
 
 def _leave_board_to_parent() -> None:
-    """Drop the board in a forked child, which shares its memory and must not write to it."""
+    """Drop the board in a forked child, which shares its memory but must not write to it."""
     WATCH.board = None
 
 

@@ -45,6 +45,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        InputError, match=r": no space for .* \(No space left on device\).* TMPDIR$"
+        InputError,
+        match=r": no space for .* \(No space left on device\); free some space, or set TMPDIR",
     ):
         Board(rank=0, timeout_seconds=5, path=tmp_path / "board")

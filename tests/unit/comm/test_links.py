@@ -90,5 +90,5 @@ def test_the_file(tmp_path):
     save(path, [measured], facts={"hosts": ["a", "b"]})
     assert load_with_facts(path) == ({"dp_replicate": measured}, {"hosts": ["a", "b"]})
     path.write_text("{}")
-    with pytest.raises(InputError, match="remove it, and the links are measured again"):
+    with pytest.raises(InputError, match="remove the file to measure the links again"):
         load_with_facts(path)

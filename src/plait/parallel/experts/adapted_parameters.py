@@ -1,9 +1,9 @@
 """Low-rank adapters on parameters (PEFT's `target_parameters`), such as those of experts.
 
-PEFT's wrapper of a module adds the product of its two matrices to one parameter of the module. It
-registers a parametrization in every forward, which moves the parameter and counts as a write to it.
-A gathered parameter of `fully_shard` supports neither, and a rank of expert parallelism has only
-some experts. The forwards that are installed here compute the same sum without a parametrization.
+PEFT's wrapper of a module adds the product of its two matrices to one parameter of the module. In
+every forward it registers a parametrization, which moves the parameter and counts as a write to it.
+Gathered parameters of `fully_shard` support neither, and a rank of expert parallelism has only some
+of the experts. The forwards that are installed here compute the same sum without a parametrization.
 
 Wrappers are recognised by PEFT's names, so that PEFT need not be installed.
 """
@@ -38,7 +38,7 @@ class AdaptedForward:
     """Index of this rank's first expert."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with its adapters' weight updates added to its parameters."""
+        """Run the module with the weight updates of the adapters added to its parameters."""
         parameters: dict[str, torch.Tensor] = {}
         attributes: dict[str, torch.Tensor] = {}
         for wrapper in self.wrappers:
@@ -50,7 +50,7 @@ class AdaptedForward:
             return self.original(*args, **kwargs)
 
     def _adapted(self, wrapper: Any, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight of a wrapper's parameter with its active adapters."""
+        """Return a parameter with the weight updates of its wrapper's active adapters."""
         if wrapper.disable_adapters or wrapper.merged:
             return weight
         for adapter in wrapper.active_adapters:
@@ -84,7 +84,7 @@ class WrapperForward:
 
 
 class AdaptedParameters(StepHook):
-    """Handle that restores the forwards that `install` has replaced.
+    """Hook that restores the forwards that `install` has replaced when the model is released.
 
     Args:
         modules: Modules with adapted parameters, and their wrappers.

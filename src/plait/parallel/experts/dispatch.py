@@ -1,12 +1,12 @@
 """Forward of a layer whose experts are distributed over ranks.
 
 Note [Dispatch of tokens]
-    Tokens are sent to the ranks of their experts by an all-to-all, computed there by the original
-    forward of the module with the rank's experts, and the results return by another all-to-all. No
-    token is dropped: every token reaches each expert that its router chose. The routing weights
-    stay with the tokens, so that a router's gradient is computed where its tokens are.
+    An all-to-all sends tokens to the ranks of their experts. There the original forward of the
+    module computes them with the experts of the rank, and another all-to-all returns the results.
+    No token is dropped: every token reaches each expert that its router has chosen. The routing
+    weights are not sent, so a router's gradient is computed on the rank of its tokens.
 
-    All ranks make the same calls, even those without a token. The numbers of rows are exchanged
+    All ranks make the same calls, even those without tokens. The numbers of rows are exchanged
     first, and the host waits for them as late as possible.
 """
 
@@ -34,7 +34,7 @@ Forward = Callable[..., torch.Tensor]
 
 
 Sizes = tuple[list[int], list[int]]
-"""Numbers of rows to each rank, and of rows from each rank."""
+"""Numbers of rows that are sent to each rank, and that are received from each rank."""
 
 
 _SEES_OUTPUT: tuple[HookKind, ...] = ("forward", "backward_pre", "backward")
@@ -55,11 +55,12 @@ def install(
         group: The ranks of ep.
         experts_per_rank: Number of experts of each rank.
         tp: The ranks with the same tokens, or None.
-        sequence: The region of sequence parallelism if the output is a shard of the sequence, or
-            None.
+        sequence: The region of sequence parallelism if each rank of tp uses only its shard of the
+            output, or None.
     """
     module.forward = Dispatch(module, module.forward, group, experts_per_rank, tp, sequence)
-    module.num_experts = experts_per_rank  # type: ignore[assignment]  # grouped products count them
+    # Grouped matrix products use this number.
+    module.num_experts = experts_per_rank  # type: ignore[assignment]
 
 
 def remove(module: nn.Module, *, count: int) -> None:
@@ -92,14 +93,14 @@ class Dispatch:
         Args:
             hidden: Tokens [tokens, hidden].
             chosen: Experts of every token [tokens, k], int64.
-            weights: Their weights [tokens, k].
+            weights: Weights of these experts [tokens, k].
 
         Returns:
             Sums [tokens, hidden].
         """
         if self.tp is None:
             return self._dispatch(hidden, chosen, weights)
-        # Some routers have narrower weights. Their gradients are gathered over tp, in float32.
+        # Some routers have 16-bit weights. Their gradients are gathered over tp in float32.
         wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
         if self.sequence is not None and not _is_watched(self.module):
             return self._compute_shard(hidden, chosen, wide, weights.dtype, self.sequence.length)
@@ -119,11 +120,11 @@ class Dispatch:
         dtype: torch.dtype,
         length: int,
     ) -> torch.Tensor:
-        """Compute this rank's shards of sequences of `length` tokens. The other outputs are 0.
+        """Compute this rank's shards of sequences of `length` tokens. Other outputs are 0.
 
-        Neither the outputs nor the gradients of tokens are gathered, because each rank keeps those
-        of its shard. Gradients of weights are gathered, because all ranks compute the routers for
-        all tokens.
+        Outputs and gradients of tokens are not gathered, because each rank keeps those of its
+        shard. Gradients of weights are gathered, because all ranks compute the routers for all
+        tokens.
         """
         assert self.tp is not None
         rows = len(hidden) // length
@@ -156,7 +157,7 @@ class Dispatch:
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
 
-        # The host waits for the sizes as late as possible, while the device does the work above.
+        # The host waits for the sizes only here, while the device does the work above.
         sent, received = plan.rows()
         arrived = exchange_rows(rows, self.group, sent=sent, received=received)
         computed = self._compute(arrived, plan.experts(received))
@@ -166,9 +167,9 @@ class Dispatch:
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _compute(self, arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Compute rows [rows, hidden] by the local expert of each, with the original forward."""
+        """Compute rows [rows, hidden] with the original forward and the local expert of each row."""
         if not len(arrived):
-            # The original forward would return zeros without a gradient, but the backward is
+            # The original forward would return zeros that need no gradient, but the backward is
             # collective.
             return arrived
         local = {}
@@ -187,7 +188,7 @@ class Dispatch:
         ranks = self.group.size()
         counts = torch.zeros(ranks * self.experts_per_rank, dtype=torch.int64, device=flat.device)
         if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
-            # The choices of a router have no values, so all experts get equally many tokens.
+            # The tensors have no values, so all experts get equally many tokens.
             exchange_counts(counts.view(ranks, -1), self.group)
             return _EvenDispatchPlan(
                 torch.sort(flat, stable=True).indices, ranks, self.experts_per_rank
@@ -204,7 +205,7 @@ class _DispatchPlan:
     """Destinations of the rows of one call.
 
     A recomputation uses the plan of its forward, even if its router would choose differently. The
-    ranks then agree on the sizes of their messages, and no rank waits for its device again.
+    ranks therefore agree on the sizes of messages, and no rank waits for its device again.
 
     Attributes:
         order: Indices of the rows in the order of their experts [rows].
@@ -248,10 +249,7 @@ class _EvenDispatchPlan:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Return True if a user's hook receives the output of a module or its gradient.
-
-    The hook must receive the complete tensor.
-    """
+    """Return True if a user's hook receives the output or its gradient, which must be complete."""
     return any(
         is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()
     )

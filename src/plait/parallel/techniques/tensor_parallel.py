@@ -210,7 +210,7 @@ def _set_forwards(
     for name in containers:
         styles.gather_at(model.get_submodule(name), region)
     for name in unsharded:
-        styles.compute_whole(model.get_submodule(name), region)
+        styles.compute_on_all_tokens(model.get_submodule(name), region)
 
     region_inputs: dict[str, RegionInput] = {}
     for index, entry in enumerate(plan.modules):
@@ -221,9 +221,9 @@ def _set_forwards(
             and not is_inside(entry.name, unsharded)
         )
         parent = entry.name.rpartition(".")[0]
-        opened = is_inside(entry.name, containers)
+        is_gathered = is_inside(entry.name, containers)
         region_input = region_inputs.setdefault(
-            parent, RegionInput(region, sequence=sequence, opened=opened, uses=0)
+            parent, RegionInput(region, sequence=sequence, is_gathered=is_gathered, uses=0)
         )
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             region_input.uses += 1

@@ -2,9 +2,9 @@
 
 Such a hook would receive this rank's part instead of the full tensor, and its results would differ
 from those of one process. Existing hooks are refused before a process group exists, and later ones
-in the forward. Hooks that receive full tensors are kept (on the input of a column-parallel layer,
-on the output of a row-parallel one, and on containers of both), as are those of Plait, torch and
-Transformers.
+in the forward. Hooks that receive full tensors are allowed: those on the input of a column-parallel
+layer, on the output of a row-parallel layer, and on containers of both. Hooks of Plait, torch and
+Transformers are always allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plait.model.plans import TensorPlan
 from plait.model.sequence import is_inside
 
 HookedModule = tuple[str, nn.Module, tuple[HookKind, ...], str]
-"""(name, module, kinds of its hooks that receive a part, description of what is split)."""
+"""(name, module, kinds of its hooks that would receive a part, description of what is split)."""
 _SUPPORTED_PACKAGES = ("plait", "torch", "transformers")
 """Packages whose hooks support shards."""
 _BEFORE: tuple[HookKind, ...] = ("forward_pre",)
@@ -41,14 +41,14 @@ _SPLIT_BY_STYLE: dict[Style, tuple[tuple[HookKind, ...], str]] = {
     "rowwise": ((*_BEFORE, *_BACKWARD), "inputs"),
     "replicated_with_grad_allreduce": ((*_BEFORE, *_AFTER, *_BACKWARD), "heads or channels"),
 }
-"""Kinds of hooks that receive a part, and what is split, by the style of a module."""
+"""Kinds of hooks that would receive a part, and what is split, by the style of a module."""
 _ALL = (*_BEFORE, *_AFTER, *_BACKWARD)
 
 
 def refuse_hooks(
     model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    """Refuse hooks that would receive a part, and hooks on parameters that shards replace.
+    """Refuse hooks that would receive a part, and hooks on parameters that are split.
 
     Args:
         model: The model of the user.
@@ -64,7 +64,7 @@ def refuse_hooks(
     for name, parameter in model.named_parameters():
         if plan.dims[name] is not None and has_gradient_hooks(parameter):
             raise ModelError(
-                f"{name} has a hook, and tensor parallelism replaces this parameter with its shard;"
+                f"{name} has a hook, but tensor parallelism replaces this parameter with its shard;"
                 " register the hook on the sharded model's parameter, after plait.initialize, or"
                 " use parallel.tp = 1"
             )
@@ -73,9 +73,10 @@ def refuse_hooks(
 def watch(
     model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    """Refuse hooks and parametrizations that are added later, when a layer near them is called.
+    """Make split layers refuse hooks and parametrizations that were added after the split.
 
-    Call it last, because it wraps the current `forward` of the layers.
+    A layer checks itself and the modules around it when it is called. Call this function last,
+    because it wraps the current `forward` of the layers.
     """
     layers = {
         name for name, style in plan.styles.items() if style != "replicated_with_grad_allreduce"
@@ -92,7 +93,7 @@ def watch(
 
 
 def _first_layer(name: str, layers: set[str]) -> str | None:
-    """Return a split layer inside or next to module `name` that is called when the module is."""
+    """Return a split layer inside or next to the module `name`, which is called with the module."""
     for scope in (name, name.rpartition(".")[0]):
         if not scope:
             continue
@@ -109,8 +110,7 @@ def _check_first(
     hooked_modules: Sequence[HookedModule],
 ) -> Callable[..., Any]:
     """Return a forward that checks the hooks of modules near a layer before it runs."""
-    # These are the dictionaries of the modules, so that a forward only tests whether any has
-    # entries.
+    # The dictionaries in which torch stores the hooks. A forward only tests whether one has entries.
     hooks = tuple(
         hooks_of(hooked, kind) for _, hooked, kinds, _ in hooked_modules for kind in kinds
     )
@@ -164,10 +164,10 @@ def _hooked_modules(
 
 
 def _between(model: nn.Module, layer: str) -> Iterator[str]:
-    """Yield modules without parameters or style next to a column-parallel layer.
+    """Yield the names of modules without parameters next to a column-parallel layer.
 
-    An activation function is one. Dropouts are excluded, because they may follow the row-parallel
-    layer, whose output is unsharded.
+    These are activation functions, for example. Dropouts are excluded, because they may follow the
+    row-parallel layer, whose output is unsharded.
     """
     parent = layer.rpartition(".")[0]
     for leaf, child in model.get_submodule(parent).named_children():
@@ -182,8 +182,8 @@ def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], split_val
             if is_foreign(hook):
                 shown = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise ModelError(
-                    f"{name}: the {kind.replace('_', ' ')} hook {shown} would be given this rank's"
-                    f" part of {split_values} only, because tensor parallelism splits the"
+                    f"{name}: the {kind.replace('_', ' ')} hook {shown} would receive only this"
+                    f" rank's part of {split_values}, because tensor parallelism splits the"
                     f" computation there; hook {_remedy(name, split_values)}"
                 )
 

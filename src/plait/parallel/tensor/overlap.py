@@ -7,11 +7,11 @@ LinearWithGradAccumulationAndAsyncCommunication). The bytes are the same, and so
 to the order of additions in a product.
 
 Note [Order of nodes in an overlapped backward]
-    Of the nodes that are ready, autograd runs the one that was created last. The copy to the
-    tensor-parallel region that siblings share therefore creates, in this order: the node that waits
-    for the all-reduce, the nodes that compute the gradients of their weights, and the node that
-    starts the all-reduce. The backward of a sibling (`_Product`) returns a placeholder as gradient
-    of the weight, which the weight's node replaces.
+    Of the nodes that are ready, autograd runs the one that was created last. `enter_overlapped`
+    therefore creates nodes in this order: the node that waits for the all-reduce, the nodes that
+    compute the gradients of weights, and the node that starts the all-reduce. The backward of a
+    layer (`_Product`) returns a placeholder as gradient of the weight, and the weight's node
+    replaces it with the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait.comm.collectives import AsyncAllReduce, unshared
 class DeferredGradient:
     """Operands of a weight's gradient, which is computed after the gradient of the layer's input.
 
-    It holds no tensor of the graph before the backward. Nodes of the graph hold it, and a reference
+    Before the backward it references no tensor of the graph, whose nodes reference it. A reference
     cycle would keep activations alive until Python's garbage collection.
     """
 
@@ -50,7 +50,7 @@ class DeferredGradient:
 
 
 Weight = tuple[torch.Tensor, DeferredGradient]
-"""Weight [out, in] with the operands of its gradient."""
+"""A weight [out, in], and the operands of its gradient."""
 
 
 def enter_overlapped(
@@ -61,10 +61,10 @@ def enter_overlapped(
     Args:
         x: An input [..., in] that is equal on every rank.
         group: The ranks of tp.
-        weights: Trainable weights [out, in] of the siblings that read `x`, by any key.
+        weights: Trainable weights [out, in] of the layers that read `x`, by any key.
 
     Returns:
-        `x` and the weights for the computation.
+        The input and the weights with which the layers must compute.
     """
     # See Note [Order of nodes in an overlapped backward].
     gradient_sum = _GradientSum(group)
@@ -108,7 +108,7 @@ class _GradientSum:
         self._sum: AsyncAllReduce | None = None
 
     def start(self, grad: torch.Tensor) -> torch.Tensor:
-        """Start the all-reduce of a gradient, and return the tensor that will hold the sum."""
+        """Start the all-reduce of a gradient, and return the tensor that receives the sum."""
         total = unshared(grad)
         self._sum = AsyncAllReduce(total, self._group)
         return total

@@ -1,18 +1,18 @@
 """Forward functions of tensor-parallel modules, one per style of a plan.
 
 Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping know the global
-tensor. Computation uses plain local tensors with the collectives of `comm.collectives`: this takes
-fewer dispatches than DTensor arithmetic, and every collective is visible here. Siblings that read
-the same input (q, k, v; gate, up) share one copy to the tensor-parallel region (`RegionInput`), so
-that the input is gathered, and its gradient reduced, once.
+tensor. Computation uses plain local tensors with the collectives of `comm.collectives`. This takes
+fewer dispatches than DTensor arithmetic, and every collective is visible here. Layers that read the
+same input (q, k, v; gate, up) are siblings. They share one `RegionInput`, which gathers the input
+and reduces its gradient once for all of them.
 
 Note [Random streams of tensor parallelism]
-    Tensors that all tp ranks replicate need the same random numbers (dropout) on all of them.
-    Tensors that are split over the ranks need different numbers on each rank, so that heads,
-    columns and tokens of different ranks are dropped independently. Such split parts lie between a
-    column-parallel layer and the row-parallel layer after it, and on sequence shards. Ranks may
-    draw any number of random numbers in a split part, and all continue with the same shared stream
-    after it.
+    Tensors that are replicated over tp need the same random numbers (dropout) on all ranks. Tensors
+    that are split need different numbers on each rank, so that heads, columns and tokens of
+    different ranks are dropped independently. Split parts of a model are those between a
+    column-parallel layer and the row-parallel layer after it, and those on sequence shards. A rank
+    may draw any number of random numbers in a split part. All ranks continue with the same shared
+    stream after it.
 
     Megatron-LM's `CudaRNGStatesTracker` does the same with a second generator state. Here the seed
     of a rank's stream is derived from the shared stream at the beginning of the split part, so
@@ -71,25 +71,19 @@ class Region:
     length: int = 0
     """Global length of the sequence-sharded dimension in the current forward."""
     overlap: int = 0
-    """Chunks of a row-parallel product, each of whose all-reduces overlaps with the next product.
-
-    All-reduces of input gradients overlap as well. 0: nothing overlaps.
-    """
+    """Number of chunks of a row-parallel product, see `TensorParallel.tensor_overlap`."""
     gather_logits: bool = True
-    """True if the head gathers its logits over the vocabulary, so that any caller can use them.
-
-    Otherwise it leaves them sharded for the loss.
-    """
+    """True if the head gathers its logits over the vocabulary. Otherwise they stay sharded."""
     loss_parallel: bool = True
     """True if a loss that supports sharded logits may receive them."""
     random_scope: Literal["parts", "blocks", "nothing"] = "parts"
     """Parts of the model in which each rank draws different random numbers.
 
-    parts: from a column-parallel layer to the row-parallel layer after it. blocks: in all of a
-    block, which works on sequence shards. nothing: all ranks always draw the same numbers.
+    parts: from a column-parallel layer to the row-parallel layer after it. blocks: everywhere in a
+    block, which computes on sequence shards. nothing: all ranks always draw the same numbers.
     """
     stream: SplitStream = field(init=False, repr=False)
-    """Generators for the random numbers of this rank."""
+    """Random stream of this rank."""
 
     def __post_init__(self) -> None:
         self.stream = SplitStream(self.group.rank())
@@ -103,30 +97,30 @@ class Region:
 
         Args:
             module: A column-parallel layer.
-            like: Its output on this rank.
-            read: Its input.
+            like: The output of the layer on this rank.
+            read: The input of the layer.
         """
         if self.random_scope == "parts" and module.training:
             self.stream.enter(like, read=read)
 
     def leave_part(self) -> None:
-        """End the part when a row-parallel layer reads its activations."""
+        """End such a part. A row-parallel layer calls this before it reads its input."""
         if self.random_scope == "parts":
             self.stream.leave()
 
 
 @dataclass
 class RegionInput:
-    """Copy to the tensor-parallel region that siblings share (Megatron's f).
+    """Input of the tensor-parallel region that sibling layers share (Megatron's f).
 
-    The siblings read the same tensor, one after the other. The first call gathers the input, and
-    the others reuse the result.
+    The siblings read the same tensor, one after the other. The call of the first one gathers it,
+    and the calls of the others reuse the result.
     """
 
     region: Region
     sequence: bool = False
     """True if the input is sharded along the sequence."""
-    opened: bool = False
+    is_gathered: bool = False
     """True if a container has gathered the input already (see `gather_at`)."""
     uses: int = 1
     """Number of siblings."""
@@ -140,11 +134,8 @@ class RegionInput:
     _remaining_uses: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input in the form that column-parallel layers need.
-
-        It is unsharded, and its gradient is summed over the ranks of tp.
-        """
-        if self.opened:
+        """Return the unsharded input, whose gradient will be summed over the ranks of tp."""
+        if self.is_gathered:
             return x
         if self._seen is not x or not self._remaining_uses:
             self._entered = self._enter(x)
@@ -174,10 +165,9 @@ class RegionInput:
         return entered
 
     def deferred(self, module: nn.Module) -> Weight | None:
-        """Return the weight of a sibling that has just read the input.
+        """Return the weight of a sibling if its gradient overlaps with an all-reduce, or None.
 
-        The result is None unless the gradient of the weight overlaps with the all-reduce of the
-        input's gradient.
+        Call this after the sibling has read the input, whose gradient is all-reduced at that time.
         """
         return self._deferred.pop(id(module), None)
 
@@ -191,7 +181,7 @@ def colwise(
         module: The layer.
         region: The region of the model.
         region_input: The input that siblings share.
-        begins_part: Whether the layer begins a part, which a later row-parallel layer ends.
+        begins_part: Whether a split part of the model begins here, which a row-parallel layer ends.
     """
     region_input.siblings.append(module)
 
@@ -258,7 +248,7 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
     Args:
         module: The layer.
         region: The region of the model.
-        split_input: Whether the input is replicated, so that each rank takes its features of it.
+        split_input: Whether the input is replicated, so that each rank has to select its features.
         sequence: Whether the output is sharded along the sequence.
     """
 
@@ -292,9 +282,8 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
 def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
     """Return the forward of an embedding whose rows are split over the ranks.
 
-    Each token belongs to one rank. The other ranks add zeros, and the sum over the ranks is the
-    embedding. The original forward of the module looks up the rows, so that a subclass which scales
-    them is computed correctly.
+    The rank that has the row of a token looks it up, and the other ranks add zeros. The original
+    forward of the module does the lookup, so that subclasses that scale the rows are supported.
     """
     original = module.forward
     start, size = shard_range(module.num_embeddings, region.group)
@@ -305,7 +294,7 @@ def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = _weight(module)
-        # More ranks than rows, so no token belongs to this rank.
+        # There are more ranks than rows, and this rank has none.
         if not size:
             return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
         is_local = (ids >= start) & (ids < start + size)
@@ -328,7 +317,7 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _matmul(module, region_input(x), _weight(module), _bias(module))
         hooks = (*hooks_of(module, "forward").values(), *hooks_of(module, "backward").values())
-        # A hook of the user receives and returns the logits of the full vocabulary.
+        # A hook of the user must receive the logits of the full vocabulary.
         if region.gather_logits or any(is_foreign(hook) for hook in hooks):
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
@@ -343,9 +332,9 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
 
 
 def summed_gradient(module: nn.Module, region: Region) -> Forward:
-    """Return the forward of a replicated module whose ranks see different tokens or heads.
+    """Return the forward of a replicated module if ranks call it with different tokens or heads.
 
-    It is the original forward, with the gradients of its parameters summed over tp.
+    It runs the original forward, and the gradients of the parameters are summed over tp.
     """
     original = module.forward
     names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -377,13 +366,12 @@ def gather_at(module: nn.Module, region: Region) -> None:
     module.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
 
 
-def compute_whole(module: nn.Module, region: Region) -> None:
-    """Compute a part of a block on all tokens, the same on every rank.
+def compute_on_all_tokens(module: nn.Module, region: Region) -> None:
+    """Make a part of a block compute on all tokens, equally on every rank.
 
-    Its sequence-sharded first input is gathered, and each rank keeps its tokens of the output,
-    which is a tensor or the first entry of a tuple. The gradient of the output is gathered as well.
-    Every rank therefore has complete gradients of the parameters, and those of its tokens for the
-    input.
+    Its sequence-sharded hidden states are gathered. Each rank keeps its tokens of the output, which
+    is a tensor or the first entry of a tuple. The gradient of the output is gathered as well, so
+    every rank has complete gradients of the parameters.
     """
 
     def gather_input(
@@ -411,7 +399,7 @@ def on_hidden(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply a function to the hidden states among the arguments of a forward.
 
-    These are the first positional argument, or `hidden_states`.
+    Hidden states are the first positional argument, or the argument `hidden_states`.
     """
     if args:
         return (change(args[0]), *args[1:]), kwargs
@@ -422,12 +410,12 @@ def on_hidden(
 def own_values(
     module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any
 ) -> Iterator[None]:
-    """Replace parameters and attributes of a module for the duration of a call.
+    """Replace parameters and attributes of a module inside the block.
 
     Args:
         module: The module.
-        tensors: Tensors by the name of the parameter that they replace.
-        attributes: Values of attributes.
+        tensors: Tensors, by the names of the parameters that they replace.
+        attributes: Values, by the names of the attributes that they replace.
     """
     parameters = {name: direct_parameters(module).pop(name) for name in tensors}
     previous = {name: getattr(module, name) for name in attributes}
@@ -475,7 +463,7 @@ def _out_features(module: nn.Module) -> int:
 
 
 _OFFSET = 4
-"""Step of the offset of a GPU's generator."""
+"""Amount by which the offset of a GPU's generator advances. It must be a multiple of 4."""
 
 
 @dataclass
@@ -484,28 +472,28 @@ class SplitStream:
 
     rank: int
     _generator: torch.Generator | None = field(default=None, repr=False)
-    """Generator of the last split part."""
+    """Generator of the current or last split part."""
     _own_seed: int | None = None
-    """Seed of the last split part.
+    """Seed of the current or last split part.
 
-    While the generator has this seed, it is in a split part. After an exception `leave` may not
-    have been called. If the generator was restored since, its seed shows that the part has ended.
+    The part lasts while the generator has this seed. `leave` is not called after some exceptions,
+    but restoring the generator also changes its seed and thereby ends the part.
     """
     _resume: Callable[[], None] | None = field(default=None, repr=False)
-    """Returns the generator to the shared stream."""
+    """Function that returns the generator to the shared stream."""
     _start: tuple[weakref.ref[torch.Tensor], Any] | None = field(default=None, repr=False)
-    """Input of the split part and position of the generator at its beginning, if they are known."""
+    """First input of the split part and position of the generator at its beginning, if known."""
 
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
         """Begin a split part, unless one has already begun.
 
         Args:
             like: A tensor on the device of the part.
-            read: The input of its first layer, if it is known.
+            read: The input of the layer that is called, if it is known.
 
         Raises:
-            ModelError: Random numbers were drawn in the part, and then another of its layers reads
-                a replicated tensor, which each rank would have dropped differently.
+            ModelError: Random numbers were drawn since the part began, and a layer in it reads
+                another replicated tensor, in which each rank has dropped other elements.
         """
         generator = _generator(like)
         if generator is None:
@@ -522,9 +510,9 @@ class SplitStream:
             self._start = (weakref.ref(read), _position(generator))
 
     def leave(self) -> None:
-        """End a split part, after which all ranks draw the same numbers again.
+        """End a split part, so that all ranks draw the same numbers again.
 
-        Does nothing outside a part.
+        Outside a part this does nothing.
         """
         if (
             self._generator is not None
@@ -542,16 +530,16 @@ class SplitStream:
         first_input, position = self._start
         if first_input() is not read and not _is_same_position(position, _position(generator)):
             raise ModelError(
-                "tensor parallelism: random numbers were drawn (dropout) after a column-parallel"
-                " layer, and then another column-parallel layer read a different input: every rank"
-                " would drop other elements of a replicated tensor; call the column-parallel layers"
-                " one after the other, or use the style 'colwise_gather_output' for this one in"
+                "tensor parallelism: random numbers were drawn (dropout) between two"
+                " column-parallel layers that read different inputs, so every rank would drop"
+                " other elements of a replicated tensor; call the column-parallel layers one after"
+                " the other, or use the style 'colwise_gather_output' for the second one in"
                 " parallel.plan"
             )
 
 
 def _generator(like: torch.Tensor) -> torch.Generator | None:
-    """Return the generator of dropout on the device of `like`, or None if nothing is computed."""
+    """Return the generator that dropout uses for `like`, or None for tensors without values."""
     if isinstance(like, FakeTensor) or like.is_meta:
         return None
     if accelerator.is_accelerator(like.device):
@@ -571,13 +559,13 @@ def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
             generator.set_state(state)
 
         return seed, restore
-    # Seed and offset are numbers on the host: no kernel runs, and nothing waits for the device.
+    # Seed and offset are numbers on the host, so no kernel runs and nothing waits for the device.
     shared_seed = generator.initial_seed()
     offset = generator.get_offset()
 
     def resume() -> None:
         generator.manual_seed(shared_seed)
-        # Another offset, so that the next part gets another seed.
+        # The offset advances, so that the next part gets another seed.
         generator.set_offset(offset + _OFFSET)
 
     return _mixed(_mixed(shared_seed) ^ offset), resume

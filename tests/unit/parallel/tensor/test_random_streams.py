@@ -71,7 +71,7 @@ def test_numbers_drawn_for_what_another_layer_reads_are_refused():
     torch.rand(1)
     stream.enter(HERE, read=read)
     with pytest.raises(
-        ModelError, match="random numbers were drawn .dropout. after a column-parallel layer"
+        ModelError, match="random numbers were drawn .dropout. between two column-parallel layers"
     ):
         stream.enter(HERE, read=other)
     stream.leave()
