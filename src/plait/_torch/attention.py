@@ -3,9 +3,8 @@
 With the log-sum-exp, softmaxes over different keys can be combined into one.
 
 All tensors are [batch, heads, tokens, head_dim]. A log-sum-exp is [batch, heads, queries] in
-float32 or wider. The output and the log-sum-exp that a backward receives may be those of a softmax
-over more keys than the backward receives. It then returns the share of the gradients that flows
-through its keys.
+float32 or wider. A backward may receive the output and the log-sum-exp of a softmax over more keys
+than it receives. It then returns the share of the gradients that flows through its keys.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Band:
 
 
 class Softmax(NamedTuple):
-    """Inputs of a backward that describe the softmax.
+    """Results of a softmax and the gradient of its output, as inputs of a backward.
 
     The softmax may be over more keys than the backward receives.
     """
@@ -256,7 +255,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     if dtype not in FLASH_DTYPES:
         return f"FlashAttention does not support {dtype_name(dtype)}"
     if head_dim > _FLASH_HEAD_DIM:
-        return f"FlashAttention takes head dimensions up to {_FLASH_HEAD_DIM}, not {head_dim}"
+        return f"FlashAttention supports head dimensions up to {_FLASH_HEAD_DIM}, not {head_dim}"
     if not _is_built("_flash_attention_forward"):
         return "this torch has no FlashAttention"
     if not torch.backends.cuda.flash_sdp_enabled():
@@ -265,7 +264,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     version = f"{capability[0]}.{capability[1]}"
     if capability < (8, 0):
         return f"FlashAttention needs compute capability 8.0, and the device has {version}"
-    # The backward needs more shared memory than these devices have. SDPA has the same condition.
+    # The backward needs more shared memory than these devices have. SDPA tests the same condition.
     if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         return (
             f"FlashAttention's backward does not support a head dimension of {head_dim} on compute"
@@ -290,7 +289,7 @@ def why_not_flex(dtype: torch.dtype, head_dim: int) -> str:
     if dtype not in FLEX_DTYPES:
         return f"FlexAttention does not support {dtype_name(dtype)}"
     if head_dim < _FLEX_HEAD_DIM:
-        return f"FlexAttention takes head dimensions from {_FLEX_HEAD_DIM}, not {head_dim}"
+        return f"FlexAttention supports head dimensions from {_FLEX_HEAD_DIM}, not {head_dim}"
     if find_spec("triton") is None:
         return "FlexAttention needs Triton, which is not installed"
     return ""
@@ -304,7 +303,8 @@ def _is_built(operator: str) -> bool:
 def _capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a device.
 
-    On a machine without a GPU the tensors are fake. They stand for a device that has all kernels.
+    On a machine without a GPU the tensors are fake. The result is then that of a device that has
+    all kernels.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_capability(device)

@@ -1,6 +1,6 @@
 """Patched behaviour of `fully_shard`: the gathering of units, and units outside the blocks.
 
-`unshard`, `wait_for_unshard` and `reshard` of its groups are replaced.
+The methods `unshard`, `wait_for_unshard` and `reshard` of a unit's parameter groups are replaced.
 
 All ranks gather outer units (units outside the blocks) in every forward, as they gather the root
 unit. Outer units are freed earlier than the root.
@@ -12,9 +12,9 @@ Note [Life of an outer unit]
     gathered in every forward, as the root is: an embedding together with the root, and a head at
     the end of the model's forward at the latest.
 
-    An embedding is freed after its forward, because its backward does not read the weight. Another
-    call in the same forward gathers it again, so all ranks must make that further call; a first
-    call may be made on some ranks only. A head stays gathered until the backward of its first call
+    An embedding is freed after its forward, because its backward does not read the weight. The
+    first call in a forward may be made on some ranks only. A second call gathers the embedding
+    again, so all ranks must make it. A head stays gathered until the backward of its first call
     in the forward has ended. The backwards of all later calls have ended by then, because autograd
     runs the most recent nodes first.
 
@@ -48,9 +48,9 @@ The phase is "forward", "evaluation" (a forward without gradients) or "backward"
 def on_shard_reads(
     module: FSDPModule, before: Callable[[Moment], None], after: Callable[[], None]
 ) -> None:
-    """Call functions around every read of a unit's shards.
+    """Call functions before and after every gather that reads a unit's shards.
 
-    A gather reads no shards if the unit is unsharded already, or if it gathers those of a
+    A gather does not read them if the unit is unsharded already, or if it gathers the shards of a
     secondary partition.
 
     Args:
@@ -95,7 +95,7 @@ def _watch_reads(group: Any, before: Callable[[Moment], None], after: Callable[[
 
 
 def _free_nothing() -> None:
-    """Do nothing: replacement for `free_unsharded_param` of parameters in shared memory."""
+    """Do nothing. It replaces `free_unsharded_param` of parameters in shared memory."""
 
 
 def gather_in_place(
@@ -112,9 +112,9 @@ def gather_in_place(
     Args:
         module: A fully sharded unit.
         full_buffers: One buffer per parameter, with the padded shards of all ranks in the order of
-            the ranks. This rank's shards are views of it (`replace_shard_buffers`).
+            the ranks. This rank's shard is a view of it (`replace_shard_buffers`).
         begin: Called when a gather starts.
-        finish: Called when a gather is waited for.
+        finish: Called to wait for a gather.
         release: Called after a reshard outside training.
     """
     group = parameter_groups(module)[0]
@@ -176,7 +176,7 @@ def follow_root(
 
 
 class _OuterUnits:
-    """Hooks of the root that gather and free its outer units."""
+    """Hooks of the root unit that gather and free the outer units."""
 
     def __init__(
         self, root: FSDPModule, embeddings: Sequence[_OuterUnit], heads: Sequence[_OuterUnit]
@@ -218,8 +218,8 @@ class _OuterUnits:
 
     def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         gradient = self._root_pre_backward(gradient)
-        # Another forward may have freed these units since. Their own backward hooks are not enough,
-        # because their own forward may not have run.
+        # Another forward may have freed these units in the meantime. Their own backward hooks are
+        # not enough, because their own forward may not have run.
         for unit in self._units:
             if unit.is_read_elsewhere:
                 unit.gather(TrainingState.PRE_BACKWARD)
@@ -250,8 +250,8 @@ class _OuterUnit:
         self.group.post_backward = self._after_backward
         self.group._register_post_backward_hook = self._watch_inputs
         module._parameters = _WatchedParameters(module._parameters, self._before_read)
-        # Prepended to the hooks of the user. These may read the weight, which then counts as a read
-        # by other code, because the backward of the hook needs the weight.
+        # This hook runs before the hooks of the user. If those read the weight, it counts as a read
+        # by other code, because the backward of the user's hook needs the weight.
         module.register_forward_hook(self._leave_call, prepend=True)
         state: Any = self._state
 
@@ -282,8 +282,8 @@ class _OuterUnit:
     def gather(self, state: TrainingState) -> None:
         """Gather the unit if it is not gathered. Collective."""
         group = self.group
-        # torch prepares the units of the modules that the model has in its first forward. Nothing
-        # runs a module that was replaced before, and its unit is never prepared.
+        # torch prepares the units of the modules that the model has in its first forward. The unit
+        # of a module that was replaced before is never prepared, and the module does not run.
         if group.is_unsharded or self._state._is_root is None:
             return
         # torch gathers nothing in a backward where this is False, as it is for embeddings.

@@ -3,11 +3,9 @@
 Patched behaviour: `delivered_at_once` and `consistent_split_names` replace functions of torch
 inside their blocks.
 
-torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`. The arguments stayed the
-same. The name is looked up in every call, so that code that replaces torch's function is seen.
-
-For `unfinished_collectives`, torch records the most recent collectives of every backend, including
-gloo.
+torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_gather_single` and
+`reduce_scatter_single`. The function is looked up in every call, because other code may have
+replaced it.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _DUMP_FUNCTIONS = tuple(
     for name in dir(_distributed_c10d)
     if name.startswith("_dump_") and name.endswith("_trace_json")
 )
-"""Names of the functions that return a recorder's entries. This torch has one per backend."""
+"""Names of the functions that return the entries of a recorder, one function per backend."""
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -58,14 +56,11 @@ _DTYPES = {
     "Int": "int32",
     "Byte": "uint8",
 }
-"""Names of dtypes, keyed by the names that the recorders use."""
+"""Names of dtypes, keyed by the names in the entries of recorders."""
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of one dimension with all ranks of `mesh`. Collective.
-
-    It creates a process group.
-    """
+    """Return a mesh with all ranks of `mesh` in one dimension, and create its group. Collective."""
     return mesh._flatten()
 
 
@@ -73,13 +68,13 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def consistent_split_names(number: int) -> Iterator[None]:
     """Give process groups that are split inside the block the same name on all of their ranks.
 
-    torch builds the name from the number of groups that the process is in. That number differs
-    between ranks that are in different groups. gloo's ranks meet under the name, and would wait
-    for each other until the timeout. Inside the block a name consists of the ranks, `number` and
-    the position of the split.
+    torch derives the name from the number of groups of the process, which differs between ranks
+    that are in different groups. The ranks of a gloo group connect under its name, so they would
+    wait for each other until the timeout. Inside the block, the name is derived from the ranks,
+    `number` and the position of the split.
 
     Args:
-        number: The same on all ranks. It must not have been used before.
+        number: A number that is equal on all ranks and has not been used before.
     """
     positions = count()
 
@@ -176,9 +171,9 @@ def finished_work() -> Any:
 
 
 def delivered_at_once() -> AbstractContextManager[None]:
-    """Report messages of a fake group as delivered inside the block.
+    """Make messages of a fake group count as delivered inside the block.
 
-    `is_completed` of a fake group's work never returns True, and `plait.comm.messages` polls it.
+    torch's `is_completed` never returns True for them, and `plait.comm.messages` polls it.
     """
     return replaced(FakeWork, "is_completed", lambda _work: True)
 
@@ -212,7 +207,7 @@ class UnfinishedCollective:
     """A collective of this process that has started and has not finished.
 
     Attributes:
-        operation: Name without the backend's, for example `all_reduce`.
+        operation: Name of the operation without its backend, for example `all_reduce`.
         group: torch's name of the process group.
         description: Purpose of the group, for example `mesh_dp_shard`.
         ranks: Global ranks of the group.
@@ -233,7 +228,8 @@ class UnfinishedCollective:
 def unfinished_collectives() -> list[UnfinishedCollective]:
     """Return the unfinished collectives of this process, oldest first.
 
-    A call takes about a millisecond per hundred recorded collectives.
+    torch records the most recent collectives of every backend, including gloo. A call takes about a
+    millisecond per hundred recorded collectives.
     """
     collectives = [entry for name in _DUMP_FUNCTIONS for entry in _unfinished(name)]
     return sorted(collectives, key=attrgetter("time_ns"))

@@ -1,9 +1,9 @@
-"""Changes of parameters that `fully_shard` would ignore silently, and errors for them.
+"""Errors for changes of parameters that `fully_shard` would ignore silently.
 
-Patched behaviour: `pre_forward`, `reshard`, `unshard` and `wait_for_unshard` of a unit's groups are
-replaced. The replacements also make gathering in inference mode usable for later training steps,
-and find the tensors of objects that a unit returns. `unwrap_to_op_info` of DTensor's dispatcher is
-replaced for the rest of the process.
+Patched behaviour: `pre_forward`, `reshard`, `unshard` and `wait_for_unshard` of a unit's parameter
+groups are replaced. With the replacements, parameters that are gathered in inference mode are
+usable in later training steps, and tensors in objects that a unit returns are found.
+`unwrap_to_op_info` of DTensor's dispatcher is replaced for the rest of the process.
 
 `GatheredWrites` detects writes to gathered parameters. A gathered parameter is a copy that exists
 until its unit is sharded again. A module that writes to it, such as a hook that masks
@@ -44,8 +44,8 @@ def watch_shards(module: FSDPModule) -> None:
 
     Call this once per unit, when it has its final parameters. From then on the unit refuses
     another parameter in the place of a shard, other data in a shard, a hook on the gradient of a
-    shard, a loss that reads a shard, and a write into the gathered copy. Parameters that are
-    gathered in inference mode serve the next training step too.
+    shard, a loss that reads a shard, and a write into the gathered copy. Parameters that were
+    gathered in inference mode can be used by the next training step.
     """
     _search_objects(module)
     for group in parameter_groups(module):
@@ -64,7 +64,7 @@ def _search_objects(module: FSDPModule) -> None:
 
     def register_in_objects(output: Any) -> Any:
         if torch.is_grad_enabled():
-            # An output with tensors may have a cache with those of other units as well.
+            # If the output has tensors, its objects may be a cache with tensors of other units.
             has_tensors = any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output))
             objects = _tensors_of_objects(output, set(), only_dataclasses=has_tensors)
             hidden = {id(tensor): tensor for tensor in objects}
@@ -102,9 +102,10 @@ def _tensors_of_objects(
 
 
 class _RefuseLossGradient:
-    """Autograd hook on a shard. torch assigns reduced gradients to shards without autograd.
+    """Hook on the gradient of a shard that refuses losses which read the shard.
 
-    Autograd calls the hook only if the loss reads the shard itself.
+    torch assigns reduced gradients to shards without autograd, so autograd calls the hook only if
+    the loss reads the shard itself.
     """
 
     def __init__(self, p: Any) -> None:
@@ -122,16 +123,16 @@ class _RefuseLossGradient:
 
 
 _SHARD_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-"""Meshes of all shards with the hook."""
+"""Meshes of all shards with a hook of `_RefuseLossGradient`."""
 
 
 @functools.cache
 def _refuse_sums_with_shards() -> None:
-    """Refuse a sum of a term that was computed from a shard and one that was not.
+    """Refuse operators that combine a term computed from a shard with one that was not.
 
-    torch computes it if the full tensor has one element. The backward of a loss that contains a
-    penalty on weights would then reach the model first, if the penalty was computed before the
-    forward, and fail in an operator that has nothing to do with the penalty.
+    torch allows such a sum if it has one element. In the backward of a loss with a penalty on
+    weights that was computed before the forward, autograd would reach the model first, and fail in
+    an operator that is unrelated to the penalty.
     """
     dispatcher: Any = DTensor._op_dispatcher
     unwrap = dispatcher.unwrap_to_op_info
@@ -159,7 +160,7 @@ def _refuse_sum(arguments: Iterable[Any]) -> None:
 
 
 class _WatchedGroup:
-    """Replaced methods of a unit's parameter group that check the shards."""
+    """Parameter group of a unit whose methods are replaced with ones that check the shards."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -263,15 +264,15 @@ def _check_shard(
         shards[p] = (shard, *_content(shard))
     elif shard.untyped_storage()._cdata != storage._cdata:
         raise InputError(
-            f"{_name(p)}.data was assigned to, which changes no shard: write in place, with"
-            " torch.no_grad(): parameter.copy_(...)"
+            f"{_name(p)}.data was assigned to, which does not change the shard; change the values"
+            " in place (with torch.no_grad(): parameter.copy_(...))"
         )
 
     if not all(isinstance(hook, _RefuseLossGradient) for hook in _hooks(shard)):
         raise InputError(
             f"{_name(p)} has a hook on its gradient (register_hook), which is never called for a"
-            " shard; use register_post_accumulate_grad_hook, which gets the reduced gradient in"
-            " parameter.grad, or ZeRO stage 0"
+            " shard; use register_post_accumulate_grad_hook, whose hook finds the reduced gradient"
+            " in parameter.grad, or use ZeRO stage 0"
         )
 
 
@@ -280,7 +281,7 @@ def _name(p: Any) -> str:
 
 
 class GatheredWrites:
-    """Comparison of gathered parameters between the gathering and the resharding of their unit.
+    """Comparison of gathered parameters after the gather and before the resharding of a unit.
 
     Args:
         root: The sharded model, before its first forward.
@@ -320,7 +321,7 @@ class GatheredWrites:
             wait()
             if not self.is_watching or not group.is_unsharded or group in self._gathered:
                 return
-            # Outside of passes the caller gathers on purpose, and may write the shards afterwards.
+            # Outside of passes the caller gathers on purpose, and may write to the parameters.
             if group._training_state is not TrainingState.IDLE:
                 self._gathered[group] = [
                     (p, _sample(p._unsharded_param).clone())
@@ -345,6 +346,6 @@ class GatheredWrites:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced bytes of a parameter, or all bytes of a small one. It is a view."""
+    """Return evenly spaced elements of a parameter as bytes, a view of all if there are few."""
     flat = local_tensor(parameter.detach()).reshape(-1)
     return flat[:: -(-flat.numel() // _SAMPLES)].unsqueeze(-1).view(torch.uint8)

@@ -20,7 +20,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary in which a module stores its parameters, without those of children.
 
-    A change of the dictionary changes the module.
+    Changing the dictionary changes the module.
     """
     return module._parameters
 
@@ -62,10 +62,11 @@ def state_without_tensors(module: nn.Module) -> tuple[dict[str, Any], Children, 
     """Copy the attributes of a module, except for its parameters and buffers.
 
     Returns:
-        The copied attributes, whose registries (hooks, children) are new dictionaries; the
-        dictionary of children among them; and the module's parameters and buffers by name.
+        (state, children, tensors): the attributes, whose registries (hooks, children) are copied
+        dictionaries; the copied dictionary of children, which is part of the state; and the
+        module's parameters and buffers by name.
     """
-    # torch has no list of a module's registries. An empty module has each of them.
+    # torch has no list of a module's registries, but an empty module has each of them.
     registries = nn.Module().__dict__
     state: dict[str, Any] = {}
     for name, value in vars(module).items():
@@ -105,7 +106,7 @@ def reset_method(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called. A call then runs the compiled code."""
+    """Return True if `module.compile()` was called, so that calls run the compiled code."""
     return module._compiled_call_impl is not None
 
 

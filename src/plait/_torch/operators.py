@@ -35,7 +35,7 @@ def grouped_by_device_and_dtype(tensors: Sequence[torch.Tensor]) -> list[list[in
     """Group tensors for foreach kernels, which require one device and one dtype.
 
     The groups are ordered by device type and dtype only, so that the order is the same on all
-    ranks. Empty tensors belong to the groups too.
+    ranks. Empty tensors are included.
 
     Returns:
         Indices into `tensors`, ascending in each group.
@@ -60,9 +60,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def allowing_requires_grad() -> AbstractContextManager[None]:
-    """Allow `requires_grad_` inside the block, which torch.func.jvp and vmap refuse.
+    """Allow `requires_grad_` inside the block, although torch.func.jvp and vmap refuse it.
 
-    They refuse it for every tensor, even one that they do not transform.
+    They refuse it even for tensors that they do not transform.
     """
     return enable_inplace_requires_grad(True)
 
@@ -89,15 +89,15 @@ def without_failed_operators() -> AbstractContextManager[None]:
 
 
 class KernelWithoutMemory(RuntimeError):
-    """A Triton kernel was called with fake or meta tensors."""
+    """Raised if a Triton kernel is called with fake or meta tensors."""
 
 
 @contextmanager
 def refusing_triton_kernels() -> Iterator[None]:
     """Raise KernelWithoutMemory if the block calls a Triton kernel with fake or meta tensors.
 
-    Their data pointer is 0. The kernel would write there, and a later and innocent call on the
-    device would fail with an illegal memory access.
+    Such tensors have the data pointer 0. The kernel would write to that address, and a later,
+    unrelated call on the device would fail with an illegal memory access.
     """
     jit = sys.modules.get("triton.runtime.jit")
     if jit is None:

@@ -1,12 +1,12 @@
 """Forward and backward passes of sharded models, and state of the running autograd pass.
 
-A pipeline stage runs the forward of its sharded root in parts. It therefore performs the steps that
-`fully_shard` does at the borders of a forward and of a backward itself.
+A pipeline stage runs the forward of its sharded root in parts. It therefore takes the steps that
+`fully_shard` takes at the beginning and the end of a forward and of a backward.
 
-A failed pass is reset (`reset_pass`). torch has had `FSDPModule.reset_iter_state` since 2.13.
-`reset_pass` does the same for earlier releases. The reset also drops results of earlier
-micro-batches: partial reductions in 2.13 and 2.14, and all gradients since 2.15. `GradientSnapshot`
-preserves them.
+After a failed pass the state of the root is reset. torch has `FSDPModule.reset_iter_state` for this
+since 2.13, and `reset_pass` does the same in earlier releases. torch's reset also drops results of
+earlier micro-batches: partial reductions in 2.13 and 2.14, and all gradients since 2.15.
+`GradientSnapshot` preserves them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GradientSnapshot:
     """Gradients of a sharded model at the time of construction, reduced and unreduced.
 
     Args:
-        model: The sharded root. Its units are read, not changed before `restore`.
+        model: The sharded root, which is not changed before `restore`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -197,9 +197,9 @@ def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
 def backward_was_interrupted(model: nn.Module) -> bool:
     """Return whether an exception has ended the last backward of a sharded root.
 
-    Autograd drops the callbacks of a backward that raises. torch's callback reduces the gradients
-    of the remaining units and resets the state of the pass. Without `reset_failed_step` the
-    following backwards would not queue it again.
+    Autograd drops the callbacks of a backward that raises an error. torch's callback reduces the
+    gradients of the remaining units and resets the state of the pass. Without `reset_failed_step`,
+    the following backwards would not queue the callback again.
     """
     if not isinstance(model, FSDPModule) or graph_task() is not None:
         return False
@@ -209,13 +209,13 @@ def backward_was_interrupted(model: nn.Module) -> bool:
 def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
     """Restore the state of a sharded root between two micro-batches after a failed pass.
 
-    Call this on all ranks after an exception left the forward or the backward. Afterwards every
-    unit is sharded and no collective is awaited.
+    Call this on all ranks after an exception in the forward or the backward. Afterwards all units
+    are sharded and no collective is pending.
 
     Args:
         model: The root. A model that is not sharded or has not run is left unchanged.
-        keep_gradients: Whether gradients of earlier micro-batches stay, reduced or not. Otherwise
-            the caller must drop them.
+        keep_gradients: Whether the gradients of earlier micro-batches are preserved, reduced or
+            not. Otherwise the caller must drop them.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -234,8 +234,8 @@ def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
 def allow_two_runs(ctx: Any) -> None:
     """Declare in `forward` of an autograd Function that its backward may run twice.
 
-    A pipeline that splits its backward pass then computes the gradients of the Function's weights
-    later than those of its inputs. The backward must not change what it saved.
+    A pipeline that splits its backward pass computes the gradients of the Function's weights later
+    than those of its inputs. The backward must therefore not change the saved tensors.
     """
     ctx.plait_allows_two_runs = True
 
@@ -248,7 +248,7 @@ def allows_two_runs(node: Node) -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once at the end of the running backward pass.
 
-    This is only possible inside a backward pass.
+    Call this function only inside a backward pass.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -309,7 +309,7 @@ def _with_end(
 def graph_task() -> int | None:
     """Return a number that identifies the running backward pass, or None outside of one.
 
-    A backward inside another one, as in a reentrant checkpoint, has a number of its own.
+    A backward inside another one, as in a reentrant checkpoint, has a different number.
     """
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task

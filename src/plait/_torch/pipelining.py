@@ -20,8 +20,8 @@ def schedule_actions(
         pp: Number of pipeline ranks.
         stages_per_rank: Number of stages per pipeline rank.
         microbatches: Number of micro-batches.
-        only: Rank whose actions are generated. The lists of other ranks are empty if torch
-            generates the actions of each rank separately.
+        only: Rank whose actions are needed, or None for all. If torch generates the actions of each
+            rank separately, the lists of the other ranks are empty.
 
     Returns:
         One list per rank of (stage, computation, micro-batch). The computation is "F" for a
@@ -31,7 +31,7 @@ def schedule_actions(
     from torch.distributed.pipelining import schedules
 
     def keep_order(self: Any, actions: Any, format: str = "compute_only") -> None:
-        """Replace the end of the constructor, which adds sends and receives."""
+        """Replace torch's end of the constructor, which adds sends and receives."""
         self.pipeline_order = actions
 
     base = getattr(schedules, name)

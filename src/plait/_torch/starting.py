@@ -20,10 +20,10 @@ It receives the command, the environment, and the files for standard output and 
 
 @contextmanager
 def take_processes_from(process_source: ProcessSource) -> Iterator[None]:
-    """Let the agent take processes from `process_source` inside the block.
+    """Make the agent take processes from `process_source` inside the block.
 
     Args:
-        process_source: Called for every rank that the agent starts.
+        process_source: Function that is called for every rank that the agent starts.
     """
     start = SubprocessHandler._popen
 

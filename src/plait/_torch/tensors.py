@@ -41,8 +41,8 @@ def local_window(tensor: DTensor) -> tuple[slice, ...]:
     """Return the slices of the global tensor, one per dimension, that this rank stores.
 
     If tensor parallelism has split a dimension, `fully_shard` splits the shard again. torch
-    describes this as `_StridedShard` on an outer mesh dimension, which is applied last. Every
-    split is that of `torch.chunk`, so the shard is always one rectangle.
+    describes this as `_StridedShard` on an outer mesh dimension, which is applied last. Every split
+    follows the rule of `torch.chunk`, so the shard is always one rectangle.
     """
     starts = [0] * tensor.ndim
     sizes = list(tensor.shape)
@@ -71,9 +71,9 @@ def shard_order(tensor: DTensor) -> list[tuple[int, int]]:
 def sum_before_reading() -> None:
     """Sum a DTensor with `Partial` placements before `float()`, `.item()` or `bool()` reads it.
 
-    Other operators sum such a tensor. torch 2.13 reads the local addend instead (pytorch issue
-    166638), so an optimizer that reads the norm of a sharded parameter would get a different
-    number on every rank. The change applies to all DTensors of the process. Reading a tensor
+    Other operators sum such a tensor. torch 2.13 reads the addend of this rank instead (pytorch
+    issue 166638), so an optimizer that reads the norm of a sharded parameter would get a different
+    number on every rank. The change applies to all DTensors of the process. Reading such a tensor
     becomes a collective over the ranks of its mesh.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -91,11 +91,11 @@ def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
 def keep_uneven_gradients_split() -> None:
     """Shard the gradient of an unevenly sharded parameter as the parameter is sharded.
 
-    Autograd copies a gradient into memory that `new_empty_strided` allocates. In torch 2.11 the
-    result of that operator is replicated if the shards differ in size, because torch derives the
-    strides of a shard from the number of ranks and not from its shape. The gradient would be
-    gathered in every backward, and code that combines the local shards of a parameter and of its
-    gradient would fail. Later releases derive the strides from the shape.
+    Autograd copies a gradient into memory that the operator `new_empty_strided` allocates. In
+    torch 2.11 the result of that operator is replicated if the shards differ in size, because torch
+    derives the strides of a shard from the number of ranks and not from its shape. The gradient
+    would be gathered in every backward, and code that combines the local shards of a parameter and
+    of its gradient would fail. Later releases derive the strides from the shape.
 
     The change applies to all DTensors of the process.
     """
@@ -133,9 +133,9 @@ def _dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 def forget_meshes() -> None:
     """Clear torch's caches of the placements that operators of DTensors return.
 
-    torch finds an entry by the shape of the mesh and uses the mesh of the first call. When the
-    process groups of that mesh have been destroyed, a full tensor of another mesh with the same
-    shape would be gathered over them.
+    torch looks up an entry by the shape of the mesh, but the entry refers to the mesh of its first
+    call. After the process groups of that mesh were destroyed, DTensors of another mesh with the
+    same shape would still be gathered over them.
     """
     # `torch.distributed.tensor.debug` has a function for this, but its import includes the compiler
     # and costs 0.7 s in every process.

@@ -1,8 +1,8 @@
 """Patched behaviour of `fully_shard`: the order in which units are gathered and reduced.
 
 Note [Order of units]
-    Gathering and reducing a unit are collectives, and a process group pairs the collectives of its
-    ranks by their order only. Ranks that skip different blocks (LayerDrop, stochastic depth,
+    Gathering and reducing a unit are collectives, and a process group matches the collectives of
+    its ranks only by their order. Ranks that skip different blocks (LayerDrop, stochastic depth,
     samples without an image) would therefore exchange the weights and gradients of different
     blocks. Neither torch nor NCCL nor gloo detects this if the shapes agree.
 
@@ -15,9 +15,10 @@ Note [Order of units]
     block keeps the gradients of the blocks in front of it unsharded until the end of the backward.
 
     An evaluation between forward and backward may have freed units, so the beginning of the
-    backward gathers all of them. Nothing is gathered after that: torch would prefetch units that
-    are reduced already, because it remembers the order of all forwards, and would leave them
-    gathered. A block that ran several times is reduced after the backward of the last of its calls.
+    backward gathers all of them. Nothing is gathered after that. Otherwise torch, which remembers
+    the order of all forwards, would prefetch units that are reduced already, and leave them
+    gathered. A block with several calls in a forward is reduced when the backwards of all of them
+    have ended.
 
     At stage 3 units are gathered for every use. Their order cannot be fixed, but it is recorded,
     and the ranks compare a digest of it once per step.
@@ -45,25 +46,25 @@ MOST_COLLECTIVES = 1 << 14
 _MULTIPLIER = 0x9E3779B1
 """Odd factor that makes the digest depend on the order."""
 _LAST_ISSUER: list[weakref.ref[UnitOrder]] = []
-"""Weak reference to the `UnitOrder` that issued a collective last. At most one entry."""
+"""Weak reference to the `UnitOrder` that has issued the latest collective. At most one entry."""
 
 
 def last_collective() -> str:
-    """Return the unit collective that was started last in any model, e.g. `gathering of blocks.1`.
+    """Return the latest unit collective in any model, for example `gathering of blocks.1`.
 
-    The result is empty before the first one.
+    The result is an empty string before the first one.
     """
     order = _LAST_ISSUER[0]() if _LAST_ISSUER else None
     return order.last if order is not None else ""
 
 
 class UnitOrder:
-    """Record of the collectives of a sharded model's units. Fixes their order if `is_fixed`.
+    """Record of the collectives of a sharded model's units, whose order it can fix.
 
     Args:
         root: The sharded model.
         is_fixed: Whether all ranks gather and reduce all units in one order, see
-            Note [Order of units]. Requires that units stay gathered after the forward.
+            Note [Order of units]. Units must then stay gathered after the forward.
         embeddings: Units that torch reduces at the end of the backward, because their inputs have
             no gradient.
         heads: Units that run after all others.
@@ -93,12 +94,12 @@ class UnitOrder:
         ]
         # Bounded, because evaluations append to it and only training steps empty it.
         self._collectives: deque[int] = deque(maxlen=MOST_COLLECTIVES)
-        """Codes of collectives: twice the index of the unit, plus 1 for a reduction."""
+        """Code of each collective: twice the index of the unit, plus 1 for a reduction."""
         self._digest = 0
         self._awaits_reduction = [False] * len(self._groups)
         """True for each unit whose backward has run and whose reduction waits for later units."""
         self._calls = [0] * len(self._groups)
-        """Calls of each block in forwards whose backward has not run."""
+        """Number of calls of each block whose backward has not run."""
         self._runs_backward = False
         self._unreduced = len(self._groups)
         """Number of units, from the front, that the running backward has not reduced yet."""
@@ -121,7 +122,7 @@ class UnitOrder:
 
     @property
     def last(self) -> str:
-        """Collective that was started last, e.g. `gathering of blocks.1`. Initially empty."""
+        """The latest collective, for example `gathering of blocks.1`, or an empty string."""
         if not self._collectives:
             return ""
         return self._description(self._collectives[-1])
@@ -144,8 +145,8 @@ class UnitOrder:
             collectives: Result of `take` on each rank.
 
         Returns:
-            One description per rank, e.g. `gathering of blocks.1`, or `nothing` after the last one.
-            Empty if all ranks issued the same collectives.
+            One description per rank, for example `gathering of blocks.1`, or `nothing` if the rank
+            has issued no further collective. Empty if all ranks have issued the same collectives.
         """
         for position in range(max(map(len, collectives))):
             codes = [codes[position] if position < len(codes) else None for codes in collectives]
@@ -171,7 +172,7 @@ class UnitOrder:
         """Return the replacement of a unit's `unshard`."""
         group = self._groups[index]
         replicas = getattr(group.mesh_info, "replicate_mesh_size", 1)
-        # Units are gathered over the shard dimension only, and over one rank without a collective.
+        # Units are gathered over the shard dimension only. One rank needs no collective.
         ranks = math.prod(group.mesh_info.mesh.shape) // replicas
 
         def gather(async_op: bool = False) -> None:
@@ -264,8 +265,8 @@ class UnitOrder:
         self._calls = [0] * len(self._groups)
         for index in reversed(range(len(self._groups))):
             if index < self._unreduced and self._states[index]._is_root is not None:
-                # Not `_reduce`: patches that were applied later wrap `post_backward`, and complete
-                # the unit's gradients in it.
+                # This is not `_reduce`, because later patches wrap `post_backward` to complete the
+                # gradients of the unit.
                 self._groups[index].post_backward()
         self._calls = [0] * len(self._groups)
         self._unreduced = len(self._groups)

@@ -30,7 +30,7 @@ from plait._torch.tensors import local_tensor
 # property of the class.
 _HAS_SEPARATE_SUM = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 ShardShape = tuple[int, int, bool]
-"""Number of dimensions of a parameter, elements of its padded shard, and whether it trains."""
+"""(dimensions of a parameter, elements of its padded shard, True if it is trainable)."""
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -39,7 +39,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return the parameter groups (`FSDPParamGroup`) that one unit gathers and reduces."""
+    """Return the parameter groups (`FSDPParamGroup`) of one unit."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -70,7 +70,7 @@ def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], tor
 
     Args:
         module: A fully sharded unit.
-        make: Returns a buffer with the size and the content of the buffer that it receives.
+        make: Function that returns a new buffer with the size and the content of a given one.
     """
     for p in sharded_parameters(module):
         buffer = make(p._sharded_param_data)
@@ -185,7 +185,8 @@ def zero_gradients(
 def _zero_partial_reduction(group: Any, zeroed: set[nn.Parameter], *, set_to_none: bool) -> None:
     """Drop or zero the gradients that a group has reduced over some of the ranks.
 
-    They share one tensor, which is dropped when all of them are. Several optimizers may hold them.
+    The gradients of a group share one tensor. Several optimizers may have their parameters, so the
+    tensor is dropped only when the gradients of all parameters were dropped.
     """
     partial = group._partial_reduce_output
     trainable = [p for p in _reduction_order(group.fsdp_params) if p.sharded_param.requires_grad]
@@ -208,7 +209,7 @@ def _zero_partial_reduction(group: Any, zeroed: set[nn.Parameter], *, set_to_non
 
 
 def is_gathered(units: Iterable[FSDPModule]) -> bool:
-    """Return whether `parameters()` of a unit has a gathered parameter in place of its shard."""
+    """Return True if `parameters()` of any unit returns gathered parameters and not shards."""
     return any(group.is_unsharded for unit in units for group in parameter_groups(unit))
 
 
@@ -233,9 +234,9 @@ def _unsharded_gradients(p: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def leave_gathered(model: nn.Module) -> Iterator[None]:
-    """Leave units gathered after their forward inside the block.
+    """Make units stay gathered after their forward inside the block.
 
-    The caller reshards them. After the block, units are freed after their forward as before.
+    The caller reshards them. After the block, units are freed after their forward again.
     """
     # In a forward `reshard` does nothing for a group without this mesh.
     groups = [(group, group.post_forward_mesh_info) for group in all_parameter_groups(model)]
@@ -298,8 +299,8 @@ def wait_for_offloaded_gradients(model: nn.Module) -> None:
     """Keep the reduced gradients of replicas on the device until their copies to the host end.
 
     With hybrid sharding torch copies them on the stream of the all-reduce, but their memory belongs
-    to the stream of the reduce-scatter. At the end of a backward torch frees the memory and then
-    waits for the copies.
+    to the stream of the reduce-scatter. Without this function, torch frees the memory at the end of
+    a backward before it waits for the copies.
     """
     for group in all_parameter_groups(model):
         group.finalize_backward = _after_copies(group, group.finalize_backward)
@@ -329,10 +330,10 @@ def reduce_unused_parameters(model: nn.Module) -> None:
 
 
 def _reduce_every_gradient(group: Any) -> None:
-    """Make a group reduce gradients of one dtype for all parameters that train.
+    """Make a group reduce gradients of one dtype for all trainable parameters.
 
-    torch 2.11 and 2.12 reduce no zeros. torch 2.13 and 2.14 reduce zeros of the computation's
-    dtype, and fail where gradients of earlier micro-batches are kept in the reduction's dtype.
+    torch 2.11 and 2.12 reduce no zeros. torch 2.13 and 2.14 reduce zeros of the compute dtype, and
+    fail if gradients of earlier micro-batches are stored in the dtype of the reduction.
     """
     if getattr(group, "reduce_scatter_unused_params", False):
         return

@@ -1,9 +1,9 @@
-"""Calls of `zero_grad`, for which torch has no hooks.
+"""Observers of `zero_grad` calls, for which torch has no hooks.
 
-Patched behaviour: `zero_grad` of `torch.optim.Optimizer`, of `torch.nn.Module` and of subclasses
-that have their own notifies observers for the rest of the process. Subclasses of `Optimizer` are
-patched when an optimizer of theirs is constructed, and those of `Module` when a model with one of
-their modules is observed.
+Patched behaviour: `zero_grad` of `torch.optim.Optimizer`, of `torch.nn.Module` and of their
+subclasses notifies observers for the rest of the process. A subclass of `Optimizer` is patched when
+one of its optimizers is constructed, and a subclass of `Module` when a model with one of its
+modules is observed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 _OBSERVERS: weakref.WeakKeyDictionary[Any, Callable[..., None]] = weakref.WeakKeyDictionary()
-"""Functions of the observing methods, keyed by the objects that the methods are bound to."""
+"""Functions of the observing methods, keyed by the objects to which the methods are bound."""
 
 _OBSERVED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""Functions that tell the observers."""
+"""Replacements of `zero_grad`, which notify the observers."""
 
-_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers and modules that the observers were told of since their `zero_grad` was called."""
+_NOTIFIED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers and modules whose latest `zero_grad` the observers have been notified of."""
 
 
 def observe_zero_grad(observer: Callable[..., None], model: nn.Module) -> None:
     """Call `observer(owner, set_to_none=)` after every `zero_grad` of an optimizer or module.
 
     Args:
-        observer: A bound method. It is called for as long as its object lives.
-        model: Model whose modules may have a `zero_grad` of their own.
+        observer: A bound method. It is called as long as its object exists.
+        model: Model whose modules may override `zero_grad`.
     """
     assert isinstance(observer, MethodType)
     _OBSERVERS[observer.__self__] = observer.__func__
@@ -64,18 +64,18 @@ def _observe_class(owner_class: Any) -> None:
     signature = inspect.signature(zero_grad)
 
     @functools.wraps(zero_grad)
-    def zero_and_tell(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        _TOLD.discard(owner)
+    def zero_and_notify(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        _NOTIFIED.discard(owner)
         result = zero_grad(owner, *args, **kwargs)
         # A subclass may call the method of its base class, which knows the right `set_to_none`.
-        if owner not in _TOLD:
+        if owner not in _NOTIFIED:
             arguments = signature.bind(owner, *args, **kwargs)
             arguments.apply_defaults()
             set_to_none = arguments.arguments.get("set_to_none", True)
             for instance, function in list(_OBSERVERS.items()):
                 function(instance, owner, set_to_none=set_to_none)
-            _TOLD.add(owner)
+            _NOTIFIED.add(owner)
         return result
 
-    _OBSERVED.add(zero_and_tell)
-    owner_class.zero_grad = zero_and_tell
+    _OBSERVED.add(zero_and_notify)
+    owner_class.zero_grad = zero_and_notify

@@ -1,19 +1,19 @@
-"""Measurement of collectives between the running processes, and the costs fitted to them.
+"""Measurement of collectives between the running processes, and costs fitted to the times.
 
 All functions here are collective.
 
 Note [Rounds of a measurement]
-    The sizes are measured in turn in several rounds, so that a disturbance affects all sizes and
-    not one. Each round has its own order, because an operation leaves traces for the next one. The
-    time of an operation is that of the slowest rank, and the median over the rounds counts. The
-    first rank ends the measurement for all ranks when the time is over. On slow links the largest
-    sizes are left out.
+    All sizes are measured in every round, so that a disturbance affects all sizes and not one. Each
+    round has a different order, because an operation influences the next one. The time of an
+    operation in a round is that of the slowest rank, and its result is the median over the rounds.
+    The first rank ends the measurement for all ranks when the time is over. On slow links the
+    largest sizes are left out.
 
 `find_links` returns the costs of a run's links at its start: measured, or read from the file of an
 earlier start. Stored costs are used for the same ranks on the same machines, and only if a probe of
 two sizes agrees with them within a factor. Links that became slower or faster are measured again.
-All ranks of the group use the first rank's result. `refine` then compares the best algorithms at
-the message size of the run.
+All ranks of the group use the result of the first rank. `refine` then compares the best algorithms
+at the message size of the run.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ SIZES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _BITS: tuple[Bits, ...] = (8, 4)
 """Bits per element of the compressed sums that are measured."""
 _RARE_BYTES = 16 * MIB
-"""Size from which only some rounds measure an operation.
+"""Size from which an operation is measured only in some rounds.
 
-Large tensors take most of the time, and long times are disturbed less.
+Large tensors take most of the time, and long times vary less.
 """
 _RARE_INTERVAL = 3
 """Number of rounds per measurement of a large tensor."""
 _FEWEST_SIZES = 4
-"""Number of sizes that are always measured, which is up to one MiB.
+"""Number of sizes that are always measured, so that the largest of them is one MiB.
 
-Smaller tensors pass through the buffers of switches and rate limits as if the link had no rate.
+Smaller tensors fit into the buffers of switches and rate limiters, and would hide the bandwidth.
 """
 _ROUND_FRACTION = 0.6
 """Fraction of the time that one round of all sizes may take."""
@@ -85,9 +85,9 @@ Operations = Callable[[int], dict[str, Operation]]
 Creating and calling the operations is collective.
 """
 _LONGEST_REFINEMENT = 4.0
-"""Multiple of the allowed time that a comparison may take at its fewest rounds."""
+"""Multiple of the requested time that the fewest rounds of a comparison may take."""
 AGREEMENT = 2.0
-"""Factor by which a probe may differ from the stored time, up or down."""
+"""Largest ratio between the times of a probe and of a stored measurement that counts as equal."""
 
 
 def measure_group(
@@ -104,7 +104,7 @@ def measure_group(
     Args:
         axis: Name of the mesh dimension.
         group: The process group, with equally many ranks on each machine.
-        levels: Groups inside and across machines, whose operations are also measured.
+        levels: Groups inside and across machines, whose operations are also measured, or None.
         machines: Number of machines of the group.
         device: Device of the tensors.
         seconds: Approximate time per level.
@@ -151,7 +151,7 @@ def measure_algorithms(
         device: Device of the tensors.
         seconds: Approximate time.
         shared_memory: Whether to also measure shared memory, if the ranks have it.
-        largest_bytes: Size of the largest tensor; larger ones only to measure enough sizes.
+        largest_bytes: Size of the largest tensor, unless that leaves too few sizes.
     """
     algorithms = all_reduce_operations(
         group, levels, device=device, shared_memory=shared_memory, lossy=False
@@ -204,8 +204,7 @@ def probe(
         group: The process group.
         sizes: Sizes of the float32 tensors in bytes.
         device: Device of the tensors.
-        times: Number of measurements per size. A first one, which opens connections, is not
-            counted.
+        times: Number of measurements per size, after a first one that opens connections.
     """
     samples = []
     for nbytes in sizes:
@@ -280,7 +279,7 @@ def _basic_operations(
 
 
 def _numel(nbytes: int, group: dist.ProcessGroup) -> int:
-    """Return the float32 elements of about `nbytes`, a multiple of the number of ranks."""
+    """Return the number of float32 elements of about `nbytes`, a multiple of the group's size."""
     return max(1, nbytes // 4 // group.size()) * group.size()
 
 
@@ -342,7 +341,7 @@ def _measure_rounds(
     rounds = 0
     began = time.perf_counter()
     while bool(continues):
-        # The same order on all ranks.
+        # The seed is the same on all ranks, and so is the order.
         for key in Random(rounds).sample(keys, len(keys)):
             if key not in rare or rounds % _RARE_INTERVAL == 0:
                 samples[key].append(_timed(operations[key], group, device))
@@ -351,7 +350,7 @@ def _measure_rounds(
         continues.fill_(rounds < least or has_time)
         dist.broadcast(continues, group_src=0, group=group)
 
-    # The first round warms up. It counts only if it is the only one.
+    # The first round is a warm-up. It counts only if there is no other.
     counted = [times[1:] or times for times in samples.values()]
     return dict(zip(keys, _median_of_slowest(counted, group, device), strict=True))
 
@@ -405,7 +404,7 @@ def _sum_bucket(buckets: Buckets) -> None:
 
 def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds of an operation that all ranks start together."""
-    # Otherwise the time would include waiting for ranks that are not ready.
+    # Without the barrier the time would include waiting for ranks that are not ready.
     dist.barrier(group=group)
     began = time.perf_counter()
     operation()
@@ -417,7 +416,7 @@ def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device)
 def _median_of_slowest(
     samples: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Return the median of each list after taking the slowest rank's time of every sample.
+    """Return the median of each list, in which every sample is replaced with the slowest rank's.
 
     The lists must have the same lengths on all ranks.
     """
@@ -463,8 +462,8 @@ def find_links(
         machines: Number of machines of the group.
         device: Device of the tensors.
         seconds: Approximate time of a measurement.
-        path: File of the costs. The first rank of the group reads it. Global rank 0 writes it after
-            a measurement.
+        path: File of the costs, or None. The first rank of the group reads it, and global rank 0
+            writes it after a measurement.
         largest_bytes: Size of the largest message of the run.
     """
     hosts = all_gather_objects(socket.gethostname(), group)
@@ -495,7 +494,7 @@ def find_links(
     origin = f"measured at the start in {duration:.1f} s{reason}"
     links, origin = broadcast_object((measured, origin), group)
 
-    # There may be several groups along the dimension. One of them writes the file.
+    # There may be several groups along the dimension, of which one writes the file.
     if path is not None and dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = {
@@ -537,13 +536,13 @@ def refine(
     device: torch.device,
     seconds: float,
 ) -> tuple[AlgorithmChoice, str]:
-    """Time the chosen algorithm against similarly good ones. Collective over the group.
+    """Compare the chosen algorithm with similarly fast ones. Collective over the group.
 
-    They are timed at the message size of the run, because links behave differently between measured
-    sizes, and because a short measurement has errors. The result is the same on every rank.
+    They are measured at the message size of the run, because links behave differently between the
+    measured sizes, and because a short measurement has errors. The result is the same on all ranks.
 
     Args:
-        choice: Choice by the costs of the links.
+        choice: The choice by the costs of the links.
         links: Costs of the links.
         group: The process group.
         levels: Groups inside and across machines.
@@ -551,7 +550,7 @@ def refine(
         seconds: Approximate time. If the comparison takes much longer, the choice is not changed.
 
     Returns:
-        The new choice, and a description of the comparison. It is empty if there was none.
+        The new choice, and a description of the comparison, which is empty if there was none.
     """
     if len(choice.near) < 2:
         return choice, ""
@@ -568,7 +567,7 @@ def refine(
         f"{len(times)} algorithms were timed in turn with messages of"
         f" {format_bytes(choice.bucket_bytes)} in {duration:.1f} s"
     )
-    # Each rank has measured another duration.
+    # The duration differs between ranks, so all use the description of the first rank.
     return refined(choice, links, times), broadcast_object(description, group)
 
 

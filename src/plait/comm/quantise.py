@@ -2,16 +2,16 @@
 
 A block of consecutive elements is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits)
 and rounded to the nearest integer. The scale is float32. An element that is not finite makes its
-whole block not finite, so the receiver sees an overflow. Matrices are quantised, each padded to a
-multiple of the block size. Tensors with fewer than two dimensions (norms, biases) have few elements
-of another magnitude, and are sent uncompressed.
+whole block not finite, so the receiver detects the overflow. Matrices are quantised, each padded to
+a multiple of the block size. Tensors with fewer than two dimensions (norms, biases) have few
+elements, whose magnitude differs from those of matrices. They are sent uncompressed.
 
 The module does not communicate.
 
 Note [Operators of quantisation]
-    The operators were chosen by measurements on CPUs. `amax` and `amin` are vectorised there and
-    `aminmax` is not (15 times slower). Packing contiguous halves of a block is 8 times as fast as
-    packing every second number. In-place operators need no fresh pages.
+    The operators were chosen by measurements on CPUs. `amax` and `amin` are vectorised, while
+    `aminmax` is not and takes 15 times as long. Packing contiguous halves of a block is 8 times as
+    fast as packing every second number. In-place operators allocate no new pages of memory.
 """
 
 from __future__ import annotations
@@ -120,9 +120,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Packing:
-    """Format of rows [rows, n], each a sequence of segments, as bytes.
+    """Conversion between rows [rows, n] of numbers and packed rows of bytes.
 
-    A packed row has the codes of all matrices, their scales, and the uncompressed segments.
+    A row consists of segments. A packed row consists of the codes of all matrices, their scales,
+    and the uncompressed segments.
 
     Attributes:
         segments: Segments of a row.
@@ -136,19 +137,19 @@ class Packing:
     def for_rows(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
         """Return the packing of rows of `numel` elements.
 
-        `fully_shard` gathers larger shards of the same parameters if it has a secondary partition
-        inside a machine. Segments then grow by the same factor.
+        With a secondary partition, `fully_shard` gathers larger shards of the same parameters. All
+        segments are then larger by the same factor.
 
         Raises:
             ModelError: `numel` is not a multiple of the segments' size. Some parameters are
-                missing, and it is not known which. A block could mix parameters that must not
+                missing, and it is not known which, so a block could mix parameters that must not
                 share a scale.
         """
         total = sum(segment.numel for segment in segments)
         if total == 0 or numel % total:
             raise ModelError(
-                f"compressed gradients: {numel} elements of a unit are to be reduced, but its"
-                f" trainable parameters have {total} on this rank: a step left some of them unused;"
+                f"compressed gradients: {numel} elements of a unit are reduced, but its trainable"
+                f" parameters have {total} on this rank, because a step left some of them unused;"
                 " set parallel.unused_parameters = true, or do not compress"
             )
         factor = numel // total
@@ -172,8 +173,8 @@ class Packing:
     def matrices(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the matrices of rows [rows, n] as float32 [rows, padded].
 
-        Each matrix is padded with zeros to a multiple of the block size. The result is `rows`
-        itself if it has no other content.
+        Each matrix is padded with zeros to a multiple of the block size. If nothing has to be
+        changed, the result is `rows` itself.
         """
         if len(self.segments) == 1 and self.padded == rows.shape[1] and rows.dtype == torch.float32:
             return rows
@@ -186,7 +187,7 @@ class Packing:
         return padded
 
     def _columns(self, rows: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """Return each segment with its columns of rows [rows, n]."""
+        """Return pairs of each segment and its columns of rows [rows, n]."""
         sizes = [segment.numel for segment in self.segments]
         return zip(self.segments, rows.split(sizes, 1), strict=True)
 
@@ -197,13 +198,13 @@ class Packing:
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Quantize rows [rows, n], and return them as uint8 [rows, row_bytes].
+        """Quantise rows [rows, n], and return them as uint8 [rows, row_bytes].
 
         Args:
             rows: Rows of floating-point numbers.
-            error: Residual [rows, padded] of earlier steps, which is added before quantization.
-            into: Receives the new residual: the quantization error. Without it `error` is
-                overwritten.
+            error: Residual [rows, padded] of earlier steps, which is added before the rows are
+                quantised.
+            into: Tensor that receives the new residual. Without it, `error` is overwritten.
         """
         value = self.matrices(rows)
         residual = None
@@ -224,7 +225,7 @@ class Packing:
         return torch.cat(fields, 1)
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows [rows, n] in `dtype`, which is the dtype that `pack` received."""
+        """Return packed rows as rows [rows, n] in `dtype`, the dtype of the rows before packing."""
         return self._assemble(*self._fields(packed, dtype), dtype)
 
     def unpack_sum(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -270,8 +271,8 @@ def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum [1, n] of rows [rows, n], which may be overwritten.
 
     On the CPU `torch.sum` adds the last columns of a tensor in another order than the other ones.
-    The column of a parameter depends on how tensor parallelism has split earlier parameters, so the
-    sums of replicated parameters would differ between ranks.
+    The columns of a parameter depend on how tensor parallelism has split earlier parameters, so
+    `torch.sum` would give replicated parameters different sums on different ranks.
     """
     if rows.device.type != "cpu":
         return rows.sum(0, keepdim=True)

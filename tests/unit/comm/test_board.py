@@ -30,7 +30,7 @@ def test_a_limit_of_the_size_of_files(in_memory, tmp_path):
     try:
         with pytest.raises(
             InputError,
-            match=f"^ulimit -f: processes may write files of 4,096 bytes at most, .* {BYTES:,}, .*unlimited$",
+            match=f"^ulimit -f: processes may write at most 4,096 bytes to a file, .* {BYTES:,} bytes, .*unlimited$",
         ):
             Board(rank=0, timeout_seconds=5, path=None if in_memory else tmp_path / "board")
     finally:

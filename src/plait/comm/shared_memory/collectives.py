@@ -1,12 +1,12 @@
 """All-gather, reduce-scatter and all-reduce between ranks of one machine, in shared memory.
 
-`fully_shard` requests buffers from the first two, fills them and calls them. The all-reduce owns
-the buffers that the gradient reducer fills.
+`fully_shard` requests buffers from the all-gather and the reduce-scatter, fills the buffers, and
+then calls the collective. The all-reduce owns the buffers that the gradient reducer fills.
 
 Note [Words in turn]
-    Ranks announce each call in a word of shared memory, and each rank waits for the words of
-    all others. A rank can be one call ahead of another, which has seen all announcements but has
-    not read the values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
+    Each rank announces a call in a word of shared memory and waits for the words of all other
+    ranks. A rank can be one call ahead of another rank that has seen all announcements but has not
+    read their values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
     that no value is overwritten before it was read.
 """
 
@@ -44,8 +44,8 @@ _READ_WORD = 4
 class _Slots:
     """Slots of shared memory that grow on request, with words by which ranks agree on their use.
 
-    All ranks request the same sizes in one order, so their slots grow together. Subclasses decide
-    which slot is free, and which rank may use it when. The first request allocates memory.
+    All ranks request the same sizes in the same order, so their slots grow together. The first
+    request allocates memory. Subclasses decide which slots are free.
 
     Args:
         host: Ranks of the group.
@@ -62,15 +62,15 @@ class _Slots:
         """Number of calls with the current memory."""
         self._slot_bytes = 0
         self._refused_bytes: int | None = None
-        """Size for which memory was short. Requests of this size or more are not tried again."""
+        """Size that could not be allocated. Requests of this size or more are not tried again."""
 
     def _reset(self) -> None:
-        """Reset the state of the slots. Called when new memory has replaced the old memory."""
+        """Reset the state of the slots after new memory has replaced the old memory."""
         raise NotImplementedError
 
     @property
     def _shared(self) -> SharedMemory:
-        """Current memory, after a request that fits."""
+        """Current memory. It exists after a request that fits."""
         assert self._memory is not None
         return self._memory
 
@@ -78,7 +78,7 @@ class _Slots:
         return self._memory is not None and count <= self._slot_bytes
 
     def _make_room(self, count: int) -> None:
-        """Grow the slots to `count` bytes. Collective if no previous call was as large."""
+        """Grow the slots to `count` bytes if possible. Collective unless a call was as large."""
         if self._fits(count):
             return
         if self._refused_bytes is not None and count >= self._refused_bytes:
@@ -123,7 +123,7 @@ class _Slots:
         Args:
             count: Size of the full tensor in bytes, which must be the same on all ranks.
             shape: Shape and dtype of the tensor, for messages.
-            flags: Content of the announcement, _FLAG_BITS wide.
+            flags: Content of the announcement, with at most _FLAG_BITS bits.
             operation: Name of the collective, for messages.
             verb: Activity of a rank in the collective, for messages.
 
@@ -165,14 +165,15 @@ class _Slots:
 class SharedAllGather(_Slots, AllGather):
     """All-gather of one group into memory that all ranks read, for every unit of a model.
 
-    `fully_shard` requests the output first (`allocate`), copies this rank's shard into it and then
-    calls. The output is one of a few slots of shared memory, so each rank writes its shard once, to
-    where the others read it, and the call only waits for the others.
+    `fully_shard` requests the output first (`allocate`), copies this rank's shard into it, and then
+    calls this object. The output is one of a few slots of shared memory. Each rank writes its shard
+    once, to where the others read it, and the call only waits for the others.
 
-    The ranks agree on a free slot without another exchange. With each call a rank publishes the
-    slots into which none of its tensors points. The next call uses the first slot that all ranks
-    published as free. No rank starts to use a slot between these two calls, so reading an older
-    output is safe. If no slot is free, or memory is short, all ranks use torch's collective.
+    The ranks agree on a free slot without another exchange. With each call a rank publishes its
+    free slots, into which none of its tensors points. The next call uses the first slot that all
+    ranks have published as free. No rank starts to use a slot between these two calls, so reading
+    an older output is safe. If no slot is free, or there is not enough memory, all ranks use
+    torch's collective.
     """
 
     def __init__(self, host: SharedMemoryGroup) -> None:
@@ -195,7 +196,7 @@ class SharedAllGather(_Slots, AllGather):
             return torch.empty(*size, dtype=dtype, device=device)
         is_free = self._free >> self._next & 1
         if not is_free:
-            # An output that was requested before and not used.
+            # `allocate` has returned this slot before, and the output was not used.
             return torch.empty(*size, dtype=dtype, device=device)
         output = self._lease(self._next, numel, dtype)
         self._output = (output.data_ptr(), count)
@@ -224,7 +225,7 @@ class SharedAllGather(_Slots, AllGather):
         elif not in_place:
             staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
             staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
-        # Ranks meet even without a slot, because they agree on the next slot here.
+        # The ranks agree on the next slot here, so this is also necessary without a slot.
         self._synchronize(count, describe_tensor(output_tensor.shape, output_tensor.dtype))
         if staged is not None:
             output_tensor.view(-1).copy_(staged)
@@ -234,7 +235,7 @@ class SharedAllGather(_Slots, AllGather):
             )
 
     def _synchronize(self, count: int, shape: str) -> None:
-        """Wait for every rank's shard, and agree on the next slot."""
+        """Wait for every rank's shard, and agree with all ranks on the next slot."""
         # The slot of this call is in use until its output is freed.
         free = _ALL_FREE
         for rank_free in self._announce(
@@ -260,11 +261,11 @@ class SharedAllGather(_Slots, AllGather):
 class SharedReduceScatter(_Slots, SynchronousReduceScatter):
     """Reduce-scatter of one group from memory that all ranks write, for every unit of a model.
 
-    `fully_shard` requests the input (`allocate`), copies the gradients into it, requests the output
-    and calls. The input is one of the two slots that this rank owns in shared memory. The call
-    announces the slot, waits for the announcements of all ranks, and sums in the order of the
-    ranks, so every run gives the same bits. A slot is reused when no tensor of this rank points
-    into it and every rank has marked it as read.
+    `fully_shard` requests the input (`allocate`), copies gradients into it, requests the output, and
+    calls this object. The input is one of the two slots that this rank owns in shared memory.
+    The call announces the slot, waits for the announcements of all ranks, and adds in the order of
+    the ranks, so that every run gives the same bits. A slot is reused when no tensor of this rank
+    points into it and every rank has marked it as read.
     """
 
     def __init__(self, host: SharedMemoryGroup) -> None:
@@ -276,7 +277,8 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
         self._input: tuple[int, int, int] | None = None
         """(address, bytes, slot) of the input that `allocate` returned for the next call."""
         self._has_input = False
-        """True after the input of the next call was requested. The next request is its output."""
+        """True after the input of the next call was requested. The next request is for its output.
+        """
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -326,8 +328,8 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
 
         Args:
             output: This rank's shard of the result.
-            stacked: Contribution of this rank [ranks x n].
-            group: The process group, which is used if the input of a rank has no slot.
+            stacked: Addend of this rank [ranks x n].
+            group: The process group, whose collective is used if the input of a rank has no slot.
             slot: Slot that has the input, or None to copy it into one.
         """
         memory = self._shared
@@ -392,18 +394,17 @@ class SharedBuckets:
     Every rank sums one slice of a buffer over all ranks, in their order, and writes the sum into
     the buffers of all ranks. Nothing is copied, and the sum has the same bits on every rank.
 
-    No thread works in the background. A rank sums its slice in a later `start` if the other ranks
-    are ready by then, and otherwise in `finish`. Ranks therefore wait for each other only
-    in `finish`.
+    There is no background thread. A rank sums its slice in a later `start` if the other ranks are
+    ready by then, and otherwise in `finish`. Ranks therefore wait for each other only in `finish`.
 
-    Creating an object is collective.
+    The constructor is collective.
 
     Args:
         host: Ranks of the group.
         flats: Content of the buckets.
 
     Raises:
-        SharedMemoryUnavailable: Memory is short. Raised on all ranks.
+        SharedMemoryUnavailable: There is not enough memory. All ranks raise this error.
     """
 
     def __init__(self, host: SharedMemoryGroup, flats: Sequence[Flat]) -> None:
@@ -428,13 +429,13 @@ class SharedBuckets:
             )
         self.buffers = [buffers[host.rank] for buffers in self._rank_buffers]
         for buffer in self.buffers:
-            # The first write also places the pages near this rank.
+            # The first write also allocates the pages near this rank.
             buffer.zero_()
         self._shapes = [describe_tensor([flat.numel], flat.dtype) for flat in flats]
         self._calls = [0] * len(flats)
         """Number of calls of `start` for each buffer."""
         self._unsummed: list[int] = []
-        """Buffers that were started and whose slice this rank has not summed, in order."""
+        """Started buffers whose slice this rank has not summed yet, in the order of starts."""
 
     def start(self, index: int) -> None:
         """Announce that this rank's buffer is filled."""

@@ -2,8 +2,8 @@
 
 Memory is an anonymous file (`memfd`) that one rank creates and the others open through `/proc`. It
 has no name, so a killed run leaves nothing behind, and it does not count against the size of
-`/dev/shm`. If every rank reads the random bytes that the first one wrote, the ranks share a
-machine. Host names prove nothing. If they do not share one, all ranks raise
+`/dev/shm`. The ranks share a machine if all of them read the random bytes that the first rank has
+written. Host names would prove nothing. If the ranks do not share a machine, all raise
 `SharedMemoryUnavailable`. Only x86-64 is supported, because ranks rely on its order of stores.
 """
 
@@ -38,20 +38,20 @@ _NONCE_BYTES = 32
 _YIELDING_SECONDS = 500e-6
 """Time for which a wait yields the core before it sleeps.
 
-Waking up costs about 100 microseconds.
+Waking up from sleep takes about 100 microseconds.
 """
 _FIRST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 200e-6
 _CHECK_SECONDS = 0.05
-"""Interval at which a wait checks whether missing ranks have ended."""
+"""Interval at which a wait checks whether late ranks have ended."""
 _SHARE_OF_FREE_MEMORY = 0.5
 """Largest fraction of the free host memory that one allocation shares."""
 
 
 class SharedMemoryUnavailable(Exception):
-    """Memory cannot be shared. Raised on every rank of the group or on none.
+    """Memory cannot be shared, for the reason in the message.
 
-    The message is the reason.
+    Either all ranks of a group raise this error or none.
     """
 
 
@@ -86,11 +86,11 @@ class SharedMemoryGroup:
 
         process = (os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
         self._processes = all_gather_objects(process, group)
-        """Number of each rank's process, and its PID namespace."""
+        """Process number (PID) and PID namespace of each rank."""
         self._sees_processes = len({namespace for _, namespace in self._processes}) == 1
 
     def name(self, rank: int) -> str:
-        """Return `rank N` for errors, where N is the global rank of a rank of the group."""
+        """Return `rank N` for messages, where N is the global rank of a rank of the group."""
         return f"rank {self._global_ranks[rank]}"
 
     def wait(
@@ -101,20 +101,19 @@ class SharedMemoryGroup:
         sequence: int = 0,
         shape: str = "",
     ) -> None:
-        """Wait until no rank is missing. Yields the core at first and sleeps later.
+        """Wait until no rank is late. The wait first yields the core and then sleeps.
 
-        A busy loop would take the core from the ranks that are missing: there may be more ranks
-        than cores.
+        There may be more ranks than cores, so a busy loop would take the core from a late rank.
 
         Args:
-            late_ranks: Returns the ranks of the group that are still missing.
+            late_ranks: Function that returns the ranks of the group that are still late.
             operation: Name of the collective, for messages.
             sequence: Number of the collective within the group, for messages.
             shape: Shape and dtype of the tensor, for messages.
 
         Raises:
-            CommunicationError: A missing rank has ended, or the group's deadline has passed. The
-                message names the ranks and the operation.
+            CommunicationError: A late rank has ended, or the wait has reached the group's timeout.
+                The message names the ranks and the operation.
         """
         began = time.monotonic()
         while late_ranks():
@@ -137,7 +136,7 @@ class SharedMemoryGroup:
             self._sleep_until_complete(late_ranks, wait)
 
     def _sleep_until_complete(self, late_ranks: Callable[[], list[int]], wait: Wait) -> None:
-        """Sleep until no rank is missing, and publish changes of `wait`."""
+        """Sleep until no rank is late, and publish changes of `wait`."""
         checked = wait.since
         pause = _FIRST_PAUSE_SECONDS
         while late_ranks():
@@ -159,7 +158,7 @@ class SharedMemoryGroup:
     def _check(
         self, late_ranks: Callable[[], list[int]], operation: str, *, waited: float
     ) -> list[int]:
-        """Return the ranks that are missing. Raises CommunicationError as `wait` does."""
+        """Return the ranks that are late. Raises CommunicationError as `wait` does."""
         ended = self._ended_ranks()
         # In this order, because a rank may have finished its part just before it ended.
         missing = late_ranks()
@@ -183,7 +182,7 @@ class SharedMemoryGroup:
 
     def _ended_ranks(self) -> set[int]:
         if not self._sees_processes:
-            # Processes of other containers are not visible. Only the deadline ends a wait.
+            # Processes of other containers are not visible. Only the timeout ends a wait.
             return set()
         return {
             rank
@@ -195,16 +194,16 @@ class SharedMemoryGroup:
 class SharedMemory:
     """Bytes and counters that every rank of a `SharedMemoryGroup` reads and writes.
 
-    The counters are words of int64 that start at 0, and a rank writes only its own words. On x86-64
-    a rank that sees a word also sees everything that was written before it. The memory is freed
-    when no tensor of any rank points into it.
+    The counters are int64 words that start at 0, and a rank writes only its own words. On x86-64 a
+    rank that reads a word also sees everything that was written before it. The memory is freed when
+    no tensor of any rank points into it.
 
-    Creating an object is collective over the host's group, with equal arguments on all ranks.
+    The constructor is collective over the host's group, with equal arguments on all ranks.
 
     Args:
         host: Ranks of the group.
         word_count: Number of words per rank.
-        data_bytes: Size of the bytes that `tensor` returns ranges of.
+        data_bytes: Bytes of data, from which `tensor` returns ranges.
 
     Raises:
         SharedMemoryUnavailable: A rank cannot map the memory, or it exceeds its share of the free
@@ -248,7 +247,7 @@ class SharedMemory:
         self._words[self._first_word + index] = value
 
     def behind(self, index: int, count: int) -> list[int]:
-        """Return the ranks whose word, a counter, has not reached `count`."""
+        """Return the ranks whose counter with an index is below `count`."""
         return [rank for rank in range(self._ranks) if self.read(rank, index) < count]
 
     def tensor(
@@ -264,7 +263,7 @@ class SharedMemory:
             offset: First byte of the range.
             numel: Number of elements.
             dtype: Dtype of the elements.
-            on_release: Called when no tensor of this rank references the range any longer.
+            on_release: Called when no tensor of this rank references the range any more.
         """
         start = self._data_start + offset
         # `frombuffer` refuses to make an empty tensor.

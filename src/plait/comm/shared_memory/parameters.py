@@ -1,4 +1,4 @@
-"""Zero-copy all-gather: shards of a model in memory that all ranks of the machine read."""
+"""Zero-copy all-gather: shards of a model in memory that all ranks of a group can read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.comm.record import record
 from plait.comm.shared_memory.host import SharedMemory, SharedMemoryGroup, SharedMemoryUnavailable
 
 _TRIMMED_BYTES = 32 << 20
-"""Bytes of copied shards after which the C library returns freed memory to the system."""
+"""Bytes of copied shards after which the C library is told to return freed memory."""
 _WRITTEN_WORD = 0
 """Index of the word with the number of gathers for which a rank has written its shards."""
 _READ_WORD = 1
@@ -27,15 +27,15 @@ _READ_WORD = 1
 def share_parameters(model: nn.Module, host: SharedMemoryGroup) -> str:
     """Move the shards of every unit into memory that all ranks of `host` read. Collective.
 
-    A unit for which memory is short, or with several dtypes, is copied when it is gathered, as
-    without this call. Call it before anything references the local tensor of a parameter.
+    A unit with several dtypes, or for which there is not enough memory, is still copied when it is
+    gathered. Call this before anything references the local tensor of a parameter.
 
     Args:
         model: The sharded model.
         host: Ranks of the shard group.
 
     Returns:
-        A description of the units that are not shared. It is empty if there are none.
+        A sentence about the units that are not shared, or an empty string if all are.
     """
     units = sharded_modules(model)
     results = [_share_unit(unit, host) for unit in units]
@@ -89,7 +89,7 @@ def _move_shards(unit: FSDPModule, memory: SharedParameters) -> None:
 
     def move(shard: torch.Tensor) -> torch.Tensor:
         nonlocal freed_bytes
-        # Both copies of a model need not exist at the same time.
+        # Freed memory is returned early, so that the model does not exist twice.
         if freed_bytes >= _TRIMMED_BYTES:
             trim_heap()
             freed_bytes = 0
@@ -103,13 +103,13 @@ def _move_shards(unit: FSDPModule, memory: SharedParameters) -> None:
 class SharedParameters:
     """Parameters of one unit of `fully_shard` in shared memory.
 
-    An all-gather moves nothing. A rank marks its shards as written and waits for the others. Every
-    rank gathers units in the same order, as with any collective. No rank changes shards that others
-    still read: an update follows the reduction of a step's gradients, to which every rank
-    contributes after its last read. Parameters that were gathered for a pass without gradients are
-    released by all ranks together.
+    An all-gather moves no data. Each rank marks its shards as written and waits for the others. All
+    ranks gather units in the same order, as with any collective. No rank changes shards that others
+    still read, because an update follows the reduction of the step's gradients, to which every rank
+    contributes after its last read. Without gradients there is no reduction, so all ranks wait for
+    each other when they release the parameters.
 
-    Creating an object is collective over the host's group.
+    The constructor is collective over the host's group.
 
     Args:
         host: Ranks of the shard group.
@@ -121,7 +121,7 @@ class SharedParameters:
         shards: This rank's shard [numel] of each parameter, a view of its full tensor.
 
     Raises:
-        SharedMemoryUnavailable: Memory is short. Raised on all ranks.
+        SharedMemoryUnavailable: There is not enough memory. All ranks raise this error.
     """
 
     def __init__(self, host: SharedMemoryGroup, numels: Sequence[int], dtype: torch.dtype) -> None:
@@ -143,7 +143,7 @@ class SharedParameters:
         """Number of gathers that have begun."""
 
     def begin(self) -> None:
-        """Announce that this rank's shards are written."""
+        """Announce to other ranks that this rank's shards are written."""
         self._round += 1
         self._memory.write(_WRITTEN_WORD, self._round)
         record("all_gather", full_bytes=self._bytes, dtype=self._dtype, ranks=self._host.ranks)
@@ -153,7 +153,7 @@ class SharedParameters:
         self._wait(_WRITTEN_WORD, "all-gather")
 
     def release(self) -> None:
-        """Announce that this rank has finished reading, and wait until all ranks have."""
+        """Announce that this rank has finished reading, and wait until all ranks have finished."""
         self._memory.write(_READ_WORD, self._round)
         self._wait(_READ_WORD, "end of an evaluation")
 

@@ -140,7 +140,7 @@ class SequenceLayout:
     def block(self, part: int, source: int) -> VisibleBlock | None:
         """Return the block of this rank's queries and the keys of `source` with visible pairs.
 
-        It is correct if visibility depends only on the order of tokens, without window or documents.
+        It is correct if visibility depends only on the order of tokens (no window or documents).
 
         With two chunks per rank, the first chunk of an earlier rank is before both chunks of this
         rank, and its second chunk is after them. Both chunks of a later rank are between the chunks

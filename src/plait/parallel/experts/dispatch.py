@@ -167,7 +167,7 @@ class Dispatch:
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _compute(self, arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Compute rows [rows, hidden] with the original forward and the local expert of each row."""
+        """Run the original forward on rows [rows, hidden] with the local expert of each row."""
         if not len(arrived):
             # The original forward would return zeros that need no gradient, but the backward is
             # collective.

@@ -182,7 +182,7 @@ class RouterStatistics(StepHook):
         """
         if self._logits is None:
             raise ModelError(
-                "the losses of a pipeline's routers exist only on its last stage, after its forward;"
+                "the losses of a pipeline's routers exist only on its last stage after its forward;"
                 " read them there"
             )
         tokens, probabilities, rows, squares = self.sums()

@@ -149,7 +149,7 @@ class DataParallel(CollectiveSettings):
         return Plans(outer_units=outer_units(context.model, context.blocks))
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the axes whose collectives run within each machine first, then between machines."""
+        """Return the axes whose collectives run inside machines first, and then across them."""
         compression = context.technique(Compression)
         layout = context.layout
         if _all_reduces(context):

@@ -110,7 +110,7 @@ def _check_first(
     hooked_modules: Sequence[HookedModule],
 ) -> Callable[..., Any]:
     """Return a forward that checks the hooks of modules near a layer before it runs."""
-    # The dictionaries in which torch stores the hooks. A forward only tests whether one has entries.
+    # These are torch's dictionaries of the hooks. A forward only tests whether one has entries.
     hooks = tuple(
         hooks_of(hooked, kind) for _, hooked, kinds, _ in hooked_modules for kind in kinds
     )
