@@ -151,4 +151,4 @@ def refused(rank, world, folder, base):
 def test_what_is_refused(pool, tmp_path, base):
     for tensor, offload in pool.run(2, refused, str(tmp_path / "out"), base):
         assert "q_proj (Linear4bit) cannot be 'colwise'" in tensor
-        assert "bitsandbytes, whose scales are not with its values" in offload
+        assert "bitsandbytes, which stores scales apart from the values" in offload

@@ -261,11 +261,11 @@ class SharedAllGather(_Slots, AllGather):
 class SharedReduceScatter(_Slots, SynchronousReduceScatter):
     """Reduce-scatter of one group from memory that all ranks write, for every unit of a model.
 
-    `fully_shard` requests the input (`allocate`), copies gradients into it, requests the output, and
-    calls this object. The input is one of the two slots that this rank owns in shared memory.
-    The call announces the slot, waits for the announcements of all ranks, and adds in the order of
-    the ranks, so that every run gives the same bits. A slot is reused when no tensor of this rank
-    points into it and every rank has marked it as read.
+    `fully_shard` requests the input (`allocate`), copies the gradients into it, requests the
+    output, and calls this object. The input is one of the two slots that this rank owns in shared
+    memory. The call announces the slot, waits for the announcements of all ranks, and adds in the
+    order of the ranks, so that every run gives the same bits. A slot is reused when no tensor of
+    this rank points into it and every rank has marked it as read.
     """
 
     def __init__(self, host: SharedMemoryGroup) -> None:

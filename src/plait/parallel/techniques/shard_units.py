@@ -209,16 +209,17 @@ def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool
     for name, parameter in quantised_by_bitsandbytes(model).items():
         if moved:
             raise ModelError(
-                f"{name} is a {type(parameter).__name__} of bitsandbytes, which stores scales apart"
-                " from the values, so it can be neither split nor moved; load it on this rank's"
-                " device, and use parallel.tp = 1 without offload (any ZeRO stage and parallel.pp)"
+                f"{name} has the type {type(parameter).__name__} of bitsandbytes, which stores"
+                " scales apart from the values, so it can be neither split nor moved; load it on"
+                " this rank's device, and use parallel.tp = 1 without offload (any ZeRO stage and"
+                " parallel.pp)"
             )
     for name, parameter in model.named_parameters():
         if _library(parameter) == "torchao" and (moved or cast or several):
             raise ModelError(
-                f"{name} is a {type(parameter).__name__} of torchao, which torch can neither send"
-                " between processes nor shard; quantise with bitsandbytes, or train adapters on"
-                " weights that are not quantised"
+                f"{name} has the type {type(parameter).__name__} of torchao, which torch can neither"
+                " send between processes nor shard; quantise with bitsandbytes, or train adapters"
+                " on weights that are not quantised"
             )
 
 

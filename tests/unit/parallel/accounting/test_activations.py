@@ -118,7 +118,8 @@ def test_all_ranks_refuse_together():
     technique = Recompute(mode="budget", budget_bytes=needed[1], sequence_length=8)
     for rank in (0, 1):
         with pytest.raises(
-            ConfigError, match="rank 0 of the pipeline holds .* up to 2 micro-batches are in flight"
+            ConfigError,
+            match="rank 0 of the pipeline needs at least .* up to 2 micro-batches in flight",
         ) as caught:
             technique.solved(ranks, rank=rank)
         assert len(caught.value.problems) == 1

@@ -111,8 +111,13 @@ def context(model, blocks, *, compiled, sequence):
     ("technique", "compiled", "sequence", "said"),
     [
         (Recompute(mode="full"), False, False, "already recomputes"),
-        (Recompute(mode="selective"), True, False, "inside a compiled block"),
-        (Recompute(mode="full", partition_inputs=True), False, True, "sharded over tp already"),
+        (Recompute(mode="selective"), True, False, "the compiler replaces the operators"),
+        (
+            Recompute(mode="full", partition_inputs=True),
+            False,
+            True,
+            "already shards a block's input over tp",
+        ),
         (Recompute(mode="selective", keep=("mm",)), False, False, "no such operator"),
     ],
 )

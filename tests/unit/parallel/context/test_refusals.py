@@ -102,7 +102,9 @@ def test_a_plain_module():
     resolved = resolve(
         load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2
     )
-    with pytest.raises(PlaitError, match="PlainModel is not a Transformers model"):
+    with pytest.raises(
+        PlaitError, match="PlainModel does not call attention through the attention interface"
+    ):
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 

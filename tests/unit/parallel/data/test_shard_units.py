@@ -33,7 +33,7 @@ def test_a_parameter_of_two_blocks():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     with pytest.raises(
-        ModelError, match=r"0\.weight and 1\.weight share one parameter .* \(0 and 1\)"
+        ModelError, match=r"0\.weight and 1\.weight are one parameter in two units \(0 and 1\)"
     ):
         shard_units(
             Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True
@@ -124,7 +124,7 @@ def model_with(library, kind):
 def test_bitsandbytes():
     model = model_with("bitsandbytes", "Params4bit")
     with pytest.raises(
-        ModelError, match="weight is a Params4bit of bitsandbytes.*neither split nor moved"
+        ModelError, match="weight has the type Params4bit of bitsandbytes.*neither split nor moved"
     ):
         refuse_quantised(model, moved=True, cast=False, several=True)
     refuse_quantised(model, moved=False, cast=True, several=True)
@@ -133,7 +133,7 @@ def test_bitsandbytes():
 @pytest.mark.parametrize(("cast", "several"), [(True, False), (False, True)])
 def test_torchao(cast, several):
     model = model_with("torchao", "Int8Tensor")
-    with pytest.raises(ModelError, match="weight is Int8Tensor of torchao"):
+    with pytest.raises(ModelError, match="weight has the type Int8Tensor of torchao"):
         refuse_quantised(model, moved=False, cast=cast, several=several)
     refuse_quantised(model, moved=False, cast=False, several=False)
 
