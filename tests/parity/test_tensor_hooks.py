@@ -65,7 +65,9 @@ def test_hooks_on_sequence_shards_are_refused(where):
     model = cases.build("llama", tied=False)
     model.get_submodule(where).register_forward_hook(mix)
     check(model)
-    with pytest.raises(ModelError, match="part of the sequence only.*sequence_parallel = false"):
+    with pytest.raises(
+        ModelError, match="only this rank's part of the sequence.*sequence_parallel = false"
+    ):
         check(model, sequence_parallel=True)
 
 

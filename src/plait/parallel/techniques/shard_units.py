@@ -217,9 +217,9 @@ def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool
     for name, parameter in model.named_parameters():
         if _library(parameter) == "torchao" and (moved or cast or several):
             raise ModelError(
-                f"{name} has the type {type(parameter).__name__} of torchao, which torch can neither"
-                " send between processes nor shard; quantise with bitsandbytes, or train adapters"
-                " on weights that are not quantised"
+                f"{name} has the type {type(parameter).__name__} of torchao, which torch can"
+                " neither send between processes nor shard; quantise with bitsandbytes, or train"
+                " adapters on weights that are not quantised"
             )
 
 

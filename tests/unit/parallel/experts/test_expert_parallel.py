@@ -36,7 +36,7 @@ def check(parallel, *, family="mixtral", world=4, stage=0, kind="eager", **more)
 
 REFUSED = [
     ({"ep": 3}, {}, r"parallel.ep = 3: .*dp_replicate 4 x dp_shard 1 = 4, and 4 % 3 = 1; use a divisor of 4, such as 1"),
-    ({"ep": 8}, {"world": 8}, r"parallel.ep = 8: model.layers.0.mlp.experts has 4 experts, .* 4 % 8 = 4; use 1, 2, 4"),
+    ({"ep": 8}, {"world": 8}, r"parallel.ep = 8: .* of the 4 experts of model.layers.0.mlp.experts, and 4 % 8 = 4; use 1, 2, 4"),
     ({"ep": 2}, {"family": "llama"}, "parallel.ep = 2: LlamaForCausalLM has no experts that are supported"),
     (
         {"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}},

@@ -196,7 +196,7 @@ def check(case, parallel, rate, **changes):
 REFUSED = [
     (Case("mixtral"), {}, 0.1, {}, "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`"),
     (Case("deepseek_v3"), {}, 0.1, {"dtype": torch.bfloat16}, "is bfloat16, in which steps of this size are rounded away"),
-    (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself (gradient_checkpointing is on)"),
+    (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself"),
 ]  # fmt: skip
 
 
