@@ -97,9 +97,9 @@ class CalibrationResult:
     Attributes:
         rates: Rates of the device.
         runs: Step time of each layout.
-        waiting: On CPU cores, the share of the time of data-parallel steps in which no rank
-            computed: time that other programs used, and a little of the links. 0 on GPUs, where it
-            cannot be measured.
+        waiting: On CPU cores, the fraction of the time of data-parallel steps in which no rank
+            computed. Mostly other programs used this time, and a little is that of the links. 0 on
+            GPUs, where it cannot be measured.
     """
 
     rates: DeviceRates

@@ -114,8 +114,8 @@ class Engine(EngineFacts):
         self.global_steps = 0
         self.skipped_steps = 0
         self._guard = sharded.guard
-        # Ranks that read different slices of the batch. For the loss also the pipeline stages, of
-        # which only the last has a loss.
+        # The ranks of the first group read different slices of the batch. The second one includes
+        # the pipeline stages, of which only the last has a loss.
         self._dp_group = sharded.mesh.group(*sharded.parts.batch_axes)
         self._loss_group = sharded.mesh.group("pp", *sharded.parts.batch_axes)
 

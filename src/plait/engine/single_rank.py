@@ -272,7 +272,7 @@ class _FakeTensorWatch(LiveStorages):
         self._calls: Counter[str] = Counter()
         self._flops: Counter[str] = Counter()
         self._collectives: list[tuple[str, Call]] = []
-        """Mesh dimension and description of every collective."""
+        """(mesh dimension, call) of every collective."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -404,7 +404,7 @@ class _DeviceProfile:
         return tuple(sorted(operators, key=lambda operator: -operator.device_seconds))
 
     def traffic(self) -> tuple[CollectiveTraffic, ...]:
-        """Return an empty list. A fake group sends nothing; the run on fake tensors counts it."""
+        """Return nothing: a fake group sends nothing. A run on fake tensors counts the collectives."""
         return ()
 
 

@@ -26,7 +26,7 @@ import torch
 from plait.parallel.micro_batches import with_explicit_entries
 
 FailureScope = Literal["forward", "step"]
-"""Work that a failure has lost: a forward, without effect on gradients, or the step's gradients."""
+"""Work that a failure has lost: only a forward, or all gradients of the step."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class StepHook:
     """Base class of hooks, which does nothing. See Note [Hooks of a step]."""
 
     description: str = ""
-    """Description of the selections that it made on this machine at the start, with the reason."""
+    """Description of what the hook selected at the start, with the reason. Empty: nothing."""
 
     is_default_choice: bool = False
-    """True if `description` is that of a default, which the first lines of a run leave out."""
+    """True if `description` describes a default. The first lines of a run leave it out."""
 
     has_refused: bool = False
-    """True if it has refused a gradient. Earlier gradients of the step must be dropped."""
+    """True if the hook has refused a gradient. Earlier gradients of the step must be dropped."""
 
     def transform(self, batch: Any) -> Any:
         """Return the micro-batch that replaces `batch` for the model and the loss.

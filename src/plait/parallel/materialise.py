@@ -36,7 +36,7 @@ Initialise = Callable[[nn.Module], None]
 """
 
 _WRITES = "_plait_writes"
-"""Attribute of a template: number of writes to each parameter on `meta`, by name."""
+"""Attribute of a template that has the number of writes to each parameter on `meta`, by name."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -252,10 +252,10 @@ def _join(prefix: str, leaf: str) -> str:
 
 
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, all of its subtree) such that each tensor of the model is in one entry.
+    """Yield (name, module, whether its submodules are included), so that no tensor comes twice.
 
-    Entries are the blocks, outer modules without a block inside, and the modules around both, whose
-    entry has only the tensors that they own themselves.
+    The blocks, and outer modules without a block inside, include their submodules. The modules
+    around both are yielded with only the tensors that they own themselves.
     """
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

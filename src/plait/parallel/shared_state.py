@@ -2,8 +2,8 @@
 
 Ranks of tp and cp compute one micro-batch together. With context parallelism, and in the parts of a
 model where tensor parallelism splits tokens or features, a module receives a part of its input. A
-running mean is then the mean of a part, and the forward that reads it computes something else than
-one process. A counter is the same on all ranks.
+running mean is then the mean of a part, and a forward that reads it has another result than in one
+process. A counter is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class SharedState(StepHook):
                 if axis == "tp" and self._sequence_parallel:
                     setting = "parallel.sequence_parallel = false"
                 warn(
-                    f"parallel.{axis}: the forward changes {listed_names(differing, 2)}, with"
-                    " another value on each rank, because each has a part of the tokens or"
-                    " features. If the model computes with it, results are not those of one"
-                    f" process: change it in the training loop, between two steps, or use {setting}"
+                    f"parallel.{axis}: the forward sets {listed_names(differing, 2)} to another"
+                    " value on each rank, because each has a part of the tokens or features. If the"
+                    " model computes with it, results are not those of one process: change it in"
+                    f" the training loop, between two steps, or use {setting}"
                 )
 
 

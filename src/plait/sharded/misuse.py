@@ -34,7 +34,7 @@ _USER_SEED_LIMIT = 1 << 32
 
 
 GATHERED_AT_ONCE = 2**24
-"""Number of parameters from which `warn_of_no_blocks` warns."""
+"""Smallest number of parameters for which `warn_of_no_blocks` warns."""
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:

@@ -310,6 +310,7 @@ class _StageBytes:
     in_second_half: int
     """Most bytes besides `deferred` during the second half of a split backward."""
     received: int
+    """Bytes from the previous stage. See `StageFacts.received`."""
 
 
 def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:

@@ -248,7 +248,7 @@ class ParameterPart:
     """A rank's part of a parameter, its gradient and its optimizer states, for every candidate.
 
     tp splits a parameter along one dimension, and dp_shard along the first. It is replicated over
-    all other axes. The counterpart of a run is `reduction.Reduction`.
+    all other axes. Its counterpart in a run is `parameter_layout.Reduction`.
     """
 
     rows: Array

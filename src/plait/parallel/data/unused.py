@@ -59,6 +59,7 @@ class UnusedTracker(StepHook):
         device: torch.device,
         order: UnitOrder | None = None,
         finishes_backward: bool = False,
+        error_feedback: bool = False,
     ) -> None:
         """Register gradient hooks on the parameters of a sharded model.
 
@@ -69,10 +70,13 @@ class UnusedTracker(StepHook):
             order: The order of the units' collectives, which is compared between the ranks.
             finishes_backward: Whether the end of a backward finishes the reduction, as in the
                 user's own training loop.
+            error_feedback: Whether a reduction may add compression errors of earlier steps, which
+                also belong to parameters that this step does not use.
         """
         self.group = group
         self._model = model
         self._device = device
+        self._error_feedback = error_feedback
         self._comparison = None
         if order is not None:
             self._comparison = _OrderComparison(order, group)
@@ -197,7 +201,8 @@ class UnusedTracker(StepHook):
             used_by_any = flags.tolist()
             for parameter in candidates:
                 if not used_by_any[self._index[parameter]]:
-                    self._refuse_unseen_gradient(parameter)
+                    if not self._error_feedback:
+                        self._refuse_unseen_gradient(parameter)
                     parameter.grad = None
         self.drop_gradients()
 
