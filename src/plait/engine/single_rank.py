@@ -145,8 +145,7 @@ def run_single_rank(
         rank: The rank.
         samples: Samples per micro-batch.
         length: Tokens per sample.
-        real: Run on this machine's device instead of fake tensors. The values of the parameters are
-            whatever its memory contains.
+        real: Run on this machine's device instead of fake tensors. Parameters are not initialised.
         on_phase: Progress callback. Receives the name of the phase that starts.
 
     Raises:
@@ -404,7 +403,7 @@ class _DeviceProfile:
         return tuple(sorted(operators, key=lambda operator: -operator.device_seconds))
 
     def traffic(self) -> tuple[CollectiveTraffic, ...]:
-        """Return nothing: a fake group sends nothing. A run on fake tensors counts the collectives."""
+        """Return nothing, because a fake group sends nothing. Fake tensors show the collectives."""
         return ()
 
 

@@ -36,7 +36,7 @@ class StepEnd:
     skipped: bool
     """True if the update was skipped, because gradients were not finite."""
     rescaled: float = 1.0
-    """Factor by which the loss scale, and with it the next gradients, has changed."""
+    """Factor by which the loss scale has changed, and so the gradients of the next step."""
 
 
 class StepHook:
@@ -134,6 +134,24 @@ class StepHook:
 
     def close(self) -> None:
         """End threads and close files. Called after `release` when the engine is closed."""
+
+
+class UncopiedHook:
+    """Forward hook of a module that calls a function, and does nothing in a copy of the module.
+
+    The function belongs to the owner of the original, which knows no other module. A module with
+    such a hook can be copied and pickled.
+    """
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[type[UncopiedHook], tuple[()]]:
+        return UncopiedHook, ()
 
 
 Hook = TypeVar("Hook", bound=StepHook)

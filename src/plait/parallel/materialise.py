@@ -245,12 +245,6 @@ def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _join(prefix: str, leaf: str) -> str:
-    if not prefix:
-        return leaf
-    return f"{prefix}.{leaf}"
-
-
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield (name, module, whether its submodules are included), so that no tensor comes twice.
 
@@ -264,7 +258,7 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
             yield name, module, True
             return
         for child_name, child in module.named_children():
-            yield from walk(_join(name, child_name), child)
+            yield from walk(f"{name}.{child_name}".removeprefix("."), child)
         yield name, module, False
 
     yield from walk("", template)
@@ -319,7 +313,8 @@ def _rules(template: nn.Module) -> dict[str, _Rule]:
             inherited = method
         rules[name] = _Rule(reset_method(module), inherited, is_of_transformers)
         for child_name, child in module.named_children():
-            walk(_join(name, child_name), child, inherited, is_of_transformers)
+            child_path = f"{name}.{child_name}".removeprefix(".")
+            walk(child_path, child, inherited, is_of_transformers)
 
     walk("", template, None, False)
     return rules

@@ -21,7 +21,7 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.small_messages import all_gather_objects
 from plait.errors import warn
 from plait.names import listed_names
-from plait.parallel.hooks import StepEnd, StepHook
+from plait.parallel.hooks import StepEnd, StepHook, UncopiedHook
 
 _TOLERANCE = 1e-3
 """Relative difference between ranks that rounding may explain."""
@@ -47,11 +47,10 @@ class SharedState(StepHook):
         self._own_loop = own_loop
         self._sequence_parallel = sequence_parallel
         self._before: dict[str, _Entry] | None = None
-        self._handle = model.register_forward_pre_hook(self._before_forward)
+        self._handle = model.register_forward_pre_hook(UncopiedHook(self._before_forward))
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        # A copy of the model has a copy of the hook.
-        if module is not self._model() or not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()):
             return
         if self._before is None:
             self._before = _state_of(module)

@@ -239,7 +239,7 @@ class ShardedModel:
         else:
             parameters = [p for group in owner.param_groups for p in group["params"]]
         shards = zero_gradients(self.model, parameters, set_to_none=set_to_none)
-        zeroed = {*parameters, *shards}
+        zeroed: set[torch.Tensor] = {*parameters, *shards}
         # The owner may be of another model.
         if any(id(parameter) in self.guard.known for parameter in zeroed):
             for callback in self.hooks.zero_gradients:
@@ -582,8 +582,8 @@ def refuse_taken(model: nn.Module) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
             "the model's parameters were split by DeepSpeed itself (its zero.Init, or Transformers'"
-            " HfDeepSpeedConfig), so this process has only a part of them; leave that out, and build"
-            " the model with plait.from_pretrained(name)"
+            " HfDeepSpeedConfig), so this process has only a part of them; leave that out, and"
+            " build the model with plait.from_pretrained(name)"
         )
     owner = owner_of(model)
     if owner is not None and owner.is_cut:

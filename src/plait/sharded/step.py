@@ -63,9 +63,9 @@ class Stepper:
     """Largest global norm of the gradients. 0 disables clipping."""
     scaler: LossScaler | None
     non_finite: Literal["raise", "skip"]
-    """Action for a step with a non-finite norm or loss. With a loss scaler it is always skipped."""
+    """Action for a step with a non-finite norm or loss. With a loss scaler the step is skipped."""
     checks_finite: bool
-    """True to read the norm before the update, in order to decide about it.
+    """True to read the norm before the update, and to skip or refuse the step if it is not finite.
 
     On a GPU this waits for the device once per step, between the backward and the update. fp16
     needs it by design: the loss scale of the next step depends on the answer, and so does the LR

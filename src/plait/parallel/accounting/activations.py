@@ -22,7 +22,7 @@ from typing import Literal
 from plait.parallel.schedules.schedule import Action, Kind, Schedule
 
 BlockMode = Literal["none", "selective", "full"]
-"""Recomputation mode of a block: what it keeps from forward to backward.
+"""Recomputation mode of a block: what the block keeps from forward to backward.
 
 none: everything that backward needs. selective: the results of selected operators. full: only the
 input.

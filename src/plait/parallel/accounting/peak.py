@@ -101,7 +101,7 @@ class Moment:
     unit: int
     """Index of the block on the rank, or OUTSIDE, HEAD or LOSS."""
     peak: LiveBytes
-    """Peak if each gradient is freed at once, by adding it to another or moving it to a bucket."""
+    """Peak if a gradient is freed as soon as it is added to another or moved to a bucket."""
     peak_with_gradients: LiveBytes
     """Peak if gradients stay until the backward of their unit ends.
 

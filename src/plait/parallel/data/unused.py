@@ -84,7 +84,7 @@ class UnusedTracker(StepHook):
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
         self.expects_gradients = finishes_backward
-        """True if a gradient may arrive now. At other times it raises InputError."""
+        """True if a gradient may arrive now. At other times a gradient raises InputError."""
         self._is_last = True
         self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)
@@ -311,8 +311,8 @@ def foreign_backward() -> InputError:
     """Return the error for a gradient that arrives while the model's engine runs no backward."""
     if backward_underway():
         return InputError(
-            "engine.backward(loss): the loss was computed by the model of another engine too, whose"
-            " gradients that engine does not expect and would not reduce; call"
+            "engine.backward(loss): the loss also depends on the model of another engine, which"
+            " does not expect gradients now and would not reduce them; call"
             " requires_grad_(False) on the other engine's model before its forward for this loss (a"
             " discriminator's, where the generator is trained), and requires_grad_(True)"
             " afterwards; gradients still flow through it"
