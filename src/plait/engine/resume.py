@@ -74,9 +74,9 @@ def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
     candidate: object = scheduler
     if isinstance(candidate, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "lr_scheduler: ReduceLROnPlateau follows a metric, but a schedule here is stepped"
-            " without one; leave it out, build it over engine.optimizer, call its step(metric)"
-            " after each validation, and keep its state_dict() in client_state"
+            "lr_scheduler: ReduceLROnPlateau follows a metric, but Plait steps a schedule without"
+            " one; leave it out, build it over engine.optimizer, call its step(metric) after each"
+            " validation, and keep its state_dict() in client_state"
         )
     try:
         exact.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")

@@ -191,7 +191,7 @@ def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
         if value.shape[0] != sample_count:
             raise InputError(
                 f"a tensor of shape {tuple(value.shape)} does not have the step's"
-                f" {sample_count} samples in dim 0"
+                f" {sample_count} samples in dim 0; give every tensor one row per sample"
             )
         return value.narrow(0, start, size)
     inside = entries(value)

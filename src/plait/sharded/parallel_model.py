@@ -345,7 +345,8 @@ class ParallelModel(ShardedModel):
         """
         if self.why_called is not None:
             raise InputError(
-                f"{self.why_called}: sharded.step clips, by gradient_clipping of the configuration"
+                f"{self.why_called}: sharded.step clips by gradient_clipping of the configuration;"
+                " leave this call out"
             )
         norm = self.grad_norm()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -164,8 +164,8 @@ class Stepper:
         if divisor != 1.0:
             raise InputError(
                 "parallel.optimizer_in_backward: backward(weight=...) divides when all weights are"
-                " known, and the parameters were updated by then; divide the loss before, use"
-                " train_batch, or false"
+                " known, and the parameters were updated by then; divide the loss before its"
+                " backward, use train_batch, or set parallel.optimizer_in_backward = false"
             )
         norms = optimizer.take_norms()
 
@@ -331,8 +331,8 @@ def non_finite_error(
     cause = "; ".join(causes) or f"the norm of all gradients is {norm}"
     return NumbersError(
         f"step {step}: {cause}. Nothing was updated: parameters and optimizer are those of step"
-        f" {step - 1}. Look at the batch of this step, lower the learning rate or set"
-        ' gradient_clipping; faults.non_finite = "skip" leaves such steps out'
+        f" {step - 1}. Look at the batch of this step, lower the learning rate, set"
+        ' gradient_clipping, or skip such steps with faults.non_finite = "skip"'
     )
 
 

@@ -314,7 +314,5 @@ class TestTransform:
             "cache": "kept",
             "use_cache": True,
         }
-        with pytest.raises(
-            InputError, match="the batch must be a mapping, not Tensor"
-        ):
+        with pytest.raises(InputError, match="the batch must be a mapping, not Tensor"):
             with_cache(torch.zeros(1), "kept", argument="cache")

@@ -107,7 +107,7 @@ class StagedModel:
         if not stage.last:
             raise ModelError(
                 f"pipeline stage {stage.index}: the model ended without running {stage.blocks[-1]};"
-                " every block must run in every step"
+                " every block must run in every step; use parallel.pp = 1"
             )
         return output
 
