@@ -101,7 +101,7 @@ class StepHook:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
-        """Handle a `zero_grad` of the user within a step, which has set `grad` already.
+        """Handle the user's call of `zero_grad` within a step, after it has changed `grad`.
 
         Args:
             parameters: Parameters whose gradients were zeroed. Sharded ones are shards.

@@ -30,7 +30,7 @@ MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 
 
 _USER_SEED_LIMIT = 1 << 32
-"""Larger seeds were not chosen by a user: an unseeded generator has 64 random bits."""
+"""Limit of the seeds that users choose. The seed of an unseeded generator has 64 random bits."""
 
 
 GATHERED_AT_ONCE = 2**24

@@ -68,9 +68,9 @@ class StageMode:
     counted until they are accumulated.
     """
     stored: tuple[int, ...] = ()
-    """Bytes that a block puts into a store. Empty if none does."""
+    """Bytes that a block puts into a store. Empty if no block does."""
     deferred: tuple[int, ...] = ()
-    """Bytes that a block keeps between the halves of a split backward. Empty if none is split."""
+    """Bytes that a block keeps between the halves of a split backward. Empty without a split."""
     deferred_outside: int = 0
     """Bytes that are kept between the halves outside the blocks."""
 

@@ -351,9 +351,9 @@ class UnitBytes:
     gathered: int = 0
     """All parameters in the compute dtype, padded to equal shards."""
     cast_shards: int = 0
-    """Shards in the compute dtype; 0 if it is the dtype of the parameters."""
+    """Shards that are cast to the compute dtype. 0 if the parameters have this dtype."""
     last_parameter: int = 0
-    """The last parameter in the compute dtype."""
+    """Size of the unit's last parameter in the compute dtype."""
     computed_gradients: int = 0
     """Unsharded gradients in the compute dtype."""
     gradients: int = 0
