@@ -1,5 +1,8 @@
 """Buffers that a forward changes are those of the first data-parallel rank, as torch's DistributedDataParallel has them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,3 +188,13 @@ def test_a_buffer_of_the_stem_is_the_first_stages(pool):
     (wanted,) = pool.run(1, stem)
     for found in pool.run(2, stem):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_a_model_of_an_own_loop_can_be_copied_and_saved():
+    """What Plait hangs on a replicated model stays with it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    sharded = plait.parallelize(model, {"zero_optimization": {"stage": 0}})
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied(torch.ones(2, 3)).sum().backward()
+        torch.testing.assert_close(copied.state_dict()["0.weight"], model[0].weight)
+    sharded.close()

@@ -258,3 +258,80 @@ def test_weights_of_dropped_micro_batches_do_not_count(zeroed):
     engine.close()
     expected = torch.full((1, 3), (2 * 2 + 6 * 4) / 8)
     torch.testing.assert_close(before - engine.module.weight, expected)
+
+
+COMPRESSED = {
+    "int8, stage 0": (0, {"compress_gradients": "int8"}),
+    "int4, stage 2": (2, {"compress_gradients": "int4", "error_feedback": True}),
+}
+NOTHING = ["zero", "zero"]
+"""As many actions as each of `DROPPED`, so that later actions get the same micro-batches."""
+DROPPED = [["inside", "zero"], ["last side", "zero"], ["last", "model.zero_grad"]]
+
+
+def compressed_runs(rank, world, config, programs):
+    """Weights after each program of an own training loop. Runs in a worker."""
+    results = []
+    for program in programs:
+        model = materialised("plain", tied=True)
+        sharded = plait.parallelize(model, config)
+        loss = loss_of(model, world, [rank])
+        results.append(run(program, model, loss, sharded.accumulate)[0])
+        sharded.close()
+    return results
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("skips", [False, True])
+def test_errors_of_dropped_gradients_are_dropped(pool, name, skips):
+    """The same bits as without the dropped micro-batches, and no error is lost without a drop."""
+    stage, parallel = COMPRESSED[name]
+    config = settings(2, stage, 1, 1)
+    config["parallel"] |= parallel
+    # If steps may be skipped, the errors of earlier steps are restored. Otherwise they are lost.
+    before = []
+    if skips:
+        config["faults"] = {"non_finite": "skip"}
+        before = FULL_STEP
+    # At stage 0 a micro-batch that is not the last one sends nothing.
+    unsent = ["inside", "zero"] if stage == 0 else NOTHING
+    programs = [[*before, *dropped, *FULL_STEP] for dropped in (NOTHING, *DROPPED)]
+    programs += [[*FULL_STEP, *dropped, *FULL_STEP] for dropped in (NOTHING, unsent)]
+    programs += [[*FULL_STEP, "last", "step"], [*FULL_STEP, "last after zero", "step"]]
+    for runs in pool.run(2, compressed_runs, config, programs):
+        references = [0, 0, 0, 0, 4, 4, 6, 6]
+        differing = [
+            programs[index]
+            for index, reference in enumerate(references)
+            if not all(torch.equal(runs[index][n], runs[reference][n]) for n in runs[index])
+        ]
+        assert not differing
+
+
+def skipped_steps(rank, world, config):
+    """Weights of two runs, the second with a step that is not finite. Runs in a worker."""
+    results = []
+    for factor in (0.0, float("inf")):
+        model = materialised("plain", tied=True)
+        sharded = plait.parallelize(model, config)
+        optimizer = cases.adamw(list(model.parameters()))
+        loss = loss_of(model, world, [rank])
+        for number in range(4):
+            value = loss(number, False)
+            if number == 1:
+                # One gradient overflows, and the others are much larger than those of other steps.
+                weight = next(iter(model.parameters()))
+                value = 1e6 * value + factor * weight.flatten()[0]
+            if number != 1 or factor:
+                value.backward()
+                sharded.step(optimizer)
+        results.append({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()})
+        sharded.close()
+    return results
+
+
+def test_errors_of_a_skipped_step_in_an_own_loop(pool):
+    config = settings(2, 0, 1, 1, faults={"non_finite": "skip"})
+    config["parallel"]["compress_gradients"] = "int8"
+    for expected, found in pool.run(2, skipped_steps, config):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -56,15 +56,19 @@ class PersistentTensors:
     gradients were sent. If steps may be skipped, the new value of a tensor is written to a second
     tensor, which replaces the first one when the step is applied.
 
+    Otherwise new values overwrite the old ones, and only a failure or the user's `zero_grad` drops
+    gradients that were sent. Their residuals must not reach later steps either, because a gradient
+    may be dropped for its size. They are set to zero, which loses the error of one step.
+
     Attributes:
-        revocable: Whether steps may be skipped. Otherwise new values overwrite the old ones.
+        revocable: Whether steps may be skipped.
         state: Values after the last step that was not skipped. A checkpoint stores them.
     """
 
     revocable: bool
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     _changed: dict[str, torch.Tensor] = field(default_factory=dict)
-    """New values of the running step."""
+    """New values of the running step. They are the tensors of `state` if not `revocable`."""
     _spare: dict[str, torch.Tensor] = field(default_factory=dict)
     """Memory for the new values of the next step."""
 
@@ -79,27 +83,43 @@ class PersistentTensors:
         the same tensor.
         """
         value = self.current(name)
-        if self.revocable and name not in self._changed:
-            spare = self._spare.pop(name, None)
-            if spare is None or spare.shape != value.shape:
-                spare = torch.empty_like(value)
-            self._changed[name] = spare
-        return value, self._changed.get(name, value)
+        if name not in self._changed:
+            new_value = value
+            if self.revocable:
+                new_value = self._spare.pop(name, value)
+                if new_value is value or new_value.shape != value.shape:
+                    new_value = torch.empty_like(value)
+            self._changed[name] = new_value
+        return value, self._changed[name]
+
+    @property
+    def has_changed(self) -> bool:
+        """True if gradients of the running step have changed a tensor."""
+        return bool(self._changed)
 
     @property
     def spare_tensors(self) -> list[torch.Tensor]:
         """Tensors that use memory in addition to `state`: new values and spare buffers."""
-        return [*self._changed.values(), *self._spare.values()]
+        new_values = self._changed.values() if self.revocable else ()
+        return [*new_values, *self._spare.values()]
 
     def end_step(self, *, skipped: bool) -> None:
         """Adopt the new values of the step that has ended, or drop them if it was skipped."""
         for name, value in self._changed.items():
-            if skipped:
+            if not self.revocable:
+                if skipped and is_residual(name):
+                    value.zero_()
+            elif skipped:
                 self._spare[name] = value
             else:
                 self._spare[name] = self.state[name]
                 self.state[name] = value
         self._changed = {}
+
+
+def is_residual(name: str) -> bool:
+    """Return True for a residual, and False for a factor or the step count of PowerSGD."""
+    return not name.endswith((".right", "steps"))
 
 
 class _TwoMessageBuckets(ABC):

@@ -3,9 +3,8 @@
 `measure` takes the rates of matrix products, memory and links, and the times of a few steps of a
 small model on several layouts. The same processes run all layouts, and an engine is closed before
 the next is created. The model is built from a configuration of Transformers on meta, the data are
-random tokens, and the engine is that of any run (`time_steps`, which benchmarks use too). All
-operations are timed in turn, for several rounds, and the median of each counts, as in
-`comm.measure`. It takes minutes at most.
+random tokens, and the engine is that of any run (`time_steps`). All operations are timed in turn,
+for several rounds, and the median of each counts, as in `comm.measure`. It takes minutes at most.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ class CalibrationResult:
     Attributes:
         rates: Rates of the device.
         runs: Step time of each layout.
-        waiting: On CPU cores, the share of the time of data-parallel steps in which no rank
-            computed: time that other programs used, and a little of the links. 0 on GPUs, where it
-            cannot be measured.
+        waiting: On CPU cores, the fraction of the time of data-parallel steps in which no rank
+            computed. Mostly other programs used this time, and a little is that of the links. 0 on
+            GPUs, where it cannot be measured.
     """
 
     rates: DeviceRates
@@ -296,7 +295,7 @@ class TimedSteps:
 
 
 def time_steps(
-    model: Mapping[str, Any], config: Mapping[str, Any], *, sequence: int, steps: int, warm: int = 1
+    model: Mapping[str, Any], config: Mapping[str, Any], *, sequence: int, steps: int
 ) -> TimedSteps:
     """Time training steps of a causal language model with random tokens. Collective.
 
@@ -305,7 +304,6 @@ def time_steps(
         config: The configuration of the run.
         sequence: Tokens per sample.
         steps: Number of timed steps.
-        warm: Number of steps before them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -314,21 +312,19 @@ def time_steps(
         meta_model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
         )
-    engine = initialize(
-        meta_model.train(), config, loss_fn=causal_lm_loss, total_steps=warm + steps
-    )
+    engine = initialize(meta_model.train(), config, loss_fn=causal_lm_loss, total_steps=1 + steps)
     try:
         accelerator.reset_peak(engine.device)
         samples = engine.config.batch.micro_batch_size * engine.config.batch.accumulation
         # Ranks that share a slice of the batch need the same tokens.
         generator = torch.Generator().manual_seed(engine.dp_rank)
         times = []
-        for _ in range(warm + steps):
+        for _ in range(1 + steps):
             tokens = torch.randint(
                 0, fields["vocab_size"], (samples, sequence), generator=generator
             )
             times.append(_time_step(engine, {"input_ids": tokens, "labels": tokens}))
-        wall_seconds, processor_seconds = zip(*times[warm:], strict=True)
+        wall_seconds, processor_seconds = zip(*times[1:], strict=True)
         return TimedSteps(wall_seconds, processor_seconds, _peak(engine.device))
     finally:
         engine.close()

@@ -74,9 +74,9 @@ def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
     candidate: object = scheduler
     if isinstance(candidate, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
-            "lr_scheduler: ReduceLROnPlateau follows a metric, but a schedule here is stepped"
-            " without one; leave it out, build it over engine.optimizer, call its step(metric)"
-            " after each validation, and keep its state_dict() in client_state"
+            "lr_scheduler: ReduceLROnPlateau follows a metric, but Plait steps a schedule without"
+            " one; leave it out, build it over engine.optimizer, call its step(metric) after each"
+            " validation, and keep its state_dict() in client_state"
         )
     try:
         exact.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
@@ -139,19 +139,22 @@ class Resume:
         by_name = {name: entry for entry in self.saved_groups for name in entry["params"]}
         groups = []
         saved_rates = []
+        configured_rates = []
         is_replayed = self._schedule_changed()
         for index, names in enumerate(self.names):
             # The groups may have been divided differently, so several entries may apply.
             entries = {id(by_name[name]): by_name[name] for name in names if name in by_name}
             saved = list(entries.values())
-            saved_rates.append(exact.decode(saved[0]["now"].get("lr")) if saved else None)
+            first = saved[0] if saved else {"now": {}, "configured": {}}
+            saved_rates.append(exact.decode(first["now"].get("lr")))
+            configured_rates.append(exact.decode(first["configured"].get("lr")))
             groups.append(self._group(index, saved, is_replayed=is_replayed))
 
         if self.source is not None:
             if is_replayed or any(key in _SCHEDULED_KEYS for key in self._changed):
                 groups = self._replay(groups)
         elif self.scheduler is not None and "lr" in self._changed:
-            groups = self._scale_rates(groups, saved_rates)
+            groups = self._scale_rates(groups, saved_rates, configured_rates)
         self._note_changes(groups, saved_rates)
         self._note_new_rate(groups, saved_rates, is_replayed=is_replayed)
         return groups
@@ -242,8 +245,16 @@ class Resume:
             merged.append({**group, **scheduled})
         return merged
 
-    def _scale_rates(self, groups: Sequence[Group], saved_rates: Sequence[Any]) -> list[Group]:
-        """Scale the rates of a caller's schedule by the change of the configured learning rate."""
+    def _scale_rates(
+        self, groups: Sequence[Group], saved_rates: Sequence[Any], configured_rates: Sequence[Any]
+    ) -> list[Group]:
+        """Scale the rates of a caller's schedule by the change of the configured learning rate.
+
+        Args:
+            groups: Values of every group.
+            saved_rates: Learning rate of each group when the checkpoint was written, or None.
+            configured_rates: Configured learning rate of each group at that time, or None.
+        """
         if not hasattr(self.scheduler, "base_lrs"):
             # Not a schedule of torch's form: its rates continue as they were saved.
             return [
@@ -251,14 +262,11 @@ class Resume:
                 for group, rate in zip(groups, saved_rates, strict=True)
             ]
 
-        by_name = {name: entry for entry in self.saved_groups for name in entry["params"]}
         self._ratios = []
         scaled = []
-        for group, rate, names, configured in zip(
-            groups, saved_rates, self.names, self.configured, strict=True
+        for group, rate, was, configured in zip(
+            groups, saved_rates, configured_rates, self.configured, strict=True
         ):
-            entry = next((by_name[name] for name in names if name in by_name), None)
-            was = exact.decode(entry["configured"].get("lr")) if entry is not None else None
             now = configured.get("lr")
             ratio = 1.0
             if was and now is not None:

@@ -145,8 +145,7 @@ def run_single_rank(
         rank: The rank.
         samples: Samples per micro-batch.
         length: Tokens per sample.
-        real: Run on this machine's device instead of fake tensors. The values of the parameters are
-            whatever its memory contains.
+        real: Run on this machine's device instead of fake tensors. Parameters are not initialised.
         on_phase: Progress callback. Receives the name of the phase that starts.
 
     Raises:
@@ -272,7 +271,7 @@ class _FakeTensorWatch(LiveStorages):
         self._calls: Counter[str] = Counter()
         self._flops: Counter[str] = Counter()
         self._collectives: list[tuple[str, Call]] = []
-        """Mesh dimension and description of every collective."""
+        """(mesh dimension, call) of every collective."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -404,7 +403,7 @@ class _DeviceProfile:
         return tuple(sorted(operators, key=lambda operator: -operator.device_seconds))
 
     def traffic(self) -> tuple[CollectiveTraffic, ...]:
-        """Return an empty list. A fake group sends nothing; the run on fake tensors counts it."""
+        """Return nothing, because a fake group sends nothing. Fake tensors show the collectives."""
         return ()
 
 

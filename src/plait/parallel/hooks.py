@@ -26,7 +26,7 @@ import torch
 from plait.parallel.micro_batches import with_explicit_entries
 
 FailureScope = Literal["forward", "step"]
-"""Work that a failure has lost: a forward, without effect on gradients, or the step's gradients."""
+"""Work that a failure has lost: only a forward, or all gradients of the step."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class StepEnd:
     skipped: bool
     """True if the update was skipped, because gradients were not finite."""
     rescaled: float = 1.0
-    """Factor by which the loss scale, and with it the next gradients, has changed."""
+    """Factor by which the loss scale has changed, and so the gradients of the next step."""
 
 
 class StepHook:
     """Base class of hooks, which does nothing. See Note [Hooks of a step]."""
 
     description: str = ""
-    """Description of the selections that it made on this machine at the start, with the reason."""
+    """Description of what the hook selected at the start, with the reason. Empty: nothing."""
 
     is_default_choice: bool = False
-    """True if `description` is that of a default, which the first lines of a run leave out."""
+    """True if `description` describes a default. The first lines of a run leave it out."""
 
     has_refused: bool = False
-    """True if it has refused a gradient. Earlier gradients of the step must be dropped."""
+    """True if the hook has refused a gradient. Earlier gradients of the step must be dropped."""
 
     def transform(self, batch: Any) -> Any:
         """Return the micro-batch that replaces `batch` for the model and the loss.
@@ -101,7 +101,7 @@ class StepHook:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
-        """Handle a `zero_grad` of the user within a step, which has set `grad` already.
+        """Handle the user's call of `zero_grad` within a step, after it has changed `grad`.
 
         Args:
             parameters: Parameters whose gradients were zeroed. Sharded ones are shards.
@@ -134,6 +134,24 @@ class StepHook:
 
     def close(self) -> None:
         """End threads and close files. Called after `release` when the engine is closed."""
+
+
+class UncopiedHook:
+    """Forward hook of a module that calls a function, and does nothing in a copy of the module.
+
+    The function belongs to the owner of the original, which knows no other module. A module with
+    such a hook can be copied and pickled.
+    """
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[type[UncopiedHook], tuple[()]]:
+        return UncopiedHook, ()
 
 
 Hook = TypeVar("Hook", bound=StepHook)

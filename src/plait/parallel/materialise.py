@@ -36,7 +36,7 @@ Initialise = Callable[[nn.Module], None]
 """
 
 _WRITES = "_plait_writes"
-"""Attribute of a template: number of writes to each parameter on `meta`, by name."""
+"""Attribute of a template that has the number of writes to each parameter on `meta`, by name."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -245,17 +245,11 @@ def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _join(prefix: str, leaf: str) -> str:
-    if not prefix:
-        return leaf
-    return f"{prefix}.{leaf}"
-
-
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, all of its subtree) such that each tensor of the model is in one entry.
+    """Yield (name, module, whether its submodules are included), so that no tensor comes twice.
 
-    Entries are the blocks, outer modules without a block inside, and the modules around both, whose
-    entry has only the tensors that they own themselves.
+    The blocks, and outer modules without a block inside, include their submodules. The modules
+    around both are yielded with only the tensors that they own themselves.
     """
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -264,7 +258,7 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
             yield name, module, True
             return
         for child_name, child in module.named_children():
-            yield from walk(_join(name, child_name), child)
+            yield from walk(f"{name}.{child_name}".removeprefix("."), child)
         yield name, module, False
 
     yield from walk("", template)
@@ -319,7 +313,8 @@ def _rules(template: nn.Module) -> dict[str, _Rule]:
             inherited = method
         rules[name] = _Rule(reset_method(module), inherited, is_of_transformers)
         for child_name, child in module.named_children():
-            walk(_join(name, child_name), child, inherited, is_of_transformers)
+            child_path = f"{name}.{child_name}".removeprefix(".")
+            walk(child_path, child, inherited, is_of_transformers)
 
     walk("", template, None, False)
     return rules

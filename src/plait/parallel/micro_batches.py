@@ -47,10 +47,9 @@ IGNORED = -100
 def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
     """Split the batch of a step into micro-batches.
 
-    A mapping, tuple, dataclass or tensor has count x size samples in dim 0 of every tensor, and so
-    does a list as torch's default collation makes it, `[x, y]`. Values without dimensions go to
-    every micro-batch. Any other list, or an iterator, provides ready micro-batches, whose lengths
-    may differ.
+    A mapping, tuple, dataclass or tensor has count x size samples in dim 0 of every tensor. So has
+    a list `[x, y]` of torch's default collation. Values without dimensions go to every micro-batch.
+    Any other list, or an iterator, provides complete micro-batches, whose lengths may differ.
 
     Args:
         batch: The batch, or a list or iterator of micro-batches.
@@ -94,8 +93,9 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
 def samples(batch: Any) -> int:
     """Return the number of samples of a batch.
 
-    It is dim 0 of the first tensor with dimensions outside lists, or of all tensors in lists if
-    they agree. Otherwise it is the length of the first list, with one entry per sample.
+    It is the size of dim 0 of the first tensor outside lists that has dimensions. If all such
+    tensors are in lists, it is their common size, or the length of the first list, which then has
+    one entry per sample.
 
     Raises:
         InputError: The batch has no tensor with dimensions.
@@ -114,8 +114,8 @@ def samples(batch: Any) -> int:
     if not lengths:
         raise InputError(
             f"a batch needs a tensor whose dim 0 counts samples, but this {type(batch).__name__}"
-            " has none; lists of numbers become tensors in the collation (a tokenizer:"
-            " return_tensors='pt')"
+            " has none; convert lists of numbers to tensors in the collate function (with a"
+            " tokenizer: return_tensors='pt')"
         )
     if len(lengths) == 1:
         return lengths.pop()
@@ -191,7 +191,7 @@ def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
         if value.shape[0] != sample_count:
             raise InputError(
                 f"a tensor of shape {tuple(value.shape)} does not have the step's"
-                f" {sample_count} samples in dim 0"
+                f" {sample_count} samples in dim 0; give every tensor one row per sample"
             )
         return value.narrow(0, start, size)
     inside = entries(value)
@@ -294,8 +294,8 @@ def with_cache(batch: Any, cache: Any, *, argument: str) -> Any:
     """
     if not isinstance(batch, Mapping):
         raise InputError(
-            "predict(cache=...) gives the cache to the model by name, and needs a mapping as"
-            f" batch, not {type(batch).__name__}"
+            "predict(cache=...) passes the cache to the model by name, so the batch must be a"
+            f" mapping, not {type(batch).__name__}; pass a dictionary of the model's arguments"
         )
     return {**batch, argument: cache, "use_cache": True}
 

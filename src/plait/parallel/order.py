@@ -83,11 +83,17 @@ HOOKS: tuple[type[StepHook], ...] = (
 )
 """Order in which a step calls hooks. Hooks of other classes come last.
 
-Each reduction continues with the result of the one before: a gradient is summed over the
-data-parallel ranks, None is restored where no rank used the parameter, the shards of sequences are
-summed, and tied parameters are summed over the stages that hold them. The selection of compression
-comes before the state of the compressed collectives, so that a checkpoint's residuals find their
-collectives. Ranks compare what a forward changed before buffers are made equal.
+Each reduction of a gradient continues with the result of the one before:
+
+1. `Reducer` completes the sum over the data-parallel ranks. `fully_shard` has completed it in the
+   backward, and `ShardedSteps` frees the gathered parameters.
+2. `UnusedTracker` restores None for parameters that no rank used.
+3. `ExpertGradients` sums over the ranks that have the same experts, `SequenceShards` over the parts
+   of the sequences, and `PipelineRank` over the stages that hold a tied parameter.
+
+The selection of compression comes before the state of the compressed collectives, so that a
+checkpoint's residuals find their collectives. Ranks compare what a forward changed before buffers
+are made equal.
 """
 
 
@@ -214,11 +220,13 @@ class UnsupportedCombination:
     field: str
     """Setting that the error names."""
     value: Callable[[TechniqueContext], object]
-    """Returns the value of the setting."""
+    """Function that returns the value of the setting."""
     applies: Callable[[TechniqueContext], bool]
-    """Returns True if a context has the combination."""
+    """Function that returns True if a context has the combination."""
     rule: str
+    """Reason, for the error."""
     remedy: str
+    """Settings to use instead, for the error."""
 
 
 UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
@@ -237,8 +245,8 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
         value=lambda _: "true",
         applies=lambda context: context.technique(Compile).enabled and context.layout.tp > 1,
         rule=(
-            "blocks that tensor parallelism has split are not tested to keep their gradients under"
-            " torch.compile"
+            "torch.compile is not tested with blocks that tensor parallelism has split, and could"
+            " change their gradients"
         ),
         remedy="use false, or parallel.tp = 1",
     ),
@@ -246,7 +254,7 @@ UNSUPPORTED_COMBINATIONS: tuple[UnsupportedCombination, ...] = (
         field="compile.enabled",
         value=lambda _: "true",
         applies=lambda context: context.technique(Compile).enabled and context.layout.pp > 1,
-        rule="pipeline stages are not tested under torch.compile",
+        rule="torch.compile is not tested with pipeline stages",
         remedy="use false, or parallel.pp = 1",
     ),
     UnsupportedCombination(

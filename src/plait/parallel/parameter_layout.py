@@ -26,15 +26,14 @@ class Reduction:
     """Distribution of one parameter, its gradient and its optimizer states."""
 
     sharded: tuple[str, ...] = ()
-    """Axes that split it. All other axes replicate it."""
+    """Axes that split the parameter. All other axes replicate it."""
     summed: tuple[str, ...] = ()
-    """Axes whose ranks compute its gradient from different parts of the batch.
+    """Axes whose ranks compute the gradient from different parts of the batch.
 
     The gradient is the sum over them, once all hooks have reduced.
     """
     stages: tuple[int, ...] = ()
-    """Coordinates along pp that hold a tied parameter. Empty if each stage has a separate tensor.
-    """
+    """Coordinates along pp whose stages hold a tied parameter. Empty if it is on one stage."""
 
     def is_first_stage(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if no earlier pipeline stage holds the parameter.

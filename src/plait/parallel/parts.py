@@ -77,13 +77,13 @@ class ShardSettings:
     These are names of blocks, and "" for all parameters outside the blocks.
     """
     separate_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
-    """Modules (FQNs) with a separate mesh, such as experts.
+    """Meshes of modules that have a separate one, such as experts, by the modules' FQNs.
 
     Their parameters are not reduced with the others. They are sharded over this mesh, or another
     hook sums their gradients if nothing is sharded.
     """
     always_shard: bool = False
-    """True if parameters are sharded even if one process holds all of them, in their own dtype."""
+    """True to use `fully_shard` even if one process holds all parameters and casts none."""
     compression: Scheme = field(default_factory=Scheme)
     """Compression of gradients and gathered parameters that is used from the first step."""
     compression_candidates: tuple[Scheme, ...] = ()
@@ -101,7 +101,9 @@ class ShardCollectives:
     """Selected collectives of the shards of a model."""
 
     description: str = ""
+    """Description of the selection, with the reason."""
     compressors: CompressedUnits = field(default_factory=CompressedUnits)
+    """Compressed reduce-scatters of the units. Empty without compression."""
     is_default: bool = False
     """True if no setting has decided the selection."""
     parameter_host: SharedMemoryGroup | None = None

@@ -2,8 +2,8 @@
 
 Ranks of tp and cp compute one micro-batch together. With context parallelism, and in the parts of a
 model where tensor parallelism splits tokens or features, a module receives a part of its input. A
-running mean is then the mean of a part, and the forward that reads it computes something else than
-one process. A counter is the same on all ranks.
+running mean is then the mean of a part, and a forward that reads it has another result than in one
+process. A counter is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.small_messages import all_gather_objects
 from plait.errors import warn
 from plait.names import listed_names
-from plait.parallel.hooks import StepEnd, StepHook
+from plait.parallel.hooks import StepEnd, StepHook, UncopiedHook
 
 _TOLERANCE = 1e-3
 """Relative difference between ranks that rounding may explain."""
@@ -47,11 +47,10 @@ class SharedState(StepHook):
         self._own_loop = own_loop
         self._sequence_parallel = sequence_parallel
         self._before: dict[str, _Entry] | None = None
-        self._handle = model.register_forward_pre_hook(self._before_forward)
+        self._handle = model.register_forward_pre_hook(UncopiedHook(self._before_forward))
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        # A copy of the model has a copy of the hook.
-        if module is not self._model() or not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()):
             return
         if self._before is None:
             self._before = _state_of(module)
@@ -91,10 +90,10 @@ class SharedState(StepHook):
                 if axis == "tp" and self._sequence_parallel:
                     setting = "parallel.sequence_parallel = false"
                 warn(
-                    f"parallel.{axis}: the forward changes {listed_names(differing, 2)}, with"
-                    " another value on each rank, because each has a part of the tokens or"
-                    " features. If the model computes with it, results are not those of one"
-                    f" process: change it in the training loop, between two steps, or use {setting}"
+                    f"parallel.{axis}: the forward sets {listed_names(differing, 2)} to another"
+                    " value on each rank, because each has a part of the tokens or features. If the"
+                    " model computes with it, results are not those of one process: change it in"
+                    f" the training loop, between two steps, or use {setting}"
                 )
 
 

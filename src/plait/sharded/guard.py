@@ -33,7 +33,7 @@ from plait.comm.hang import BACKWARD
 from plait.comm.watch import WATCH
 from plait.errors import InputError, warn
 from plait.names import listed_names
-from plait.parallel.hooks import FailureScope, StepHook
+from plait.parallel.hooks import FailureScope, StepHook, UncopiedHook
 from plait.parallel.parts import Parts
 from plait.sharded.alike import bits_of
 from plait.sharded.misuse import MIXED_TENSORS
@@ -87,9 +87,14 @@ class Guard(StepHook):
         In the user's own training loop no call of Plait follows a `loss.backward()` that
         raises.
         """
+
+        def recover_if_failed(*_: object) -> None:
+            if self.backward_has_failed:
+                self.recover()
+
         # It precedes the hook in which torch begins a forward.
         self._forward_handle = self._parts.model.register_forward_pre_hook(
-            _RecoveryHook(self), prepend=True
+            UncopiedHook(recover_if_failed), prepend=True
         )
 
     @property
@@ -253,23 +258,6 @@ class Guard(StepHook):
         Buckets do not include a parameter that was unfrozen within the step.
         """
         return self._reducer is None or self._reducer.reduces(parameter)
-
-
-class _RecoveryHook:
-    """Forward hook of the root module that clears a failed backward.
-
-    A copy of the model gets a hook that does nothing, because the guard does not know it.
-    """
-
-    def __init__(self, guard: Guard | None = None) -> None:
-        self._guard = guard
-
-    def __call__(self, *_: object) -> None:
-        if self._guard is not None and self._guard.backward_has_failed:
-            self._guard.recover()
-
-    def __reduce__(self) -> tuple[type[_RecoveryHook], tuple[()]]:
-        return _RecoveryHook, ()
 
 
 _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()

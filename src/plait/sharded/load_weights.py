@@ -338,8 +338,8 @@ def read_tensor(stored: object, target: torch.Tensor, name: str, path: Path) -> 
     shape = tuple(stored.get_shape())  # type: ignore[attr-defined]
     if shape != tuple(target.shape):
         raise CheckpointError(
-            f"{path}: {name} has shape {shape}, the model's is {tuple(target.shape)}; the folder is"
-            " of another configuration"
+            f"{path}: {name} has shape {shape}, and the model's is {tuple(target.shape)}; build the"
+            " model from the config.json of this folder"
         )
     if not isinstance(target, DTensor):
         target.copy_(stored[...].reshape(shape))  # type: ignore[index]

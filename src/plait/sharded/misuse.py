@@ -30,11 +30,11 @@ MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 
 
 _USER_SEED_LIMIT = 1 << 32
-"""Larger seeds were not chosen by a user: an unseeded generator has 64 random bits."""
+"""Limit of the seeds that users choose. The seed of an unseeded generator has 64 random bits."""
 
 
 GATHERED_AT_ONCE = 2**24
-"""Number of parameters from which `warn_of_no_blocks` warns."""
+"""Smallest number of parameters for which `warn_of_no_blocks` warns."""
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:

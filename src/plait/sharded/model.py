@@ -239,8 +239,11 @@ class ShardedModel:
         else:
             parameters = [p for group in owner.param_groups for p in group["params"]]
         shards = zero_gradients(self.model, parameters, set_to_none=set_to_none)
-        for callback in self.hooks.zero_gradients:
-            callback({*parameters, *shards}, set_to_none)
+        zeroed: set[torch.Tensor] = {*parameters, *shards}
+        # The owner may be of another model.
+        if any(id(parameter) in self.guard.known for parameter in zeroed):
+            for callback in self.hooks.zero_gradients:
+                callback(zeroed, set_to_none)
 
     def finish_reduction(self) -> None:
         """Reduce the gradients of a step over all ranks. Collective.
@@ -579,8 +582,8 @@ def refuse_taken(model: nn.Module) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
             "the model's parameters were split by DeepSpeed itself (its zero.Init, or Transformers'"
-            " HfDeepSpeedConfig), but this process has a part of them; leave that out, and build"
-            " the model with plait.from_pretrained(name)"
+            " HfDeepSpeedConfig), so this process has only a part of them; leave that out, and"
+            " build the model with plait.from_pretrained(name)"
         )
     owner = owner_of(model)
     if owner is not None and owner.is_cut:
@@ -588,7 +591,7 @@ def refuse_taken(model: nn.Module) -> None:
         raise ModelError(
             f"the model was already sharded by Plait (ZeRO stage {owner.parts.zero_stage},"
             f" parallel.pp {layout.pp},"
-            f" parallel.tp {layout.tp}), and its parameters are parts now; build it again (under"
+            f" parallel.tp {layout.tp}), and its parameters are shards now; build it again (under"
             " torch.device('meta'), at no cost) and load its checkpoint, or use the engine"
             " that it has"
         )

@@ -36,6 +36,7 @@ from plait.model.experts import enables_balance_loss
 from plait.model.positions import call_model
 from plait.optim.gradient_math import multiply_all
 from plait.optim.optimizer import step_by_placement
+from plait.parallel.data.compression import Residuals
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import Forward, default_forward
@@ -211,7 +212,10 @@ class ParallelModel(ShardedModel):
             before: Parameters of the model before it was sharded.
         """
         self.why_called = reason_for_step(config)
-        self._watch = StepWatch(parts.model, before, parts.reducer, why_called=self.why_called)
+        self._residuals = parts.hooks.find(Residuals)
+        self._watch = StepWatch(
+            parts.model, before, parts.reducer, self._residuals, why_called=self.why_called
+        )
         self.steps = 0
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
         parts = parts.with_hooks(self._watch)
@@ -248,7 +252,9 @@ class ParallelModel(ShardedModel):
 
     @property
     def _has_accumulated(self) -> bool:
-        return self._watch.has_accumulated or super()._has_accumulated
+        # A loop may also drop the gradients of a complete step, which are reduced.
+        has_sent = self._residuals is not None and self._residuals.has_changed
+        return has_sent or self._watch.has_accumulated or super()._has_accumulated
 
     @contextmanager
     def _dropping_failed_step(self) -> Iterator[None]:
@@ -339,7 +345,8 @@ class ParallelModel(ShardedModel):
         """
         if self.why_called is not None:
             raise InputError(
-                f"{self.why_called}: sharded.step clips, by gradient_clipping of the configuration"
+                f"{self.why_called}: sharded.step clips by gradient_clipping of the configuration;"
+                " leave this call out"
             )
         norm = self.grad_norm()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -368,7 +375,10 @@ class ParallelModel(ShardedModel):
         try:
             self.steps += 1
             if self.why_called is None:
-                return stepper(non_finite_error=self.non_finite_error(self.steps))
+                outcome = stepper(non_finite_error=self.non_finite_error(self.steps))
+                if outcome.skipped and self._residuals is not None:
+                    self._residuals.drop_gradients()
+                return outcome
             with self.guard.running("step"):
                 return self.update(stepper, step=self.steps)[0]
         finally:
@@ -417,6 +427,7 @@ class StepWatch(StepHook):
         model: The sharded model.
         before: Parameters of the model before it was sharded.
         reducer: Reducer of the model's gradients, if there is one.
+        residuals: State of compressed gradients, if there are any.
         why_called: The reason why a step has to be `ParallelModel.step`, or None.
     """
 
@@ -425,10 +436,12 @@ class StepWatch(StepHook):
         model: nn.Module,
         before: list[nn.Parameter],
         reducer: Reducer | None,
+        residuals: Residuals | None,
         *,
         why_called: str | None = None,
     ) -> None:
         self._reducer = reducer
+        self._residuals = residuals
         self._why_called = why_called
         self.in_handle_step = False
         """True while `ParallelModel.step` runs."""
@@ -509,6 +522,8 @@ class StepWatch(StepHook):
             )
 
         self.has_accumulated = False
+        if self._residuals is not None:
+            self._residuals.end_step(skipped=False)
         # A forward between the last backward and this step would otherwise keep the old values, or
         # read parameters while they change.
         for unit in units:

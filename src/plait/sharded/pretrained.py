@@ -32,10 +32,11 @@ def from_pretrained(
     `plait.initialize`, `plait.parallelize` and `plait.hf.Trainer` read the weights; each rank reads
     the slices that it keeps.
 
-    Transformers itself loads the model, in full in every process and with a warning, if it converts
-    the weights of this family while it loads them, or adds a new head, or if the weights are
-    quantised (config.json has quantization_config), or if the model's class makes parameters on the
-    CPU wherever it is built.
+    In these cases Transformers loads the model, in full in every process and with a warning:
+
+    - It converts the weights of this family while it loads them, or adds a new head.
+    - The weights are quantised (config.json has quantization_config).
+    - The model's class creates parameters on the CPU even under `torch.device("meta")`.
 
     Args:
         name: Folder of `save_pretrained`, or the model's name on the hub.
@@ -63,7 +64,8 @@ def from_pretrained(
             raise CheckpointError(f"its weights are quantised ({quantisation})")
         if not_on_meta is not None:
             raise CheckpointError(
-                f"{type(model).__name__} makes {not_on_meta} on the CPU wherever it is built"
+                f"{type(model).__name__} creates {not_on_meta} on the CPU even under"
+                " torch.device('meta')"
             )
         sources_of(model, model.state_dict(keep_vars=True), weight_files(folder), folder)
     except CheckpointError as error:
@@ -112,7 +114,7 @@ def _build_on_meta(
         raise
     except Exception as error:
         # Each configuration class validates in its own way.
-        reason = f"{kind.__name__} cannot be built of it ({first_line(error)})"
+        reason = f"{kind.__name__} cannot be built from its config.json ({first_line(error)})"
         if "trust_remote_code" in str(error):
             reason = (
                 "it needs the code in the folder; read that code, and pass trust_remote_code=True"

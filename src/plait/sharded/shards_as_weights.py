@@ -174,7 +174,7 @@ def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
         f"copy.deepcopy of {type(self).__name__.removeprefix('FSDP')}: its parameters are sharded"
         " over processes (ZeRO), and a copy would share their collectives; copy the model before"
         " plait.initialize or the Trainer, or save it (trainer.save_model(folder),"
-        " engine.save_checkpoint(folder)) and load a model of its own from there"
+        " engine.save_checkpoint(folder)) and load another model from there"
     )
 
 

@@ -63,9 +63,9 @@ class Stepper:
     """Largest global norm of the gradients. 0 disables clipping."""
     scaler: LossScaler | None
     non_finite: Literal["raise", "skip"]
-    """Action for a step with a non-finite norm or loss. With a loss scaler it is always skipped."""
+    """Action for a step with a non-finite norm or loss. With a loss scaler the step is skipped."""
     checks_finite: bool
-    """True to read the norm before the update, in order to decide about it.
+    """True to read the norm before the update, and to skip or refuse the step if it is not finite.
 
     On a GPU this waits for the device once per step, between the backward and the update. fp16
     needs it by design: the loss scale of the next step depends on the answer, and so does the LR
@@ -164,8 +164,8 @@ class Stepper:
         if divisor != 1.0:
             raise InputError(
                 "parallel.optimizer_in_backward: backward(weight=...) divides when all weights are"
-                " known, and the parameters were updated by then; divide the loss before, use"
-                " train_batch, or false"
+                " known, and the parameters were updated by then; divide the loss before its"
+                " backward, use train_batch, or set parallel.optimizer_in_backward = false"
             )
         norms = optimizer.take_norms()
 
@@ -331,8 +331,8 @@ def non_finite_error(
     cause = "; ".join(causes) or f"the norm of all gradients is {norm}"
     return NumbersError(
         f"step {step}: {cause}. Nothing was updated: parameters and optimizer are those of step"
-        f" {step - 1}. Look at the batch of this step, lower the learning rate or set"
-        ' gradient_clipping; faults.non_finite = "skip" leaves such steps out'
+        f" {step - 1}. Look at the batch of this step, lower the learning rate, set"
+        ' gradient_clipping, or skip such steps with faults.non_finite = "skip"'
     )
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 from plait.parallel.schedules.schedule import Action, Kind, Schedule
 
 BlockMode = Literal["none", "selective", "full"]
-"""Recomputation mode of a block: what it keeps from forward to backward.
+"""Recomputation mode of a block: what the block keeps from forward to backward.
 
 none: everything that backward needs. selective: the results of selected operators. full: only the
 input.
@@ -68,9 +68,9 @@ class StageMode:
     counted until they are accumulated.
     """
     stored: tuple[int, ...] = ()
-    """Bytes that a block puts into a store. Empty if none does."""
+    """Bytes that a block puts into a store. Empty if no block does."""
     deferred: tuple[int, ...] = ()
-    """Bytes that a block keeps between the halves of a split backward. Empty if none is split."""
+    """Bytes that a block keeps between the halves of a split backward. Empty without a split."""
     deferred_outside: int = 0
     """Bytes that are kept between the halves outside the blocks."""
 
@@ -310,6 +310,7 @@ class _StageBytes:
     in_second_half: int
     """Most bytes besides `deferred` during the second half of a split backward."""
     received: int
+    """Bytes from the previous stage. See `StageFacts.received`."""
 
 
 def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:

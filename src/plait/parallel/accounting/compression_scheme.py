@@ -42,7 +42,7 @@ large enough for a thread (2 to 4 MiB were best on links of 1 Gbit/s and on fast
 
 
 class Scheme(Policy):
-    """Compressed values, and the form in which they are sent."""
+    """Form in which data-parallel ranks send gradients and parameters to each other."""
 
     gradient_bits: MaybeBits = 0
     """Bits per element of a sent gradient; 0: uncompressed."""

@@ -45,7 +45,7 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageCounts:
-    """Work of one pipeline rank in a step, counted from the table of its schedule.
+    """Work of one pipeline rank in a step, counted from the schedule's table.
 
     See `pipeline.estimates`.
     """
@@ -53,7 +53,7 @@ class StageCounts:
     root_gathers: Array
     """Number of times that ZeRO stage 3 gathers the root unit."""
     ends: Array
-    """Number of the model's two ends, the front and the back, on this rank."""
+    """Number of ends of the model (the front and the back) on this rank, 0 to 2."""
     root_reduces: Array
     """Number of times that ZeRO stages 2 and 3 reduce the root unit.
 
@@ -124,22 +124,22 @@ class Ledger:
     accumulation: Array
     """Micro-batches per optimizer step."""
     shard_rank: Array
-    """Coordinate along dp_shard of the rank of the ledger; 0 holds the most."""
+    """Coordinate along dp_shard of the ledger's rank. Rank 0 holds the most."""
     tp: Array
     tp_rank: Array
-    """Coordinate along tp of the rank of the ledger; 0 holds the most."""
+    """Coordinate along tp of the ledger's rank. Rank 0 holds the most."""
     cp: Array
     ep: Array
     """Number of ranks of a stage with different experts."""
     edp_rank: Array
-    """Coordinate of the rank of the ledger among those with the same experts; 0 holds the most."""
+    """Coordinate of the ledger's rank among those with the same experts. Rank 0 holds the most."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length.
 
     Only the traffic of tp, cp and ep depends on them.
     """
     activations: RankActivations | None = None
-    """Measured activations of a micro-batch of these tokens, or None to leave them out."""
+    """Measured activations of a micro-batch of `tokens`, or None to leave activations out."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Dimension that tensor parallelism splits, by parameter name, or None for replicated ones."""
     sequence_parallel: Any = False
@@ -248,7 +248,7 @@ class ParameterPart:
     """A rank's part of a parameter, its gradient and its optimizer states, for every candidate.
 
     tp splits a parameter along one dimension, and dp_shard along the first. It is replicated over
-    all other axes. The counterpart of a run is `reduction.Reduction`.
+    all other axes. Its counterpart in a run is `parameter_layout.Reduction`.
     """
 
     rows: Array
@@ -351,9 +351,9 @@ class UnitBytes:
     gathered: int = 0
     """All parameters in the compute dtype, padded to equal shards."""
     cast_shards: int = 0
-    """Shards in the compute dtype; 0 if it is the dtype of the parameters."""
+    """Shards that are cast to the compute dtype. 0 if the parameters have this dtype."""
     last_parameter: int = 0
-    """The last parameter in the compute dtype."""
+    """Size of the unit's last parameter in the compute dtype."""
     computed_gradients: int = 0
     """Unsharded gradients in the compute dtype."""
     gradients: int = 0
@@ -406,11 +406,11 @@ class AfterBackward(NamedTuple):
     """Actions on one unit of `fully_shard` after a backward."""
 
     reduce: bool
-    """True if its gradients are reduced over dp_shard."""
+    """True if the unit's gradients are reduced over dp_shard."""
     last: bool
-    """True if its gradients are complete, so that they are also summed over dp_replicate."""
+    """True if the unit's gradients are complete, so they are also summed over dp_replicate."""
     free: bool
-    """True if its gathered parameters are freed."""
+    """True if the unit's gathered parameters are freed."""
 
 
 def reduces_gradients(zero: Any, *, last: Any) -> Any:

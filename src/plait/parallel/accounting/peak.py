@@ -75,7 +75,7 @@ class LiveBytes:
     """Bytes of one micro-batch by kind."""
 
     activations: int = 0
-    """Tensors of the forward, in the blocks and before them."""
+    """Tensors of the forward in the blocks and in the modules before them."""
     logits: int = 0
     """Tensors of the forward in head and loss."""
     temporaries: int = 0
@@ -101,7 +101,7 @@ class Moment:
     unit: int
     """Index of the block on the rank, or OUTSIDE, HEAD or LOSS."""
     peak: LiveBytes
-    """Peak if each gradient is freed at once, by adding it to another or moving it to a bucket."""
+    """Peak if a gradient is freed as soon as it is added to another or moved to a bucket."""
     peak_with_gradients: LiveBytes
     """Peak if gradients stay until the backward of their unit ends.
 
@@ -119,7 +119,7 @@ class StageMoments:
     backward: tuple[Moment, ...] = ()
     """Unsplit backward. Empty if the schedule has none."""
     inputs: tuple[Moment, ...] = ()
-    """First half of a split backward. Empty if none is split."""
+    """First half of a split backward. Empty if no backward is split."""
     weights: tuple[Moment, ...] = ()
     """Second half of a split backward."""
 
@@ -654,7 +654,7 @@ class _StepSimulation:
         return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
-        """Receive a message as the runtime does: in the sender's order, one message ahead.
+        """Simulate a receive. As in the runtime, the next message of the sender arrives meanwhile.
 
         Returns:
             Bytes of the message that another stage of this rank holds too.

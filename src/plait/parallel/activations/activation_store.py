@@ -91,7 +91,7 @@ class ActivationStore(Protocol):
 
 
 class OffloadedActivations(StepHook):
-    """Offloading of saved tensors to a store: step hook, and note in `Parts`.
+    """Step hook that resets the store of offloaded activations after an error, and closes it.
 
     Args:
         store: The store.
@@ -197,7 +197,7 @@ def _is_movable(tensor: torch.Tensor, shared: set[int]) -> bool:
 
 
 def _is_parameter_of(tensor: torch.Tensor, units: Sequence[nn.Module]) -> bool:
-    """Return True if the tensor is a parameter of one of the units, or a gathered one."""
+    """Return True if the tensor is a parameter of one of the units, sharded or gathered."""
     # Units gather their parameters after the forward of the block has begun, so their storages are
     # not known before.
     for unit in units:

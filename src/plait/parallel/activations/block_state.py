@@ -45,7 +45,7 @@ class BlockSnapshot:
     tensors: dict[StateKey, torch.Tensor] = field(default_factory=dict)
     """Copies of tensors that change in place."""
     attributes: dict[StateKey, Any] = field(default_factory=dict)
-    """Copies of containers, and after the forward only the attributes that it changed."""
+    """Copies of containers. After the forward: former values of the attributes that it changed."""
 
 
 class BlockState:

@@ -78,7 +78,7 @@ recomputations.
 
 
 _DECISIONS: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("decisions", default=None)
-"""Decisions of the block that runs.
+"""Decisions of the block that is running.
 
 In a forward it is the list of its decisions so far, in a recomputation an iterator over those that
 it has not read yet.

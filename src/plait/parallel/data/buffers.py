@@ -21,7 +21,6 @@ Note [Changing buffers]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,8 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.process_groups import is_fake
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.comm.collectives import AsyncMaximum
-from plait.parallel.hooks import StepEnd, StepHook
+from plait.model.sequence import is_inside
+from plait.parallel.hooks import StepEnd, StepHook, UncopiedHook
 
 
 class ChangingBuffers(StepHook):
@@ -89,9 +89,7 @@ class ChangingBuffers(StepHook):
             for leaf, tensor in direct_buffers(owner).items():
                 if tensor is None:
                     continue
-                name = leaf
-                if owner_name:
-                    name = f"{owner_name}.{leaf}"
+                name = f"{owner_name}.{leaf}".removeprefix(".")
                 self._buffers[name] = _WatchedBuffer(
                     owner, leaf, is_persistent(owner, leaf), tensor, version_of(tensor)
                 )
@@ -121,19 +119,15 @@ class ChangingBuffers(StepHook):
         This is for the user's own training loop, in which Plait does not see the end of a step.
         """
         is_due = False
-        model_ref = weakref.ref(model)
 
         def send_if_due(module: nn.Module, _: Any) -> None:
             nonlocal is_due
-            if module is not model_ref():
-                # A copy of the model has a copy of this hook.
-                return
             if module.training and torch.is_grad_enabled():
                 if is_due:
                     self.send()
                 is_due = not self.accumulating
 
-        self._forward_hook = model.register_forward_pre_hook(send_if_due)
+        self._forward_hook = model.register_forward_pre_hook(UncopiedHook(send_if_due))
 
     def send(self) -> None:
         """Broadcast the changed buffers of the first data-parallel rank. Collective."""
@@ -183,8 +177,7 @@ class ChangingBuffers(StepHook):
 
     def _agree_over_stages(self, group: dist.ProcessGroup) -> None:
         """Select the stage with the valid values of every buffer that all stages share."""
-        prefixes = tuple(f"{block}." for block in self._blocks)
-        outside = [name for name in sorted(self._buffers) if not name.startswith(prefixes)]
+        outside = [name for name in sorted(self._buffers) if not is_inside(name, self._blocks)]
         answers = all_gather_objects((self.names, outside, self._may_change_later), group)
 
         # All stages must agree, because each of them takes part in the next exchange.

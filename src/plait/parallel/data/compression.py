@@ -4,8 +4,9 @@
 skipped step does not change it.
 
 `CompressionAutotuner` selects among several candidates that the user allows. The costs of the links
-do not predict the best one, because a step gains only the communication that computation does not
-hide. The run's own steps are timed instead: first uncompressed ones, then a few of every candidate.
+do not predict the best one, because only communication that does not overlap with computation makes
+a step longer. The run's own steps are timed instead: first uncompressed ones, then a few of every
+candidate.
 A lossier candidate is chosen if its steps are 5 % shorter than the best before it. Before that, a
 few more uncompressed steps are timed, in case the first ones were slow by chance. The decision is
 taken once, the same on every rank of the groups, and saved in the checkpoint. The residual of a
@@ -29,6 +30,7 @@ from plait.comm.compress import (
     PowerSGDBuckets,
     QuantisedBuckets,
     QuantisedReduceScatter,
+    is_residual,
 )
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd, StepHook
@@ -44,7 +46,9 @@ class CompressedUnits(dict[str, QuantisedReduceScatter]):
 class Residuals(StepHook):
     """State of the compressed collectives of a reducer's buckets and of sharded units.
 
-    The collectives may be replaced between two steps.
+    The collectives may be replaced between two steps. The errors of gradients that are dropped are
+    dropped too. If only some parameters' gradients are dropped, the others lose the error of one
+    step.
     """
 
     def __init__(
@@ -90,21 +94,31 @@ class Residuals(StepHook):
 
     def after_step(self, end: StepEnd) -> str:
         """Keep the new values, or drop them after a skipped step, and apply a new loss scale."""
-        self._update_residuals(skipped=end.skipped)
+        self.end_step(skipped=end.skipped)
         # Residuals are in the units of the loss scale. PowerSGD's factors and step count are not.
         if end.rescaled != 1.0:
             for name, tensor in self.state().items():
-                if not name.endswith((".right", "steps")):
+                if is_residual(name):
                     tensor.mul_(end.rescaled)
         return ""
 
     def drop_gradients(self) -> None:
-        """Restore the values from before the step, as for a skipped one."""
-        self._update_residuals(skipped=True)
+        """Drop the new values, as after a skipped step."""
+        self.end_step(skipped=True)
 
-    def _update_residuals(self, *, skipped: bool) -> None:
+    def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
+        """Drop the new values with the gradients that they are the errors of."""
+        self.end_step(skipped=True)
+
+    def end_step(self, *, skipped: bool) -> None:
+        """Keep the new values, or drop them if the gradients were not applied."""
         for carried in self._carriers():
             carried.end_step(skipped=skipped)
+
+    @property
+    def has_changed(self) -> bool:
+        """True if gradients were sent that no step has applied or dropped yet."""
+        return any(carried.has_changed for carried in self._carriers())
 
     def _carriers(self) -> list[PersistentTensors]:
         carriers = [scatter.carried for scatter in self.units.values()]
@@ -116,7 +130,7 @@ class Residuals(StepHook):
 
 
 _LEAST_SAVING = 0.05
-"""Share of the time of a step that a candidate has to save."""
+"""Smallest fraction of the time of a step that a candidate must save."""
 _WARMUP_STEPS = 2
 """Steps per candidate that do not count, because they fill caches and buffers."""
 _TIMED_STEPS = 3

@@ -57,7 +57,7 @@ from plait.comm.collectives import AsyncAllReduce
 from plait.comm.failures import naming
 from plait.errors import ModelError
 from plait.parallel.data.unused import foreign_backward
-from plait.parallel.hooks import FailureScope, StepEnd, StepHook
+from plait.parallel.hooks import FailureScope, StepEnd, StepHook, UncopiedHook
 from plait.parallel.parameter_layout import (
     dims_in_memory,
     like_in_memory,
@@ -100,7 +100,7 @@ class Reducer(StepHook):
     synchronise: bool = True
     """True if the next backward is the last one of its step. The others only accumulate."""
     expects_gradients: bool = True
-    """True if a gradient may arrive now. At other times it raises InputError.
+    """True if a gradient may arrive now. At other times a gradient raises InputError.
 
     An engine expects gradients inside its backward, and the user's training loop at any time.
     """
@@ -154,7 +154,8 @@ class Reducer(StepHook):
         self._finishes_with_backward = True
         # Inside a compiled call the hook would be compiled too.
         if not is_compiled(self.model):
-            self._handles.append(self.model.register_forward_hook(_OutputHook(self)))
+            hook = UncopiedHook(self._after_forward)
+            self._handles.append(self.model.register_forward_hook(hook))
 
     def release(self) -> None:
         """Remove all hooks from the model and drop the buckets and the gradients."""
@@ -362,7 +363,7 @@ class Reducer(StepHook):
             self.reduction.start(self._next_bucket)
         self._next_bucket += 1
 
-    def expect_backward(self, output: Any) -> None:
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Finish the reduction when the backward of `output` ends.
 
         If reentrant checkpoints run nested backward passes, the end of the outermost one counts.
@@ -490,23 +491,18 @@ class Reducer(StepHook):
         return self._finish_queued and not self._finished and graph_task() is None
 
     def on_error(self, lost: FailureScope) -> None:
-        """Complete the collectives of a failed step, so that all ranks make the same calls."""
-        if lost == "step":
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Complete the collectives of a step that failed, and drop all gradients. Collective.
+        """Complete the collectives of a failed step. Collective.
 
         Ranks may have stopped at different buckets. Each one launches those that it has not
         launched yet, so that all ranks make the same calls.
         """
-        if not self._finished:
-            for bucket in self.buckets[self._next_bucket :]:
-                bucket.flat.zero_()
-                self._launch(bucket)
-            for index in range(len(self.buckets)):
-                self._wait_for_bucket(index)
-        self.drop_gradients()
+        if lost != "step" or self._finished:
+            return
+        for bucket in self.buckets[self._next_bucket :]:
+            bucket.flat.zero_()
+            self._launch(bucket)
+        for index in range(len(self.buckets)):
+            self._wait_for_bucket(index)
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the step so far. Call this between two backward passes."""
@@ -582,24 +578,6 @@ class ParameterSlot:
     grad: torch.Tensor
     """Value of the parameter's `grad`: `view`, or a DTensor around it under tensor parallelism."""
     index: int
-
-
-class _OutputHook:
-    """Forward hook of the root module that finishes the reduction with the backward.
-
-    A copy of the model gets a hook that does nothing, because the reducer does not know the
-    parameters of the copy.
-    """
-
-    def __init__(self, reducer: Reducer | None = None) -> None:
-        self._reducer = reducer
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self._reducer is not None:
-            self._reducer.expect_backward(output)
-
-    def __reduce__(self) -> tuple[type[_OutputHook], tuple[()]]:
-        return _OutputHook, ()
 
 
 def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[list[int]]:

@@ -59,6 +59,7 @@ class UnusedTracker(StepHook):
         device: torch.device,
         order: UnitOrder | None = None,
         finishes_backward: bool = False,
+        error_feedback: bool = False,
     ) -> None:
         """Register gradient hooks on the parameters of a sharded model.
 
@@ -69,10 +70,13 @@ class UnusedTracker(StepHook):
             order: The order of the units' collectives, which is compared between the ranks.
             finishes_backward: Whether the end of a backward finishes the reduction, as in the
                 user's own training loop.
+            error_feedback: Whether a reduction may add compression errors of earlier steps, which
+                also belong to parameters that this step does not use.
         """
         self.group = group
         self._model = model
         self._device = device
+        self._error_feedback = error_feedback
         self._comparison = None
         if order is not None:
             self._comparison = _OrderComparison(order, group)
@@ -80,7 +84,7 @@ class UnusedTracker(StepHook):
         # Frozen parameters too: they may be unfrozen at any step.
         self.parameters = [p.sharded_param for module in units for p in sharded_parameters(module)]
         self.expects_gradients = finishes_backward
-        """True if a gradient may arrive now. At other times it raises InputError."""
+        """True if a gradient may arrive now. At other times a gradient raises InputError."""
         self._is_last = True
         self._had_gradient: list[bool] | None = None
         self._used = [False] * len(self.parameters)
@@ -197,7 +201,8 @@ class UnusedTracker(StepHook):
             used_by_any = flags.tolist()
             for parameter in candidates:
                 if not used_by_any[self._index[parameter]]:
-                    self._refuse_unseen_gradient(parameter)
+                    if not self._error_feedback:
+                        self._refuse_unseen_gradient(parameter)
                     parameter.grad = None
         self.drop_gradients()
 
@@ -306,8 +311,8 @@ def foreign_backward() -> InputError:
     """Return the error for a gradient that arrives while the model's engine runs no backward."""
     if backward_underway():
         return InputError(
-            "engine.backward(loss): the loss was computed by the model of another engine too, whose"
-            " gradients that engine does not expect and would not reduce; call"
+            "engine.backward(loss): the loss also depends on the model of another engine, which"
+            " does not expect gradients now and would not reduce them; call"
             " requires_grad_(False) on the other engine's model before its forward for this loss (a"
             " discriminator's, where the generator is trained), and requires_grad_(True)"
             " afterwards; gradients still flow through it"

@@ -200,7 +200,7 @@ class _Segment:
 
 
 _Gather = tuple[Moment, int | None, int]
-"""(moment, the unit gathered before or None, this unit)."""
+"""All-gather of a unit: (moment, the unit gathered before it or None, the unit)."""
 
 
 class ShardPrefetcher:

@@ -29,6 +29,7 @@ from plait.model.dataflow import (
     set_settings,
     setting_text,
 )
+from plait.model.sequence import is_inside
 from plait.model.stages import (
     StageCut,
     check_order,
@@ -120,11 +121,10 @@ class CutCheck:
                 " block, or use parallel.pp = 1"
             )
         last_stage = self.cut.stages - 1
-        block_prefixes = tuple(f"{block}." for block in self.cut.blocks)
         unavailable = set()
         for parameter in flow.foreign_tensors:
             is_owned = last_stage in self.cut.owners.get(parameter, ())
-            if parameter.startswith(block_prefixes) or not is_owned:
+            if not is_owned or is_inside(parameter, self.cut.blocks):
                 unavailable.add(parameter)
         if unavailable:
             raise ModelError(

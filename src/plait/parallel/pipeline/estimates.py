@@ -1,9 +1,9 @@
 """Estimates of a pipeline without running it: balanced stages, and the bytes of each rank.
 
-`balance_stages` partitions the blocks such that the slowest stage is as fast as possible. Its input
-is the cost of each block, its output the number of blocks per stage. The embedding is on the first
-stage and the head on the last, and both are counted. Stages are contiguous in the model's order.
-The result is exact: no other partition has a smaller largest stage.
+`balance_stages` takes the cost of each block and returns the number of blocks per stage such that
+the slowest stage is as fast as possible. The embedding is on the first stage and the head on the
+last, and both are counted. Stages are contiguous in the model's order. The result is exact: no
+other partition has a smaller largest stage.
 
 A rank's parameters are those of its stages. The accounting of all techniques applies to them as
 without a pipeline. The differences are counted from the schedule's table: how often the root unit
@@ -25,6 +25,7 @@ from plait.model.blocks import block_index
 from plait.model.facts import ModelFacts
 from plait.model.outer_layers import OuterUnits
 from plait.model.plans import TensorPlan
+from plait.model.sequence import is_inside
 from plait.model.stages import StageCut
 from plait.parallel.accounting.ledger import (
     Ledger,
@@ -43,7 +44,7 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
 
     Parameters outside the blocks are on the first stage if they are listed before those of the
     first block, else on the last. On the first stage a matrix is taken for an embedding, whose
-    lookup costs 0. A tied embedding (its other name is outside the blocks too) is multiplied as the
+    lookup costs 0. A tied embedding (whose other name is also outside the blocks) counts as the
     head: 2 FLOPs per weight on the last stage. A weight that several blocks share counts in each.
     Experts count as if all were used, which is right for the balance of equal blocks, but too much
     compared to the head.
@@ -196,18 +197,10 @@ def stage_costs(
 
     Args:
         costs: Cost of each block.
-        sizes: Number of blocks of each stage.
+        sizes: Number of blocks of each stage. Their sum is the number of blocks.
         first: Cost of the modules before the blocks.
         last: Cost of the modules after the blocks.
-
-    Raises:
-        InputError: `sizes` do not add up to the number of blocks.
     """
-    if sum(sizes) != len(costs) or not sizes or min(sizes) < 1:
-        raise InputError(
-            f"stages of {', '.join(map(str, sizes))} blocks: their sum must be the {len(costs)}"
-            " blocks of the model, and each at least 1"
-        )
     ends = list(accumulate(sizes))
     loads = [float(sum(costs[end - size : end])) for size, end in zip(sizes, ends, strict=True)]
     loads[0] += first
@@ -270,8 +263,8 @@ def _plan_of_rank(
     """
 
     def runs(module: str) -> bool:
-        if any(module.startswith(f"{block}.") for block in cut.blocks):
-            return any(module.startswith(f"{block}.") for block in blocks)
+        if is_inside(module, cut.blocks):
+            return is_inside(module, blocks)
         parameters = [name for name in cut.owners if name.startswith(f"{module}.")]
         in_front = any(name in cut.first_stage for name in parameters)
         module_stages = {0 if in_front else cut.stages - 1}

@@ -146,8 +146,8 @@ class Runtime:
         """
         if len(batches) != self.schedule.microbatches:
             raise InputError(
-                f"a step of this pipeline has {self.schedule.microbatches} micro-batches, not"
-                f" {len(batches)}"
+                f"a step of this pipeline has {self.schedule.microbatches} micro-batches"
+                f" (gradient_accumulation_steps), not {len(batches)}; pass all of them at once"
             )
         with self._running():
             results = self._check_batches(batches, forward, loss_fn)

@@ -92,8 +92,8 @@ def backward_inputs(
         group.starts += [starts[index] for index in group.outputs]
         group.owners = graph.owners(group, edges)
 
-    # Frees what only the first half needed (the probabilities of a loss), whoever holds the
-    # outputs. torch does not detach views in place.
+    # This frees what only the first half needed (the probabilities of a loss), even while the
+    # caller keeps the outputs. torch does not detach views in place.
     for tensor in outputs:
         if not is_view(tensor):
             tensor.detach_()
@@ -130,7 +130,7 @@ class DeferredBackward:
 
 @dataclass(eq=False)
 class WeightGroup:
-    """Leaves whose gradients are computed in one pass, and the graph nodes where it starts.
+    """Leaves whose gradients are computed in one pass, and the graph nodes where the pass starts.
 
     Attributes:
         leaves: Nodes that accumulate into a parameter.

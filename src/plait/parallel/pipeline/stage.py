@@ -44,6 +44,7 @@ from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import leave_forward
 from plait._torch.tensors import local_tensor
 from plait.errors import ModelError
+from plait.model.sequence import is_inside
 from plait.model.stages import Skeleton, StageCut, UnavailableTensor, stage_of_block
 from plait.parallel.schedules.schedule import Schedule
 from plait.parallel.tensor.styles import Region
@@ -106,7 +107,7 @@ class StagedModel:
         if not stage.last:
             raise ModelError(
                 f"pipeline stage {stage.index}: the model ended without running {stage.blocks[-1]};"
-                " every block must run in every step"
+                " every block must run in every step; use parallel.pp = 1"
             )
         return output
 
@@ -299,7 +300,7 @@ def _drop_parameters(
     begin = max(cut.bounds[stage] for stage in indices)
     nan_parameters = []
     for name, stages in cut.owners.items():
-        if stages & indices or any(name.startswith(f"{block}.") for block in cut.blocks):
+        if stages & indices or is_inside(name, cut.blocks):
             continue
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)

@@ -25,13 +25,13 @@ from plait.errors import ConfigError, Problem
 
 StateForm = Literal["bf16", "int8", "float8"]
 CODED = ("int8", "float8")
-"""Forms with codes in blocks."""
+"""Forms that store codes, in blocks that share a scale."""
 FIELD = "optimizer.states"
 
 LARGEST_BLOCK = 256
 SMALLEST_BLOCK = 16
 FEWEST_NUMBERS = 4096
-"""Smallest number of elements with codes.
+"""Smallest number of elements of a parameter whose states are stored as codes.
 
 Smaller parameters (norms, biases) keep float32 moments, as in bitsandbytes and torchao.
 """

@@ -61,7 +61,7 @@ class Payload(StrEnum):
 
 
 class Message(NamedTuple):
-    """Payload, the stage that produces it, and its micro-batch."""
+    """Message of a stage to a neighbour: payload, the stage that produces it, and micro-batch."""
 
     payload: Payload
     stage: int

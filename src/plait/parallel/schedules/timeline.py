@@ -215,6 +215,6 @@ def _check_durations(schedule: Schedule, durations: Durations) -> None:
             )
         if not all(0 <= value < float("inf") for value in values):
             raise InputError(
-                f"durations.{name}: {min(values)} to {max(values)}; a duration is finite and not"
-                " below 0"
+                f"durations.{name} from {min(values)} to {max(values)}: every duration must be"
+                " finite and at least 0"
             )

@@ -241,10 +241,15 @@ class DataParallel(CollectiveSettings):
             if self.unused_parameters and group is not None:
                 # After `_place_in_shared_memory`, which replaces the all-gather of the units. The
                 # order must wrap the replacement.
-                order = _unit_order(self, parts, mesh)
+                schemes = (parts.shard.compression, *parts.shard.compression_candidates)
                 hooks.append(
                     UnusedTracker(
-                        model, group, device=mesh.device, order=order, finishes_backward=mean
+                        model,
+                        group,
+                        device=mesh.device,
+                        order=_unit_order(self, parts, mesh),
+                        finishes_backward=mean,
+                        error_feedback=any(scheme.error_feedback for scheme in schemes),
                     )
                 )
 
