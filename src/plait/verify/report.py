@@ -5,8 +5,8 @@ process and of the independent reference.
 
 In the configured precision the error against float64 must be at most 1.2 times that of one process
 in the same precision, in root mean square over all tensors of a kind. A single tensor is a small
-sample, so the largest error of its kind is added to its own. Parameters may exceed the error of one
-process by the same factor as gradients.
+sample, so its allowed error is based on the sum of its own error in one process and the largest
+error of its kind. Parameters may exceed the error of one process by the same factor as gradients.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Section:
-    """Result of one pass."""
+    """Compared values of one pass, or of the independent reference."""
 
     name: Pass | Literal["independent"]
     title: str
@@ -93,7 +93,9 @@ class Report:
 
     sections: tuple[Section, ...]
     blocks: tuple[str, ...] = ()
+    """Names of the model's blocks."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """Description of the run for the JSON report."""
 
     @property
     def equal(self) -> bool:
@@ -238,10 +240,10 @@ def _wrong_skips(one: Trace, trace: Trace) -> list[ComparedRow]:
     rows = []
     for step in trace.skipped:
         if math.isfinite(one.grad_norms[step]):
-            needless = "the step was skipped, and one process does not overflow"
+            needless = "the step was skipped, but one process does not overflow"
             rows.append(ComparedRow("gradient norm", step, "", math.inf, 0.0, what=needless))
     if len(trace.skipped) == len(trace.losses):
-        nothing = "every step was skipped, so nothing was compared; raise --steps"
+        nothing = "every step was skipped, so no gradient was compared; raise --steps"
         rows.append(ComparedRow("other", None, "", math.inf, 0.0, what=nothing))
     return rows
 
