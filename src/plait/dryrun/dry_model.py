@@ -155,8 +155,8 @@ class DryModel:
 
         Args:
             model: Unsharded model.
-            apply: Applies techniques to the copy, under a fake tensor mode. Returns the copy's parts,
-                and its stages if it has a pipeline.
+            apply: Applies techniques to the copy, under a fake tensor mode. Returns the parts of
+                the copy, and its stages if it has a pipeline.
             device: Device of the fake tensors.
             batch: Micro-batch on any device.
             compute_dtype: Dtype of the parameters in forward and backward. None keeps theirs.

@@ -119,7 +119,7 @@ def reference_trace(
     gradients: list[dict[str, torch.Tensor | None]] = []
     for index, step in enumerate(steps):
         scale = scales[index] if scales else 1.0
-        # The weights are summed before the first backward, because every loss is divided by the sum.
+        # The weights are summed before the first backward, because each loss is divided by the sum.
         total_weight = float(sum(loss_fn.weight(micro_batch) for micro_batch in step))
         sums: dict[str, torch.Tensor] = {}
         loss = 0.0

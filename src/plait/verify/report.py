@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from plait.errors import ParityError
+from plait.files import with_finite_numbers
 from plait.sizes import dtype_of
 from plait.verify.parity import Difference, Kind, Trace, compare, relative_error
 from plait.verify.plan import Pass, VerificationPlan
@@ -117,7 +118,7 @@ class Report:
                     "rows": [{**asdict(row), "equal": row.equal} for row in section.rows],
                 }
             )
-        return _with_finite_numbers(
+        return with_finite_numbers(
             {
                 **self.facts,
                 "equal": self.equal,
@@ -125,16 +126,6 @@ class Report:
                 "passes": sections,
             }
         )
-
-
-def _with_finite_numbers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_finite_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_finite_numbers(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def compare_float64(
