@@ -494,7 +494,7 @@ class ActivationTechniques:
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
     tiled_mlp: TiledMLP = field(default_factory=TiledMLP)
     recompute: Recompute = field(default_factory=Recompute)
-    """Settings of recomputation, whose mode is not used: every mode is measured."""
+    """Settings of recomputation. Their mode is ignored, because every mode is measured."""
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
 
     @classmethod

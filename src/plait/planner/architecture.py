@@ -157,7 +157,7 @@ class Architecture:
 
     @property
     def unexplained_parameters(self) -> Numbers:
-        """Counted parameters per layer minus those by formula. May be negative."""
+        """Counted parameters per layer minus those by formula, which may be negative."""
         return np.where(
             np.asarray(self.layer_parameters) > 0,
             self.layer_parameters - self._blocks_by_sizes / self.layers,
@@ -261,7 +261,7 @@ class Product:
     inner: Numbers
     columns: Numbers
     is_saved: Numbers
-    """1 if its output is saved when that of every second product is."""
+    """1 if recomputation of operators, which saves every second output, saves this one."""
 
 
 @dataclass(frozen=True)

@@ -209,19 +209,19 @@ MISSING_SHARES = {
     ),
     **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
 }
-"""Families for which formulas leave out this much of the saved bytes of a block."""
+"""Share of a block's saved bytes that the formulas leave out, by family."""
 _MAX_BLOCKS = 8
-"""Blocks that are run: enough for the patterns in which families mix kinds of blocks."""
+"""Largest number of blocks that are run. It covers the patterns of families with mixed blocks."""
 
 _RECURRENT_TOKENS = 32
-"""Tokens that a recurrence is run with. Its bytes per token do not depend on the length."""
+"""Number of tokens of a recurrence, whose bytes per token do not depend on the length."""
 _SAMPLES = 2
 """Samples per run. With a single one, some families copy less per sample."""
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Saved bytes per token."""
+    """Bytes per token that a block saves for its backward."""
 
     linear: float
     """Bytes per token that do not depend on the sequence length."""

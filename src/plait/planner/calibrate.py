@@ -660,7 +660,7 @@ class CalibrationOrigin:
 
 
 def save_calibration(path: Path, calibration: Calibration, origin: CalibrationOrigin) -> None:
-    """Write the file. Raises InputError if it cannot be written."""
+    """Write a calibration to a file. Raises InputError if the file cannot be written."""
     content = {
         "format": FORMAT,
         "gpu": origin.gpu,

@@ -135,11 +135,12 @@ def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numb
     plain_again = recomputed_share(block_products.attention) * plain
     if not np.any(model.is_latent):
         return plain, plain_again
-    part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
+    shard = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
     parts = []
-    for product, (rows, split) in zip(
-        block_products.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True
-    ):
+    for index, product in enumerate(block_products.attention[:-1]):
+        # Compressed queries and the latent (0 and 2) are computed in full, for a sequence shard.
+        # Queries, and keys with values (1 and 3), are computed for all tokens and a rank's heads.
+        rows, split = (tokens, tp) if index % 2 else (shard, 1)
         seconds = _product(
             job, rates, rows, np.maximum(product.inner, 1), np.maximum(product.columns, 1) / split
         )

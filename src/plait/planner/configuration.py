@@ -414,7 +414,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.recompute.mode": ("full", "selective", "none"),
     "optimizer.type": ("Adam", "AdamW"),
 }
-"""Values besides the default that are modelled."""
+"""Modelled values besides the default, by setting."""
 MODELLED = frozenset(PATHS.values()) - _VALUES.keys() | {
     "zero_optimization.offload_optimizer.ratio",
     "train_batch_size",

@@ -172,7 +172,7 @@ class Layouts:
     sp: Numbers = 0
     cp: Numbers = 1
     context: Numbers = 0
-    """Index into CONTEXT; used with cp."""
+    """Index into CONTEXT. It only has an effect if cp is larger than 1."""
     ep: Numbers = 1
     dp_replicate: Numbers = 1
     dp_shard: Numbers = 1

@@ -35,7 +35,7 @@ def config_of(
     """Return the configuration of a choice.
 
     Args:
-        request: What was planned.
+        request: Model, cluster and batch of the plan.
         choice: The layout.
         base: Configuration as written in the file. Its values and the names that it uses are kept.
             Options that are missing or "auto" are filled in.

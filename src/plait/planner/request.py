@@ -1,6 +1,6 @@
 """Plan request (model, devices, batch), and its candidate layouts as jobs to price.
 
-`estimate` computes time and memory of candidates in one call, by the closed forms.
+`estimate` computes time and memory of candidates in one call, with closed formulas.
 """
 
 from __future__ import annotations

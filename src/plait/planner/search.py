@@ -224,7 +224,7 @@ def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibra
 
 
 _CHUNK = 1 << 15
-"""Candidates that are estimated at a time, so that arrays stay in the cache."""
+"""Number of candidates that are estimated at a time, so that arrays stay in the cache."""
 _FIT_PROBABILITY = 0.9
 """Probability of fitting into memory that a plan must have."""
 _MAX_SIMULATED = 50
@@ -232,7 +232,7 @@ _MAX_SIMULATED = 50
 FAMILY = ("tp", "pp", "cp", "ep", "stage")
 """Fields that define a family of layouts. A plan shows the fastest layout of each family."""
 _MAX_PER_FAMILY = 3
-"""Layouts per family that are simulated."""
+"""Largest number of layouts per family that are simulated."""
 _HOST_SHARE = 0.8
 """Share of a node's memory that states may use."""
 
@@ -259,7 +259,7 @@ class Plan:
 
     request: Request
     best: tuple[LayoutChoice, ...]
-    """Layouts from fast to slow; the fastest of each family."""
+    """Fastest layout of each family, in the order of their seconds."""
     ties: int
     """Number of these layouts, including the first, that may be the fastest.
 

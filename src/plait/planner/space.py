@@ -197,9 +197,14 @@ class _SpaceBuilder:
     )
     numbers: list[NDArray[np.int64]] = field(default_factory=list)
 
-    def allowed(self, name: str, values: Iterable[int]) -> list[int]:
-        """Return the values of a field that agree with the fixed one."""
-        return [value for value in values if self.fixed.get(name, value) == value]
+    def allowed(self, names: tuple[str, ...], rows: Iterable[tuple[int, ...]]) -> list[Any]:
+        """Return the rows (one value per field of `names`) that agree with the fixed values."""
+
+        def agrees(row: tuple[int, ...]) -> bool:
+            values = zip(names, row, strict=True)
+            return all(self.fixed.get(name, value) == value for name, value in values)
+
+        return list(filter(agrees, rows))
 
     def exclude(self, region: str, rule: str) -> None:
         """Record the rule that excludes a region, unless the region already has one."""
@@ -341,7 +346,6 @@ def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | No
 def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
     """Return (schedule, chunks per rank) pairs."""
     layers = builder.model.layers
-    fixed = builder.fixed
     if pp == 1:
         return [(SCHEDULES.index("none"), 1)]
     schedules = []
@@ -360,11 +364,7 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
             chunks = [1]
         schedules += [(SCHEDULES.index(name), count) for count in chunks]
 
-    allowed: list[tuple[int, int]] = []
-    for schedule, count in schedules:
-        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", count) == count:
-            allowed.append((schedule, count))
-    return allowed
+    return builder.allowed(("schedule", "vpp"), schedules)
 
 
 def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
@@ -375,18 +375,15 @@ def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
         # A sharded stage with a single shard: on one device, because stage 0 does not support the
         # optimizer on the host, and if the stage is fixed.
         entries.append((fixed.get("stage") or 1, 1, 1))
-    inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
+    # Only all ranks or a power of two are proposed, but any divisor can be fixed.
+    inner = []
+    for degree in divisors(dp):
+        is_power_of_two = degree & (degree - 1) == 0
+        if degree > 1 and (degree in (dp, fixed.get("dp_shard")) or is_power_of_two):
+            inner.append(degree)
     for stage in (1, 2, 3):
         entries += [(stage, dp // dp_shard, dp_shard) for dp_shard in inner]
-    if "dp_shard" in fixed and dp % fixed["dp_shard"] == 0 and fixed["dp_shard"] not in (1, *inner):
-        entries += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
-    names = ("stage", "dp_replicate", "dp_shard")
-
-    allowed: list[tuple[int, int, int]] = []
-    for entry in entries:
-        if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True)):
-            allowed.append(entry)
-    return allowed
+    return builder.allowed(("stage", "dp_replicate", "dp_shard"), entries)
 
 
 def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
@@ -404,12 +401,12 @@ def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
 
 def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     fixed = builder.fixed
-    if fixed.get("cp", 2) > 1 and builder.split.context:
-        builder.exclude("cp > 1", builder.split.context)
-        return builder.allowed("cp", [1])
+    rule = builder.split.context if fixed.get("cp", 2) > 1 else None
     if builder.techniques.compiled:
-        builder.exclude("cp > 1", "context parallelism is not tested with torch.compile")
-        return builder.allowed("cp", [1])
+        rule = rule or "context parallelism is not tested with torch.compile"
+    if rule:
+        builder.exclude("cp > 1", rule)
+        return [] if fixed.get("cp", 1) > 1 else [1]
     if "cp" not in fixed:
         if builder.sequence < LONG_SEQUENCE and "context" not in fixed:
             return [1]
@@ -466,8 +463,7 @@ def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
             "every rank of tp would compute all tokens of its experts",
         )
         degrees = [d for d in degrees if d % tp == 0]
-
-    return builder.allowed("ep", degrees)
+    return degrees
 
 
 def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[int]:
@@ -524,7 +520,7 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
 
 
 def _as_rows(values: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return the values of one field as rows of a list of fields."""
+    """Return each value of a field as a row with one entry."""
     return [(value,) for value in values]
 
 
@@ -537,15 +533,14 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
 
     if tp > 1 and builder.split.sequence:
         builder.exclude("sp", builder.split.sequence)
-    can_shard_sequence = tp > 1 and not builder.split.sequence
-    sequence = builder.allowed("sp", (0, 1) if can_shard_sequence else (0,))
+    sequence = [0, 1] if tp > 1 and not builder.split.sequence else [0]
     ends = builder.measures.ends
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(builder, pp),
         ("stage", "dp_replicate", "dp_shard"): _shards(builder, dp),
-        ("sp",): _as_rows(sequence),
+        ("sp",): builder.allowed(("sp",), _as_rows(sequence)),
         ("context",): _as_rows(_contexts(builder, tp, cp)),
-        ("ep",): _as_rows(_expert_degrees(builder, tp, dp * cp * tp)),
+        ("ep",): builder.allowed(("ep",), _as_rows(_expert_degrees(builder, tp, dp * cp * tp))),
         ("micro_batch",): _as_rows(micro_batches),
         tuple(f.name for f in fields(MemoryMeasure)): [
             tuple(vars(measure).values()) for measure in ends

@@ -341,7 +341,7 @@ def account_states(
 
 
 def _presence_of_ends(job: Job, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return 1 or 0 for every end of the model, whether it is on a rank, by rank of `RANKS`."""
+    """Return which ends of the model a rank has, as 1 or 0 by end, for each rank of `RANKS`."""
     single = _column(job.layouts.pp, size) == 1
     v_schedules = [SCHEDULES.index(name) for name in V_SHAPED]
     v_shaped = np.isin(_column(job.layouts.schedule, size), v_schedules) & ~single
@@ -379,7 +379,8 @@ the host), gathered, and unsharded (all weights in the dtype of computation).
 class _DistinctLayouts:
     """Distinct combinations of the fields that the ledger of the techniques depends on.
 
-    There are far fewer of them than candidates. `inverse` is the combination of every candidate.
+    There are far fewer of them than candidates. `inverse` is the index of each candidate's
+    combination.
     """
 
     degrees: dict[str, np.ndarray]

@@ -563,7 +563,7 @@ def _activation_offload(job: Job, compute: Numbers) -> Numbers:
 MOST_ACTIONS = 60_000
 """Largest number of actions that are simulated, at about 5 us per action."""
 RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
-"""Terms of a step that are part of the simulated durations. `idle` is the result."""
+"""Terms of a step that are part of the simulated durations. The simulation computes `idle`."""
 
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:

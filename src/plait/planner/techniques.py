@@ -64,7 +64,7 @@ SCHEDULE_INDEX = {
 RECOMPUTE_INDEX = {
     RECOMPUTE_NAMES[planner_name]: index for index, planner_name in enumerate(RECOMPUTE)
 }
-"""Indices into RECOMPUTE by the names of the configuration; SCHEDULE_INDEX into SCHEDULES."""
+"""Indices into RECOMPUTE by the names of the configuration. SCHEDULE_INDEX is that of SCHEDULES."""
 SPLIT_BACKWARD = tuple(
     planner_name
     for planner_name, name in SCHEDULE_NAMES.items()
@@ -153,7 +153,7 @@ SPLIT = (
     "opt",
     *WHOLE_ATTENTION,
 )
-"""Families whose layers are known to split."""
+"""Families whose layers tensor parallelism can split."""
 _NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimension before the MLP"}
 
 
@@ -247,7 +247,10 @@ class MemoryMeasures:
     If the optimizer is fixed to the host, these are the measures with the optimizer on the host.
     """
     on_host: tuple[MemoryMeasure, ...]
-    """Measures with the optimizer on the host. Empty if its place is fixed, or not the host."""
+    """Measures with the optimizer on the host.
+
+    There are none if the place of the optimizer is fixed, or if it cannot be the host.
+    """
 
     @property
     def ends(self) -> tuple[MemoryMeasure, ...]:

@@ -60,7 +60,7 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
 
     Args:
         machine: Rows that it cannot run have the reason in `unavailable`.
-        only: Patterns of names. Without any, the rows that run by default.
+        only: Patterns of names. If there are none, the rows that run by default are returned.
 
     Raises:
         InputError: A pattern matches no row.
@@ -202,7 +202,7 @@ def _waits() -> list[Row]:
 
 
 def _parity() -> list[Row]:
-    """Configurations of one rank. They share the float64 trace on the CPU."""
+    """Return rows of configurations with one rank, which share the float64 trace on the CPU."""
     offload = {"stage": 3, "offload_optimizer": HOST_MEMORY, "offload_param": HOST_MEMORY}
 
     def row(name: str, title: str, planned: float, config: Mapping[str, Any]) -> Row:
@@ -241,7 +241,7 @@ def _parity() -> list[Row]:
 
 
 def _compiled_parity() -> list[Row]:
-    """Configurations that compile. They run late, because compilation is slow."""
+    """Return rows that compile. They run late, because compilation is slow."""
     return [
         Row(
             "parity/compile",
@@ -310,7 +310,7 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
 
 
 def _on_several_gpus(gpus: int) -> list[Row]:
-    """Rows that measure NCCL. They need one GPU per rank and use all GPUs."""
+    """Return rows that measure NCCL. They need one GPU per rank and use all GPUs."""
     one_gpu = (
         "there is one GPU; ranks that share a GPU communicate through host memory and do not test"
         " NCCL"

@@ -176,9 +176,9 @@ class Workload:
     layers: int
     length: int
     samples: int = 1
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     accumulation: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
 
     @property
     def head_dim(self) -> int:
@@ -187,7 +187,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank's step."""
+        """Tokens per step on one rank."""
         return self.length * self.samples * self.accumulation
 
     @property

@@ -234,7 +234,7 @@ def small_kernel(context: Context) -> float:
 
 
 def calibration_of(kernels: Mapping[str, Any], figures: DeviceSpec) -> Calibration:
-    """Return the shipped constants with those that the kernels determine in their place."""
+    """Return the shipped constants, some of which are replaced by measurements of the kernels."""
     rates = DeviceRates(kernels["products"], kernels["addition_bytes_per_second"])
     priors = priors_from_rates(fitted_priors(), figures, rates, processes=1, precision="bf16")
     # The peak at the clock under load, as in the formulas of the planner.

@@ -289,7 +289,7 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
 
 
 class _TooLarge(ModelError):
-    """The smallest version of a model is too large."""
+    """Error for a model whose smallest version is too large."""
 
     def __init__(self, title: str, size: int) -> None:
         rule = (

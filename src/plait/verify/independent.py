@@ -22,7 +22,7 @@ Batch = Mapping[str, torch.Tensor]
 IGNORED = -100
 """Label of a position that is not a target."""
 CLIP_EPSILON = 1e-6
-"""Summand of the norm in clipping, as in torch and DeepSpeed."""
+"""Number that clipping adds to the norm, as in torch and DeepSpeed."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ T = TypeVar("T")
 Steps = Sequence[Sequence[Any]]
 """Optimizer steps x micro-batches of all ranks.
 
-A step has dp x accumulation micro-batches. Rank r uses those from index r x accumulation on.
+A step has dp x accumulation micro-batches. Data-parallel rank r uses `accumulation` of them,
+starting at index r x accumulation.
 """
 
 Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter", "other"]
@@ -339,7 +340,7 @@ def compare(reference: Trace, trace: Trace) -> list[Difference]:
 
 
 NOISE = 1e-12
-"""Share of the largest gradient below which a gradient is 0 up to rounding, as of a key bias."""
+"""Share of the largest gradient below which a gradient is rounding noise, such as a key bias's."""
 
 
 def _without_gradient(trace: Trace) -> frozenset[str]:

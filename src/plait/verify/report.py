@@ -411,10 +411,11 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
             continue
         groups = _groups(section.rows, report.blocks, everything)
         groups.sort(key=lambda group: -_badness(group[1]))
-        table = [("", "worst", "error", "one process", "allowed", ""), *map(_cells, groups)]
+        table = [("", "worst", "error", "one process", "allowed", "")]
+        table += [_cells(title, row) for title, row in groups]
         if section.name != "configured":
             # Only the configured pass has the error of one process.
-            table = [row[:3] + row[4:] for row in table]
+            table = [(*cells[:3], *cells[4:]) for cells in table]
         table_lines += _aligned(table)
     return table_lines
 
@@ -430,8 +431,8 @@ _TITLES = {
 
 def _groups(
     rows: Iterable[ComparedRow], blocks: Sequence[str], everything: bool
-) -> list[tuple[str, ComparedRow, int]]:
-    """Return (title, worst row, number of rows) of every printed line."""
+) -> list[tuple[str, ComparedRow]]:
+    """Return (title, worst row) of every printed line."""
     groups: dict[str, list[ComparedRow]] = {}
     for row in rows:
         title = f"{row.kind} {row.name}"
@@ -445,11 +446,11 @@ def _groups(
             elif block is not None:
                 title = f"{row.kind} {block}.*"
         groups.setdefault(title, []).append(row)
-    return [(title, max(members, key=_badness), len(members)) for title, members in groups.items()]
+    return [(title, max(members, key=_badness)) for title, members in groups.items()]
 
 
-def _cells(group: tuple[str, ComparedRow, int]) -> tuple[str, ...]:
-    title, row, _ = group
+def _cells(title: str, row: ComparedRow) -> tuple[str, ...]:
+    """Return the cells of a printed line."""
     tensor = ""
     if not title.endswith(row.name):
         # The name inside its block, because the title has the block.

@@ -59,7 +59,7 @@ Traces = dict[Pass, Trace]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the plan in a started process. The arguments are FOLDER SECONDS.
+    """Run the plan in a started process. The arguments are FOLDER and SECONDS.
 
     The folder contains the plan, and rank 0 writes the traces to it. A run that takes longer than
     SECONDS is ended, because a defect may make ranks wait for each other.

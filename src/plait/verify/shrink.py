@@ -35,8 +35,8 @@ VOCABULARY = 96
 SPREAD = 0.1
 """Standard deviation of initial weights.
 
-In narrow layers the usual 0.02 makes attention uniform, and gradients of queries and keys too small
-to show an error.
+In narrow layers the usual 0.02 makes attention uniform, and the gradients of queries and keys
+become too small to show an error.
 """
 
 _DEPTH = (

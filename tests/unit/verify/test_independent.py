@@ -193,7 +193,10 @@ def test_what_is_not_judged_is_said():
         adamw_of(OptimizerSpec(type="Adam", params={"adam_w_mode": False}))
         == "this reference only has AdamW, but the optimizer is Adam"
     )
-    assert adamw_of(OptimizerSpec(type="AdamW", params={"amsgrad": True})) == "this reference does not support amsgrad"
+    assert (
+        adamw_of(OptimizerSpec(type="AdamW", params={"amsgrad": True}))
+        == "this reference does not support amsgrad"
+    )
     assert "int8" in str(adamw_of(OptimizerSpec(states="int8")))
 
 
