@@ -64,35 +64,35 @@ def why_not_predicted(resolved: Resolved) -> str | None:
     reasons = (
         (
             resolved.compile.enabled,
-            "compile.enabled = true: the compiler decides what a compiled block saves",
+            "compile.enabled = true, because the compiler decides what a block saves",
         ),
         (
             resolved.optimizer_offload.device != "none",
-            "zero_optimization.offload_optimizer: copies between host and device are not modelled",
+            "zero_optimization.offload_optimizer, because of its copies between host and device",
         ),
         (
             resolved.parameter_offload.device != "none",
-            "zero_optimization.offload_param: prefetched shards are not modelled",
+            "zero_optimization.offload_param, because of the shards that are prefetched",
         ),
         (
             resolved.activation_offload.fraction > 0,
-            "parallel.activation_offload: the time at which a tensor leaves the device varies",
+            "parallel.activation_offload, because the time at which a tensor is freed varies",
         ),
         (
             bool(resolved.compression.gradients or resolved.compression.scheme.weight_bits),
-            "compressed communication: its buffers are not modelled",
+            "compressed communication, because of its buffers",
         ),
         (
             resolved.layout.ep > 1,
-            "parallel.ep: the number of tokens per expert depends on the data",
+            "parallel.ep, because the tokens per expert depend on the data",
         ),
         (
             bool(data.secondary_partition),
-            "zero_hpz_partition_size: the second shards are not modelled",
+            "zero_hpz_partition_size, because of the second shards",
         ),
         (
             data.all_reduce != "by-machines",
-            "parallel.all_reduce: the buffers of this algorithm are not modelled",
+            "parallel.all_reduce, because of the buffers of the chosen algorithm",
         ),
     )
     for applies, reason in reasons:

@@ -46,12 +46,12 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "parallel.ep": ("ep", 1),
     "parallel.dp_replicate": ("dp_replicate", "auto"),
     "parallel.dp_shard": ("dp_shard", "auto"),
-    "parallel.recompute.mode": ("recompute", "none"),
+    "parallel.recompute.mode": ("recompute", RECOMPUTE.index("none")),
     "zero_optimization.stage": ("stage", 0),
     "train_micro_batch_size_per_gpu": ("micro_batch", "auto"),
     "gradient_accumulation_steps": ("accumulation", "auto"),
 }
-"""Layout field and default value per path of a configuration. Each of them may be "auto"."""
+"""Layout field and its default value per path of a configuration. Each of them may be "auto"."""
 
 DETAILS: dict[str, tuple[str, str]] = {
     "parallel.pipeline.schedule": ("schedule", "parallel.pp"),
@@ -326,7 +326,7 @@ def _defaults(file: File) -> dict[str, int]:
     defaults: dict[str, int] = {}
     for path, (name, default) in FIELDS.items():
         if value_at(file.tree, path) is None and default != "auto":
-            defaults[name] = RECOMPUTE.index(default) if name == "recompute" else int(default)
+            defaults[name] = int(default)
     plain = {
         "schedule": SCHEDULES.index("1f1b"),
         "vpp": 1,

@@ -116,14 +116,17 @@ def plait(*, precision: str = "bf16", pure: bool = False, compiled: bool = False
     """
     wide = precision == "fp32"
     width = 2 if pure else 4
+    gathered = 2
+    if pure or wide:
+        # Weights are used in the dtype in which they are stored.
+        gathered = 0
 
     return Framework(
         name="plait",
         weights=width,
         gradients=width,
         optimizer=2 * width,
-        # Without a cast, weights are used in the dtype in which they are stored.
-        gathered=0 if pure or wide else 2,
+        gathered=gathered,
         wire_gather=4 if wide else 2,
         wire_reduce=4,
         separate_norms=int(not compiled),

@@ -338,16 +338,16 @@ def estimate_space(request: Request, space: Space, calibration: Calibration) -> 
     fits = ends.needed_bytes <= float(request.cluster.device.memory_bytes) * exp(-margin)
     more = space.between(ends.seconds, fits)
     proposed = space.proposed(fits)
-    kept = EstimatedSpace(
+    at_ends = EstimatedSpace(
         space.layouts.take(proposed), ends.seconds[proposed], ends.needed_bytes[proposed]
     )
     if more is None:
-        return kept
+        return at_ends
     between = _estimate(request, more, rates)
     return EstimatedSpace(
-        joined([kept.layouts, between.layouts]),
-        np.concatenate([kept.seconds, between.seconds]),
-        np.concatenate([kept.needed_bytes, between.needed_bytes]),
+        joined([at_ends.layouts, between.layouts]),
+        np.concatenate([at_ends.seconds, between.seconds]),
+        np.concatenate([at_ends.needed_bytes, between.needed_bytes]),
     )
 
 

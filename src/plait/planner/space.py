@@ -401,7 +401,9 @@ def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
 
 def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     fixed = builder.fixed
-    rule = builder.split.context if fixed.get("cp", 2) > 1 else None
+    rule = None
+    if fixed.get("cp", 2) > 1:
+        rule = builder.split.context
     if builder.techniques.compiled:
         rule = rule or "context parallelism is not tested with torch.compile"
     if rule:
