@@ -411,7 +411,7 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
             continue
         groups = _groups(section.rows, report.blocks, everything)
         groups.sort(key=lambda group: -_badness(group[1]))
-        table = [("", "worst", "error", "one process", "allowed", "")]
+        table: list[tuple[str, ...]] = [("", "worst", "error", "one process", "allowed", "")]
         table += [_cells(title, row) for title, row in groups]
         if section.name != "configured":
             # Only the configured pass has the error of one process.
