@@ -1,15 +1,17 @@
-"""User-specified paths, checks of folders, file locks and atomic writes of small files."""
+"""User-specified paths, checks of folders, file locks, atomic writes of small files, and JSON."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from plait.errors import InputError
 
@@ -148,6 +150,20 @@ def is_file(text: str) -> bool:
     except (OSError, ValueError):
         # The text is too long for a path, or contains a zero byte.
         return False
+
+
+def with_finite_numbers(value: Any) -> Any:
+    """Return nested mappings and sequences for JSON, with NaN and infinity as text.
+
+    JSON has no such numbers.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): with_finite_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_finite_numbers(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def require_folder(text: str | Path, field: str) -> Path:

@@ -361,7 +361,7 @@ def test_equal(pool, name):
     assert report.equal, failure(report)
     assert [section.name for section in report.sections] == ["float64", "independent", "configured"]
     unchecked = (
-        "not compared: what follows, because it has AdamW only" in note
+        "not compared: everything after it, because this reference only has AdamW" in note
         for note in report.sections[1].notes
     )
     assert any(unchecked) == ("optimizer" in changes)
@@ -491,9 +491,9 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path):
         (
             ("--model", f"{__name__}:work_nothing"),
             {},
-            "it returned a str; the function returns a module",
+            "the function returned a str; it must return a module",
         ),
-        (("--model", f"{__name__}:random_model"), {}, "it is random even without dropout"),
+        (("--model", f"{__name__}:random_model"), {}, "The model is random even without dropout"),
         (("--model", "./nowhere"), {}, "--model = './nowhere': there is no such file or folder"),
         (
             (),
@@ -503,7 +503,7 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path):
         (
             (),
             {"model": {"config": {"model_type": "bert"}}, "parallel": {"tp": 16}},
-            "dp_replicate 2 = 32 processes, and this machine starts 8 by itself",
+            "dp_replicate 2 = 32 processes, but at most 8 are started by default",
         ),
         (("--nproc-per-node", "3"), {"parallel": {"tp": 2}}, "start 2 or 4 processes"),
         (

@@ -1,14 +1,14 @@
 """Forward, loss and backward of one micro-batch through a model stage on fake tensors.
 
-Everything that the real run applies to blocks is applied here too (tensor parallelism,
-recomputation, the dtype of computation), except what moves parameters. Collectives return at once.
-The figures are therefore those of the model's code and of torch's operators for the device, not of
-a formula. Nothing is communicated, allocated or changed. A model without a pipeline is one stage.
+All techniques that change blocks are applied as in a real run (tensor parallelism, recomputation,
+the dtype of computation). Techniques that move parameters are not. Collectives return at once. The
+figures are therefore those of the model's code and of torch's operators for the device, not of a
+formula. Nothing is communicated, allocated or changed. A model without a pipeline is one stage.
 
-`rank_activations` measures what every rank saves of a micro-batch, in every mode of recomputation.
-The stages run one after another on fake tensors. All stages run on every rank, which needs no
-communication: each rank knows what the others will decide, so a budget that one rank cannot meet is
-refused by all. Without a pipeline there is one rank with one stage.
+`rank_activations` measures what every rank saves for a micro-batch, in every mode of recomputation.
+Every rank runs all stages on fake tensors, one after another. Without communication, each rank
+therefore knows what the others will decide, so all ranks refuse a budget that one of them cannot
+meet. Without a pipeline there is one rank with one stage.
 """
 
 from __future__ import annotations
@@ -124,16 +124,17 @@ class StageTrace:
     """Measurements of a forward and a backward of one stage."""
 
     figures: StageMode
-    """Figures of the current mode of the blocks.
+    """Figures in the current recomputation mode of the blocks.
 
-    They lack `restored` and `stored`, which follow from a comparison of modes or from a store.
+    `restored` and `stored` are empty, because they follow from a comparison of modes or from a
+    store.
     """
     received: int
     """Bytes of the boundary activations of the previous stage."""
     differentiable: bool
     """True if the backward sends a gradient to the previous stage."""
     moments: StageMoments
-    """Live memory between points of the timeline."""
+    """Live memory while each unit runs, in the order of the computation."""
 
 
 class DryModel:
@@ -154,8 +155,8 @@ class DryModel:
 
         Args:
             model: Unsharded model.
-            apply: Applies techniques to the copy, under a fake tensor mode. Returns its parts, and
-                its stages if it has a pipeline.
+            apply: Applies techniques to the copy, under a fake tensor mode. Returns the parts of
+                the copy, and its stages if it has a pipeline.
             device: Device of the fake tensors.
             batch: Micro-batch on any device.
             compute_dtype: Dtype of the parameters in forward and backward. None keeps theirs.
@@ -355,7 +356,7 @@ def boundary_activations(model: nn.Module, parts: Parts, batch: dict[str, torch.
 
 
 class CountingStore:
-    """Store for saved tensors that counts their bytes per block and keeps nothing."""
+    """Activation store that counts the bytes of tensors per block, but does not store them."""
 
     def __init__(self) -> None:
         self.bytes: Counter[int] = Counter()
@@ -460,13 +461,13 @@ MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
 def solved_recompute(
     resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
-    """Return a configuration's recompute settings with modes that fit its budget.
+    """Return a configuration's recompute settings, with a mode per block if it has a budget.
 
     Args:
         resolved: The configuration.
         parts: Full model before anything is sharded, with the plans of the checks.
         mesh: Mesh of the run.
-        loss_fn: Loss. None is the usual causal language model loss.
+        loss_fn: Loss. None uses the loss of a causal language model.
         forward: Calls the model.
     """
     recompute = resolved.recompute
@@ -493,7 +494,7 @@ class ActivationTechniques:
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
     tiled_mlp: TiledMLP = field(default_factory=TiledMLP)
     recompute: Recompute = field(default_factory=Recompute)
-    """Settings of recomputation, whose mode is not used: every mode is measured."""
+    """Settings of recomputation. Their mode is ignored, because every mode is measured."""
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
 
     @classmethod
@@ -545,8 +546,6 @@ def rank_activations(
         schedule = pipeline.schedule
         bounds = pipeline.cut.bounds
 
-    # All stages are measured on every rank, because all ranks must accept or refuse a budget
-    # together.
     by_stage = [blocks[low:high] for low, high in pairwise(bounds)]
     stored: set[str] = set()
     for rank in range(schedule.pp):
@@ -606,9 +605,10 @@ def rank_activations(
             trace, boundary = dry.trace(index, boundary, length=length, splits=splits)
             region = dry.parts.region
             length = region.length if region is not None else 0
-            results.append(
-                (trace, tuple(store.bytes[order.index(name)] for name in names) if stored else ())
-            )
+            stored_bytes: tuple[int, ...] = ()
+            if stored:
+                stored_bytes = tuple(store.bytes[order.index(name)] for name in names)
+            results.append((trace, stored_bytes))
 
         return results
 

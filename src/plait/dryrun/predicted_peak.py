@@ -3,7 +3,7 @@
 One micro-batch runs through each of the rank's stages on fake tensors, and the optimizer takes one
 step on fake shards. The ledger of the layout (`parallel.accounting.ledger`,
 `parallel.accounting.peak`) combines these with the movement of parameters and with the schedule.
-Settings that are not modelled yet are refused by name, never guessed.
+Settings that are not modelled are refused by name.
 """
 
 from __future__ import annotations
@@ -64,27 +64,36 @@ def why_not_predicted(resolved: Resolved) -> str | None:
     reasons = (
         (
             resolved.compile.enabled,
-            "compile.enabled = true: what a compiled block keeps is decided by the compiler",
+            "compile.enabled = true, because the compiler decides what a block saves",
         ),
         (
             resolved.optimizer_offload.device != "none",
-            "zero_optimization.offload_optimizer: the copies between host and device",
+            "zero_optimization.offload_optimizer, because of its copies between host and device",
         ),
         (
             resolved.parameter_offload.device != "none",
-            "zero_optimization.offload_param: the shards that are read ahead",
+            "zero_optimization.offload_param, because of the shards that are prefetched",
         ),
         (
             resolved.activation_offload.fraction > 0,
-            "parallel.activation_offload: when a stored tensor has left the device",
+            "parallel.activation_offload, because the time at which a tensor is freed varies",
         ),
         (
             bool(resolved.compression.gradients or resolved.compression.scheme.weight_bits),
-            "compressed communication: its buffers",
+            "compressed communication, because of its buffers",
         ),
-        (resolved.layout.ep > 1, "parallel.ep: how many tokens the experts of a process get"),
-        (bool(data.secondary_partition), "zero_hpz_partition_size: the second shards"),
-        (data.all_reduce != "by-machines", "the buffers of the chosen all-reduce"),
+        (
+            resolved.layout.ep > 1,
+            "parallel.ep, because the tokens per expert depend on the data",
+        ),
+        (
+            bool(data.secondary_partition),
+            "zero_hpz_partition_size, because of the second shards",
+        ),
+        (
+            data.all_reduce != "by-machines",
+            "parallel.all_reduce, because of the buffers of the chosen algorithm",
+        ),
     )
     for applies, reason in reasons:
         if applies:
@@ -226,7 +235,7 @@ def _dry_model(
 
 
 def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int, StageMoments]:
-    """Return the moments of every stage of the rank, for each form of backward in its schedule."""
+    """Return the moments of every stage of the rank, with full and split backward as scheduled."""
     if dry.staged is None:
         return {0: dry.trace()[0].moments}
     moments: dict[int, StageMoments] = {}

@@ -5,8 +5,8 @@ traffic, and its collectives return at once.
 
 `LiveStorages` tracks which storages are alive, their sizes, and the part of the model that created
 them. It is a dispatch mode for real and fake tensors. A storage belongs to the unit (a block, or an
-end of the model) during whose forward it appeared, unless it is claimed for another. Only storages
-that pass torch's dispatcher are visible; temporary memory inside kernels is not.
+end of the model) during whose forward it was created, unless another unit claims it. Only storages
+that pass torch's dispatcher are visible. Temporary memory inside kernels is not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait.parallel.accounting.peak import HEAD, OUTSIDE, Direction, LiveBytes, 
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counter of the storages that are created within its context.
+    """Dispatch mode that counts the bytes of storages that are created within its context.
 
     Args:
         known: Tensors that are never counted, such as parameters and the batch.
@@ -43,7 +43,9 @@ class LiveStorages(TorchDispatchMode):
         self.bytes: Counter[int] = Counter()
         """Live bytes by unit."""
         self.total = 0
+        """Live bytes of all units."""
         self.peak = 0
+        """Largest value of `total`."""
         self._known: dict[int, Any] = {}
         self._units: dict[int, tuple[int, int]] = {}
         self._references: dict[int, Any] = {}
@@ -259,7 +261,7 @@ class Recorder(LiveStorages):
 
 
 class DryRecorder(Recorder):
-    """Recorder for fake tensors."""
+    """Recorder for runs on fake tensors, which also counts FLOPs and traffic."""
 
     def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
         super().__init__(known=known, drops_gradients=drops_gradients)
@@ -325,7 +327,7 @@ def watch(
 
     Args:
         model: The model that will run.
-        units: Units by the name of the block.
+        units: Indices of blocks by the name of the block.
         recorder: Receives the events.
         last: Whether the head follows the last of the blocks.
         head: Name of the head if it is a sharding unit, else None.

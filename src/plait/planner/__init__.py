@@ -6,7 +6,7 @@ layouts of a `Request`; `price` (`plait.planner.search`) predicts chosen ones; `
 (`plait.planner.configuration`) replaces "auto" in a configuration.
 
 Note [Arrays of candidates]
-    A layout that is considered is a candidate. All formulas work on arrays with one entry per
+    A candidate is a layout that a search considers. All formulas work on arrays with one entry per
     candidate (`plait.planner.job.Layouts`), because a search estimates several hundred thousand of
     them. `Numbers` in an annotation means a scalar or such an array.
 """

@@ -3,8 +3,8 @@
 `plait.planner.models` creates it. Fields may be arrays with one entry per candidate. Invariant:
 `parameters` counts what the Transformers model of the same configuration has (tests compare them).
 
-`products_of` lists the weight products of a block in the order of computation, with which of them
-recomputation saves. Recomputation of operators saves every second product, counted like
+`products_of` lists the matrix multiplications of a block with its weights, in the order of
+computation. Recomputation of operators saves the output of every second one, with the same count as
 `parallel.activations.selective`. Routed experts use torch's grouped product, which is never saved.
 """
 
@@ -83,7 +83,7 @@ class Architecture:
     def is_counted(self) -> bool:
         """True if `block_bytes` has exact formulas for the tensors that the blocks save.
 
-        It may only be read of an Architecture with one model.
+        The property is only defined for a single model, not for arrays of models.
         """
         return not self.experts and not self.latent_rank
 
@@ -96,9 +96,9 @@ class Architecture:
     def products_of_attention(self) -> tuple[tuple[Numbers, Numbers], ...]:
         """(input, output) widths of the weight matrices of attention, in the order of computation.
 
-        Latent attention has two query projections, the latent, keys with values, and the output.
-        Other attention has none, queries, keys, values, and the output. The output width of a
-        missing matrix is 0.
+        Latent attention has five entries: compressed queries, queries, the latent, keys with
+        values, and the output. Other attention has no compressed queries, and its next entries are
+        queries, keys, values, and the output. The output width of a missing matrix is 0.
         """
         latent = self.is_latent
         width = self.heads * self.head_dim
@@ -157,7 +157,7 @@ class Architecture:
 
     @property
     def unexplained_parameters(self) -> Numbers:
-        """Counted parameters per layer minus those by formula. May be negative."""
+        """Counted parameters per layer minus those by formula, which may be negative."""
         return np.where(
             np.asarray(self.layer_parameters) > 0,
             self.layer_parameters - self._blocks_by_sizes / self.layers,
@@ -168,7 +168,7 @@ class Architecture:
     def products_counted(self) -> Numbers:
         """Ratio of a layer's counted matrix parameters to those by formula.
 
-        1 with experts, because a token uses only some of them.
+        The ratio is 1 for models with experts, because a token uses only some of them.
         """
         by_sizes = self._blocks_by_sizes / self.layers - self.small_parameters
         return np.where(
@@ -224,14 +224,13 @@ class Architecture:
     def model_flops(self, sequence: Numbers) -> Numbers:
         """Return the FLOPs per token of forward and backward.
 
-        6 per matrix parameter, and half of the attention square, because attention is causal (6 *
-        layers * sequence * heads * width), as in Megatron-LM since 2025. The width is the mean of
-        those of a key and a value.
+        They are 6 per matrix parameter, and 6 * layers * sequence * heads * width for attention,
+        where the width is the mean of a key's and a value's. Attention counts by half, because it
+        is causal (as in Megatron-LM since 2025).
 
         Args:
             sequence: Tokens per sample.
         """
-
         return 6 * self.active_matrix_parameters + 3 * self.layers * sequence * self.heads * (
             self.head_dim + self.value_width
         )
@@ -262,7 +261,7 @@ class Product:
     inner: Numbers
     columns: Numbers
     is_saved: Numbers
-    """1 if its output is saved when that of every second product is."""
+    """1 if recomputation of operators, which saves every second output, saves this one."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ class Products:
     dense: tuple[Product, ...]
     """Products of an MLP without experts: gate, up, down."""
     shared: tuple[Product, ...]
-    """Products of an MLP with experts: router, and gate, up and down of shared experts."""
+    """Products of an MLP with experts: the router, then gate, up and down of shared experts."""
 
 
 def products_of(model: Architecture) -> Products:
@@ -314,10 +313,11 @@ def rotates_fused_output(model: Architecture) -> Numbers:
 
 
 def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple[Product, ...]:
-    """Return products with every second existing one saved.
+    """Return products of which every second one is saved.
 
     Args:
-        sizes: (inner, columns) of the products; 0 columns if there is none.
+        sizes: (inner, columns) of the products. A product with 0 columns does not exist, and does
+            not count.
         before: Number of products before them.
     """
     products = []
@@ -334,13 +334,14 @@ def recomputed_share(products: tuple[Product, ...], *, without_last: Numbers = 0
         products: Products in order.
         without_last: 1 to skip the last product, whose output no backward needs.
     """
-    *_, last = products
-    sizes = [product.inner * product.columns for product in products]
-    again = sum(
-        size * (1 - product.is_saved) for size, product in zip(sizes, products, strict=True)
-    )
+    size: Numbers = 0
+    again: Numbers = 0
+    for product in products:
+        size = size + product.inner * product.columns
+        again = again + product.inner * product.columns * (1 - product.is_saved)
+    last = products[-1]
     left_out = without_last * last.inner * last.columns * (1 - last.is_saved)
-    return (again - left_out) / np.maximum(sum(sizes), 1)
+    return (again - left_out) / np.maximum(size, 1)
 
 
 def saved_columns(products: tuple[Product, ...]) -> Numbers:

@@ -21,22 +21,23 @@ from plait.planner.hardware import DEVICE_FAMILIES, Numbers
 from plait.planner.job import Job, Layouts
 
 _LAYER_NORMS = (
-    *(
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gptj",
-        "gpt_neox",
-        "opt",
-        "bloom",
-        "mpt",
-        "phi",
-        "codegen",
-        "biogpt",
-        "falcon",
-        "starcoder2",
-    ),
-    *("persimmon", "stablelm", "nemotron", "jais2"),
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "gpt_neox",
+    "opt",
+    "bloom",
+    "mpt",
+    "phi",
+    "codegen",
+    "biogpt",
+    "falcon",
+    "starcoder2",
+    "persimmon",
+    "stablelm",
+    "nemotron",
+    "jais2",
 )
 """Families whose norms are torch's layer norm kernel."""
 _FUSED_ACTIVATIONS = {
@@ -54,10 +55,12 @@ They include the input of the product that follows. GPT-2's GELU, written in fiv
 
 @dataclass(frozen=True)
 class BackwardMoment:
-    """Moment of a block's backward: bytes per token, and elements of weights with gradients."""
+    """Memory at one moment of a block's backward."""
 
     token_bytes: Numbers
+    """Bytes per token of activations and of their gradients."""
     weights: Numbers
+    """Number of elements of weights that have gradients."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,11 @@ def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def saved_by_recomputation(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the bytes that a block saves of a micro-batch, without and with recomputation."""
+    """Return the bytes that a block saves per micro-batch, without and with recomputation."""
     none, operators, full = (np.asarray(value) * job.tokens for value in saved_bytes(job))
     mixed = full + job.layouts.kept_operators * (operators - full)
     # In the order of RECOMPUTE. Recomputing only the core of attention, which is one kernel, frees
-    # nothing to speak of.
+    # almost nothing.
     kind = np.asarray(job.layouts.recompute).astype(int)
     return none, np.choose(kind, np.broadcast_arrays(none, none, full, operators, mixed))
 
@@ -246,8 +249,8 @@ def _scores(job: Job) -> Numbers:
 def _attention_saved(job: Job) -> Numbers:
     """Return the bytes per token saved by first norm and attention, with input and dropout mask.
 
-    Attention in separate products runs in float32. It saves the softmax, and with dropout also its
-    mask and result.
+    Attention in separate products runs in float32. It saves the result of the softmax, and with
+    dropout also the mask and the result of dropout.
     """
     model = job.model
     widths = _widths(job)
@@ -395,7 +398,8 @@ def deferred_bytes(job: Job) -> Numbers:
 def deferred_bytes_of_ends(job: Job) -> Numbers:
     """Return the bytes per token that head and last norm hold in a split backward.
 
-    These are the gradient of the logits, the norm's saved tensors, and as much for its gradients.
+    These are the gradient of the logits, the norm's saved tensors, and as many bytes again for the
+    gradients of the norm.
     """
     # A chunked loss computes the gradients of the head's weights in the forward.
     logits = job.element_bytes * job.model.vocab / job.layouts.tp

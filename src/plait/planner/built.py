@@ -137,11 +137,12 @@ def _sizes(config: str) -> Sizes | None:
         parameter.numel() for parameter in model.parameters() if id(parameter) not in inside
     )
 
+    uncut = ""
     try:
         block_list(model, blocks)
     except ModelError as error:
-        return Sizes(len(blocks), sum(inside.values()), outside, str(error))
-    return Sizes(len(blocks), sum(inside.values()), outside, "")
+        uncut = str(error)
+    return Sizes(len(blocks), sum(inside.values()), outside, uncut)
 
 
 def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
@@ -175,7 +176,7 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
 def why_refused(config: Mapping[str, Any]) -> str | None:
     """Return the reason why `plait train` cannot build the model of a configuration.
 
-    None if it can, and without Transformers.
+    The result is None if it can build the model, or if Transformers is not installed.
     """
     if find_spec("transformers") is None:
         return None
@@ -208,24 +209,24 @@ MISSING_SHARES = {
     ),
     **dict.fromkeys(("glm4", "olmo2", "apertus", "exaone4", "flex_olmo"), "up to a quarter"),
 }
-"""Families for which formulas leave out this much of the saved bytes of a block."""
+"""Share of a block's saved bytes that the formulas leave out, by family."""
 _MAX_BLOCKS = 8
-"""Blocks that are run: enough for the patterns in which families mix kinds of blocks."""
+"""Largest number of blocks that are run. It covers the patterns of families with mixed blocks."""
 
 _RECURRENT_TOKENS = 32
-"""Tokens that a recurrence is run with. Its bytes per token do not depend on the length."""
+"""Number of tokens of a recurrence, whose bytes per token do not depend on the length."""
 _SAMPLES = 2
 """Samples per run. With a single one, some families copy less per sample."""
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Saved bytes per token."""
+    """Bytes per token that a block saves for its backward."""
 
     linear: float
     """Bytes per token that do not depend on the sequence length."""
     scores: float
-    """Bytes per token that grow with the sequence length: attention scores of all heads."""
+    """Bytes per token of the attention scores of all heads, which grow with the sequence length."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ class CountedBytes:
     dropping: bool = False
     """True if the model was counted with the dropout of the configuration.
 
-    Without dropout no masks are counted; formulas add them.
+    If it was counted without dropout, formulas add the bytes of the masks.
     """
     dropped_scores: float = 0.0
     """Bytes per token of dropout masks and results of attention scores.
@@ -267,8 +268,8 @@ def counted(
             counted without dropout, except for attention whose scores are in memory.
 
     Returns:
-        None for families that formulas cover, for models whose code reads values, and without
-        Transformers.
+        The counted bytes. None for families that formulas cover, for models whose code reads values
+        of tensors, and if Transformers is not installed.
     """
     if find_spec("transformers") is None or kind in COUNTED_BY_FORMULA:
         return None
@@ -289,7 +290,7 @@ def not_counted(
     on_cores: bool,
     compiled: bool,
 ) -> str | None:
-    """Return a note on a family that needs a count but has none, or None."""
+    """Return a note for a family whose saved bytes come from an approximate formula, or None."""
     if kind in COUNTED_BY_FORMULA:
         return None
     if compiled:
@@ -438,7 +439,8 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
 def _kind(block: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for blocks that save the same bytes.
 
-    It consists of modules, shapes of parameters, and attention windows."""
+    It consists of the classes of modules, the shapes of parameters, and attention windows.
+    """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
     windows = tuple(bool(getattr(module, "is_sliding", False)) for module in block.modules())
     return tuple(type(module).__name__ for module in block.modules()), shapes, windows
@@ -449,8 +451,8 @@ def _extrapolate(
 ) -> SavedBytes:
     """Compute the bytes per token at the planned length from those at two lengths.
 
-    Recurrences are run with few tokens. Nothing of theirs grows with the length, and bytes per
-    sequence are spread over more tokens.
+    Recurrences are run with few tokens. Their bytes per token do not grow with the length, and
+    bytes that exist once per sequence are spread over more tokens.
     """
     long, short = lengths
     if long < sequence:

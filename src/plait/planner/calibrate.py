@@ -1,9 +1,9 @@
 """Calibration: layouts to measure, the fit of the planner's constants to runs, and its file.
 
 The fit finds the most probable logarithms of the constants under normal priors and heavy-tailed
-noise, with their covariance, from which intervals are computed. It is a Gauss-Newton iteration with
-reweighted residuals (Student's t, 4 degrees of freedom), so that a few outliers do not decide. With
-few rows the priors decide; without rows the result is the priors.
+noise, and their covariance, from which intervals are computed. It is a Gauss-Newton iteration with
+reweighted residuals (Student's t, 4 degrees of freedom), which limits the influence of outliers.
+With few rows the priors dominate. Without rows the result equals the priors.
 
 `calibration_layouts` returns a few short runs that separate the constants from each other. The
 engine measures them. `runs_of` turns measured runs into a job, which `calibrate` fits to, and
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,24 @@ _ROUNDS = 25
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted constants with the covariance of their logarithms. `spread` is the remaining noise."""
+    """Fitted constants with the covariance of their logarithms."""
 
     names: tuple[str, ...]
+    """Constants that were fitted."""
     rates: Rates
+    """Values of all constants."""
     covariance: Array
+    """Covariance of the logarithms, in the order of `names`."""
     spread: float
+    """Standard deviation of log(measured / predicted) that the constants do not explain."""
     rows: int = 0
+    """Number of measured rows."""
 
 
 def unfitted(names: Sequence[str], priors: Priors, *, spread: float) -> Fit:
     """Return the priors as a fit to no rows."""
-    return Fit(
-        tuple(names), priors.rates, np.diag([priors.constants[n].width ** 2 for n in names]), spread
-    )
+    widths = LogRatios(tuple(names), priors.constants).widths
+    return Fit(tuple(names), priors.rates, np.diag(widths**2), spread)
 
 
 def fit(
@@ -80,12 +84,11 @@ def fit(
     Args:
         predict: Returns the logarithms of what was measured, one per row.
         measured: Logarithms of the measured values.
-        names: Constants that may move; the others keep their medians.
+        names: Constants that may change. The others keep their medians.
         priors: Priors of all constants.
-        spread: Noise of a row, as a logarithm.
+        spread: Noise of a row: the standard deviation of its logarithm.
     """
-    names = tuple(names)
-    log_ratios = LogRatios(names, priors)
+    log_ratios = LogRatios(tuple(names), priors)
     theta, covariance = most_probable(
         lambda theta: predict(log_ratios.rates(theta)),
         lambda theta, predicted: log_ratios.jacobian(predict, theta, predicted),
@@ -95,7 +98,7 @@ def fit(
         bounds=log_ratios.bounds,
         spread=spread,
     )
-    return Fit(names, log_ratios.rates(theta), covariance, spread, len(measured))
+    return Fit(log_ratios.names, log_ratios.rates(theta), covariance, spread, len(measured))
 
 
 @dataclass(frozen=True)
@@ -113,24 +116,29 @@ class LogRatios:
     @property
     def bounds(self) -> tuple[Array, Array]:
         """Lower and upper limits of theta, beyond which constants are physically impossible."""
-        constants = [self.priors[name] for name in self.names]
-        least = np.array([_log(constant.least / constant.median) for constant in constants])
-        return least, np.array([_log(constant.most / constant.median) for constant in constants])
+        least = []
+        most = []
+        for name in self.names:
+            constant = self.priors[name]
+            least.append(_log(constant.least / constant.median))
+            most.append(_log(constant.most / constant.median))
+        return np.array(least), np.array(most)
 
     def rates(self, theta: Array) -> Rates:
         """Return all constants at theta."""
-        medians = {name: constant.median for name, constant in self.priors.items()}
-        moved = {name: medians[name] * float(np.exp(theta[i])) for i, name in enumerate(self.names)}
-        return Rates({**medians, **moved})
+        values = {name: constant.median for name, constant in self.priors.items()}
+        for index, name in enumerate(self.names):
+            values[name] *= float(np.exp(theta[index]))
+        return Rates(values)
 
     def jacobian(self, predict: Callable[[Rates], Array], theta: Array, predicted: Array) -> Array:
         """Return the derivatives of the predictions with respect to theta [rows, constants]."""
-        columns = []
+        derivatives = np.zeros((len(predicted), len(self.names)))
         for index in range(len(self.names)):
             moved = theta.copy()
             moved[index] += _STEP
-            columns.append((predict(self.rates(moved)) - predicted) / _STEP)
-        return np.stack(columns, axis=1) if columns else np.zeros((len(predicted), 0))
+            derivatives[:, index] = (predict(self.rates(moved)) - predicted) / _STEP
+        return derivatives
 
 
 def most_probable(
@@ -149,12 +157,15 @@ def most_probable(
     Args:
         predict_at: Returns the predictions at a theta [rows].
         jacobian_at: Returns their derivatives [rows, len(theta)], from a theta and its predictions.
-        measured: What was measured [rows].
-        start: Where the search starts.
+        measured: Measured values [rows].
+        start: Theta at which the search starts.
         widths: Standard deviations of normal priors around 0.
         bounds: Lower and upper limits of theta.
         spread: Noise of a row.
         weights: Weights of the rows.
+
+    Returns:
+        Theta [constants] and its covariance [constants, constants].
     """
 
     def scale_of(residual: Array) -> Array:
@@ -217,27 +228,23 @@ def sensitivity(predict: Callable[[Rates], Array], fitted: Fit, names: Sequence[
     Args:
         predict: Returns the predicted logarithms [rows].
         fitted: Point of the derivative.
-        names: Constants that matter. The derivatives by other constants are 0.
+        names: Constants that matter. Derivatives with respect to other constants are 0.
 
     Returns:
         Array [rows, constants].
     """
     base = predict(fitted.rates)
     values = fitted.rates.values
-
-    columns = []
-    for name in fitted.names:
-        if name not in names:
-            columns.append(np.zeros_like(base))
-            continue
-        moved = Rates({**values, name: values[name] * np.exp(_STEP)})
-        columns.append((predict(moved) - base) / _STEP)
-
-    return np.stack(columns, axis=1)
+    derivatives = np.zeros((len(base), len(fitted.names)))
+    for index, name in enumerate(fitted.names):
+        if name in names:
+            moved = Rates({**values, name: values[name] * np.exp(_STEP)})
+            derivatives[:, index] = (predict(moved) - base) / _STEP
+    return derivatives
 
 
 def deviation(predict: Callable[[Rates], Array], fitted: Fit, job: Job) -> Array:
-    """Return the standard deviation of measured minus predicted logarithms, with noise."""
+    """Return the standard deviation of log(measured / predicted), noise included [rows]."""
     derivative = sensitivity(predict, fitted, relevant(fitted.names, job))
     return np.sqrt(
         np.einsum("ij,jk,ik->i", derivative, fitted.covariance, derivative) + fitted.spread**2
@@ -356,7 +363,8 @@ def _remaining(
 ) -> float:
     """Return the noise of rows that are not in the fit.
 
-    It lies between the remaining error of the fitted rows and the usual noise, by their number.
+    It lies between the remaining error of the fitted rows and the usual noise (`between`). The more
+    rows were fitted, the closer it is to their error.
     """
     residual = measured - predict(fitted.rates)
     # Limited, so that a single outlier does not decide.
@@ -367,7 +375,7 @@ def _remaining(
 
 
 def merged_rates(calibration: Calibration) -> Rates:
-    """Return the time constants from one fit and the memory constants from the other."""
+    """Return the time constants of the time fit with the memory constants of the memory fit."""
     memory = {name: calibration.memory.rates[name] for name in MEMORY_NAMES}
     return Rates({**calibration.time.rates.values, **memory})
 
@@ -382,9 +390,9 @@ def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, floa
 def leave_one_out_errors(
     runs: MeasuredRuns, priors: Priors | None = None
 ) -> tuple[int, float, float]:
-    """Return the statistics of `errors_with` when each run is predicted by a fit to the others.
+    """Return the statistics of `errors_with` if each run is predicted by a fit to the others.
 
-    This is the error for an unseen layout of this kind.
+    They estimate the errors for layouts that were not measured.
     """
     errors = []
     for index in np.flatnonzero(np.isfinite(runs.seconds)):
@@ -404,7 +412,8 @@ def _ratios(runs: MeasuredRuns, calibration: Calibration) -> Array:
 
 
 RATE_WIDTH = 0.15
-"""Uncertainty of a rate that was measured alone, compared to that in a step, as a logarithm."""
+"""Uncertainty of a rate that was measured outside a step: the standard deviation of its logarithm.
+"""
 
 
 @dataclass(frozen=True)
@@ -416,7 +425,7 @@ class DeviceRates:
     memory_bytes_per_second: float
     """Bandwidth of an addition, which reads two tensors and writes one."""
     all_reduce: tuple[float, float] | None = None
-    """(seconds, seconds per byte) over all processes; None for one process."""
+    """(seconds, seconds per byte) of an all-reduce over all processes. None for one process."""
 
 
 def priors_from_rates(
@@ -463,14 +472,12 @@ def priors_from_rates(
 
 
 def calibration_layouts(processes: int, *, batch: int, heads: int) -> list[dict[str, Any]]:
-    """Return layouts that each change one property.
-
-    These are the micro-batch, the ZeRO stage, tp, pp, and recomputation.
+    """Return a few layouts that differ in micro-batch size, ZeRO stage, tp, pp and recomputation.
 
     Args:
         processes: Number of processes.
-        batch: Global batch, a multiple of 4 x `processes`.
-        heads: Attention heads. With an odd number tp is left out.
+        batch: Samples per step, a multiple of 4 x `processes`.
+        heads: Attention heads. With an odd number no layout uses tp.
     """
     full = RECOMPUTE.index("full")
     operators = RECOMPUTE.index("operators")
@@ -545,7 +552,8 @@ class Measured:
         architecture: Fields of `Architecture`.
         layout: Fields of `Layouts`; schedule and recompute by name.
         seconds: Measured seconds per step.
-        bytes: Peak of the fullest rank's allocator. None if the memory of the process was measured.
+        bytes: Peak allocated bytes of the rank with the highest peak. None if the memory was not
+            measured by torch's allocator.
         predicted_seconds: Seconds per step predicted with the constants that ship.
         predicted_bytes: Peak bytes predicted with the constants that ship.
         steps: Number of timed steps.
@@ -601,7 +609,7 @@ def facts_of(model: Architecture) -> dict[str, Any]:
 
 def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
     """Return a layout with schedule and recomputation by name."""
-    values = {f.name: layout.get(f.name, getattr(Layouts(), f.name)) for f in fields(Layouts)}
+    values = asdict(Layouts()) | dict(layout)
     return values | {
         "schedule": SCHEDULES[int(values["schedule"])],
         "recompute": RECOMPUTE[int(values["recompute"])],
@@ -652,7 +660,7 @@ class CalibrationOrigin:
 
 
 def save_calibration(path: Path, calibration: Calibration, origin: CalibrationOrigin) -> None:
-    """Write the file. Raises InputError if it cannot be written."""
+    """Write a calibration to a file. Raises InputError if the file cannot be written."""
     content = {
         "format": FORMAT,
         "gpu": origin.gpu,

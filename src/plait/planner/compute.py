@@ -1,9 +1,10 @@
 """Seconds of a layer and of the head on one device.
 
-The parts are matrix products, attention, element-wise kernels, and the launches by the host. They
-are closed formulas over arrays of candidates. The time of a product is its FLOPs divided by the
-reached share of the peak FLOP/s, rounded up to full waves of tiles, plus a ramp. It is at least the
-bytes divided by the memory bandwidth. Values are for the forward unless a name says otherwise.
+The parts are matrix products, attention, element-wise kernels, and the launches by the host, as
+closed formulas over arrays of candidates. The time of a product is its FLOPs, rounded up to full
+waves of tiles, divided by the reached share of the peak FLOP/s, plus the start and end of the
+kernel (`ramp`). It is at least its bytes divided by the memory bandwidth. Values are for the
+forward unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     elementwise = _elementwise(job, rates)
     full = products + attention + elementwise - job.stops_early * last
 
-    # torch's checkpoint and XLA, which choose operators, compute nothing again that no backward
-    # needs.
+    # torch's checkpoint and XLA do not compute operators again whose results no backward needs.
     dense_again = recomputed_share(block_products.dense, without_last=~job.needs_last) * dense
     operators = (
         scale * projections_again
@@ -135,11 +135,12 @@ def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numb
     plain_again = recomputed_share(block_products.attention) * plain
     if not np.any(model.is_latent):
         return plain, plain_again
-    part = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
+    shard = tokens / np.where(np.asarray(job.layouts.sp) > 0, tp, 1)
     parts = []
-    for product, (rows, split) in zip(
-        block_products.attention[:-1], ((part, 1), (tokens, tp)) * 2, strict=True
-    ):
+    for index, product in enumerate(block_products.attention[:-1]):
+        # Compressed queries and the latent (0 and 2) are computed in full, for a sequence shard.
+        # Queries, and keys with values (1 and 3), are computed for all tokens and a rank's heads.
+        rows, split = (tokens, tp) if index % 2 else (shard, 1)
         seconds = _product(
             job, rates, rows, np.maximum(product.inner, 1), np.maximum(product.columns, 1) / split
         )
@@ -172,11 +173,11 @@ def head_cost(job: Job, rates: Rates) -> Numbers:
 def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
     """Return the seconds of the optimizer step for `parameters` on a rank.
 
-    The bytes of states are divided by the bandwidth of the memory that contains them.
+    The bytes of the states are divided by the bandwidth of the memory that holds them.
     """
     device = parameters * job.framework.step_bytes / (memory_rate(job, rates))
-    # On the host: 30 bytes a parameter over its memory, of which devices of a node have their
-    # share; gradients down, weights up.
+    # The host moves 30 bytes per parameter through its memory, which the devices of a node share.
+    # Gradients are copied to the host and weights to the device.
     host = parameters * (30 / 20e9 + 6 / job.device.host_bandwidth)
     return rates["optimizer"] * ((1 - job.layouts.offload) * device + job.layouts.offload * host)
 
@@ -195,9 +196,9 @@ def memory_rate(job: Job, rates: Rates) -> Numbers:
 
 
 def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
-    """Return the seconds to accumulate the gradients of all micro-batches after the first.
+    """Return the seconds per step to add each micro-batch's gradients to those of earlier ones.
 
-    Two gradients are read and their sum is written.
+    Every addition reads two gradients and writes their sum.
     """
     moved = (
         job.framework.accumulate_bytes * parameters * np.maximum(job.layouts.accumulation - 1, 0)
@@ -231,8 +232,8 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     tiles = np.ceil(rows / _TILE[0]) * np.ceil(columns / _TILE[1])
     waves = tiles / job.device.units
 
-    # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half
-    # of the loss remains.
+    # If a wave is poorly filled, libraries choose other tiles and split the inner dimension. About
+    # half of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
     flops = 2 * rows * inner * columns
     reached = job.linear_flops * _gemm_share(job, rates)
@@ -243,8 +244,8 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
         / (memory_rate(job, rates))
     )
 
-    # To cast inputs (2 read, 1 written); with dynamic scaling to find the largest (2 read), and
-    # both for the weights.
+    # A cast of the inputs reads 2 bytes and writes 1. Dynamic scaling reads 2 more to find the
+    # largest element, and does both for the weights as well.
     dynamic = job.framework.dynamic_scaling
     casts = (
         np.isin(np.asarray(job.precision), (_FP8, _FP4))
@@ -395,9 +396,9 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:
     """Return the seconds of attention without a kernel, forward and backward.
 
-    It runs in float32 in any precision. Scores are written, masked, normalized and read (24 bytes).
-    Dropout writes a random number and a product for each, which is read (12). The gradients do
-    the same.
+    It runs in float32 whatever the precision is. Scores are written, masked, normalized and read
+    (24 bytes per score). Dropout writes a random number and a product per score, and reads the
+    product (12 bytes). The backward moves as many bytes.
     """
     gemm = (
         job.device.flops.get("fp32", np.nan)
@@ -428,8 +429,9 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
 
     # Gated models have RMS norms and rotary positions; torch has a kernel for layer norms.
     gated = np.asarray(model.gated) > 0
-    # To float32 (2 read, 4 written), square (4, 4), mean (4), scale (4, 4), back (4, 2), times the
-    # weight (2, 2); in float32 all but casts.
+    # Bytes (read, written) of the steps of an RMS norm: cast to float32 (2, 4), square (4, 4), mean
+    # (4), scale (4, 4), cast back (4, 2), multiply by the weight (2, 2). In float32 the casts are
+    # not needed.
     norm = 4 * width_factor + np.where(
         gated, framework.separate_norms * np.where(width_factor > 1, 20, 32), 0
     )
@@ -440,8 +442,8 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
         np.asarray(layouts.sp) > 0, layouts.tp, 1
     )
 
-    # Times cosine (2, 2), half negated (1, 1), halves joined (2, 2), times sine (2, 2), the sum (4,
-    # 2).
+    # Bytes (read, written) of rotary positions: multiply by the cosine (2, 2), negate one half (1,
+    # 1), join the halves (2, 2), multiply by the sine (2, 2), add (4, 2).
     places = np.where(
         model.is_latent,
         (model.heads + 1) * model.rope_dim,
@@ -452,12 +454,12 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     # With latents, queries and keys are concatenated from two parts, which are read and written.
     rotary = rotary + np.where(model.is_latent, 8 * width_factor * model.heads * model.head_dim, 0)
     share = model.expert_layers / model.layers
-    # Queries and keys are normalised by head, each as a norm of the hidden states is.
+    # Queries and keys are normalised per head, at the cost of a norm of the hidden states.
     rotary = rotary + norm * model.qk_norm * (model.heads + model.kv_heads) * model.head_dim
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
 
     # GPT-2's GELU is either fused or written as eight operations. Frameworks that write attention
-    # as separate operations write the GELU so as well.
+    # as separate operations do the same with the GELU.
     written_out = framework.separate_activation * (
         np.asarray(framework.attention) == ATTENTION.index("plain")
     )

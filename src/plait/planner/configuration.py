@@ -1,13 +1,13 @@
-"""Conversion of configurations to plan requests, with "auto" searched and unmodelled keys listed.
+"""Conversion of configurations to plan requests, and replacement of "auto" by the search.
 
-Values in the file are fixed; "auto" is chosen by the search. `read_file` separates the two, in
-terms of the fields of a layout, and `complete` returns the finished configuration, as `plait train`
-uses it. Options that are left out have their defaults. The caller provides the cluster.
+Values in the file are fixed, and the search chooses those that are "auto". `read_file` separates
+the two, and `complete` returns the finished configuration, as `plait train` uses it. Options that
+are left out have their defaults. The caller provides the cluster.
 
 `unmodelled` lists settings that affect time or memory but are not modelled. Runs with such settings
-are not used for calibration. A setting is either modelled, or has no effect if it is in one of the
-two lists; all others that differ from their default are unmodelled. A new setting therefore cannot
-be forgotten.
+are not used for calibration. Settings in `MODELLED` are modelled, and those in `WITHOUT_EFFECT`
+hardly matter. Any other setting that differs from its default is unmodelled, so that a new setting
+cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "parallel.ep": ("ep", 1),
     "parallel.dp_replicate": ("dp_replicate", "auto"),
     "parallel.dp_shard": ("dp_shard", "auto"),
-    "parallel.recompute.mode": ("recompute", "none"),
+    "parallel.recompute.mode": ("recompute", RECOMPUTE.index("none")),
     "zero_optimization.stage": ("stage", 0),
     "train_micro_batch_size_per_gpu": ("micro_batch", "auto"),
     "gradient_accumulation_steps": ("accumulation", "auto"),
 }
-"""Layout field and default value per path of a configuration. Each of them may be "auto"."""
+"""Layout field and its default value per path of a configuration. Each of them may be "auto"."""
 
 DETAILS: dict[str, tuple[str, str]] = {
     "parallel.pipeline.schedule": ("schedule", "parallel.pp"),
@@ -61,9 +61,9 @@ DETAILS: dict[str, tuple[str, str]] = {
     "parallel.loss_chunk_tokens": ("loss_chunk", "parallel.recompute.mode"),
     "zero_optimization.offload_optimizer.device": ("offload", "zero_optimization.stage"),
 }
-"""Layout field of a path, and the path that it is a detail of.
+"""(layout field, path of its owner) per path of a configuration.
 
-A detail that is left out is chosen if that path is "auto".
+If the owner is "auto", the search also chooses the values of its details that are left out.
 """
 
 PATHS = {name: path for path, (name, _) in (FIELDS | DETAILS).items()}
@@ -92,7 +92,7 @@ def auto_paths(tree: Mapping[str, Any]) -> tuple[str, ...]:
 def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the paths that are "auto" and that only a search can choose.
 
-    A batch size that follows from the other batch sizes needs no search.
+    No search is needed for a batch size that follows from the other batch sizes.
     """
     open_sizes = [path for path in _SIZES if value_at(tree, path) == "auto"]
 
@@ -152,7 +152,8 @@ def complete(
         least = min(result.shortages, key=lambda shortage: shortage.needed_bytes, default=None)
         why = f"{least.region} {least}" if least else "no layout fits with enough certainty"
         raise InputError(
-            f'"auto": nothing fits on {cluster}: {why}; use more or larger GPUs, or fix less'
+            f'"auto": no layout fits on {cluster}: {why}; use more or larger GPUs, or fix fewer'
+            " values"
         )
 
     return config_of(request, result.best[0], file.raw), result
@@ -168,15 +169,18 @@ def request_of(file: File, cluster: Cluster) -> Request:
             Problem(
                 "train_batch_size",
                 batch,
-                '"auto" is planned for a batch size',
-                "set the samples of an optimizer step",
+                'the planner needs the batch size to replace "auto"',
+                "set it to the number of samples per optimizer step",
             )
         )
 
     if config.model is None:
         problems.append(
             Problem(
-                "model", None, '"auto" is planned for a model', "set model.config or model.path"
+                "model",
+                None,
+                'the planner needs the model to replace "auto"',
+                "set model.config or model.path",
             )
         )
     for name in ("bf16", "fp16"):
@@ -184,7 +188,7 @@ def request_of(file: File, cluster: Cluster) -> Request:
             config.bf16.enabled,
             config.fp16.enabled,
         ):
-            rule = "is a command line's choice (Transformers' --bf16 or --fp16), and none is here"
+            rule = "only Transformers' --bf16 and --fp16 choose it, and this command has neither"
             problems.append(Problem(f"{name}.enabled", "auto", rule, "write true or false"))
 
     raise_problems(problems)
@@ -299,8 +303,8 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
             Problem(
                 "parallel.pipeline.blocks_per_stage",
                 None,
-                "it fixes the stages, which parallel.pp leaves open",
-                "set parallel.pp, or leave it out",
+                "it fixes the stages, but parallel.pp leaves their number open",
+                "set parallel.pp, or leave parallel.pipeline.blocks_per_stage out",
             )
         )
 
@@ -319,13 +323,10 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
 
 def _defaults(file: File) -> dict[str, int]:
     """Return the defaults of omitted options, except for details of an "auto" option."""
-    defaults = {
-        name: default
-        for path, (name, default) in FIELDS.items()
-        if value_at(file.tree, path) is None and default != "auto"
-    }
-    if "recompute" in defaults:
-        defaults["recompute"] = RECOMPUTE.index("none")
+    defaults: dict[str, int] = {}
+    for path, (name, default) in FIELDS.items():
+        if value_at(file.tree, path) is None and default != "auto":
+            defaults[name] = int(default)
     plain = {
         "schedule": SCHEDULES.index("1f1b"),
         "vpp": 1,
@@ -343,8 +344,7 @@ def _defaults(file: File) -> dict[str, int]:
     elif "schedule" in fixed and "vpp" not in fixed:
         # The schedule determines its number of chunks.
         defaults.pop("vpp", None)
-
-    return {name: int(value) for name, value in defaults.items()}
+    return defaults
 
 
 def _without_unused_details(fixed: Mapping[str, int]) -> dict[str, int]:
@@ -361,7 +361,7 @@ def _without_unused_details(fixed: Mapping[str, int]) -> dict[str, int]:
 
 
 def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Return a copy without some paths."""
+    """Return a copy of a nested mapping without the entries at `paths`."""
     result = copy.deepcopy(dict(tree))
     for path in paths:
         *sections, name = path.split(".")
@@ -375,8 +375,8 @@ def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 def layout_of(resolved: Resolved) -> dict[str, Any]:
     """Return the layout fields of a resolved configuration.
 
-    Schedule and recomputation mode have the planner's names if they can be estimated. `vpp` is
-    missing if the file does not contain it.
+    The schedule and the recomputation mode have the planner's names if the planner can estimate
+    them, and otherwise those of the configuration. `vpp` is missing if the file does not set it.
     """
     layout = resolved.layout
     pipeline = resolved.pipeline
@@ -414,7 +414,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.recompute.mode": ("full", "selective", "none"),
     "optimizer.type": ("Adam", "AdamW"),
 }
-"""Values besides the default that are modelled."""
+"""Modelled values besides the default, by setting."""
 MODELLED = frozenset(PATHS.values()) - _VALUES.keys() | {
     "zero_optimization.offload_optimizer.ratio",
     "train_batch_size",
@@ -460,7 +460,6 @@ def unmodelled(config: Config) -> tuple[str, ...]:
     default = Config.model_validate(
         {"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}}
     )
-
     settings = []
     for path in schema_fields():
         if path in MODELLED or any(

@@ -42,8 +42,8 @@ class Constant:
 def of_kernels(name: str) -> Constant:
     """Return the prior of `stack.NAME`, the speed of a framework's kernels.
 
-    Frameworks differ less than machines and authors of published runs do
-    (`benchmarks/planner_accuracy/learn.py`).
+    Its width is small, because speeds differ less between frameworks than between machines and
+    authors of published runs (`benchmarks/planner_accuracy/learn.py`).
     """
     return Constant(1.0, 0.07, f"speed of the kernels of {name}")
 
@@ -61,8 +61,12 @@ CONSTANTS: dict[str, Constant] = {
     ),
     "gemm.cdna3": Constant(0.50, 0.2, "share of the peak that large matrix products reach", 0, 0.8),
     "gemm.cpu": Constant(0.60, 0.5, "share of the peak that large matrix products reach"),
-    "gemm.fp8": Constant(0.80, 0.15, "the same in float8, of the share in 16 bits"),
-    "gemm.fp4": Constant(0.60, 0.2, "the same in float4"),
+    "gemm.fp8": Constant(
+        0.80, 0.15, "share of the peak that float8 products reach, relative to 16 bits"
+    ),
+    "gemm.fp4": Constant(
+        0.60, 0.2, "share of the peak that float4 products reach, relative to 16 bits"
+    ),
     "ramp": Constant(
         1e-5, 0.8, "seconds that a kernel takes beyond its work, to start and to end", 2e-6, 2e-5
     ),
@@ -91,35 +95,42 @@ CONSTANTS: dict[str, Constant] = {
         0.1, 0.5, "the share of the network falls with the number of domains to this power"
     ),
     "latency": Constant(
-        1.0, 0.4, "steps of a collective, of 3.4 us inside a node and 14 us between"
+        1.0,
+        0.4,
+        "time per step of a collective, relative to 3.4 us inside a node and 14 us between nodes",
     ),
     "p2p": Constant(1.0, 0.5, "exposed time of sends between stages"),
-    "bubble": Constant(1.0, 0.05, "idle time of the pipeline, of the schedule's own", 0.95, 1.5),
+    "bubble": Constant(
+        1.0, 0.05, "idle time of the pipeline, relative to the schedule's formula", 0.95, 1.5
+    ),
     "contention": Constant(0.15, 0.3, "share of overlapped traffic that slows computation down"),
     "dp": Constant(1.0, 0.4, "exposed reductions and gathers of data parallelism"),
-    "host": Constant(1.0, 0.7, "time of the host to launch, of the framework's usual"),
+    "host": Constant(
+        1.0, 0.7, "time of the host to launch kernels, relative to the framework's usual time"
+    ),
     "optimizer": Constant(
-        1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"
+        1.0, 0.4, "time of the optimizer step, relative to its bytes over the memory's bandwidth"
     ),
     "fixed": Constant(0.02, 1.0, "seconds of a step that nothing else explains"),
-    "straggler": Constant(0.008, 0.8, "slowing a doubling of nodes"),
+    "straggler": Constant(0.008, 0.8, "slowdown per doubling of the nodes"),
     "memory.cpu": Constant(
         0.50, 0.6, "share of a core's memory bandwidth that element-wise kernels reach"
     ),
     "link.cpu": Constant(
         0.30, 0.8, "share of the memory's bandwidth that processes of one machine exchange at"
     ),
-    "latency.cpu": Constant(30.0, 1.0, "steps of a collective between processes, of 3.4 us"),
+    "latency.cpu": Constant(
+        30.0, 1.0, "time per step of a collective between processes, relative to 3.4 us"
+    ),
     "packing.cpu": Constant(
         3.0,
         0.6,
-        "times that sharded gradients pass through memory, on their way to their collective and"
-        " back",
+        "number of times that sharded gradients pass through memory for their collective",
     ),
     "crowding.cpu": Constant(
         0.10,
         0.8,
-        "computing slows with the processes of a machine to this power: they share its memory",
+        "computation slows with the number of processes of a machine to this power",
     ),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
     # Wide, because no run of Plait on a GPU was in the fit.
@@ -128,13 +139,15 @@ CONSTANTS: dict[str, Constant] = {
 """Priors by name, from datasheets and the literature. Fitted medians replace their values."""
 
 MEMORY_CONSTANTS: dict[str, Constant] = {
-    "states": Constant(1.0, 0.02, "bytes of model states, of those counted"),
-    "activations": Constant(1.0, 0.25, "bytes of activations, of those counted"),
-    "logits": Constant(1.0, 0.2, "bytes of logits and loss, of those counted"),
+    "states": Constant(1.0, 0.02, "bytes of model states, relative to the formula"),
+    "activations": Constant(1.0, 0.25, "bytes of activations, relative to the formula"),
+    "logits": Constant(1.0, 0.2, "bytes of logits and loss, relative to the formula"),
     "slack": Constant(
-        1.0, 0.4, "what the allocator keeps and does not use, of the framework's usual"
+        1.0, 0.4, "unused bytes that the allocator reserves, relative to the framework's usual"
     ),
-    "context": Constant(1.0, 0.4, "bytes of the context and the communicators"),
+    "context": Constant(
+        1.0, 0.4, "bytes of the device context and the communicators, relative to the formula"
+    ),
 }
 
 
@@ -162,7 +175,7 @@ class Rates:
         """Return the speed constant of each candidate's framework."""
         names = np.asarray(framework.name)
         first = str(names.flat[0])
-        # Every search has one framework; sorting the names would take longer than everything else.
+        # Every search has one framework, and sorting the names would take longer than all the rest.
         if np.all(names == first):
             return np.full(names.shape, self.values[f"stack.{first}"])
         names, index = np.unique(names, return_inverse=True)
@@ -177,6 +190,7 @@ class Priors:
     time_spread: float
     """Standard deviation of log(measured / predicted seconds) that constants do not explain."""
     memory_spread: float
+    """Standard deviation of log(measured / predicted bytes) that constants do not explain."""
 
     @property
     def rates(self) -> Rates:
@@ -191,14 +205,8 @@ class Priors:
 
 def datasheet_priors() -> Priors:
     """Return the priors from datasheets and the literature, without fitted constants."""
-    return Priors(
-        {
-            **CONSTANTS,
-            **{f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()},
-        },
-        0.10,
-        0.12,
-    )
+    memory = {f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()}
+    return Priors({**CONSTANTS, **memory}, time_spread=0.10, memory_spread=0.12)
 
 
 @cache
@@ -240,11 +248,11 @@ def with_learned(base: Priors, learned: Mapping[str, tuple[float, float]]) -> Pr
 
     Names that `base` does not have are ignored.
     """
-    updated = {}
-    for name, constant in base.constants.items():
-        if name in learned:
-            updated[name] = replace(constant, median=learned[name][0], width=learned[name][1])
-    return replace(base, constants={**base.constants, **updated})
+    constants = dict(base.constants)
+    for name, (median, width) in learned.items():
+        if name in constants:
+            constants[name] = replace(constants[name], median=median, width=width)
+    return replace(base, constants=constants)
 
 
 def coverage_of_intervals(*, experts: bool) -> str:

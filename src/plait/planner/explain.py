@@ -44,10 +44,8 @@ def describe(layout: Mapping[str, Any]) -> str:
         parts.append(f"dp {fields['dp_replicate']} x {fields['dp_shard']}")
     else:
         parts.append(f"dp {fields['dp_replicate'] * fields['dp_shard']}")
-    parts += [
-        f"ZeRO {fields['stage']}",
-        f"micro-batch {fields['micro_batch']} x {fields['accumulation']}",
-    ]
+    parts.append(f"ZeRO {fields['stage']}")
+    parts.append(f"micro-batch {fields['micro_batch']} x {fields['accumulation']}")
     if fields["recompute"]:
         parts.append(_describe_recomputation(layout))
     if fields["loss_chunk"]:
@@ -151,9 +149,10 @@ def why(
 def neighbours(result: Plan) -> list[str]:
     """Return queries such as `tp=4`, each of which changes one field of the best layout."""
     layout = result.best[0].layout
+    techniques = result.request.techniques
     queries = []
     for name in ("tp", "pp", "micro_batch"):
-        if name == "pp" and not result.request.techniques.pipeline:
+        if name == "pp" and not techniques.pipeline:
             continue
         value = int(layout[name])
         queries.append(f"{name}={value * 2}")
@@ -161,10 +160,7 @@ def neighbours(result: Plan) -> list[str]:
             queries.append(f"{name}={value // 2}")
 
     queries += [f"stage={stage}" for stage in range(4) if stage != int(layout["stage"])]
-    if len(result.request.techniques.recompute) > 1:
-        queries += [
-            f"recompute={RECOMPUTE_NAMES[kind]}"
-            for kind in result.request.techniques.recompute
-            if kind != RECOMPUTE[int(layout["recompute"])]
-        ]
+    for kind in techniques.recompute:
+        if kind != RECOMPUTE[int(layout["recompute"])]:
+            queries.append(f"recompute={RECOMPUTE_NAMES[kind]}")
     return queries

@@ -1,7 +1,8 @@
 """Catalogue of devices and links (`data/hardware.yaml`), and the cluster that a plan is made for.
 
-The figures are those of datasheets; reached rates are in `constants`. A Device has scalars or
-arrays with one entry per candidate, so that runs of many machines are estimated in one call.
+The figures are those of datasheets. The shares of them that are reached are in `constants`. The
+fields of a `DeviceSpec` are scalars, or arrays with one entry per candidate, so that runs of many
+machines are estimated in one call.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DeviceSpec:
     name: Any
     title: Any
     family: Numbers
-    """Index into FAMILIES."""
+    """Index into DEVICE_FAMILIES."""
     memory_bytes: Numbers
     memory_bandwidth: Numbers
     link_bandwidth: Numbers
@@ -64,8 +65,9 @@ class DeviceSpec:
     """
     host_bandwidth: Numbers
     host_memory_bytes: Numbers
-    """Share of the node's memory per device."""
+    """Host memory of the node divided by its devices."""
     units: Numbers
+    """Number of multiprocessors."""
     devices_per_node: Numbers
     power: Numbers
     """Clock under load, relative to the usual device of its family."""
@@ -89,13 +91,13 @@ def _catalogue() -> dict[str, Any]:
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the names in the catalogue."""
+    """Return the names of all devices in the catalogue."""
     return tuple(_catalogue()["devices"])
 
 
 @cache
 def device(name: str) -> DeviceSpec:
-    """Return a device by its name in the catalogue or in published tables.
+    """Return the device that a name means, such as `h100` or `NVIDIA H100 80GB HBM3`.
 
     Raises:
         InputError: The name is unknown.
@@ -155,7 +157,7 @@ def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
 
 
 def only(value: Numbers) -> float:
-    """Return the number of the first candidate, or the scalar for all."""
+    """Return a number that is equal for all candidates, from a scalar or an array."""
     return float(np.ravel(value)[0])
 
 
@@ -211,7 +213,7 @@ def cluster(
         devices: Number of all devices.
         devices_per_node: Devices per machine. None uses the usual number.
         **figures: Fields of `DeviceSpec` to replace, such as `memory_bytes`. None keeps the usual
-        value.
+            value.
 
     Raises:
         InputError: The device is unknown, or the devices do not fill the machines.

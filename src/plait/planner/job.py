@@ -4,9 +4,9 @@ All numbers broadcast against each other. A job is one model with half a million
 or a thousand runs of different models and machines (an evaluation). See Note [Arrays of candidates]
 in `plait.planner`.
 
-A framework is described by numbers too: bytes of its states, fused kernels, overlap. The search
-plans for Plait itself, which is described here. Runs of other frameworks are estimated by
-the same class (`benchmarks/planner_accuracy` has a table of them). Rates are in `constants`.
+A `Framework` describes training code by numbers: bytes of its states, fused kernels, overlap. The
+search plans for Plait, which `plait` describes. The same formulas estimate published runs of other
+frameworks (`benchmarks/planner_accuracy` has a table of them). Rates are in `constants`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from plait.planner.hardware import PRECISIONS, DeviceSpec, Numbers, mapped
 ATTENTION = ("flash", "fused", "plain")
 """Implementations of attention.
 
-flash: one kernel. fused: softmax and mask in one kernel, scores in memory. plain: every operation
-in memory.
+`flash` is one kernel. `fused` has softmax and mask in one kernel, and scores in memory. `plain` has
+one kernel per operation, with all results in memory.
 """
 
 
@@ -40,12 +40,14 @@ class Framework:
     weights: Numbers
     gradients: Numbers
     optimizer: Numbers
-    """Bytes per parameter of optimizer states, as `weights` and `gradients` are of these."""
+    """Bytes per parameter of optimizer states. `weights` and `gradients` are also per parameter."""
     gathered: Numbers
     """Bytes per parameter of the copy that a forward uses, if weights have another dtype."""
     wire_gather: Numbers
     wire_reduce: Numbers
-    """Bytes per parameter in the reduction of gradients; `wire_gather` in the gather of weights."""
+    """Bytes per parameter that a reduction of gradients sends. `wire_gather` is that of a gather of
+    weights.
+    """
     separate_norms: Numbers
     separate_rotary: Numbers
     separate_activation: Numbers
@@ -58,7 +60,9 @@ class Framework:
     """Index into ATTENTION."""
     hidden_tp: Numbers
     hidden_dp: Numbers
-    """Share of data-parallel traffic that can overlap; `hidden_tp` of tensor-parallel traffic."""
+    """Share of data-parallel traffic that can overlap with computation. `hidden_tp` is that of
+    tensor-parallel traffic.
+    """
     host_seconds: Numbers
     """Host time to launch one layer's forward."""
     logits: Numbers
@@ -71,7 +75,10 @@ class Framework:
     step_bytes: Numbers
     """Bytes per parameter that the optimizer step moves."""
     accumulate_bytes: Numbers = 0
-    """Bytes per parameter to add a micro-batch's gradients; 0 if the product's kernel adds them."""
+    """Bytes per parameter that the addition of a micro-batch's gradients moves.
+
+    It is 0 if the kernel of the product adds them.
+    """
     flash: Numbers = 1.0
     """Speed of the attention kernel relative to FlashAttention 2."""
     send_seconds: Numbers = 25e-6
@@ -90,8 +97,8 @@ class Framework:
     stops_early: Numbers = 0
     """1 if recomputation ends at the input of a block's last product.
 
-    The backward needs nothing after it. Compiled blocks and torch's non-reentrant checkpoint (since
-    2.1) stop there.
+    The backward needs nothing after this input. Compiled blocks and torch's non-reentrant
+    checkpoint (since 2.1) stop there.
     """
     late_gradients: Numbers = 0
     """1 if a step's first backward allocates the gradients, as in torch's FSDP."""
@@ -108,18 +115,17 @@ def plait(*, precision: str = "bf16", pure: bool = False, compiled: bool = False
             torchtitan.
     """
     wide = precision == "fp32"
-    weights, gradients, optimizer, gathered = 4, 4, 8, 2
-    if pure:
-        weights, gradients, optimizer, gathered = 2, 2, 4, 0
-    if wide:
+    width = 2 if pure else 4
+    gathered = 2
+    if pure or wide:
         # Weights are used in the dtype in which they are stored.
         gathered = 0
 
     return Framework(
         name="plait",
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
+        weights=width,
+        gradients=width,
+        optimizer=2 * width,
         gathered=gathered,
         wire_gather=4 if wide else 2,
         wire_reduce=4,
@@ -169,7 +175,7 @@ class Layouts:
     sp: Numbers = 0
     cp: Numbers = 1
     context: Numbers = 0
-    """Index into CONTEXT; used with cp."""
+    """Index into CONTEXT. It only has an effect if cp is larger than 1."""
     ep: Numbers = 1
     dp_replicate: Numbers = 1
     dp_shard: Numbers = 1
@@ -205,17 +211,12 @@ class Layouts:
         return self.pp * self.tp * self.cp * self.dp
 
     def take(self, index: Any) -> Layouts:
-        """Return the candidates at an index."""
-        length = max(np.size(getattr(self, f.name)) for f in fields(self))
-        return Layouts(
-            **{
-                f.name: np.broadcast_to(np.asarray(getattr(self, f.name)), (length,))[index]
-                for f in fields(self)
-            }
-        )
+        """Return the candidates at an index or at several indices, or those that a mask selects."""
+        columns = np.broadcast_arrays(*vars(self).values())
+        return Layouts(*(np.atleast_1d(column)[index] for column in columns))
 
     def as_dict(self, index: int) -> dict[str, Any]:
-        """Return one candidate as plain numbers."""
+        """Return one candidate as a dictionary of plain numbers."""
         values = {}
         for field_ in fields(self):
             value = np.asarray(getattr(self, field_.name))
@@ -247,14 +248,14 @@ class Job:
     replicates_attention: bool = False
     """True if tensor parallelism computes attention on all ranks and splits only the projections.
 
-    This is so for fused queries, keys and values.
+    Models with fused queries, keys and values require this.
     """
     counted: CountedBytes | None = None
     """Saved bytes of the blocks if they were counted, for families without exact formulas."""
 
     @property
     def is_plait(self) -> NDArray[np.bool_]:
-        """True if Plait runs the job, with its rules for groups and messages.
+        """True if the framework is Plait.
 
         Unlike `has_exact_blocks`, this includes compiled blocks and models with experts.
         """
@@ -264,7 +265,7 @@ class Job:
     def needs_last(self) -> NDArray[np.bool_]:
         """True if a backward needs the output of a block's last product.
 
-        A norm follows it, or a dropout whose mask is drawn again.
+        This is the case if a norm follows it, or a dropout, whose mask is drawn again.
         """
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (
             np.asarray(self.model.dropout) > 0
@@ -279,7 +280,8 @@ class Job:
     def attention_in_parts(self) -> NDArray[np.bool_]:
         """True if attention runs as separate products with scores in memory.
 
-        torch has no kernel for CPU cores with dropout, or with values of another width than keys.
+        torch's attention kernel for CPU cores supports neither dropout nor values of another width
+        than keys.
         """
         other = (np.asarray(self.model.attention_dropout) > 0) | (
             np.asarray(self.model.value_width) != np.asarray(self.model.head_dim)

@@ -1,9 +1,9 @@
 """Peak memory of a rank as a sum of named terms, allocated and reserved.
 
-The peak is the largest over ranks and moments. Ranks are the first (most micro-batches in flight,
-the embedding), the last (head and logits) and one between, which may have more layers. Moments are
-the deepest backward, the loss and the optimizer step. Activations follow arXiv 2205.05198, table 2;
-for gated models without dropout the saved tensors are counted one by one.
+The peak is the largest over pipeline ranks and moments. The ranks are the first (most micro-batches
+in flight, the embedding), the last (head and logits) and one between, which may have more layers.
+The moments are the first backward, the loss and the optimizer step. Activations follow arXiv
+2205.05198, table 2. For gated models without dropout the saved tensors are counted one by one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def memory_bytes(
 def memory_by_rates(
     job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
 ) -> Callable[[Rates], Memory]:
-    """Return `memory_bytes` as a function of the constants, for repeated evaluation."""
+    """Return a function of the constants that predicts the memory, for repeated evaluation.
+
+    The arguments are those of `memory_bytes`.
+    """
     if not job.has_exact_blocks:
         return lambda rates: _memory_by_formula(job, rates, states)
     # The fullest point of Plait's own step does not depend on the constants.
@@ -165,12 +168,13 @@ def _memory_by_formula(job: Job, rates: Rates, states: States | None) -> Memory:
     }
     last["gathered"] = last["gathered"] - states.last.get("reducing", 0.0) * counted
 
-    # Gradients that a backward allocates are not there at its start, where everything is kept,
-    # unless another micro-batch left them.
+    # At the start of a backward all activations exist, but no gradients if the backward itself
+    # allocates them, except for those of an earlier micro-batch.
     before = 1 - np.asarray(job.framework.late_gradients) * (np.asarray(layouts.accumulation) <= 1)
-    first["gradients"], last["gradients"] = first["gradients"] * before, last["gradients"] * before
-    # A single tensor of the optimizer's arithmetic, and of the reduced norm, are held besides the
-    # states.
+    first["gradients"] = first["gradients"] * before
+    last["gradients"] = last["gradients"] * before
+    # In addition to the states, the step holds a temporary tensor of the optimizer and one of the
+    # gradient norm.
     step = _with_states(states.first, counted) | {
         "activations": zero,
         "working": 64.0 * MIB + zero,
@@ -250,9 +254,9 @@ def _states_of_stage(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numb
     gradients = sharded_bytes(framework.gradients, stage >= 2)
     optimizer = sharded_bytes(framework.optimizer, stage >= 1) * (1 - layouts.offload)
 
-    # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3
-    # the ends (gathered from the forward to the end of the backward) and two blocks, with the
-    # gradient of one and its reduction.
+    # If weights are used in another dtype, a copy exists while they are used. It has all weights,
+    # or at stage 3 the ends (gathered from the forward to the end of the backward) and two blocks,
+    # with the gradient of one block and its reduction.
     width = np.where(sharded, 2, framework.gathered)
     unit = (block - routed + routed / layouts.ep) / layouts.tp
     unsharded = width * (dense + experts)
@@ -280,8 +284,8 @@ def _logits(job: Job, rates: Rates) -> Numbers:
 def _attention_saved(job: Job) -> Numbers:
     """Return the bytes per token that attention saves: queries, keys, values, and its output.
 
-    Latent attention reassembles the keys. Its eager values are a view of the product that made them
-    together with the keys.
+    Latent attention assembles its keys from two parts. In eager mode the values are a view of the
+    product that computes them together with one part of the keys.
     """
     model = job.model
     width = model.heads * model.head_dim
@@ -320,16 +324,13 @@ def _operators_saved(job: Job, share: Numbers) -> Numbers:
 
 
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the bytes that a layer saves per micro-batch, without and with recomputation.
-
-    For one micro-batch.
-    """
+    """Return the bytes that a layer saves per micro-batch, without and with recomputation."""
     if job.has_exact_blocks:
         return saved_by_recomputation(job)
     if job.counted is None:
         return _by_formula(job)
 
-    # By as much as the count of a block on one rank differs from the formula.
+    # The formula is scaled by the ratio of counted to computed bytes of a block on one rank.
     none, full, operators = (RECOMPUTE.index(name) for name in ("none", "full", "operators"))
     alone, _ = _by_formula(replace(job, layouts=Layouts(recompute=none)))
     _, results = _by_formula(replace(job, layouts=Layouts(recompute=operators)))
@@ -359,7 +360,7 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
     kv = model.kv_heads * model.head_dim
     sequence = np.where(np.asarray(layouts.sp) > 0, layouts.tp, 1)
 
-    # GPT of the old frameworks trains with dropout, with one mask per place.
+    # Older frameworks train GPT with dropout, which saves one mask per dropout layer.
     old = (1 - model.gated) * (framework.attention > 0)
     share = model.expert_layers / model.layers
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
@@ -380,8 +381,8 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
         / attention_tp
     )
 
-    # Products in 8 and 4 bits keep their converted inputs. torchao's convert them again in the
-    # backward.
+    # Products in 8 and 4 bits save their converted inputs, except for those of torchao, which
+    # convert the inputs again in the backward.
     narrow = (np.asarray(job.precision) >= PRECISIONS.index("fp8")) & (
         np.asarray(framework.dynamic_scaling) == 0
     )

@@ -1,7 +1,7 @@
-"""Sources of an Architecture: the table of public models, Hugging Face configurations and folders.
+"""Conversion of public models, Hugging Face configurations and folders to an Architecture.
 
-Weights are never read. The inverse, `to_config`, creates the configuration that a plan writes for
-`plait train`.
+Weights are never read. `to_config` is the inverse, and creates the configuration that a plan writes
+for `plait train`.
 
 A configuration is read in three steps: the language model inside it with the sizes that
 Transformers adds (`text_part`), its dropout in training (`dropouts_of`), and its sizes
@@ -42,14 +42,14 @@ DROPOUTS = {
     "attention_dropout": ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"),
     "embedding_dropout": ("embd_pdrop", "emb_pdrop", "embed_dropout", "embedding_dropout"),
 }
-"""Names in configurations per field of `Architecture`."""
+"""Names of dropout probabilities in configurations, keyed by field of `Architecture`."""
 _DROPOUT_BY_DEFAULT = {
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("resid_pdrop", "attn_pdrop", "embd_pdrop")),
     "opt": ("dropout",),
     "biogpt": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "seed_oss": ("residual_dropout", "attention_dropout"),
 }
-"""Fields with dropout by default in Transformers, per family."""
+"""Names of dropout probabilities that are not 0 by default in Transformers, keyed by family."""
 
 
 def dropouts_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
@@ -81,7 +81,8 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
     """Return the nested configuration of the language model, or None if `config` is one itself.
 
-    Transformers writes only what differs from the defaults of the family, so these are added.
+    Transformers writes only values that differ from the family's defaults, so missing sizes are
+    set to the defaults.
     """
     inner = next(
         (config[name] for name in _TEXT_PARTS if isinstance(config.get(name), Mapping)), None
@@ -89,16 +90,11 @@ def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
     if inner is None or any(config.get(name) is not None for name in NAMES["layers"]):
         return None
     inner_kind = inner.get("model_type") or kind
-    # A null `q_lora_rank` is a value, because queries are not compressed. Other nulls stand for
-    # defaults.
-    text = {
-        "model_type": inner_kind,
-        **{
-            name: value
-            for name, value in inner.items()
-            if value is not None or name == "q_lora_rank"
-        },
-    }
+    text = {"model_type": inner_kind}
+    for name, value in inner.items():
+        # A null `q_lora_rank` means that queries are not compressed. Other nulls mean the default.
+        if value is not None or name == "q_lora_rank":
+            text[name] = value
     if config.get("vocab_size") is not None:
         text.setdefault("vocab_size", config["vocab_size"])
 
@@ -159,7 +155,7 @@ def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | Non
 def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
     """Raise ConfigError for sizes that contradict a nested configuration.
 
-    Transformers reads them from there and ignores them here.
+    Transformers reads sizes from the nested configuration and ignores those outside of it.
     """
     nested = _inner_config(config, kind)
     if nested is None:
@@ -390,7 +386,7 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
                 Problem(
                     f"{source}: {name}",
                     config.get(name),
-                    "not a whole number",
+                    "not a whole number of at least 0",
                     "set one" if name in needed else "set one, or leave it out",
                 )
             )
@@ -400,8 +396,8 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
             Problem(
                 f"{source}: tie_word_embeddings",
                 tied,
-                "not true or false",
-                "write one, or leave it out",
+                "must be true or false",
+                "write true or false, or leave it out",
             )
         )
 
@@ -416,7 +412,7 @@ def _check_counts(model: Architecture, source: str) -> None:
                 f"{source}: num_experts_per_tok",
                 model.active,
                 f"a token goes to {model.active} experts, but a layer has {model.experts}",
-                "use at most that many",
+                f"use at most {model.experts}",
             )
         )
 
@@ -431,7 +427,7 @@ def _check_counts(model: Architecture, source: str) -> None:
             f"these sizes give {count:.1e} parameters, and the largest supported number is"
             f" {_MAX_PARAMETERS:.0e}"
         )
-        raise ConfigError(Problem(source, None, rule, "correct them"))
+        raise ConfigError(Problem(source, None, rule, "use smaller sizes"))
 
 
 def unknown_layers(model: Architecture) -> str | None:
@@ -455,10 +451,10 @@ def unknown_layers(model: Architecture) -> str | None:
 
 
 def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return a configuration with the sizes that Transformers adds, as training builds it.
+    """Return a configuration with the sizes that Transformers adds when training builds the model.
 
-    A `qwen3` without head_dim has heads of 128, and a `deepseek_v3` whose q_lora_rank is null does
-    not compress its queries.
+    For example, a `qwen3` without head_dim has heads of 128 elements, and a `deepseek_v3` whose
+    q_lora_rank is null does not compress its queries.
     """
     written = {name: value for name, value in config.items() if value is not None}
     config_class = _config_class(kind)
@@ -478,16 +474,17 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "tie_word_embeddings",
         "multi_query",
     }
-    sizes = {name: complete[name] for name in read if isinstance(complete.get(name), int)}
-    shares = {}
-    for name in chain.from_iterable(DROPOUTS.values()):
-        if isinstance(complete.get(name), float):
-            shares[name] = complete[name]
-    activations = {
-        name: complete[name] for name in _ACTIVATIONS if isinstance(complete.get(name), str)
-    }
-    # What the configuration says itself has precedence.
-    return sizes | shares | activations | written
+    defaults = {}
+    for names, kind_of_value in (
+        (read, int),
+        (chain.from_iterable(DROPOUTS.values()), float),
+        (_ACTIVATIONS, str),
+    ):
+        for name in names:
+            if isinstance(complete.get(name), kind_of_value):
+                defaults[name] = complete[name]
+    # Values of the configuration itself have precedence.
+    return defaults | written
 
 
 def from_config(
@@ -622,7 +619,7 @@ def _required_sizes(
         if value is None and field == "vocab":
             value = vocab or None
         if value is None:
-            # Training builds it with the default of Transformers.
+            # Training builds the model with the default of Transformers.
             defaults_of_family = (size_of_transformers(model_type, key) for key in keys)
             value = next(filter(None, defaults_of_family), None)
         if is_count(value):
@@ -630,10 +627,7 @@ def _required_sizes(
             continue
         rule = "not a whole number of at least 1"
         if value is None:
-            rule = (
-                "is neither here, nor in a text_config, nor has Transformers a"
-                f" {model_type} with one"
-            )
+            rule = f"is missing, and Transformers has no default for {model_type}"
         problems.append(Problem(f"{source}: {keys[0]}", value, rule, f"set {' or '.join(keys)}"))
 
     raise_problems(problems)
@@ -693,7 +687,7 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
             # The file is a configuration of `plait train`.
             config = dict(section["config"])
         architecture = from_config(config, source=str(file))
-        # A run starts from the weights of the folder, if it has any.
+        # A run starts from the weights of the folder if there are any.
         if path.is_dir() and any(path.glob("*.safetensors")):
             return Model(architecture, {"path": str(path)})
         fields = {}
@@ -706,8 +700,8 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
     if public is None:
         hint = did_you_mean(source, names(), count=3, cutoff=0.4)
         raise InputError(
-            f"model {source!r}: no file, no folder and no public model that is known; {hint}`plait"
-            " plan models` prints them"
+            f"model {source!r}: neither a file, a folder nor a known public model; {hint}`plait"
+            " plan models` lists the known ones"
         )
 
     return Model(public, {"config": to_config(public, positions=sequence or 2048)})
@@ -728,8 +722,8 @@ def _read_config(file: Path) -> dict[str, Any]:
 
     if not isinstance(content, dict):
         raise InputError(
-            f"model {file}: holds {type(content).__name__}, not the keys of a Hugging Face"
-            " configuration"
+            f"model {file}: contains a {type(content).__name__}, not a JSON object; name a Hugging"
+            " Face config.json"
         )
 
     return content

@@ -1,8 +1,8 @@
 """Output of a plan: the configuration that `plait train` runs, and a sidecar with all predictions.
 
 The configuration is the file that was planned for, with values in place of "auto" and of missing
-options. No value in the file changes. Invariant: the configuration resolves, for the planned number
-of processes, to the layout that was estimated.
+options. Other values of the file do not change. Invariant: for the planned number of processes, the
+configuration resolves to the layout that was estimated.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def config_of(
     """Return the configuration of a choice.
 
     Args:
-        request: What was planned.
+        request: Model, cluster and batch of the plan.
         choice: The layout.
-        base: Configuration as the file has it. Its values are kept under the names that it uses;
-            options that are missing or "auto" are filled.
+        base: Configuration as written in the file. Its values and the names that it uses are kept.
+            Options that are missing or "auto" are filled in.
     """
     tree = copy.deepcopy(dict(base or {}))
     for path, value in chosen(request, choice, base).items():
@@ -122,7 +122,7 @@ _IMPLIED_VALUES: dict[str, Any] = {
 
 
 def _is_open(path: str, value: Any) -> bool:
-    """Return True if a file leaves the option to the plan. -1 means "auto" for degrees."""
+    """Return True if a file leaves the option open. For data-parallel degrees, -1 means "auto"."""
     return value == "auto" or (
         path in ("parallel.dp_replicate", "parallel.dp_shard") and value in (-1, "-1")
     )
@@ -192,17 +192,16 @@ def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values."""
-    shortages = []
-    for shortage in plan.shortages:
-        shortages.append(
-            {
-                "region": shortage.region,
-                "candidates": shortage.candidates,
-                "needed_bytes": shortage.needed_bytes,
-                "room_bytes": shortage.room,
-                "parts": dict(shortage.parts),
-            }
-        )
+    shortages = [
+        {
+            "region": shortage.region,
+            "candidates": shortage.candidates,
+            "needed_bytes": shortage.needed_bytes,
+            "room_bytes": shortage.room,
+            "parts": dict(shortage.parts),
+        }
+        for shortage in plan.shortages
+    ]
     return {
         "candidates": plan.candidates,
         "fitting": plan.fitting,

@@ -1,6 +1,6 @@
-"""Peak of a training step of Plait on one rank: all moments that may be the peak, as named terms.
+"""Memory of one rank of Plait at every moment that may be the peak of a training step, by term.
 
-Besides model states these are the tensors that `fully_shard` gathers, accumulates and reduces per
+The terms are model states, the tensors that `fully_shard` gathers, accumulates and reduces per
 unit, and the saved tensors of blocks (`block_bytes`). The backward runs from the last block to the
 first. It frees gathered weights and activations and allocates gradient shards, so the sum is
 largest at its start or its end. Only these moments are computed: the first block of a backward, the
@@ -16,14 +16,14 @@ Note [Memory of a step]
     3. `engine.single_rank`: the step itself on fake tensors, seconds to minutes. It models nothing,
        so tests compare the other two with it.
 
-    They share what is the same for all: model states are those of the ledger, its rules decide what
-    a ZeRO stage reduces and frees, and `dryrun.recorder` measures in 2 and 3.
+    All three take model states from the ledger, whose rules decide what a ZeRO stage reduces and
+    frees. In 2 and 3, `dryrun.recorder` measures the memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -118,15 +118,13 @@ class _Rank:
     spent: Numbers
     """Saved bytes of a recomputed block that its backward no longer needs but holds."""
     logits: Numbers
+    """Peak bytes of head and loss."""
     head_sums: Numbers
     """Bytes of the head's gradients, accumulated over the chunks of a loss."""
     hidden: Numbers
     """Bytes of hidden states."""
     message: Numbers
-    """Bytes of a boundary activation.
-
-    It is held until its gradient has been sent; one arrives before it is needed.
-    """
+    """Bytes of a boundary activation between two pipeline stages; 0 without a pipeline."""
     mask: Numbers
     """Bytes of the dropout mask after the embedding."""
     saved_by_loss: Numbers
@@ -135,6 +133,7 @@ class _Rank:
     """Bytes for deferred weight gradients: per token of a block, and after the last block."""
     shards: Numbers
     stage: Numbers
+    """ZeRO stage."""
     block_weights: Numbers
     """Bytes of weight gradients at the peak of a block's backward."""
     block_working: Numbers
@@ -142,7 +141,8 @@ class _Rank:
     wide: Numbers
     """True if a reduction needs a second full buffer.
 
-    torch copies the gradients if there is no other rank to reduce with, and gloo needs a buffer.
+    This is the case with gloo, and if there is no other rank to reduce with, because torch then
+    copies the gradients.
     """
 
 
@@ -226,8 +226,8 @@ def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
 
     staged = np.asarray(rank.job.layouts.pp) > 1
     if np.any(staged & (rank.stage == 3)):
-        # Where stages alternate, the block that is computed and the two to come are gathered in a
-        # forward too.
+        # If forwards and backwards of stages alternate, a forward also gathers blocks: the one that
+        # is computed and the next two.
         transient = (
             3 * rank.job.model.hidden * rank.job.element_bytes * rank.job.tokens + 3.5 * rank.hidden
         )
@@ -257,7 +257,7 @@ def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
 
 
 def _largest_holding(rank: _Rank, candidates: Holding) -> Holding:
-    """Return the largest of COUNT holdings, for every candidate."""
+    """Return the holding with the most bytes of COUNT holdings, for every candidate."""
     sums = (
         _activations(rank, candidates)
         + _gradients(rank, candidates)
@@ -265,12 +265,8 @@ def _largest_holding(rank: _Rank, candidates: Holding) -> Holding:
     )
     largest = np.argmax(sums, axis=0)[None]
 
-    return Holding(
-        *(
-            np.take_along_axis(getattr(candidates, field.name), largest, axis=0)[0]
-            for field in fields(Holding)
-        )
-    )
+    columns = vars(candidates).values()
+    return Holding(*(np.take_along_axis(column, largest, axis=0)[0] for column in columns))
 
 
 def _moment(rank: _Rank, holding: Holding) -> _Moment:
@@ -360,7 +356,7 @@ def _shard_bytes(rank: _Rank, elements: Numbers) -> Numbers:
 
 
 def _new_shard_bytes(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
-    """Return the bytes of new shards that exist until they are added to earlier ones."""
+    """Return the bytes of new gradient shards that exist until they are added to earlier ones."""
     has_shards = (np.asarray(moment.added) > 0) & ~_has_unsharded_sums(rank, moment)
     return np.where(has_shards, _shard_bytes(rank, elements), 0.0)
 
@@ -388,7 +384,7 @@ def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = F
 def _has_unsharded_sums(rank: _Rank, moment: _Moment) -> Numbers:
     """Return True if unsharded gradients of earlier micro-batches exist.
 
-    The reduction of a unit frees its own.
+    The reduction of a unit frees those of the unit.
     """
     return (rank.stage <= 1) & (np.asarray(moment.holding.growing) > 0)
 
@@ -462,7 +458,7 @@ def _block(
 
     Args:
         rank: The rank.
-        moment: Its contents before the backward of the stage.
+        moment: Bytes on the rank before the backward of the stage.
         done: Number of blocks of the stage whose backward is done.
         last: Whether this is the last backward of the stage in the step.
     """
@@ -521,7 +517,8 @@ def _ends(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Te
     new_shards = np.where((added > 0) & ~sums, shard * units.late_unit, 0.0)
     others = units.layers - moment.holding.running - moment.holding.ended
 
-    # Unsharded gradients of stages that have not ended, which add up until they have.
+    # Blocks of other stages whose backwards have not ended, and whose unsharded gradients therefore
+    # exist.
     unsharded_others = np.where(
         sums,
         np.minimum(others, np.maximum(moment.holding.growing - moment.holding.running, 0)),

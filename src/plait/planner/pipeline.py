@@ -1,14 +1,13 @@
 """Pipeline schedules in the planner: idle time, and the tensors of a rank during a step.
 
 Idle shares are published formulas, or were read from torch's action lists. For the best candidates
-an event simulation of the schedule's table refines them. Micro-batches in flight here are those of
-other frameworks; those of Plait's ranks follow from their actions (`holdings`, below). Units are
-the time and activations of one micro-batch in one stage.
+an event simulation of the schedule's table refines them. `in_flight` has the micro-batches in
+flight of other frameworks, in units of one micro-batch in all stages of a rank.
 
 `holdings` counts the tensors that a rank of Plait holds: micro-batches in flight and gradients. The
-counts follow from the order of the rank's actions, which is also what the runtime executes
-(`parallel.schedules.schedule.row_of`). Stages of unequal size, odd numbers of micro-batches and
-split backwards are therefore exact. GPipe and 1F1B have one stage per rank and simple formulas.
+counts follow from the order of the rank's actions (`parallel.schedules.schedule.row_of`), which the
+runtime also executes. They are therefore exact for stages of unequal size, odd numbers of
+micro-batches and split backwards. GPipe and 1F1B have one stage per rank and simple formulas.
 Schedules without a table are treated as 1F1B.
 
 Note [Peaks of a rank]
@@ -130,8 +129,8 @@ _WEIGHTS = (
 )
 """Assumed sizes relative to the saved tensors of a block.
 
-They are: deferred gradients of a block, gradients of its weights, gradients of a stage that has
-finished, and what a loss saves. See Note [Peaks of a rank].
+The four sizes are those of the deferred gradients of a block, the gradients of its weights, the
+gradients of a finished stage, and the saved tensors of a loss. See Note [Peaks of a rank].
 """
 
 
@@ -148,15 +147,15 @@ class Holding:
     deferred: Numbers
     """Blocks with computed input gradients and deferred weight gradients."""
     messages: Numbers
-    """Boundary activations that stages received and sent, and one that arrives early."""
+    """Boundary activations that stages received and sent, and the next one, which arrives early."""
     inputs: Numbers
-    """Boundary activations if the blocks of a stage save their input anyway."""
+    """Boundary activations in addition to saved block inputs, if blocks are fully recomputed."""
     fronts: Numbers
-    """Micro-batches of the model's first stage."""
+    """Micro-batches in flight of the model's first stage."""
     losses: Numbers
     """Micro-batches of the model's last stage whose backward has not started."""
     late_losses: Numbers
-    """Micro-batches whose input gradient is computed and whose weight gradients are not yet."""
+    """Micro-batches of the model's last stage whose weight gradients are deferred."""
     growing: Numbers
     """Blocks of stages with some of their backwards done in this step."""
     ended: Numbers
@@ -190,11 +189,7 @@ class Holdings:
     others: Holding
     """Moments with another stage in its backward."""
     endings: Holding | None
-    """Moments with a stage in its last backward of the step, after which its gradients are
-    complete.
-
-    None in a first estimate.
-    """
+    """Moments with a stage in its last backward of the step. None in a first estimate."""
     closing: Holding
     """Last backward of the rank."""
 
@@ -219,12 +214,13 @@ def holdings(
         selected = slice(_USUAL_MOMENT, _USUAL_MOMENT + 1)
 
     def chosen(moments: NDArray[np.float64]) -> Holding:
-        return Holding(
-            *(np.take(moments[..., place, :], row_indices, axis=-1) for place in range(_FIELDS))
-        )
+        columns = np.moveaxis(moments, -2, 0)  # [fields, ..., rows]
+        return Holding(*(np.take(column, row_indices, axis=-1) for column in columns))
 
-    headed, others = (chosen(kind[selected]) for kind in table[:2])
-    return Holdings(headed, others, chosen(table[2]) if every_moment else None, chosen(table[3, 0]))
+    endings = chosen(table[2]) if every_moment else None
+    return Holdings(
+        chosen(table[0, selected]), chosen(table[1, selected]), endings, chosen(table[3, 0])
+    )
 
 
 @lru_cache(maxsize=100_000)
@@ -273,7 +269,7 @@ def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the moments with the largest sums by each of _WEIGHTS."""
     names = ("blocks", "deferred", "growing", "ended", "losses", "late_losses")
     blocks, deferred, growing, ended, losses, late = (moments[:, _COLUMN[name]] for name in names)
-    # Among equal moments, the one with more of everything else.
+    # Among equal moments, the one with more of all other tensors is chosen.
     besides = 1e-6 * moments.sum(axis=1)
     sums = (
         blocks + a * deferred + b * growing + c * ended + d * (losses + late) + besides
@@ -285,9 +281,9 @@ def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
 def _moments_without_table(
     name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the moments of GPipe and 1F1B: all of them, and those that end a stage.
+    """Return all moments, and those that end a stage, of GPipe, 1F1B and schedules without a table.
 
-    Schedules without a table are estimated for comparison only. All stages of a rank count as one.
+    All stages of a rank count as one. Schedules without a table are only estimated for comparison.
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages
@@ -356,7 +352,7 @@ def _moments_of_table(
     is_last = np.array(stages) == last
     ends = is_first | is_last
 
-    # A stage that sends to another of its rank shares with it what it sends.
+    # A stage that sends to another stage of its rank shares the tensor with that stage.
     message = 2 - is_first - is_last - np.array([stage - 1 in stages for stage in stages])
     # The loss is not in memory during a separate backward of the weights.
     halves = kinds == Kind.WEIGHT

@@ -1,6 +1,6 @@
 """Plan request (model, devices, batch), and its candidate layouts as jobs to price.
 
-`estimate` computes time and memory of candidates in one call, by the closed forms.
+`estimate` computes time and memory of candidates in one call, with closed formulas.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check(request: Request) -> None:
                 "--batch",
                 request.global_batch,
                 "a step has at least one sample",
-                "set the samples of an optimizer step",
+                "set it to the number of samples per optimizer step",
             )
         )
 
@@ -112,7 +112,7 @@ def check(request: Request) -> None:
                 "--seq",
                 request.sequence,
                 "a sample has at least one token",
-                "set the tokens of a sample",
+                "set it to the number of tokens per sample",
             )
         )
 
@@ -155,15 +155,15 @@ def formula_notes(request: Request) -> list[str]:
     saved = _count(request)
     if saved is not None and saved.none.scores > float(model.heads) * request.sequence:
         notes.append(
-            f"{kind}: its attention has scores in memory, of {saved.none.scores / 1024:.4g} KiB a"
-            " token and block: they are in the bytes, and the time to write and read them is not"
-            " in the seconds, which are those of one kernel and too low; measure a step first"
+            f"{kind}: its attention writes scores of {saved.none.scores / 1024:.4g} KiB per token"
+            " and block to memory. The bytes include them, but the seconds are those of a kernel"
+            " without them and are too low; measure a step first"
         )
 
     if counting["on_cores"] and float(model.dropout):
         notes.append(
-            f"{kind} drops hidden states: the random numbers that CPU cores draw for it are not in"
-            " the seconds"
+            f"{kind} has dropout of hidden states: the seconds do not include the time in which CPU"
+            " cores draw its random numbers"
         )
 
     return [note for note in notes if note]

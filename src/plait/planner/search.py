@@ -48,16 +48,16 @@ from plait.planner.step_time import STEP_TERMS, simulated_terms
 from plait.sizes import GIB
 
 _TIE_PROBABILITY = 0.25
-"""Probability of being the fastest from which on a layout ties with the first one."""
+"""Smallest probability of being faster than the first layout at which a layout ties with it."""
 _LAYOUT_SPREAD = 0.04
-"""Noise of one layout of a model on one machine, as a logarithm, as in `calibrate.calibrate`."""
+"""Noise of one layout of a model on one machine: the standard deviation of its logarithm."""
 NINETY = 1.645
 """Standard deviations on either side of a 90 % interval."""
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """Layout with its predicted cost in seconds and bytes. Intervals are 90 % intervals."""
+    """Layout with its predicted cost in seconds and bytes. Low and high are 90 % intervals."""
 
     layout: Mapping[str, Any]
     seconds: float
@@ -70,6 +70,7 @@ class LayoutChoice:
     Causal attention counts by half. Recomputation does not count.
     """
     terms: Mapping[str, float]
+    """Seconds by term, which sum to `seconds`."""
     allocated: float
     reserved: float
     needed_bytes: float
@@ -77,7 +78,9 @@ class LayoutChoice:
     needed_high_bytes: float
     fit_probability: float
     memory_terms: Mapping[str, float]
+    """Allocated bytes at the peak by term."""
     moment: str
+    """Moment of the peak, one of `memory.MOMENTS`."""
 
     @property
     def budget(self) -> float | None:
@@ -159,9 +162,10 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     moment = np.broadcast_to(memory.moment, (count,))
     terms = {name: each(value) for name, value in estimated.step.terms.items()}
     memory_terms = {name: each(value) for name, value in memory.terms.items()}
-    seconds, total, allocated, reserved = map(
-        each, (estimated.seconds, memory.total, memory.allocated, memory.reserved)
-    )
+    seconds = each(estimated.seconds)
+    total = each(memory.total)
+    allocated = each(memory.allocated)
+    reserved = each(memory.reserved)
 
     choices: list[LayoutChoice] = []
     for i in range(count):
@@ -220,7 +224,7 @@ def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibra
 
 
 _CHUNK = 1 << 15
-"""Candidates that are estimated at a time, so that arrays stay in the cache."""
+"""Number of candidates that are estimated at a time, so that arrays stay in the cache."""
 _FIT_PROBABILITY = 0.9
 """Probability of fitting into memory that a plan must have."""
 _MAX_SIMULATED = 50
@@ -228,7 +232,7 @@ _MAX_SIMULATED = 50
 FAMILY = ("tp", "pp", "cp", "ep", "stage")
 """Fields that define a family of layouts. A plan shows the fastest layout of each family."""
 _MAX_PER_FAMILY = 3
-"""Layouts per family that are simulated."""
+"""Largest number of layouts per family that are simulated."""
 _HOST_SHARE = 0.8
 """Share of a node's memory that states may use."""
 
@@ -255,16 +259,20 @@ class Plan:
 
     request: Request
     best: tuple[LayoutChoice, ...]
-    """Layouts from fast to slow; the fastest of each family."""
+    """Fastest layout of each family, in the order of their seconds."""
     ties: int
     """Number of these layouts, including the first, that may be the fastest.
 
     They differ by less than the uncertainty between two layouts of one model.
     """
     candidates: int
+    """Number of candidates that were estimated."""
     fitting: int
+    """Number of candidates that fit into memory."""
     excluded: tuple[Excluded, ...]
+    """Regions that the rules exclude."""
     shortages: tuple[Shortage, ...]
+    """Regions in which nothing fits."""
 
 
 def plan(
@@ -317,32 +325,29 @@ class EstimatedSpace:
 
 
 def estimate_space(request: Request, space: Space, calibration: Calibration) -> EstimatedSpace:
-    """Price all candidates, including those between the ends of Note [Memory measures]."""
+    """Estimate all candidates, including those between the ends of Note [Memory measures]."""
     rates = merged_rates(calibration)
     ends = _estimate(request, space.layouts, rates)
     sample = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
-    spreads = [
-        log(choice.needed_high_bytes / choice.needed_bytes) / NINETY
-        for choice in choices_of(request, sample, calibration)
-    ]
+    spreads = []
+    for choice in choices_of(request, sample, calibration):
+        spreads.append(log(choice.needed_high_bytes / choice.needed_bytes) / NINETY)
 
     # A margin for the uncertainty of the memory, which differs little between layouts.
     margin = NormalDist().inv_cdf(_FIT_PROBABILITY) * float(np.median(spreads))
     fits = ends.needed_bytes <= float(request.cluster.device.memory_bytes) * exp(-margin)
     more = space.between(ends.seconds, fits)
     proposed = space.proposed(fits)
-    parts = [
-        EstimatedSpace(
-            space.layouts.take(proposed), ends.seconds[proposed], ends.needed_bytes[proposed]
-        )
-    ]
-    if more is not None:
-        parts.append(_estimate(request, more, rates))
-
+    at_ends = EstimatedSpace(
+        space.layouts.take(proposed), ends.seconds[proposed], ends.needed_bytes[proposed]
+    )
+    if more is None:
+        return at_ends
+    between = _estimate(request, more, rates)
     return EstimatedSpace(
-        joined([part.layouts for part in parts]),
-        np.concatenate([part.seconds for part in parts]),
-        np.concatenate([part.needed_bytes for part in parts]),
+        joined([at_ends.layouts, between.layouts]),
+        np.concatenate([at_ends.seconds, between.seconds]),
+        np.concatenate([at_ends.needed_bytes, between.needed_bytes]),
     )
 
 
@@ -387,7 +392,7 @@ def _fastest(
         for choice in choices_of(request, layouts, calibration):
             family = _family(choice)
             kind = (*family, choice.layout["schedule"], choice.layout["vpp"])
-            # The next layouts are often near twins of the last one.
+            # Layouts of similar speed are often of the same family.
             if kind in seen or families[family] >= _MAX_PER_FAMILY:
                 continue
             if choice.fit_probability < _FIT_PROBABILITY:

@@ -1,8 +1,8 @@
 """Space of candidate layouts of a model on a cluster, and regions that rules exclude.
 
-The rules are those of the engine: heads divide over tp, every rank gets complete micro-batches, and
-a pipeline has at least one layer per stage and as many micro-batches as stages. Layouts that only
-do not fit into memory are not excluded here.
+The rules are those of the engine: tp divides the heads, every rank gets complete micro-batches, and
+a pipeline has at least one layer per stage and as many micro-batches as stages. Layouts that do not
+fit into memory are not excluded here.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ class Space:
 
     layouts: Layouts
     number: NDArray[np.int64]
-    """Index of each candidate's layout. Candidates that differ only in their
-    memory-saving measures share it."""
+    """Index of each candidate's layout.
+
+    Candidates that differ only in their memory measures have the same layout.
+    """
     measures: MemoryMeasures
     excluded: tuple[Excluded, ...]
 
@@ -88,11 +90,11 @@ class Space:
         Args:
             seconds: Predicted seconds of the candidates.
             fits: Whether they fit.
-            within: Layouts are refined if they are, without measures, at most this factor slower
-                than the fastest candidate that fits.
+            within: Largest ratio of the time of a layout without measures to that of the fastest
+                candidate that fits. Slower layouts get no further candidates.
 
         Returns:
-            Candidates of layouts that fit with measures and not without; None if there are none.
+            Candidates of layouts that fit with measures but not without. None if there are none.
         """
         if not fits.any():
             return None
@@ -117,14 +119,12 @@ class Space:
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
     """Concatenate candidates."""
-    columns = {}
-    for f in fields(Layouts):
-        columns[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
-    return Layouts(**columns)
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return Layouts(*map(np.concatenate, columns))
 
 
 def divisors(count: int) -> list[int]:
-    """Return all divisors in ascending order."""
+    """Return all divisors of a number in ascending order."""
     small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
     return sorted({*small, *(count // d for d in small)})
 
@@ -197,9 +197,14 @@ class _SpaceBuilder:
     )
     numbers: list[NDArray[np.int64]] = field(default_factory=list)
 
-    def allowed(self, name: str, values: Iterable[int]) -> list[int]:
-        """Return the values of a field that agree with the fixed one."""
-        return [value for value in values if self.fixed.get(name, value) == value]
+    def allowed(self, names: tuple[str, ...], rows: Iterable[tuple[int, ...]]) -> list[Any]:
+        """Return the rows (one value per field of `names`) that agree with the fixed values."""
+
+        def agrees(row: tuple[int, ...]) -> bool:
+            values = zip(names, row, strict=True)
+            return all(self.fixed.get(name, value) == value for name, value in values)
+
+        return list(filter(agrees, rows))
 
     def exclude(self, region: str, rule: str) -> None:
         """Record the rule that excludes a region, unless the region already has one."""
@@ -230,16 +235,17 @@ def _rule_of(model: Architecture, names: Sequence[str]) -> str:
     if "ep" in names and not model.experts:
         return f"{model.name} has no experts"
     rules = {
-        "ep": "the experts of a layer, and the ranks that are left for them, are a multiple of ep",
-        "sp": "it is of tp 2 or more, whose ranks have parts of a sequence each",
+        "ep": "ep must divide the experts of a layer, and the ranks that are left for them",
+        "sp": "sequence parallelism needs tp of at least 2",
         "dp_shard": (
-            "dp_replicate x dp_shard is what tp, pp and cp leave of the devices, and with stage 0"
-            " nothing is sharded"
+            "dp_replicate x dp_shard must be the devices / (tp x pp x cp), and dp_shard must be 1"
+            " with stage 0"
         ),
     }
 
     return next(
-        (rules[name] for name in names if name in rules), "not every tp, pp and cp has these values"
+        (rules[name] for name in names if name in rules),
+        "for some tp, pp and cp these values are impossible",
     )
 
 
@@ -274,7 +280,11 @@ def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Exclu
 
     if tp > 1 and model.heads % tp:
         heads = int(model.heads)
-        works = [d for d in divisors(heads) if d <= domain and devices % d == 0]
+        works = []
+        for degree in divisors(heads):
+            # Other rules refuse some of the degrees that divide the heads.
+            if degree <= domain and not _refuse_tensor_degree(builder, degree, domain):
+                works.append(degree)
         return Excluded(
             region,
             f"num_attention_heads is {model.heads} and {model.heads} % {tp} = {model.heads % tp};"
@@ -320,7 +330,7 @@ def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | No
 
     if pp == 1 and staged:
         return Excluded(
-            region, f"{format_fixed(staged)} is of a pipeline, which has 2 stages or more"
+            region, f"{format_fixed(staged)} needs a pipeline, which has at least 2 stages"
         )
     if pp > 1 and builder.split.pipeline:
         return Excluded(region if "pp" in fixed else "pp > 1", builder.split.pipeline)
@@ -336,14 +346,13 @@ def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | No
 def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
     """Return (schedule, chunks per rank) pairs."""
     layers = builder.model.layers
-    fixed = builder.fixed
     if pp == 1:
         return [(SCHEDULES.index("none"), 1)]
     schedules = []
     for name in builder.techniques.schedules:
         if name in ("interleaved", "interleaved-zb"):
-            # With embedding and head for a layer each, Megatron-LM has stages without a layer; here
-            # every stage has one.
+            # As in Megatron-LM, embedding and head may count as a layer each. Unlike there, every
+            # stage has at least one real layer.
             chunks = []
             for count in range(2, _MAX_CHUNKS + 1):
                 stages = pp * count
@@ -355,11 +364,7 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
             chunks = [1]
         schedules += [(SCHEDULES.index(name), count) for count in chunks]
 
-    allowed: list[tuple[int, int]] = []
-    for schedule, count in schedules:
-        if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", count) == count:
-            allowed.append((schedule, count))
-    return allowed
+    return builder.allowed(("schedule", "vpp"), schedules)
 
 
 def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
@@ -367,21 +372,18 @@ def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
     fixed = builder.fixed
     entries = [(0, dp, 1)]
     if builder.cluster.devices == 1 or (dp == 1 and fixed.get("stage")):
-        # One rank has all of the shards: the only device, because stage 0 has no optimizer on the
-        # host; and with a stage that is fixed.
+        # A sharded stage with a single shard: on one device, because stage 0 does not support the
+        # optimizer on the host, and if the stage is fixed.
         entries.append((fixed.get("stage") or 1, 1, 1))
-    inner = [d for d in divisors(dp) if d > 1 and (d == dp or d & (d - 1) == 0)]
+    # Only all ranks or a power of two are proposed, but any divisor can be fixed.
+    inner = []
+    for degree in divisors(dp):
+        is_power_of_two = degree & (degree - 1) == 0
+        if degree > 1 and (degree in (dp, fixed.get("dp_shard")) or is_power_of_two):
+            inner.append(degree)
     for stage in (1, 2, 3):
         entries += [(stage, dp // dp_shard, dp_shard) for dp_shard in inner]
-    if "dp_shard" in fixed and dp % fixed["dp_shard"] == 0 and fixed["dp_shard"] not in (1, *inner):
-        entries += [(stage, dp // fixed["dp_shard"], fixed["dp_shard"]) for stage in (1, 2, 3)]
-    names = ("stage", "dp_replicate", "dp_shard")
-
-    allowed: list[tuple[int, int, int]] = []
-    for entry in entries:
-        if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True)):
-            allowed.append(entry)
-    return allowed
+    return builder.allowed(("stage", "dp_replicate", "dp_shard"), entries)
 
 
 def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
@@ -391,20 +393,22 @@ def _context_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     kind = format_fixed({"context": builder.fixed["context"]})
     builder.exclude(
         "cp = 1",
-        f"{kind} needs sequences in 2 parts or more, of at least {LONG_SEQUENCE // 8:,} tokens each"
-        " unless cp is given",
+        f"{kind} needs cp of at least 2, which is only proposed for parts of at least"
+        f" {LONG_SEQUENCE // 8:,} tokens; fix cp as well for shorter parts",
     )
     return [cp for cp in degrees if cp > 1]
 
 
 def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     fixed = builder.fixed
-    if fixed.get("cp", 2) > 1 and builder.split.context:
-        builder.exclude("cp > 1", builder.split.context)
-        return builder.allowed("cp", [1])
+    rule = None
+    if fixed.get("cp", 2) > 1:
+        rule = builder.split.context
     if builder.techniques.compiled:
-        builder.exclude("cp > 1", "parts of sequences are not tested under torch.compile")
-        return builder.allowed("cp", [1])
+        rule = rule or "context parallelism is not tested with torch.compile"
+    if rule:
+        builder.exclude("cp > 1", rule)
+        return [] if fixed.get("cp", 1) > 1 else [1]
     if "cp" not in fixed:
         if builder.sequence < LONG_SEQUENCE and "context" not in fixed:
             return [1]
@@ -458,11 +462,10 @@ def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
     if tp > 1 and builder.split.with_experts:
         builder.exclude(
             "tp > 1 with ep < tp",
-            "every rank of tp would compute all tokens of the experts that it has",
+            "every rank of tp would compute all tokens of its experts",
         )
         degrees = [d for d in degrees if d % tp == 0]
-
-    return builder.allowed("ep", degrees)
+    return degrees
 
 
 def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[int]:
@@ -508,16 +511,18 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
 
     enough = [size for size in micro_batches if per_rank // size >= pp]
     if not enough:
+        most = per_rank // min(micro_batches)
         builder.exclude(
             f"pp = {pp} with dp = {dp}",
-            f"a rank has {per_rank} samples, fewer micro-batches than the {pp} stages",
+            f"a rank's {per_rank} samples are at most {most} micro-batches, but {pp} stages need"
+            f" {pp}",
         )
         return []
     return enough
 
 
 def _as_rows(values: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return the values of one field as rows of a list of fields."""
+    """Return each value of a field as a row with one entry."""
     return [(value,) for value in values]
 
 
@@ -530,15 +535,14 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
 
     if tp > 1 and builder.split.sequence:
         builder.exclude("sp", builder.split.sequence)
-    can_shard_sequence = tp > 1 and not builder.split.sequence
-    sequence = builder.allowed("sp", (0, 1) if can_shard_sequence else (0,))
+    sequence = [0, 1] if tp > 1 and not builder.split.sequence else [0]
     ends = builder.measures.ends
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(builder, pp),
         ("stage", "dp_replicate", "dp_shard"): _shards(builder, dp),
-        ("sp",): _as_rows(sequence),
+        ("sp",): builder.allowed(("sp",), _as_rows(sequence)),
         ("context",): _as_rows(_contexts(builder, tp, cp)),
-        ("ep",): _as_rows(_expert_degrees(builder, tp, dp * cp * tp)),
+        ("ep",): builder.allowed(("ep",), _as_rows(_expert_degrees(builder, tp, dp * cp * tp))),
         ("micro_batch",): _as_rows(micro_batches),
         tuple(f.name for f in fields(MemoryMeasure)): [
             tuple(vars(measure).values()) for measure in ends
@@ -565,7 +569,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
     if not keep.any():
         builder.exclude_fixed(
             _RUN_TOGETHER,
-            "not every tp, pp and cp has a schedule that runs with these values",
+            "for some tp, pp and cp no schedule runs with these values",
         )
 
     for name, value in values.items():

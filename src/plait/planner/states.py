@@ -1,8 +1,8 @@
 """Exact bytes of Plait's model states, from the ledger of its techniques.
 
-The ledger is asked for the embedding, one block and the head; a stage is the sum of its parts. The
-facts about parameters are derived from an Architecture, so that no model is built; tests compare
-them with those of the Transformers model.
+The ledger computes the bytes of the embedding, one block and the head, and those of a stage are
+their sum. The facts about parameters are derived from an Architecture, so that no model is built.
+Tests compare them with the facts of the Transformers model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from plait.planner.pipeline import (
 )
 
 _MASTER_BYTES = 4
-"""Bytes of a parameter. Plait's optimizer updates float32 parameters unless `model.dtype` differs.
-"""
+"""Bytes per element of a parameter, which is float32 unless `model.dtype` differs."""
 
 _EXPERTS = "experts."
 """Prefix of the names of parameters that `ep` splits."""
@@ -54,8 +53,8 @@ def block_parameters(
     Args:
         model: Sizes of the model. Shapes are those of the Transformers model.
         experts: Whether the block has experts.
-        replicates_keys: Whether keys and values are replicated, because there are fewer heads than
-            ranks.
+        replicates_keys: Whether keys and values are replicated, because there are fewer key-value
+            heads than ranks.
     """
     if model.model_type == "gpt2":
         return _gpt2_block(model)
@@ -159,13 +158,16 @@ def _gpt2_block(model: Architecture) -> list[Entry]:
 def _adjust_to_count(
     model: Architecture, dense: list[Entry], routed: list[Entry], share: float
 ) -> tuple[list[Entry], list[Entry]]:
-    """Adjust the parameters of a layer to their number in the built model.
+    """Return the parameters of a layer with as many elements as in the built model.
 
     Args:
         model: Sizes of the model.
         dense: Parameters of a layer without experts.
         routed: Parameters of a layer with experts.
         share: Share of the layers with experts.
+
+    Returns:
+        The parameters of a layer without experts and of one with experts.
     """
     more = float(model.unexplained_parameters)
     if not more:
@@ -324,19 +326,7 @@ def account_states(
         every_moment: See `pipeline.holdings`.
     """
     layouts = job.layouts
-    size = max(
-        np.size(field)
-        for field in (
-            layouts.tp,
-            layouts.dp_replicate,
-            layouts.dp_shard,
-            layouts.stage,
-            layouts.accumulation,
-            layouts.pp,
-            layouts.cp,
-            layouts.ep,
-        )
-    )
+    size = max(map(np.size, vars(layouts).values()))
     # float32 is not cast, so it is None.
     compute = {"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[int(only(job.precision))])
     parts = _parts_of_model(job, size, compute=compute, reduce=reduce, form=form)
@@ -351,7 +341,7 @@ def account_states(
 
 
 def _presence_of_ends(job: Job, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return 1 for every end of the model that a rank has, by rank of `RANKS`."""
+    """Return which ends of the model a rank has, as 1 or 0 by end, for each rank of `RANKS`."""
     single = _column(job.layouts.pp, size) == 1
     v_schedules = [SCHEDULES.index(name) for name in V_SHAPED]
     v_shaped = np.isin(_column(job.layouts.schedule, size), v_schedules) & ~single
@@ -389,7 +379,8 @@ the host), gathered, and unsharded (all weights in the dtype of computation).
 class _DistinctLayouts:
     """Distinct combinations of the fields that the ledger of the techniques depends on.
 
-    There are far fewer of them than candidates. `inverse` is the combination of every candidate.
+    There are far fewer of them than candidates. `inverse` is the index of each candidate's
+    combination.
     """
 
     degrees: dict[str, np.ndarray]
@@ -457,7 +448,8 @@ class _DistinctLayouts:
 
         return {
             "weights": memory["parameters"],
-            # Unsharded until the last micro-batch, which replaces them with shards block by block.
+            # Gradients stay unsharded until the last micro-batch, which replaces them with shards
+            # block by block.
             "gradients": np.maximum(memory["gradients"], memory["unsharded_gradients"]),
             "optimizer": memory["optimizer"],
             "on_device": memory["unsharded_gradients"],
@@ -526,7 +518,7 @@ class _PartsOfModel:
         moving = np.where(self.is_stage_3, at_stage_3, before_stage_3) + gradients
         states["gathered"] = states["gathered"] + np.where(self.sharded & self.gathers, moving, 0)
 
-        # On the host: the master weights, the shards of their gradients, and the states.
+        # The host has the master weights, the shards of their gradients, and the optimizer states.
         offloaded = self.offloaded
         on_device = 1 - offloaded
         states["host"] = offloaded * (states["weights"] + states["gradients"] + states["optimizer"])
@@ -642,8 +634,8 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
             cuts[stages] = _cut(job.model, stages)
         blocks = []
         for rank in range(pp):
-            stages_here = stages_of_rank(kind, pp, rank, chunks)
-            blocks.append(tuple(cuts[stages][stage] for stage in stages_here))
+            stages_of = stages_of_rank(kind, pp, rank, chunks)
+            blocks.append(tuple(cuts[stages][stage] for stage in stages_of))
         flights = in_flight(
             Layouts(pp=pp, vpp=chunks, schedule=kind, accumulation=micro_batches), np.arange(pp)
         )
@@ -655,12 +647,8 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
 
     ranks: list[tuple[np.ndarray, Holdings]] = []
     for counts, table in zip(layers, holding_rows, strict=True):
-        ranks.append(
-            (
-                np.array(counts, dtype=float)[inverse],
-                holdings(table, inverse, every_moment=every_moment),
-            )
-        )
+        layers_of_rank = np.array(counts, dtype=float)[inverse]
+        ranks.append((layers_of_rank, holdings(table, inverse, every_moment=every_moment)))
     return ranks
 
 

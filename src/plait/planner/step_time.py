@@ -44,16 +44,19 @@ from plait.planner.pipeline import idle_share, micro_batches_between_chunks
 from plait.planner.techniques import SCHEDULE_NAMES
 
 INSIDE_STEP = 3.4e-6
+"""Seconds of one step of a ring inside a domain."""
 BASE = 8.4e-6
 """Base seconds of a collective: that of NCCL's Simple protocol over NVLink."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: their number, and how many of them share a domain of fast links."""
+    """Process group of a collective."""
 
     size: Numbers
+    """Number of ranks."""
     inside: Numbers
+    """Number of these ranks that share a domain of fast links."""
 
     @property
     def domains(self) -> Numbers:
@@ -64,9 +67,10 @@ class Group:
 def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"]) -> Group:
     """Return the group of an axis.
 
-    tp takes neighboring ranks, then cp, then dp. `shard` is the inner part of dp, and `replicate`
-    are the ranks with the same shard. Other frameworks shard states over cp too; Plait replicates
-    them there. ep is a part of dp; Plait's takes neighboring ranks of all axes.
+    Groups of tp consist of neighboring ranks. The next axes are cp and dp. `shard` is the inner
+    part of dp, and `replicate` consists of the ranks with the same shard. Other frameworks also
+    shard states over cp, while Plait replicates them. ep is a part of dp in other frameworks, and
+    consists of neighboring ranks of all axes in Plait.
     """
     layouts = job.layouts
     over_cp = np.where(job.is_plait, 1, layouts.cp)
@@ -181,8 +185,8 @@ def context_seconds(
 def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
     """Return the exposed seconds of expert parallelism per layer with experts.
 
-    Tokens are sent to their experts and back. Ranks of tp in Plait have the same tokens: each sends
-    a part, and results and gradients are gathered, unless sequence parallelism shards them anyway.
+    Tokens are sent to their experts and back. In Plait, ranks of tp have the same tokens without
+    sequence parallelism. Each of them sends a part, and results and gradients are gathered.
 
     Args:
         job: The candidates.
@@ -197,9 +201,9 @@ def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
     )
     ranks = group(job, "ep")
 
-    # A token goes once to every domain that has one of its experts, and is passed on there (DeepEP;
-    # Megatron-LM's flexible dispatcher). Of `active` experts, spread evenly over d domains, d (1 -
-    # (1 - 1/d)^active) have one. Plait sends a copy for every expert.
+    # Other frameworks send a token once to every domain that has one of its experts, and distribute
+    # it there (DeepEP; Megatron-LM's flexible dispatcher). If `active` experts are spread evenly
+    # over d domains, d (1 - (1 - 1/d)^active) domains have one. Plait sends a copy per expert.
     domains = ranks.domains
     active = np.maximum(model.active, 1)
     once = domains * (1 - np.power(1 - 1 / domains, active)) / active
@@ -220,8 +224,8 @@ def send_seconds(job: Job, rates: Rates) -> Numbers:
     """
     layouts = job.layouts
 
-    # Megatron-LM scatters over tp what it sends; Plait's ranks each send what they have, all of it
-    # without sequence parallelism.
+    # Megatron-LM splits the hidden states over tp before it sends them. In Plait every rank sends
+    # its own, which are complete without sequence parallelism.
     parts = np.where((np.asarray(layouts.sp) > 0) | ~job.is_plait, layouts.tp, 1)
     size = job.element_bytes * job.tokens * job.model.hidden / parts
     per_stage = layouts.tp * layouts.cp * layouts.dp
@@ -252,7 +256,7 @@ STEP_TERMS = {
     "accumulate": "gradients of micro-batches added up",
     "optimizer": "optimizer step",
     "stragglers": "waiting for the slowest node",
-    "fixed": "what every step costs",
+    "fixed": "fixed cost of a step",
 }
 """Meaning of each term, in the order of a report."""
 
@@ -325,8 +329,8 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     nodes = np.maximum(layouts.world / job.device.devices_per_node, 1)
     terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
 
-    # Less of it on few devices, which have less to agree on; that a quarter is left on one, and all
-    # of it from eight on, is a guess.
+    # Few devices have less to coordinate. A quarter of the cost on one device, and all of it from
+    # eight devices on, is a guess.
     terms["fixed"] = rates["fixed"] * np.minimum(1 + np.log2(layouts.world), 4) / 4 + np.zeros_like(
         np.asarray(slowest, dtype=float)
     )
@@ -420,8 +424,8 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
         kind == RECOMPUTE.index("full"),
     )
 
-    # Collectives are repeated where a full block is; Plait keeps the results of operators, and of
-    # no collective.
+    # Recomputation of full blocks repeats their collectives. In Plait recomputation of operators
+    # does as well, because it saves no results of collectives.
     repeated_share = np.where(job.is_plait & (kind >= RECOMPUTE.index("full")), 1.0, repeated_share)
     again = recompute_share(job) * repeated_share
     reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
@@ -429,14 +433,15 @@ def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers
     sequence = np.asarray(layouts.sp) > 0
     shown = 1 - job.framework.hidden_tp
 
-    # Two all-reduces per pass; sequence parallelism splits each in two and gathers twice more in
-    # the backward, half of it under products. What follows a block's last product is not repeated
-    # where recomputation ends before it.
+    # There are two all-reduces per pass. Sequence parallelism splits each into two collectives, and
+    # gathers twice more in the backward, half of which overlaps with products. If recomputation
+    # ends before a block's last product, the collective after the product is not repeated.
     left_out = job.stops_early * (1 - model.expert_layers / model.layers)
     tensor = np.where(
         sequence, (9 + (4 - left_out) * again) * one_way, (4 + (2 - left_out) * again) * reduce
     )
-    # Queries, keys and values are gathered in the forward, the output's gradient in the backward.
+    # Queries, keys and values are gathered in the forward, and the gradient of the output in the
+    # backward.
     if job.replicates_attention:
         tensor = tensor + 4 * one_way
     kv_bytes = (
@@ -490,18 +495,18 @@ def _data_traffic(
     scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
     gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
 
-    # Gradients of a block are packed for their collective and unpacked; on a GPU overlapped with
-    # other kernels and hardly seen.
+    # Gradients of a block are packed for their collective and unpacked. On a GPU this overlaps with
+    # other kernels and costs little.
     packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
     packed = np.where(job.device.on_cpu & (stage >= 2), packed, 0.0)
     scatter = scatter + packed
     scatter_all = scatter_all + packed
-    # Between replicas each rank reduces its shard with those that have the same one.
+    # Replicas reduce their shards with the ranks that have the same shard.
     between = collective_seconds(
         job, rates, group(job, "replicate"), gradient_bytes / shards.size, "all_reduce"
     )
 
-    # Once a step, after everything else, Plait sums over the parts of sequences what a rank has.
+    # At the end of a step, Plait sums the gradients over the ranks of context parallelism.
     rank_bytes = gradient_bytes / np.where(stage > 0, shards.size, 1)
     parts = np.where(
         job.is_plait,
@@ -510,8 +515,8 @@ def _data_traffic(
     )
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
 
-    # Stage 2 reduces every micro-batch's; with a pipeline only Plait does, DeepSpeed has no such
-    # combination, and others reduce once.
+    # Stage 2 reduces the gradients of every micro-batch. With a pipeline only Plait does this:
+    # DeepSpeed does not support the combination, and other frameworks reduce once.
     reduces_each = (stage == 2) & (job.is_plait | (np.asarray(layouts.pp) == 1))
     grads = np.where(reduces_each, scatter * (layouts.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)
@@ -556,9 +561,9 @@ def _activation_offload(job: Job, compute: Numbers) -> Numbers:
 
 
 MOST_ACTIONS = 60_000
-"""Longest table that is simulated; a simulation takes about 5 us per action."""
+"""Largest number of actions that are simulated, at about 5 us per action."""
 RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
-"""Terms of a step that are part of the simulated durations. `idle` is the result."""
+"""Terms of a step that are part of the simulated durations. The simulation computes `idle`."""
 
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
@@ -573,9 +578,8 @@ def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[
         timeline = timeline_of(job, rates)
     except InputError:
         return None
-    # The busiest rank determines the terms of computation. All else in the simulated time is idle
-    # time.
-    busiest = max(timeline.busy(rank) for rank in range(len(timeline.ranks)))
+    # The busiest rank determines the terms of computation. The rest of the simulated time is idle.
+    busiest = max(map(timeline.busy, range(len(timeline.ranks))))
 
     # The closed form counts equal stages, but the engine's partition has a slowest stage.
     share = busiest / sum(terms[term] for term in RANK_TERMS)

@@ -1,6 +1,6 @@
 """Techniques that this version of Plait supports and that the search may propose.
 
-`parallel.order.UNSUPPORTED_COMBINATIONS` lists the pairs that do not work together.
+`parallel.order.UNSUPPORTED_COMBINATIONS` lists the pairs of techniques that do not work together.
 
 `split_of` has the restrictions of tensor, context and pipeline parallelism per model family. The
 engine decides from the model itself (`model.plans`); tests build every family named here and
@@ -10,10 +10,10 @@ compare. For other families no tensor parallelism is planned, and the plan print
 
 Note [Memory measures]
     Measures that reduce the memory of a layout are recomputation, a chunked loss, and the optimizer
-    on the host.
-    A layout is first estimated with the least computation and with the least memory. The measures
-    between these ends are only tried if the first does not fit and the second does. The optimizer
-    is moved to the host only if nothing else fits.
+    on the host. A layout is first estimated at two ends: without measures (the least computation)
+    and with all of them (the least memory). The measures between the ends are only tried if the
+    layout fits with all measures but not without. The optimizer is moved to the host only if
+    nothing else fits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SCHEDULE_INDEX = {
 RECOMPUTE_INDEX = {
     RECOMPUTE_NAMES[planner_name]: index for index, planner_name in enumerate(RECOMPUTE)
 }
-"""Indices into RECOMPUTE by the names of the configuration; SCHEDULE_INDEX into SCHEDULES."""
+"""Indices into RECOMPUTE by the names of the configuration. SCHEDULE_INDEX is that of SCHEDULES."""
 SPLIT_BACKWARD = tuple(
     planner_name
     for planner_name, name in SCHEDULE_NAMES.items()
@@ -79,13 +79,13 @@ class AvailableTechniques:
 
     pipeline: bool
     schedules: tuple[str, ...]
-    """Names in SCHEDULES, for several stages."""
+    """Names in SCHEDULES that a pipeline of several stages may use."""
     recompute: tuple[str, ...]
     """Names in RECOMPUTE."""
     offload: bool
     """True if the optimizer can be on the host."""
     compiled: bool
-    """True if blocks are compiled, which some layouts refuse."""
+    """True if blocks are compiled, which some layouts do not support."""
 
     def refusal(self, *, tp: int, pp: int) -> str | None:
         """Return the reason why this version does not run these degrees, or None."""
@@ -153,20 +153,24 @@ SPLIT = (
     "opt",
     *WHOLE_ATTENTION,
 )
-"""Families whose layers are known to split."""
+"""Families whose layers tensor parallelism can split."""
 _NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimension before the MLP"}
 
 
 @dataclass(frozen=True)
 class Split:
-    """Restrictions for a model. Each is a reason why a technique is not planned, or None."""
+    """Restrictions of the planned techniques for a model. Each reason is None if there is none."""
 
     tensor: str | None = None
+    """Reason against tensor parallelism."""
     sequence: str | None = None
+    """Reason against sequence parallelism."""
     replicates_attention: bool = False
+    """True if tensor parallelism computes attention on all ranks. See `Job`."""
     context: str | None = None
     """Reason against context parallelism."""
     pipeline: str | None = None
+    """Reason against pipeline stages."""
     with_experts: bool = False
     """True if tensor parallelism requires that ep splits the experts over its ranks.
 
@@ -191,7 +195,8 @@ def split_of(model: Architecture) -> Split:
         return replace(split, with_experts=True)
     if kind not in SPLIT:
         rule = (
-            f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
+            f"the planner does not know how to split {kind}; `plait layout` derives it from the"
+            " model itself"
         )
         return replace(without_tensor, tensor=rule)
 
@@ -200,12 +205,15 @@ def split_of(model: Architecture) -> Split:
     sequence = _NO_SEQUENCE.get(kind)
     if sequence is None and dropout and whole_attention:
         sequence = (
-            "dropout is on, and every rank computes all of attention, in which each would drop"
-            " other elements"
+            "the model has dropout, and every rank computes all heads, of which each rank would"
+            " drop different elements"
         )
 
     if context is None and dropout:
-        context = "dropout is on, which parts of a sequence do not draw as one process does"
+        context = (
+            "the model has dropout, and ranks with parts of a sequence draw other masks than one"
+            " process"
+        )
     return replace(split, sequence=sequence, replicates_attention=whole_attention, context=context)
 
 
@@ -234,17 +242,22 @@ class MemoryMeasures:
     """Memory-saving measures that the available techniques and the fixed fields allow."""
 
     on_device: tuple[MemoryMeasure, ...]
-    """Measures with the optimizer on the device, the lightest first. If the host is fixed, they are
-    on the host.
+    """Measures with the optimizer on the device, the lightest first.
+
+    If the optimizer is fixed to the host, these are the measures with the optimizer on the host.
     """
     on_host: tuple[MemoryMeasure, ...]
-    """Measures with the optimizer on the host; empty if that is fixed or not offered."""
+    """Measures with the optimizer on the host.
+
+    There are none if the place of the optimizer is fixed, or if it cannot be the host.
+    """
 
     @property
     def ends(self) -> tuple[MemoryMeasure, ...]:
         """Lightest measure, and those that need the least memory on the device and on the host.
 
-        The latter come without and with recomputation, because split backwards have none.
+        There is one without and one with recomputation for each place, because schedules with split
+        backwards do not support recomputation.
         """
         ends = [*self.on_device[:1]]
         for measures in (self.on_device, self.on_host):
@@ -309,10 +322,10 @@ def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
 
 
 def supports_measures(layouts: Layouts) -> NDArray[np.bool_]:
-    """Return True if a layout can have its measures.
+    """Return True if a layout supports its measures.
 
-    Split backwards do not recompute, a budget counts all experts, and the host supports sharded
-    states without expert parallelism only.
+    Split backwards do not recompute, a budget does not support expert parallelism, and states on
+    the host must be sharded and without expert parallelism.
     """
     recompute = np.asarray(layouts.recompute)
     budget = recompute == RECOMPUTE.index("budget")
@@ -327,7 +340,7 @@ def supports_measures(layouts: Layouts) -> NDArray[np.bool_]:
 
 
 def with_measures(layouts: Layouts, measures: tuple[MemoryMeasure, ...]) -> Layouts:
-    """Return every layout with every measure that it can have."""
+    """Return every layout with every measure that it supports."""
     count = np.size(layouts.tp)
     columns = {}
     for f in fields(MemoryMeasure):
@@ -338,20 +351,23 @@ def with_measures(layouts: Layouts, measures: tuple[MemoryMeasure, ...]) -> Layo
 
 
 FIXABLE = (
-    *(
-        "tp",
-        "pp",
-        "sp",
-        "vpp",
-        "schedule",
-        "cp",
-        "context",
-        "ep",
-        "dp_replicate",
-        "dp_shard",
-        "stage",
-    ),
-    *("recompute", "every", "offload", "loss_chunk", "micro_batch", "accumulation"),
+    "tp",
+    "pp",
+    "sp",
+    "vpp",
+    "schedule",
+    "cp",
+    "context",
+    "ep",
+    "dp_replicate",
+    "dp_shard",
+    "stage",
+    "recompute",
+    "every",
+    "offload",
+    "loss_chunk",
+    "micro_batch",
+    "accumulation",
 )
 """Fields that a user can fix."""
 _MAX_DIGITS = 9
@@ -363,8 +379,6 @@ _OTHER_NAMES = {
     "dp-shard": "dp_shard",
     "dp-replicate": "dp_replicate",
 }
-
-
 _NAMED_VALUES = {
     "schedule": {name: SCHEDULES.index(name) for name in ("none", *SCHEDULE_NAMES)}
     | SCHEDULE_INDEX,

@@ -78,7 +78,7 @@ CASES = (
 def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Compare every case, and repeat with other positions, windows and documents.
 
-    The second time nothing may be compiled: a training run has hundreds of positions.
+    The repetition fails if it compiles anything, because a training run has hundreds of positions.
     """
     require_real_device(context, "fused attention cannot be simulated: its kernels need a real GPU")
     numbers: dict[str, Any] = {"tokens": context.size(TOKENS, small=SMALL_TOKENS)}
@@ -118,7 +118,7 @@ def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str,
 
     Args:
         context: Context of the check.
-        case: What is computed.
+        case: Dtype and mask.
         shift: Tokens by which positions, the window and the documents are moved.
     """
     tokens = context.size(TOKENS, small=SMALL_TOKENS)

@@ -1,8 +1,8 @@
-"""The checks of `plait doctor --validate`, most valuable first, with planned seconds.
+"""Rows of `plait doctor --validate`, most valuable first, with planned seconds.
 
 Planned times are those that rows took on an H100, rounded up. A layout with more ranks than there
-are GPUs runs with several ranks per GPU over gloo. That shows whether its numbers are right, but
-nothing about NCCL, so such rows run on request only.
+are GPUs runs with several ranks per GPU over gloo. This shows whether its numbers are right, but
+does not test NCCL, so such rows run on request only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
 
     Args:
         machine: Rows that it cannot run have the reason in `unavailable`.
-        only: Patterns of names. Without any, the rows that run by default.
+        only: Patterns of names. If there are none, the rows that run by default are returned.
 
     Raises:
         InputError: A pattern matches no row.
@@ -202,7 +202,7 @@ def _waits() -> list[Row]:
 
 
 def _parity() -> list[Row]:
-    """Configurations of one rank. They share the float64 trace on the CPU."""
+    """Return rows of configurations with one rank, which share the float64 trace on the CPU."""
     offload = {"stage": 3, "offload_optimizer": HOST_MEMORY, "offload_param": HOST_MEMORY}
 
     def row(name: str, title: str, planned: float, config: Mapping[str, Any]) -> Row:
@@ -241,7 +241,7 @@ def _parity() -> list[Row]:
 
 
 def _compiled_parity() -> list[Row]:
-    """Configurations that compile. They run late, because compilation is slow."""
+    """Return rows that compile. They run late, because compilation is slow."""
     return [
         Row(
             "parity/compile",
@@ -273,7 +273,7 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
             "",
         ),
         "compiled": (
-            "the same three with compiled blocks",
+            "Plait, FSDP2 and a hand-written Llama with compiled blocks",
             80,
             ["plait-compiled", "fsdp2-compiled", "ceiling-compiled"],
             "",
@@ -290,23 +290,18 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
     for name in names:
         title, planned, contenders, package = variants[name]
         missing = bool(package) and package not in machine.installed_peers
+        more: dict[str, Any] = {"depths": name == "eager"}
+        if name == "deepspeed":
+            # DeepSpeed holds 20 bytes per parameter, Plait 16, and keeps them after its engine is
+            # destroyed. After memory ran out on an H100, the process could not use the device.
+            more = {"layer_share": 0.7, "rounds": 1}
         rows.append(
             Row(
                 f"throughput/{name}",
                 f"a Llama of 8B width, 8,192 tokens: {title}",
                 "throughput:compare",
                 planned_seconds=planned,
-                # DeepSpeed holds 20 bytes per parameter, Plait 16, and keeps them after its engine
-                # is destroyed. When memory ran out on an H100, the process could not use the device
-                # any more.
-                settings={
-                    "contenders": contenders,
-                    **(
-                        {"layer_share": 0.7, "rounds": 1}
-                        if name == "deepspeed"
-                        else {"depths": name == "eager"}
-                    ),
-                },
+                settings={"contenders": contenders, **more},
                 own_process=name == "deepspeed",
                 unavailable=f"{PACKAGES_OF_PEERS[package]} is not installed" if missing else "",
             )
@@ -315,9 +310,9 @@ def _throughput(names: Sequence[str], machine: Machine) -> list[Row]:
 
 
 def _on_several_gpus(gpus: int) -> list[Row]:
-    """Rows that measure NCCL. They need one GPU per rank and use all GPUs."""
+    """Return rows that measure NCCL. They need one GPU per rank and use all GPUs."""
     one_gpu = (
-        "there is one GPU; ranks that share a GPU talk through host memory and show nothing about"
+        "there is one GPU; ranks that share a GPU communicate through host memory and do not test"
         " NCCL"
     )
     odd = f"{gpus} GPUs cannot be split into pairs"
@@ -387,18 +382,16 @@ def _on_several_gpus(gpus: int) -> list[Row]:
 
 
 def _profile() -> list[Row]:
-    rows: list[Row] = []
-    for name, title in (("plait", "Plait"), ("fsdp2", "FSDP2")):
-        rows.append(
-            Row(
-                f"profile/{name}",
-                f"kernels, gaps and idle time of a step of {title}",
-                "profile:step",
-                planned_seconds=8,
-                settings={"contender": name},
-            )
+    return [
+        Row(
+            f"profile/{name}",
+            f"kernels, gaps and idle time of a step of {title}",
+            "profile:step",
+            planned_seconds=8,
+            settings={"contender": name},
         )
-    return rows
+        for name, title in (("plait", "Plait"), ("fsdp2", "FSDP2"))
+    ]
 
 
 def _memory() -> list[Row]:
@@ -689,17 +682,15 @@ def _more_memory() -> list[Row]:
 
 
 def _planned() -> list[Row]:
-    rows: list[Row] = []
-    for name, fixed in (("tp", {"tp": 2, "pp": 1}), ("pp", {"tp": 1, "pp": 2})):
-        rows.append(
-            Row(
-                f"planned/{name}",
-                f"one rank of a planned layout of 8 GPUs ({name} 2) and the planner's time",
-                "kernels:rank_of_plan",
-                planned_seconds=60,
-                settings={"fixed": fixed},
-                own_process=True,
-                by_default=False,
-            )
+    return [
+        Row(
+            f"planned/{name}",
+            f"one rank of a planned layout of 8 GPUs ({name} 2) and the planner's time",
+            "kernels:rank_of_plan",
+            planned_seconds=60,
+            settings={"fixed": fixed},
+            own_process=True,
+            by_default=False,
         )
-    return rows
+        for name, fixed in (("tp", {"tp": 2, "pp": 1}), ("pp", {"tp": 1, "pp": 2}))
+    ]

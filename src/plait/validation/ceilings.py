@@ -51,7 +51,7 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
         "least_share": LEAST_SHARE,
     }
     problems = [too_slow("copy", copied, bandwidth), too_slow("product", flops, peak)]
-    return timed(context, verdict(list(filter(None, problems)), **numbers))
+    return timed(context, verdict(problems, **numbers))
 
 
 def copies_on_device(context: Context, nbytes: int) -> float:
@@ -92,7 +92,7 @@ def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
     # The datasheet gives the rate of one direction, so `both` is only reported.
     problems = [too_slow(name, rates[name], figure) for name in ("to_device", "to_host")]
     numbers = {**rates, "datasheet": figure, "least_share": LEAST_SHARE}
-    return timed(context, verdict(list(filter(None, problems)), **numbers))
+    return timed(context, verdict(problems, **numbers))
 
 
 def datasheet(context: Context) -> DeviceSpec:
@@ -108,6 +108,17 @@ def datasheet(context: Context) -> DeviceSpec:
         return device_of(name)
     except InputError as error:
         raise NotRun(str(error)) from None
+
+
+def bfloat16_peak(figures: DeviceSpec) -> float:
+    """Return the FLOP/s of bfloat16 matrix multiplications on a device.
+
+    Raises:
+        NotRun: The device does not support bfloat16.
+    """
+    if "bf16" not in figures.flops:
+        raise NotRun(f"this check computes in bfloat16, which {figures.title} does not support")
+    return float(figures.flops["bf16"])
 
 
 def too_slow(name: str, rate: float, figure: float) -> str:
@@ -176,4 +187,4 @@ def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
         "least_share": LEAST_SHARE,
         "costs": {name: asdict(cost) for name, cost in measured.whole.costs.items()},
     }
-    return timed(context, verdict([problem] if problem else [], **numbers))
+    return timed(context, verdict([problem], **numbers))

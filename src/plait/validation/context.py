@@ -7,7 +7,7 @@ device itself: drawing the weights of a model of 2 B parameters on the host take
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +31,9 @@ from plait.verify.model_under_test import transformers_model
 T = TypeVar("T")
 
 SIMULATED = "simulated device"
-"""Part of the name of the device that the tests simulate. It has no times, and its memory is the
-host's.
+"""Part of the name of the device that the tests simulate.
+
+It has no times, and its memory is that of the host.
 """
 NO_TIMES = "a simulated device has no times; the code that measures them ran to its end"
 
@@ -51,11 +52,14 @@ class Context:
     progress: Callable[[Mapping[str, Any]], None] = lambda numbers: None
     """Receives partial numbers, which stay in the document when the row is stopped."""
     row_deadline: float = float("inf")
-    """Value of `time.monotonic` at which the planned time of the row has passed."""
+    """Value of `time.monotonic` at which the planned time of the row ends."""
     results: dict[str, Any] = field(default_factory=dict)
-    """Results of rows for later rows of this process. The module that writes an entry documents it.
+    """Results of rows for later rows of this process.
+
+    The module that writes an entry documents it.
     """
     mesh: Mesh | None = None
+    """Mesh of all ranks, or None before `group` has created it."""
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +176,9 @@ class Workload:
     layers: int
     length: int
     samples: int = 1
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     accumulation: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
 
     @property
     def head_dim(self) -> int:
@@ -183,7 +187,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank's step."""
+        """Tokens per step on one rank."""
         return self.length * self.samples * self.accumulation
 
     @property
@@ -239,7 +243,7 @@ class Workload:
 
 
 WIDE = Workload(4096, 14336, 32, 8, 128256, layers=8, length=8192)
-"""Width of Llama-3-8B."""
+"""Workload with the widths of Llama-3-8B."""
 MEDIUM = Workload(2048, 5632, 16, 16, 32000, layers=12, length=2048)
 STRUCTURE = Workload(512, 1408, 8, 4, 8192, layers=4, length=512, samples=2)
 """Workload of checks that do not measure time."""
@@ -247,29 +251,27 @@ TINY = Workload(64, 128, 4, 2, 256, layers=2, length=32)
 """Workload on a simulated device and on a CPU."""
 
 
-def largest_size(
-    context: Context, sizes: Mapping[str, Workload], *, required_bytes: Mapping[str, float]
-) -> Workload:
-    """Return the largest of `sizes` that fits into free device memory.
+def largest_size(context: Context, sizes: Sequence[tuple[Workload, float]]) -> Workload:
+    """Return the largest workload that fits into free device memory.
 
     Args:
-        context: On a simulated device or a CPU, the last size is chosen.
-        sizes: Sizes by name, the largest first.
-        required_bytes: Device memory that each size needs.
+        context: On a simulated device or a CPU, the last workload is chosen.
+        sizes: (workload, bytes of device memory that it needs), the largest first.
 
     Raises:
-        NotRun: None fits.
+        NotRun: No workload fits.
     """
+    smallest, least_bytes = sizes[-1]
     if context.is_small:
-        return list(sizes.values())[-1]
+        return smallest
     # Ranks on one GPU see the same free memory, and each may use its share.
     free = context.free_bytes() / (context.world if context.shares_gpu else 1)
-    for name, size in sizes.items():
-        if required_bytes[name] <= free:
-            return size
+    for workload, needed_bytes in sizes:
+        if needed_bytes <= free:
+            return workload
     raise NotRun(
-        f"needs {min(required_bytes.values()) / GIB:.1f} GiB, but the device has {free / GIB:.1f}"
-        " GiB free"
+        f"the smallest model of this check needs {least_bytes / GIB:.1f} GiB, but the device has"
+        f" {free / GIB:.1f} GiB free"
     )
 
 

@@ -60,8 +60,7 @@ ALLOWED = 0.02
 _LARGE = Workload(2048, 5632, 16, 16, 32000, layers=12, length=2048, accumulation=2)
 _SMALL = Workload(384, 1056, 6, 6, 8000, layers=12, length=512, samples=2, accumulation=2)
 _SIMULATED = Workload(192, 528, 4, 4, 1024, layers=12, length=64, samples=2, accumulation=2)
-SIZES = {"large": _LARGE, "small": _SMALL, "tiny": _SIMULATED}
-REQUIRED_BYTES = {"large": 24 * GIB, "small": 2 * GIB, "tiny": 0.5 * GIB}
+SIZES = ((_LARGE, 24 * GIB), (_SMALL, 2 * GIB), (_SIMULATED, 0.5 * GIB))
 
 LEAST_BYTES = 2 * GIB
 LEAST_SIMULATED_BYTES = 64 * MIB
@@ -75,7 +74,7 @@ LARGEST_LENGTH = 128
 def peaks(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Compare each rank's peak in the layouts of `settings["cases"]` with its prediction."""
     require("transformers")
-    workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)
+    workload = largest_size(context, SIZES)
     if context.world == 1:
         # With one rank the prediction uses the real group, which stays.
         context.group()
@@ -125,9 +124,9 @@ def difference(predicted_bytes: float, measured_bytes: float) -> str:
 def peak_of_step(
     context: Context, build: Callable[[], nn.Module], resolved: Resolved, workload: Workload
 ) -> tuple[int, int]:
-    """Return (peak of the steps after the first, bytes that the process held before the model).
+    """Return (peak bytes of the steps after the first, bytes that libraries had allocated before).
 
-    The peak does not include what the process held before. `build` returns the model, on `meta` or
+    The peak does not include the bytes of the libraries. `build` returns the model, on `meta` or
     with weights on the device.
     """
     dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else torch.float32
@@ -231,7 +230,7 @@ def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Worklo
     Args:
         limit: Bytes of memory.
         share: Share of the memory.
-        at_most: True for the largest model below the share, False for the smallest one above.
+        at_most: Whether to return the largest model below the share, or the smallest one above.
     """
     shape = shape_of(limit)
 
@@ -256,8 +255,7 @@ def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Worklo
     return shape.with_layers(layers), nearest
 
 
-OFFLOAD_SIZES = {"medium": MEDIUM, "tiny": TINY}
-OFFLOAD_REQUIRED_BYTES = {"medium": 24 * GIB, "tiny": 1 * GIB}
+OFFLOAD_SIZES = ((MEDIUM, 24 * GIB), (TINY, 1 * GIB))
 OFFLOAD_STEPS = 3
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "on_device": {**BF16, "zero_optimization": {"stage": 3}},
@@ -274,7 +272,7 @@ def optimizer(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """
     require("transformers")
     context.group()
-    workload = largest_size(context, OFFLOAD_SIZES, required_bytes=OFFLOAD_REQUIRED_BYTES)
+    workload = largest_size(context, OFFLOAD_SIZES)
     half = workload.with_layers(workload.layers // 2)
     numbers: dict[str, Any] = {"workload": workload.as_dict()}
     for name, config in CONFIGS.items():
@@ -325,13 +323,12 @@ def extrapolated(
 
 LEAST_SHARE = 0.9
 """Share of the rate of plain copies from pinned memory that streaming must reach."""
-STREAMING_SIZES = {
+STREAMING_SIZES = (
     # A copy of a layer takes 8 ms at 55 GB/s. With toy layers the row would measure Python.
-    "wide": replace(WIDE, layers=6, vocabulary=32000, length=2048),
+    (replace(WIDE, layers=6, vocabulary=32000, length=2048), 8 * GIB),
     # With two layers, the slots in which streamed layers compute would hold both of them.
-    "tiny": TINY.with_layers(6),
-}
-STREAMING_REQUIRED_BYTES = {"wide": 8 * GIB, "tiny": 0.25 * GIB}
+    (TINY.with_layers(6), 0.25 * GIB),
+)
 PROMPTS = 2
 PROMPT_TOKENS = 12
 TOKENS = 16
@@ -348,7 +345,7 @@ def weights(context: Context, settings: Mapping[str, Any]) -> Verdict:
     compared with those of the model in the device's memory.
     """
     require("transformers")
-    workload = largest_size(context, STREAMING_SIZES, required_bytes=STREAMING_REQUIRED_BYTES)
+    workload = largest_size(context, STREAMING_SIZES)
     with tempfile.TemporaryDirectory(prefix="plait-streaming-") as name:
         source = _saved(context, workload, Path(name))
         model = source.model()
@@ -359,10 +356,10 @@ def weights(context: Context, settings: Mapping[str, Any]) -> Verdict:
         if not settings.get("rate"):
             resident, _, _ = _generated(context, source, _UNLIMITED, 0)
             same = streamed == resident and nbytes > 0
-            problem = "other tokens than those of the model in the device's memory"
+            problem = "the tokens differ from those of the model in the device's memory"
             return verdict([] if same else [problem], bytes_per_token=nbytes)
     if not nbytes:
-        return verdict([f"no layer of {workload.layers} was streamed"])
+        return verdict([f"none of the {workload.layers} layers was streamed"])
     rate = TOKENS * nbytes / seconds
     link = copy_rate(context, min(nbytes, _MOST_COPIED_BYTES))
     numbers = {

@@ -33,14 +33,14 @@ from plait.planner.calibrate import (
     uncalibrated,
 )
 from plait.planner.constants import Priors, fitted_priors
-from plait.planner.hardware import DEVICE_FAMILIES, DeviceSpec
+from plait.planner.hardware import DEVICE_FAMILIES, Cluster, DeviceSpec
 from plait.planner.hardware import cluster as cluster_of
 from plait.planner.models import Model, from_config
 from plait.planner.output import config_of
 from plait.planner.request import Request
 from plait.planner.search import plan, price
 from plait.sizes import GIB, MIB
-from plait.validation.ceilings import PRODUCT_SIZE, datasheet, seconds_of
+from plait.validation.ceilings import PRODUCT_SIZE, bfloat16_peak, datasheet, seconds_of
 from plait.validation.context import (
     MEDIUM,
     TINY,
@@ -65,6 +65,7 @@ _RAMP_KERNELS = 200
 def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Measure kernels, write the calibration, and compare the planner with the measured step."""
     figures = datasheet(context)
+    bfloat16_peak(figures)
     workload = context.size(WIDE, small=TINY)
     kernels = {
         "products": products(context, workload),
@@ -220,7 +221,7 @@ def addition(context: Context) -> float:
 def small_kernel(context: Context) -> float:
     """Return the seconds per kernel of a long series of nearly empty kernels.
 
-    It is the longer one of the time in which the host launches a kernel and the time in which the
+    It is the longer of two times: that in which the host launches a kernel and that in which the
     device runs it.
     """
     x = torch.zeros(1, device=context.device)
@@ -233,11 +234,11 @@ def small_kernel(context: Context) -> float:
 
 
 def calibration_of(kernels: Mapping[str, Any], figures: DeviceSpec) -> Calibration:
-    """Return the shipped constants with those that the kernels determine in their place."""
+    """Return the shipped constants, some of which are replaced by measurements of the kernels."""
     rates = DeviceRates(kernels["products"], kernels["addition_bytes_per_second"])
     priors = priors_from_rates(fitted_priors(), figures, rates, processes=1, precision="bf16")
-    # The rate at the clock under load, as in the formulas of the planner.
-    peak = float(figures.flops["bf16"] * figures.power)
+    # The peak at the clock under load, as in the formulas of the planner.
+    peak = bfloat16_peak(figures) * float(figures.power)
     family = DEVICE_FAMILIES[int(figures.family)]
     shares = [entry["flops_per_second"] / peak for entry in kernels["attention"].values()]
     priors = with_value(priors, f"attention.{family}", median(shares))
@@ -267,20 +268,10 @@ def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration
     cluster = cluster_of(
         str(figures.name), 1, devices_per_node=1, memory_bytes=float(figures.memory_bytes)
     )
-    model = Model(
-        from_config(workload.fields, source="the measured model"), {"config": workload.fields}
-    )
-    request = Request(
-        model, cluster, workload.samples * workload.accumulation, workload.length, "bf16"
-    )
+    batch = workload.samples * workload.accumulation
+    request = request_of(workload, cluster, batch=batch, precision="bf16")
     layout = {
-        "pp": 1,
-        "schedule": 0,
-        "tp": 1,
-        "dp_replicate": 1,
-        "dp_shard": 1,
         "stage": 3,
-        "recompute": 0,
         "micro_batch": workload.samples,
         "accumulation": workload.accumulation,
     }
@@ -295,6 +286,13 @@ def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration
             "terms": dict(shipped.terms),
         }
     }
+
+
+def request_of(workload: Workload, cluster: Cluster, *, batch: int, precision: str) -> Request:
+    """Return the planner's request for a workload, with `batch` samples per step."""
+    architecture = from_config(workload.fields, source="the model of this check")
+    model = Model(architecture, {"config": workload.fields})
+    return Request(model, cluster, batch, workload.length, precision)
 
 
 FACTOR = 1.5
@@ -313,22 +311,18 @@ COMPUTED_TERMS = (
     "fixed",
 )
 """Terms of a step that do not depend on other ranks. A single rank neither waits nor sends."""
-SIZES = {"medium": MEDIUM, "tiny": TINY}
-REQUIRED_BYTES = {"medium": 20 * GIB, "tiny": 1 * GIB}
+SIZES = ((MEDIUM, 20 * GIB), (TINY, 1 * GIB))
 
 
 def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Run the first rank of the best layout with the degrees in `settings["fixed"]`."""
     require("transformers")
     figures = datasheet(context)
-    workload = largest_size(context, SIZES, required_bytes=REQUIRED_BYTES)
+    workload = largest_size(context, SIZES)
     memory = 80 * GIB if context.is_small else context.free_bytes()
     cluster = cluster_of(str(figures.name), DEVICES, devices_per_node=DEVICES, memory_bytes=memory)
     precision = "bf16" if "bf16" in figures.flops else "fp16"
-    model = Model(
-        from_config(workload.fields, source="the planned model"), {"config": workload.fields}
-    )
-    request = Request(model, cluster, GLOBAL_BATCH, workload.length, precision)
+    request = request_of(workload, cluster, batch=GLOBAL_BATCH, precision=precision)
     planned = plan(request, fixed=settings["fixed"], best=1)
     if not planned.best:
         raise NotRun(f"no layout with {settings['fixed']} fits into {memory / GIB:.1f} GiB")
@@ -369,8 +363,8 @@ def judge(measured: float, prediction: float, **numbers: Any) -> Verdict:
     """Fail if measured and planned seconds differ by more than FACTOR."""
     ratio = measured / prediction if prediction else float("inf")
     problem = (
-        f"{measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed {1 / FACTOR:.2f}"
-        f" to {FACTOR}"
+        f"measured {measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed"
+        f" {1 / FACTOR:.2f} to {FACTOR}"
     )
     problems = [] if 1 / FACTOR <= ratio <= FACTOR else [problem]
     return verdict(

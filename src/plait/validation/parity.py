@@ -43,11 +43,12 @@ COMPRESSED_LOSS = 0.02
 COMPRESSED_NORM = 0.15
 """Largest relative differences of a loss and of a norm in four steps with compressed gradients."""
 RESUMED = 1e-9
-"""Largest relative difference of float64 losses after a checkpoint: another layout sums in another
-order.
+"""Largest relative difference of float64 losses after a checkpoint.
+
+The losses are not bitwise equal, because another layout sums in another order.
 """
 _REFERENCES = "references"
-"""Entry of `Context.results`: references by the pass and by what they depend on."""
+"""Entry of `Context.results`: references, keyed by everything that they depend on."""
 _SHOWN_DIFFERENCES = 3
 
 
@@ -157,7 +158,7 @@ def numbers_of(section: Section) -> dict[str, Any]:
 
 
 def problem_of(section: Section) -> str:
-    """Return the first differences of a comparison, in the order of the computation."""
+    """Describe the first differences of a comparison, in the order of the computation."""
     shown = "; ".join(str(row) for row in section.different[:_SHOWN_DIFFERENCES])
     more = len(section.different) - _SHOWN_DIFFERENCES
     rest = f"; {more} more" if more > 0 else ""

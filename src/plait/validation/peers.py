@@ -248,8 +248,9 @@ def install_liger_kernels(
 ) -> Callable[[], None]:
     """Install Liger's kernels in a Transformers Llama.
 
-    Returns: Function that restores Transformers' module. Liger replaces classes in it, and later
-        models of this process would have its kernels as well.
+    Returns:
+        Function that restores Transformers' module. Liger replaces classes in it, so later models
+        of this process would have its kernels as well.
     """
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
@@ -374,7 +375,7 @@ def torch_pipeline(context: Context, workload: Workload) -> TimedTrainer:
 
 
 class HandWrittenStage(nn.Module):
-    """An equal part of the layers of a hand-written Llama, with the embedding or the head."""
+    """Pipeline stage of a hand-written Llama, with equal numbers of layers per stage."""
 
     def __init__(self, model: Llama, index: int, stages: int) -> None:
         super().__init__()

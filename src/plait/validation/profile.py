@@ -1,8 +1,8 @@
 """Profile of training steps: kernels, gaps, idle times, and waits of the host for the device.
 
-Every wait empties the queue of kernels: the device then idles until the host has launched the next
-ones. torch warns of such operations (`torch.cuda.set_sync_debug_mode`). The warnings are Python
-warnings, those of the backward's threads included, which autograd repeats on the calling thread.
+Every wait empties the queue of kernels, and the device then idles until the host has launched the
+next ones. torch warns of such operations (`torch.cuda.set_sync_debug_mode`) with Python warnings.
+Autograd repeats those of the backward's threads on the calling thread.
 
 Note [Steps in a trace]
     Steps are marked with `record_function`. The profiler repeats such a range on the device, from
@@ -67,7 +67,7 @@ class Event:
     end: float
     """Seconds."""
     place: Literal["device", "mark", "host"]
-    """A kernel or copy on the device; the range of a step on the device; a call on the host."""
+    """Kind of event: a kernel or copy (`device`), the range of a step (`mark`), or a host call."""
 
 
 def step(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -91,7 +91,7 @@ def step(context: Context, settings: Mapping[str, Any]) -> Verdict:
         del trainer
         context.release_memory()
     numbers = analyse(events_of(recorded), STEPS)
-    problems = [] if numbers["kernels_per_step"] else ["the profiler saw no kernel on the device"]
+    problems = [] if numbers["kernels_per_step"] else ["the profiler recorded no kernel"]
     return timed(context, verdict(problems, workload=workload.as_dict(), **numbers))
 
 
@@ -249,7 +249,7 @@ def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]:
-    """Train a few steps of a configuration and return the waits of STEPS of them by place."""
+    """Train with a configuration, and return the waits of COUNTED_STEPS steps by place."""
     workload = context.size(STRUCTURE, small=TINY)
     resolved = step_settings(config, workload, world=context.world)
     model = on_device(workload, context.device)

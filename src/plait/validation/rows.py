@@ -1,12 +1,12 @@
 """Rows of a validation, their results, and the document and summaries of the results.
 
 A row is one check with its settings. This module is plain data: the process that starts the checks
-needs neither torch nor a GPU.
+uses no GPU.
 
 The document has the machine, versions and the numbers of all rows as one JSON object. It contains
-no paths, user names or host names. Of the environment it has only the variables that change how
-CUDA, NCCL and torch work. A summary is one line with the most important numbers of a row, for the
-screen and for docs/reference/devices.md.
+no paths, user names or host names, and only those environment variables that change how CUDA, NCCL
+and torch work. A summary is one line with the most important numbers of a row, for the screen and
+for docs/reference/devices.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from plait.files import with_finite_numbers
 from plait.sizes import format_bytes, format_count
 
 Outcome = Literal["passed", "failed", "not run"]
@@ -36,7 +37,7 @@ class Row:
     """
     ranks: int = 1
     planned_seconds: float = 10.0
-    """Planned time on an H100. A row does not start when this time is no longer left."""
+    """Planned time on an H100. A row does not start if less time is left."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     own_process: bool = False
     """True if the row needs a process of its own, because it changes the state of the process."""
@@ -80,12 +81,16 @@ class Verdict:
 
 
 class NotRun(Exception):
-    """A check cannot run on this machine. Raised on all ranks or none."""
+    """Error of a check that cannot run on this machine. All ranks or none must raise it."""
 
 
 def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:
-    """Return a passed verdict if there are no problems, and a failed one otherwise."""
-    return Verdict("failed" if problems else "passed", "; ".join(problems), numbers)
+    """Return a failed verdict if there are problems, and a passed one otherwise.
+
+    Empty problems do not count.
+    """
+    reason = "; ".join(filter(None, problems))
+    return Verdict("failed" if reason else "passed", reason, numbers)
 
 
 def not_run(row: Row, reason: str) -> Result:
@@ -135,18 +140,8 @@ def document(
         "only": list(only),
         **facts,
         "counts": counts(results),
-        "rows": [_with_finite_numbers(result.as_dict()) for result in results],
+        "rows": [with_finite_numbers(result.as_dict()) for result in results],
     }
-
-
-def _with_finite_numbers(value: Any) -> Any:
-    """Replace floats that JSON does not have (NaN, infinity) by text."""
-    if isinstance(value, Mapping):
-        return {str(key): _with_finite_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_finite_numbers(entry) for entry in value]
-    # NaN and infinity are the floats whose difference from themselves is not 0.
-    return str(value) if isinstance(value, float) and value - value != 0 else value
 
 
 Numbers = Mapping[str, Any]

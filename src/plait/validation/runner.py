@@ -9,11 +9,9 @@ Note [Turns]
     new launch with the other rows. Partial numbers of the stopped row are in its result.
 
 Note [Which rows run]
-    Rows are listed by value. A row starts when its planned time fits into the remaining budget
-    together with the planned time of all more valuable rows that are still to come (those that need
-    another number of ranks run later). Therefore rows of low value are left out first.
-
-This module does not import torch.
+    Rows are listed by value. A row starts if the remaining budget covers its planned time and that
+    of all more valuable rows that are still to come (those that need another number of ranks run
+    later). Rows of low value are therefore left out first.
 """
 
 from __future__ import annotations
@@ -213,7 +211,7 @@ class _Launch:
     def _watch(self) -> Iterator[Result]:
         assert self._process is not None
         while True:
-            # Asked before the events are read: what a process wrote before its end is then not
+            # Checked before the events are read, so that no event of a process that has ended is
             # missed.
             exited = self._process.poll() is not None
             for result in self._read():

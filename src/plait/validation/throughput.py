@@ -28,7 +28,7 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.sizes import format_bytes
 from plait.validation import peers
-from plait.validation.ceilings import datasheet, seconds_per_call
+from plait.validation.ceilings import bfloat16_peak, datasheet, seconds_per_call
 from plait.validation.context import (
     TINY,
     WIDE,
@@ -81,8 +81,8 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
     require("transformers", *packages)
     if any(name.endswith("-compiled") for name in contenders):
         require_compiler(context)
+    peak = bfloat16_peak(datasheet(context))
     context.group()
-    peak = float(datasheet(context).flops["bf16"])
     workload = first_workload(context, settings.get("accumulation", 1))
     if settings.get("layer_share") and not context.is_small:
         layers = max(LEAST_LAYERS, int(settings["layer_share"] * workload.layers))
@@ -292,10 +292,17 @@ def another_round_fits(
 def comparison(
     rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int
 ) -> dict[str, Any]:
-    """Return the numbers of rounds: per contender medians, and ratios to Plait by round."""
+    """Return medians over rounds per contender, and the ratios of Plait's time to those of others.
+
+    Args:
+        rounds: Visits of each round, keyed by contender.
+        workload: Workload of a rank.
+        peak: FLOP/s of a device.
+        ranks: Number of ranks.
+    """
     names = list(rounds[0])
     first = names[0]
-    # Peers with the model split over ranks compute a part of the FLOPs each; ranks share a batch.
+    # Ranks that the model is split over share a batch, and each computes a part of the FLOPs.
     replicas = ranks if first in ("plait", "plait-compiled") else max(1, ranks // 2)
     seconds = {}
     tokens_per_second = {}
@@ -309,7 +316,7 @@ def comparison(
         mfu[name] = replicas * workload.flops / seconds[name] / (ranks * peak)
         peak_bytes[name] = max(visited.peak_bytes for visited in visits)
         if name != first:
-            # Ratios within a round, because a drift of the clocks meets both of its visits.
+            # Ratios are taken within a round, because a drift of the clocks affects both visits.
             ratios = [
                 visits_of_round[first].seconds / visits_of_round[name].seconds
                 for visits_of_round in rounds
@@ -348,13 +355,13 @@ def per_layer(
 
 
 def judge(numbers: Mapping[str, Any], contenders: Sequence[str]) -> Verdict:
-    """Fail if a contender does not run, or a step of Plait takes SLOWEST times its first peer's."""
+    """Fail if a contender does not run, or if Plait takes more than SLOWEST times as long."""
     problems = list(numbers.get("errors", {}).values())
     for peer in contenders[1:2]:
         ratio = numbers["ratio"][peer]["median"]
         if not ratio <= SLOWEST:
             problems.append(
-                f"a step of {contenders[0]} takes {ratio:.2f} times that of {peer}, {SLOWEST} are"
-                " allowed"
+                f"a step of {contenders[0]} takes {ratio:.2f} times as long as one of {peer},"
+                f" allowed {SLOWEST} times"
             )
     return verdict(problems, **numbers)

@@ -2,8 +2,8 @@
 
 A user names a `model` section, a folder, a name on the hub, a config.json or a function. Candidates
 are tried from small to large, each by one forward and backward on the CPU in float64. An
-architecture for which a shrinking rule is wrong fails here and not in a worker. The choice and its
-reasons are reported line by line.
+architecture for which a shrinking rule is wrong therefore fails here and not in a worker. The
+choice and its reasons become lines of the report.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelChoice:
     share: float
     """Parameters of the small model, as a fraction of those of the large one."""
     dtype: str
-    """Dtype of the parameters in a run that does not set one."""
+    """Dtype of the parameters in the configured precision."""
 
 
 def choose(config: Config, source: str | None, *, layout: Layout) -> ModelChoice:
@@ -118,13 +118,13 @@ def _read_fields(source: str, option: str) -> shrink.Fields:
         return public.to_dict()
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(
-            f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained"
-            " wrote"
+            f"{option} = {source!r}: the folder has no config.json; name a folder that"
+            " save_pretrained wrote"
         )
     if not path.exists() and (is_path(source) or path.suffix == ".json"):
         raise InputError(
-            f"{option} = {source!r}: there is no such file or folder; name a folder or a file"
-            f" config.json, or {_FUNCTION}"
+            f"{option} = {source!r}: there is no such file or folder; name a folder, a file"
+            f" config.json or {_FUNCTION}"
         )
     try:
         name = str(path) if path.exists() else source
@@ -289,7 +289,7 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
 
 
 class _TooLarge(ModelError):
-    """The smallest version of a model is too large."""
+    """Error for a model whose smallest version is too large."""
 
     def __init__(self, title: str, size: int) -> None:
         rule = (
@@ -297,7 +297,7 @@ class _TooLarge(ModelError):
             f" {format_count(_MOST_PARAMETERS)}"
         )
         super().__init__(
-            f"{title}: {rule}: how to make its layers narrow is not known; pass a small"
+            f"{title}: {rule}, and no rule for narrower layers applies to it; pass a small"
             " configuration as --model config.json"
         )
 
@@ -343,7 +343,7 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
             total, _ = built.loss(built.forward(model, micro_batch), micro_batch)
             return total
 
-        # `keeping_float64` skips casts in Python. What still rounds is found here.
+        # `keeping_float64` skips casts in Python. Operators that still round are found here.
         exact = not roundings(loss)
         # A model with little randomness can return the same loss twice by chance.
         for _ in range(3):
@@ -374,8 +374,9 @@ def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
         raise ModelError(f"{tested.title}: the loss of its small version is {first}")
     if first != second:
         raise ModelError(
-            f"{tested.title}: two forwards on the same data give {first!r} and {second!r}, so it is"
-            " random even without dropout and no two runs can be compared; turn the noise off"
+            f"{tested.title}: two forwards on the same data have the losses {first!r} and"
+            f" {second!r}. The model is random even without dropout, so runs cannot be compared;"
+            " turn the noise off"
         )
 
 
@@ -387,15 +388,17 @@ def _make_choice(
     lines.append(f"{shrunk_from}{format_count(small)} parameters")
     if not tested.on_meta:
         lines.append(
-            "a parameter is filled by its constructor only, so it is built with weights, as"
-            " plait.initialize needs it too"
+            "only the constructor initialises some parameter, so the model is built with weights;"
+            " plait.initialize needs a model with weights too"
         )
     if not tested.left_padding:
-        lines.append("its forward takes no rows that are padded on the left, so none are compared")
+        lines.append(
+            "its forward does not support rows that are padded on the left, so none are compared"
+        )
     if not tested.exact:
         lines.append(
-            "its forward rounds float64 to a narrower dtype where it cannot be kept in float64, so"
-            " float64 is compared within 1e-7"
+            "some operators of its forward round float64 to a narrower dtype, so float64 is"
+            " compared within 1e-7"
         )
     return ModelChoice(
         tested,

@@ -1,9 +1,9 @@
 """Second reference, which uses torch's autograd and numpy but no Plait code.
 
-`parity.reference_trace` runs Plait's loss and Plait's choice of optimizer. A mistake in one of them
+`parity.reference_trace` uses Plait's loss and Plait's choice of optimizer. A mistake in one of them
 would be on both sides of that comparison. Here cross entropy, the mean over the targets of a step,
-clipping and AdamW are written from their definitions in float64, and the weights are passed as
-arrays. Only the model's own forward is common to both sides.
+clipping and AdamW follow their definitions in float64, and the weights are passed as arrays. Only
+the model's own forward is common to both sides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Batch = Mapping[str, torch.Tensor]
 IGNORED = -100
 """Label of a position that is not a target."""
 CLIP_EPSILON = 1e-6
-"""Summand of the norm in clipping, as in torch and DeepSpeed."""
+"""Number that clipping adds to the norm, as in torch and DeepSpeed."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,18 @@ class AdamW:
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """Results of a training run. All arrays are float64.
-
-    A gradient is clipped. It is None if no micro-batch of the step used the parameter.
-    """
+    """Results of a training run. All arrays are float64."""
 
     losses: list[float] = field(default_factory=list)
     """Mean over all targets of a step. NaN for a step without targets."""
     norms: list[float] = field(default_factory=list)
     """Global gradient norms before clipping."""
     gradients: list[dict[str, Array | None]] = field(default_factory=list)
+    """Clipped gradients of each step, keyed by parameter name.
+
+    A gradient is None if no micro-batch of the step used the parameter. A skipped step has no
+    entries.
+    """
     parameters: dict[str, Array] = field(default_factory=dict)
 
 
@@ -134,7 +136,7 @@ def _load(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Ar
     if set(parameters) != set(weights):
         unmatched = sorted(set(parameters) ^ set(weights))
         raise ValueError(
-            f"{len(unmatched)} names are in the model or in the weights alone:"
+            f"{len(unmatched)} names are only in the model or only in the weights:"
             f" {', '.join(unmatched[:3])}"
         )
     with torch.no_grad():

@@ -96,8 +96,8 @@ def _owners(model: nn.Module) -> set[tuple[type[Any], str]]:
         if owner.__module__.partition(".")[0] == "torch":
             continue
         owners.add((owner, "forward"))
-        # A sharded module is of a subclass, which torch makes once; Transformers' layers give it a
-        # forward of its own.
+        # `fully_shard` changes the class of a module to a subclass, which torch creates once.
+        # Transformers' layers define a forward on this subclass.
         for subclass in _subclasses(owner):
             if "forward" in vars(subclass):
                 owners.add((subclass, "forward"))

@@ -58,7 +58,7 @@ class TestedModel(Policy):
     mask: str | None = None
     """Argument of `forward` that takes the attention mask, or None."""
     on_meta: bool = True
-    """True if the model's classes can initialise its weights on every layout.
+    """True if a model on meta can be initialised.
 
     Otherwise each process builds the model with weights, and those of rank 0 are used.
     """
@@ -131,9 +131,9 @@ def seed_everything(seed: int) -> None:
 
 
 def initialise_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
-    """Initialise a meta model on the CPU with the weights that every layout has for `seed`.
+    """Initialise a model on meta on the CPU, with the weights that every layout has for `seed`.
 
-    Any other model keeps its weights.
+    A model that has weights keeps them.
     """
     if materialise.is_meta(model):
         template = materialise.template_of(model)
@@ -166,7 +166,7 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
         return model
     set_experts: Any = getattr(model, "set_experts_implementation", None)
     if set_experts is not None:
-        # The grouped product of torch takes no float64.
+        # torch's grouped matrix multiplication does not support float64.
         set_experts("eager")
     # Some parameters are float32 whatever the model's dtype is.
     for parameter in model.parameters():
@@ -176,7 +176,7 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
 
 
 _WHAT_A_FUNCTION_RETURNS = (
-    "the function returns a module that maps tokens to logits, or (module, loss, micro_batch) with"
+    "it must return a module that maps tokens to logits, or (module, loss, micro_batch) with"
     " micro_batch(samples, generator) -> a micro-batch and loss as plait.initialize takes it"
     " (plait.causal_lm_loss, plait.per_sample(...))"
 )
@@ -196,7 +196,8 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
         inspect.signature(function).bind()
     except TypeError as error:
         raise InputError(
-            f"--model {path}: it is called without arguments ({error}); {_WHAT_A_FUNCTION_RETURNS}"
+            f"--model {path}: the function is called without arguments ({error});"
+            f" {_WHAT_A_FUNCTION_RETURNS}"
         ) from None
     except ValueError:
         # A builtin has no signature.
@@ -211,7 +212,9 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
     returned = f"a {type(result).__name__}"
     if isinstance(result, tuple):
         returned = f"({', '.join(type(part).__name__ for part in result)})"
-    raise InputError(f"--model {path}: it returned {returned}; {_WHAT_A_FUNCTION_RETURNS}")
+    raise InputError(
+        f"--model {path}: the function returned {returned}; {_WHAT_A_FUNCTION_RETURNS}"
+    )
 
 
 def _import_function(path: str) -> Callable[[], Any]:

@@ -1,9 +1,9 @@
 """Training traces of a layout and of one process, and their comparison.
 
 The comparison covers losses, gradient norms, every gradient, and every parameter after the last
-step. The reference is written in plain torch without the engine, so that the two share no code.
-Both see the same global batches, a list of micro-batches per step. A layout distributes the
-micro-batches to its data-parallel ranks, and the reference uses all of them.
+step. The reference trains in plain torch and does not use the engine. Both use the same global
+batches, a list of micro-batches per step. A layout distributes the micro-batches to its
+data-parallel ranks, and the reference uses all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ T = TypeVar("T")
 Steps = Sequence[Sequence[Any]]
 """Optimizer steps x micro-batches of all ranks.
 
-A step has dp x accumulation micro-batches. Rank r uses those from index r x accumulation on.
+A step has dp x accumulation micro-batches. Data-parallel rank r uses `accumulation` of them,
+starting at index r x accumulation.
 """
 
 Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter", "other"]
@@ -36,7 +37,7 @@ Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter
 
 @dataclass(frozen=True)
 class Difference:
-    """Compared quantity."""
+    """Error of one compared quantity."""
 
     name: str
     error: float
@@ -61,7 +62,7 @@ class Trace:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     gradients: tuple[Mapping[str, torch.Tensor | None], ...]
-    """Entries by step, unscaled and clipped. Empty for a skipped step."""
+    """Unscaled and clipped gradients of each step. Empty for a skipped step."""
     parameters: Mapping[str, torch.Tensor]
     initial: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Parameters before the first step."""
@@ -119,7 +120,7 @@ def reference_trace(
     gradients: list[dict[str, torch.Tensor | None]] = []
     for index, step in enumerate(steps):
         scale = scales[index] if scales else 1.0
-        # Weights of the whole step come first, because each loss is divided by their sum.
+        # The weights are summed before the first backward, because each loss is divided by the sum.
         total_weight = float(sum(loss_fn.weight(micro_batch) for micro_batch in step))
         sums: dict[str, torch.Tensor] = {}
         loss = 0.0
@@ -209,7 +210,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
         assert parameter.grad is not None
         gradients[-1][names[parameter]] = full_tensor_on_cpu(parameter.grad)
 
-    # Inside of a backward the model has gathered parameters under these names.
+    # Inside a backward the model has gathered parameters under the same names.
     names = {parameter: name for name, parameter in named().items()}
     in_backward = engine.stepper.in_backward
     inspectors = in_backward.inspectors if in_backward is not None else []
@@ -339,11 +340,11 @@ def compare(reference: Trace, trace: Trace) -> list[Difference]:
 
 
 NOISE = 1e-12
-"""Share of the largest gradient below which a gradient is 0 up to rounding, as of a key bias."""
+"""Share of the largest gradient below which a gradient is rounding noise, such as a key bias's."""
 
 
 def _without_gradient(trace: Trace) -> frozenset[str]:
-    """Return the parameters whose gradients are rounding noise in every step.
+    """Return the names of parameters whose gradients are rounding noise in every step.
 
     Adam divides noise by noise, so these parameters change by an arbitrary amount.
     """

@@ -38,13 +38,15 @@ Pass = Literal["float64", "configured"]
 Device = Literal["auto"] | DeviceType
 
 MICRO_BATCH = 2
-"""Most samples per micro-batch. Two samples can differ in length."""
+"""Largest number of samples per micro-batch. Two samples can differ in length."""
 ACCUMULATION = 3
-"""Most micro-batches without a pipeline. One of three is neither the first nor the last."""
+"""Largest number of accumulation steps without a pipeline.
+
+One of three micro-batches is neither the first nor the last.
+"""
 SCALE_POWER = 12
 """Largest initial loss scale of float16, as a power of 2, so that no step is skipped."""
 LEAST_BUCKET_BYTES = 1024
-
 _MOST_STEPS = 10_000
 
 
@@ -75,7 +77,7 @@ class VerificationPlan:
         return self.resolved.layout.dp * self.resolved.batch.accumulation
 
     def build(self, dtype: torch.dtype, *, rank: int = 0) -> TestableModel:
-        """Build the model with random numbers that depend on the rank.
+        """Build the model after seeding all generators with a seed that depends on the rank.
 
         If the model is built with weights, every rank therefore has different ones, which tests
         that the engine replaces them with the weights of rank 0.
@@ -103,8 +105,8 @@ class VerificationPlan:
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
         """Return the configuration and the dtype of the parameters of a pass.
 
-        The float64 pass keeps all mechanisms of mixed precision, the loss scale included, and
-        replaces each dtype.
+        The float64 pass replaces every dtype by float64, and keeps everything else of mixed
+        precision, including the loss scale.
         """
         if name == "configured":
             return self.resolved, dtype_of(self.dtype)
@@ -177,8 +179,8 @@ def prepare(
         )
     on_gpus = device != "cpu" and gpus >= world
     rule = (
-        "the reference has the losses of Transformers, which are of one micro-batch and have no z"
-        " loss"
+        "the reference has the balance loss of Transformers, which is computed per micro-batch and"
+        " has no z loss"
     )
     raise_problems(
         Problem(setting, value, rule, f"use {json.dumps(off)}")
@@ -198,7 +200,7 @@ def prepare(
     if layout.cp > 1:
         tested = tested.model_copy(update={"left_padding": False})
         batch_notes.append(
-            "parallel.cp takes no rows that are padded on the left, so none are compared"
+            "parallel.cp does not support rows that are padded on the left, so none are compared"
         )
     batch = resolved.batch
     micro_batches = layout.dp * batch.accumulation
@@ -270,7 +272,7 @@ def small_degrees(
     world = prod((fixed | degrees).values())
     if world > most:
         named = [f"{axis} {degree}" for axis, degree in (fixed | degrees).items() if degree > 1]
-        rule = f"{' x '.join(named)} = {world} processes, and this machine starts {most} by itself"
+        rule = f"{' x '.join(named)} = {world} processes, but at most {most} are started by default"
         remedy = f"lower a degree with --set, or start them with --nproc-per-node {world}"
         raise ConfigError(Problem("parallel", None, rule, remedy))
     return parallel.model_copy(update=degrees), world, notes
@@ -308,8 +310,8 @@ def small_batch(config: Config) -> tuple[Config, list[str]]:
     # A step at a learning rate of 0 would not test the update.
     if config.scheduler is not None:
         lines.append(
-            f"scheduler {config.scheduler.type} left out: a constant learning rate, because a"
-            " warm-up begins at 0"
+            f"scheduler {config.scheduler.type} is left out: the learning rate is constant, because"
+            " a warm-up begins at 0"
         )
     fp16 = config.fp16
     power = fp16.initial_scale_power

@@ -5,8 +5,8 @@ process and of the independent reference.
 
 In the configured precision the error against float64 must be at most 1.2 times that of one process
 in the same precision, in root mean square over all tensors of a kind. A single tensor is a small
-sample, so the largest error of its kind is added to its own. Parameters may exceed the error of one
-process by the same factor as gradients.
+sample, so its allowed error is based on the sum of its own error in one process and the largest
+error of its kind. Parameters may exceed the error of one process by the same factor as gradients.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from plait.errors import ParityError
+from plait.files import with_finite_numbers
 from plait.sizes import dtype_of
 from plait.verify.parity import Difference, Kind, Trace, compare, relative_error
 from plait.verify.plan import Pass, VerificationPlan
@@ -74,7 +75,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Section:
-    """Result of one pass."""
+    """Compared values of one pass, or of the independent reference."""
 
     name: Pass | Literal["independent"]
     title: str
@@ -93,7 +94,9 @@ class Report:
 
     sections: tuple[Section, ...]
     blocks: tuple[str, ...] = ()
+    """Names of the model's blocks."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """Description of the run for the JSON report."""
 
     @property
     def equal(self) -> bool:
@@ -115,7 +118,7 @@ class Report:
                     "rows": [{**asdict(row), "equal": row.equal} for row in section.rows],
                 }
             )
-        return _with_finite_numbers(
+        return with_finite_numbers(
             {
                 **self.facts,
                 "equal": self.equal,
@@ -123,16 +126,6 @@ class Report:
                 "passes": sections,
             }
         )
-
-
-def _with_finite_numbers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_finite_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_finite_numbers(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def compare_float64(
@@ -238,10 +231,10 @@ def _wrong_skips(one: Trace, trace: Trace) -> list[ComparedRow]:
     rows = []
     for step in trace.skipped:
         if math.isfinite(one.grad_norms[step]):
-            needless = "the step was skipped, and one process does not overflow"
+            needless = "the step was skipped, but one process does not overflow"
             rows.append(ComparedRow("gradient norm", step, "", math.inf, 0.0, what=needless))
     if len(trace.skipped) == len(trace.losses):
-        nothing = "every step was skipped, so nothing was compared; raise --steps"
+        nothing = "every step was skipped, so no gradient was compared; raise --steps"
         rows.append(ComparedRow("other", None, "", math.inf, 0.0, what=nothing))
     return rows
 
@@ -418,10 +411,11 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
             continue
         groups = _groups(section.rows, report.blocks, everything)
         groups.sort(key=lambda group: -_badness(group[1]))
-        table = [("", "worst", "error", "one process", "allowed", ""), *map(_cells, groups)]
+        table: list[tuple[str, ...]] = [("", "worst", "error", "one process", "allowed", "")]
+        table += [_cells(title, row) for title, row in groups]
         if section.name != "configured":
             # Only the configured pass has the error of one process.
-            table = [row[:3] + row[4:] for row in table]
+            table = [(*cells[:3], *cells[4:]) for cells in table]
         table_lines += _aligned(table)
     return table_lines
 
@@ -437,8 +431,8 @@ _TITLES = {
 
 def _groups(
     rows: Iterable[ComparedRow], blocks: Sequence[str], everything: bool
-) -> list[tuple[str, ComparedRow, int]]:
-    """Return (title, worst row, number of rows) of every printed line."""
+) -> list[tuple[str, ComparedRow]]:
+    """Return (title, worst row) of every printed line."""
     groups: dict[str, list[ComparedRow]] = {}
     for row in rows:
         title = f"{row.kind} {row.name}"
@@ -452,11 +446,11 @@ def _groups(
             elif block is not None:
                 title = f"{row.kind} {block}.*"
         groups.setdefault(title, []).append(row)
-    return [(title, max(members, key=_badness), len(members)) for title, members in groups.items()]
+    return [(title, max(members, key=_badness)) for title, members in groups.items()]
 
 
-def _cells(group: tuple[str, ComparedRow, int]) -> tuple[str, ...]:
-    title, row, _ = group
+def _cells(title: str, row: ComparedRow) -> tuple[str, ...]:
+    """Return the cells of a printed line."""
     tensor = ""
     if not title.endswith(row.name):
         # The name inside its block, because the title has the block.

@@ -2,8 +2,8 @@
 
 The layout is started by `plait.initialize` as in any training run, so this module depends on no
 technique. The first reference is plain torch and uses the same weights, data and optimizer. The
-independent reference (`verify.independent`) gets the initial weights of the layout as arrays; the
-first reference has checked them.
+independent reference (`verify.independent`) gets the initial weights of the layout as arrays. The
+comparison with the first reference checks these weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Traces = dict[Pass, Trace]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the plan in a started process. The arguments are FOLDER SECONDS.
+    """Run the plan in a started process. The arguments are FOLDER and SECONDS.
 
     The folder contains the plan, and rank 0 writes the traces to it. A run that takes longer than
     SECONDS is ended, because a defect may make ranks wait for each other.
@@ -235,7 +235,7 @@ def compare(plan: VerificationPlan, traces: Traces, *, tolerance: float | None =
             compare_independent(plan, second, trace, unchecked=unchecked, tolerance=tolerance)
         )
     if "float64" not in traces:
-        why = "not compared: it computes in float64, and that comparison was not asked for"
+        why = "not compared: this reference computes in float64, and that pass was not selected"
         sections.append(Section("independent", INDEPENDENT, (), (why,)))
     facts = {
         "processes": plan.world_size,
@@ -261,13 +261,17 @@ def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, st
     unmatched = sorted({name for name, _ in model.named_parameters()} ^ set(trace.initial))
     unchecked = ""
     if built.loss is not causal_lm_loss:
-        unchecked = "it has cross entropy over tokens only, and the model has its own loss"
+        unchecked = (
+            "this reference only has cross entropy over tokens, but the model has its own loss"
+        )
     elif enables_balance_loss(built.model):
-        unchecked = "it has no balance loss, which model.config.output_router_logits asks for"
+        unchecked = (
+            "this reference has no balance loss, which model.config.output_router_logits enables"
+        )
     elif unmatched:
         # The first reference reports these weights as a difference.
         unchecked = (
-            f"{len(unmatched)} weights are in the model or in the layout alone:"
+            f"{len(unmatched)} weights are only in the model or only in the layout:"
             f" {', '.join(unmatched[:3])}"
         )
     if unchecked:
@@ -277,8 +281,8 @@ def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, st
     adamw = adamw_of(plan.resolved.optimizer)
     if isinstance(adamw, str):
         unchecked = (
-            "compared: the first step's loss, norm and gradients; not compared: what follows,"
-            f" because {adamw}"
+            "compared: loss, norm and gradients of the first step; not compared: everything after"
+            f" it, because {adamw}"
         )
         data = data[:1]
         # A learning rate of 0: the update is computed and changes nothing.
@@ -316,12 +320,12 @@ def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
     params = {name: value for name, value in spec.params.items() if name not in _KERNELS}
     decoupled = spec.type == "AdamW" or (spec.type == "Adam" and params.get("adam_w_mode", True))
     if not decoupled:
-        return f"it has AdamW only, and the optimizer is {spec.type}"
+        return f"this reference only has AdamW, but the optimizer is {spec.type}"
     if spec.states is not None:
-        return f"it keeps exact moments, and optimizer.states is {spec.states}"
+        return f"this reference has exact moments, but optimizer.states is {spec.states}"
     for name in ("amsgrad", "maximize"):
         if params.get(name):
-            return f"it has no {name}"
+            return f"this reference does not support {name}"
     beta1, beta2 = params.get("betas", (0.9, 0.999))
     default_decay = 0.01 if params.get("torch_adam", False) else 0.0
     return independent.AdamW(

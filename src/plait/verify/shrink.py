@@ -2,8 +2,8 @@
 
 Sizes shrink. Properties that decide the code path stay: whether heads, key-value heads, widths and
 the vocabulary are divisible by each degree of the layout, grouped or multi-query attention, kinds
-of layers, experts per token. Every change is listed. The rules are arithmetic on a dictionary;
-`choose` checks that the result builds and runs.
+of layers, experts per token. The report lists every change. The rules are arithmetic on a
+dictionary, and `choose` checks that the result builds and runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ VOCABULARY = 96
 SPREAD = 0.1
 """Standard deviation of initial weights.
 
-In narrow layers the usual 0.02 makes attention uniform, and gradients of queries and keys too small
-to show an error.
+In narrow layers the usual 0.02 makes attention uniform, and the gradients of queries and keys
+become too small to show an error.
 """
 
 _DEPTH = (
@@ -127,7 +127,7 @@ def _abbreviate(value: Any) -> str:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[FieldChange, ...]:
     """Return the changed fields, in the order of the configuration.
 
-    A field of a part is named `text_config.hidden_size`.
+    The name of a nested field is its path, such as `text_config.hidden_size`.
     """
     result: list[FieldChange] = []
     for name, value in after.items():
@@ -165,7 +165,10 @@ def depth_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the entries of each layer in fields with one entry per layer (`layer_types`)."""
+    """Return a tuple per layer with its entries in all fields that have one entry per layer.
+
+    Such a field is for example `layer_types`. Layers with equal tuples are of one kind.
+    """
     depth = depth_of(fields) or 0
     kinds: list[tuple[Any, ...]] = [() for _ in range(depth)]
     for value in fields.values():
@@ -394,8 +397,8 @@ def like(value: int, target: int, degrees: Iterable[int]) -> int:
 def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
     """Return the smallest numbers of heads and key-value heads that are split in the same way.
 
-    Divisibility by each degree, replication of key-value heads, and whether a rank has several
-    heads stay as they are.
+    The result has the same divisibility by each degree, the same replication of key-value heads,
+    and several heads per rank if the original has.
     """
 
     def split(h: int, k: int) -> tuple[Any, ...]:
@@ -454,7 +457,8 @@ _DROPOUTS = (
 def without_dropout(model: nn.Module) -> int:
     """Set every dropout probability in a model to 0, in place, and return their number.
 
-    These are torch's layers, and attributes such as `dropout` or `drop_path`.
+    Probabilities are those of torch's dropout layers, and attributes such as `dropout` or
+    `drop_path`.
     """
     count = 0
     for module in model.modules():

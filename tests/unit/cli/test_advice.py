@@ -238,12 +238,12 @@ def test_conversions(tmp_path, monkeypatch):
 
 
 PLANS = """
-    train_batch_size= -> set the samples of an optimizer step -> train_batch_size=8
+    train_batch_size= -> set it to the number of samples per optimizer step -> train_batch_size=8
     model= -> set model.config or model.path -> model.config.model_type=llama
     bf16.enabled=auto -> write true or false -> bf16.enabled=true | bf16.enabled=false
     parallel.recompute={"mode":"budget","budget_gib":1} -> use "auto" or none, full, selective, and leave parallel.recompute.budget_gib out -> parallel.recompute.mode=auto | parallel.recompute.mode=selective
     parallel.recompute={"mode":"full","budget_gib":1} -> but a fixed mode has none; leave it out -> parallel.recompute.mode=full
-    parallel={"tp":"auto","pipeline":{"blocks_per_stage":[1,3]}} -> set parallel.pp, or leave it out -> parallel={"tp":"auto","pp":2,"pipeline":{"blocks_per_stage":[1,3]}} | parallel.tp=auto
+    parallel={"tp":"auto","pipeline":{"blocks_per_stage":[1,3]}} -> set parallel.pp, or leave parallel.pipeline.blocks_per_stage out -> parallel={"tp":"auto","pp":2,"pipeline":{"blocks_per_stage":[1,3]}} | parallel.tp=auto
     parallel={"tp":"auto","pipeline":{"schedule":"looped-bfs"}} -> use gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble, zbv, dualpipev -> parallel={"tp":"auto","pp":2,"pipeline":{"schedule":"gpipe"}} | parallel={"tp":"auto","pp":2,"pipeline":{"schedule":"zbv"}}
 """  # fmt: skip
 """Settings of a file whose layout is planned."""
@@ -320,8 +320,8 @@ COMMANDS = """
     verify run.json --steps 0 -> use 1 or more -> verify run.json --steps 1
     verify run.json --device cuda -> 2 processes need a GPU each, but there are 0; use --device cpu -> verify run.json --device cpu
     verify bare.json -> add "model": {"config": {"model_type": "llama"}}, or --model FOLDER, NAME or package.module:function -> verify bare.json --set model={"config":{"model_type":"llama"}} | verify bare.json --model config.json | verify bare.json --model small_models:build
-    verify run.json --model gone/config.json -> name a folder or a file config.json, or package.module:function -> verify run.json --model config.json | verify run.json --model small_models:build
-    verify run.json --model small_models:number -> the function returns a module that maps tokens to logits, or (module, loss, micro_batch) with -> verify run.json --model small_models:build | verify run.json --model small_models:with_batches
+    verify run.json --model gone/config.json -> name a folder, a file config.json or package.module:function -> verify run.json --model config.json | verify run.json --model small_models:build
+    verify run.json --model small_models:number -> it must return a module that maps tokens to logits, or (module, loss, micro_batch) with -> verify run.json --model small_models:build | verify run.json --model small_models:with_batches
     verify run.json --model small_models:linear -> the module has no embedding, so it is not a language model; return (module, loss, micro_batch), where -> verify run.json --model small_models:with_batches
 """  # fmt: skip
 MODELS = """

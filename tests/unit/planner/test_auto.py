@@ -57,5 +57,5 @@ def test_what_cannot_be_planned_says_why():
         complete(
             {**TREE, "parallel": {"recompute": {"mode": "budget"}}}, cluster=cluster("h100", 8)
         )
-    with pytest.raises(InputError, match="nothing fits on 8 x NVIDIA V100.* of 31.7 GiB"):
+    with pytest.raises(InputError, match="no layout fits on 8 x NVIDIA V100.* of 31.7 GiB"):
         complete({**TREE, "bf16": {"enabled": False}}, cluster=cluster("v100", 8))

@@ -114,7 +114,7 @@ def test_what_formulas_do_not_price_is_told():
         "rotary_dim": 16,
     }
     (scores,) = told(gptj | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "h100")
-    assert "gptj: its attention has scores in memory, of " in scores and "too low" in scores
+    assert "gptj: its attention writes scores of " in scores and "too low" in scores
     assert told({"model_type": "llama", **SIZES}, "h100") == []
     (drops,) = told(
         {
@@ -127,4 +127,4 @@ def test_what_formulas_do_not_price_is_told():
         },
         "cpu",
     )
-    assert "gpt2 drops hidden states" in drops
+    assert "gpt2 has dropout of hidden states" in drops

@@ -269,7 +269,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
         )
     with pytest.raises(
         ConfigError,
-        match="vocab_size: is neither here, nor in a text_config, nor has Transformers a stranger with one",
+        match="vocab_size: is missing, and Transformers has no default for stranger",
     ):
         from_config(
             {
@@ -284,7 +284,7 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     for more, words in (
         ({"model_type": ["llama"]}, "model_type"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': not true or false"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': must be true or false"),
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8},
             "a token goes to 8 experts, but a layer has 4",

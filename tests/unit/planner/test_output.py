@@ -224,7 +224,7 @@ def test_what_a_plan_cannot_keep_is_refused():
         ),  # D7
         (
             {"parallel": {"pp": "auto", "pipeline": {"blocks_per_stage": [4, 4]}}},
-            "it fixes the stages, which parallel.pp leaves open",
+            "it fixes the stages, but parallel.pp leaves their number open",
         ),
         (
             {"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}},
@@ -238,7 +238,10 @@ def test_what_a_plan_cannot_keep_is_refused():
             {"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}},
             "a fixed mode has none; leave it out",
         ),
-        ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': is a command line's choice"),
+        (
+            {"bf16": {"enabled": "auto"}},
+            "bf16.enabled = 'auto': only Transformers' --bf16 and --fp16 choose it",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             configuration.complete(

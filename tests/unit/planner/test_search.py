@@ -302,10 +302,10 @@ def test_fixed_values_are_kept():
 @pytest.mark.parametrize(
     ("fixed", "told"),
     [
-        (["stage=3", "schedule=zbv", "pp=2"], "schedule=zbv, stage=3: not every tp, pp and cp has a schedule that runs with these values"),
-        (["stage=0", "dp_shard=4"], "stage=0, dp_shard=4: dp_replicate x dp_shard is what tp, pp and cp leave of the devices, and with stage 0"),
+        (["stage=3", "schedule=zbv", "pp=2"], "schedule=zbv, stage=3: for some tp, pp and cp no schedule runs with these values"),
+        (["stage=0", "dp_shard=4"], "stage=0, dp_shard=4: dp_replicate x dp_shard must be the devices / (tp x pp x cp), and dp_shard must be 1"),
         (["ep=2"], "ep=2: llama-3-8b has no experts"),
-        (["sp=1", "tp=1"], "sp=1: it is of tp 2 or more"),
+        (["sp=1", "tp=1"], "sp=1: sequence parallelism needs tp of at least 2"),
         (["accumulation=7", "tp=1", "pp=1"], "accumulation = 7 with dp = "),
     ],
 )  # fmt: skip
@@ -328,14 +328,26 @@ def test_what_only_a_pipeline_has_makes_one(fixed):
     )
     assert {e.region: e.rule for e in found.excluded}[
         "pp = 1"
-    ] == f"{format_fixed(values)} is of a pipeline, which has 2 stages or more"
+    ] == f"{format_fixed(values)} needs a pipeline, which has at least 2 stages"
     for alone in ({"cluster": cluster("h100", 1)}, {"compile": False}):
         pp = {} if "cluster" in alone else {"pp": 1}
         with pytest.raises(
             ConfigError,
-            match=f"pp = 1: {format_fixed(values)} is of a pipeline, which has 2 stages or more",
+            match=f"pp = 1: {format_fixed(values)} needs a pipeline, which has at least 2 stages",
         ):
             plan(replace(asked, **alone), fixed=values | pp)
+
+
+def test_the_remedy_for_heads_names_degrees_that_run():
+    """tp = 3 divides the 24 heads of this model, but neither divides its 8 key-value heads nor is divided by them."""
+    asked = request("llama-3.2-3b", batch=30)
+    asked = replace(asked, cluster=cluster("h100", 30, devices_per_node=30))
+    with pytest.raises(ConfigError, match=r"24 % 5 = 4; use 1, 2(?!,)"):
+        space_of(asked, {"tp": 5})
+    with pytest.raises(ConfigError, match="num_key_value_heads is 8"):
+        space_of(asked, {"tp": 3})
+    for tp in (1, 2):
+        assert space_of(asked, {"tp": tp}).size
 
 
 def test_what_only_parts_of_sequences_have_makes_some():
@@ -346,7 +358,7 @@ def test_what_only_parts_of_sequences_have_makes_some():
     )
     with pytest.raises(
         ConfigError,
-        match="cp = 1: context=ring needs sequences in 2 parts or more, of at least 2,048 tokens each",
+        match="cp = 1: context=ring needs cp of at least 2, which is only proposed for parts of at least 2,048",
     ):
         plan(request(sequence=1024), fixed=ring)
     assert plan(request(sequence=1024), fixed=ring | {"cp": 2}).best[0].layout["cp"] == 2

@@ -73,4 +73,7 @@ def test_unknown_models_are_not_split():
         "not among the families whose sequences can be split"
         in split_of(from_config({"model_type": "stranger", **SMALL})).context
     )
-    assert "not known" in split_of(from_config({"model_type": "stranger", **SMALL})).tensor
+    assert (
+        "does not know how to split stranger"
+        in split_of(from_config({"model_type": "stranger", **SMALL})).tensor
+    )

@@ -11,9 +11,18 @@ import torch
 from plait.planner.calibrate import CalibrationOrigin, load_calibration, save_calibration
 from plait.planner.hardware import device as device_of
 from plait.sizes import GIB
-from plait.validation import attention, ceilings, device_memory, kernels, parity, peers, profile
+from plait.validation import (
+    attention,
+    ceilings,
+    device_memory,
+    kernels,
+    parity,
+    peers,
+    profile,
+    throughput,
+)
 from plait.validation.context import WIDE
-from plait.validation.rows import summary_of
+from plait.validation.rows import NotRun, summary_of
 from plait.verify.parity import Trace
 
 
@@ -38,6 +47,17 @@ def test_rates():
     assert ceilings.too_slow("to_host", 25e9, 50e9) == ""
     assert "12.0 G per second" in ceilings.too_slow("to_host", 12e9, 25e9)
     assert ceilings.too_slow("product", 1.0, math.nan) == ""
+
+
+def test_rows_in_bfloat16_do_not_run_on_devices_without_it(context, monkeypatch):
+    """The catalogue has no rate of bfloat16 for a V100. Ranks must not fail with a KeyError."""
+    for module, check, settings in (
+        (throughput, throughput.compare, {"contenders": ["plait"]}),
+        (kernels, kernels.calibrate, {}),
+    ):
+        monkeypatch.setattr(module, "datasheet", lambda _: device_of("v100-32gb"))
+        with pytest.raises(NotRun, match="computes in bfloat16, which .*V100.* does not support"):
+            check(context, settings)
 
 
 def test_waits_beyond_the_expected_ones():

@@ -183,7 +183,7 @@ def test_what_is_not_judged_is_said():
         row.step for row in section.rows
     } == {0}
     assert section.notes == (
-        "compared: the first step's loss, norm and gradients; not compared: what follows, because it has AdamW only, and the optimizer is SGD",
+        "compared: loss, norm and gradients of the first step; not compared: everything after it, because this reference only has AdamW, but the optimizer is SGD",
     )
     assert adamw_of(OptimizerSpec()) == independent.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.0)
     assert adamw_of(
@@ -191,9 +191,12 @@ def test_what_is_not_judged_is_said():
     ) == independent.AdamW(5e-5, 0.9, 0.999, 1e-8, 0.01)
     assert (
         adamw_of(OptimizerSpec(type="Adam", params={"adam_w_mode": False}))
-        == "it has AdamW only, and the optimizer is Adam"
+        == "this reference only has AdamW, but the optimizer is Adam"
     )
-    assert adamw_of(OptimizerSpec(type="AdamW", params={"amsgrad": True})) == "it has no amsgrad"
+    assert (
+        adamw_of(OptimizerSpec(type="AdamW", params={"amsgrad": True}))
+        == "this reference does not support amsgrad"
+    )
     assert "int8" in str(adamw_of(OptimizerSpec(states="int8")))
 
 
