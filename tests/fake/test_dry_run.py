@@ -1,6 +1,8 @@
 """`plait dryrun`: what it prints and writes, which rank and which layout it runs, and what it refuses."""
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +120,26 @@ def test_a_rank_that_the_layout_does_not_have(tmp_path, capsys):
 def test_a_model_that_transformers_does_not_have(tmp_path, capsys):
     assert run("--model", config(tmp_path, model_type="llamma"), *PLAN, *FIXED) == 2
     assert "did you mean llama" in capsys.readouterr().err
+
+
+def test_what_it_advises_works(tmp_path, capsys):
+    """A rank, the architecture, a model without its configuration, and a model of another kind."""
+    start = partial(run, *PLAN, *FIXED)
+    good = config(tmp_path)
+    (tmp_path / "empty").mkdir()
+    file = tmp_path / "file.json"
+    tree = json.loads(Path(run_file(tmp_path)).read_text("utf-8"))
+    file.write_text(json.dumps(tree | {"model": {"path": str(tmp_path / "empty")}}), "utf-8")
+    mistakes = {
+        "the layout has ranks 0 to 7; pass one of them": ("--model", good, "--rank", "8"),
+        "pass model.config, or a folder with a config.json": (str(file), "--world-size", "1"),
+    }
+    for words, arguments in mistakes.items():
+        assert start(*arguments) == 2
+        assert words in capsys.readouterr().err
+    assert start("--model", good, "--rank", "7") == 0
+    (tmp_path / "empty" / "config.json").write_text(json.dumps(MODEL), "utf-8")
+    assert run(str(file), "--world-size", "1", "--gpu", "h100") == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")

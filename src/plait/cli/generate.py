@@ -37,6 +37,7 @@ from plait.cli.options import (
 from plait.cli.terminal import close_stdout, exit_on_signals, progress_bar
 from plait.cluster.topology import place
 from plait.errors import InputError
+from plait.names import number_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,7 +146,9 @@ def generate_command(
     ] = None,
     seed: Annotated[
         int | None,
-        _sampling(min=0, metavar="N", help="Seed of prompt 1; prompt 2 has N + 1. (default: new)"),
+        _sampling(
+            min=0, metavar="N", help="Seed of prompt 1; prompt 2 has N + 1. (default: random)"
+        ),
     ] = None,
     tp: Annotated[
         str, _layout(metavar="N", help="Tensor-parallel degree. auto: the fewest devices.")
@@ -204,8 +207,8 @@ def generate_command(
     has_token_ids = bool(lines) and all("token_ids" in line.fields for line in lines)
     if source.tokenizer_folder is None and not has_token_ids:
         raise InputError(
-            f"--model {model}: has no tokenizer, so prompts must be token_ids in a file of"
-            " --prompts"
+            f"--model {model}: has no tokenizer; write the prompts as token_ids in a file of"
+            " --prompts, or save the tokenizer in the folder"
         )
     options = {
         "max_new_tokens": max_new_tokens,
@@ -244,8 +247,8 @@ def generate_command(
         deployment, concurrent = deploy_in_budget(work, gpu_budget=gpu_bytes, cpu_budget=cpu_bytes)
         if concurrent < work.requests:
             print(
-                f"{concurrent} prompts at once, not {work.requests}: more do not fit into the"
-                " budget",
+                f"{number_of(concurrent, 'prompt')} at once, not {work.requests}: more do not fit"
+                " into the budget",
                 file=sys.stderr,
             )
             batch_size = concurrent

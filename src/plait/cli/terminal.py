@@ -161,5 +161,9 @@ def close_stdout(error: OSError) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         return 128 + signal.SIGPIPE
-    print(f"plait: standard output cannot be written ({error.strerror})", file=sys.stderr)
+    print(
+        f"plait: standard output cannot be written ({error.strerror}); free some space, or write to"
+        " another file",
+        file=sys.stderr,
+    )
     return 1

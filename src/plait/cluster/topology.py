@@ -101,9 +101,9 @@ def discover() -> Topology:
 def share_gpus(count: int) -> bool:
     """Assign one GPU to this process if the launch has more processes than this machine has GPUs.
 
-    The process then sees the GPU `local rank % count` only, as if it had a machine of its own. NCCL
+    The process then sees only the GPU `local rank % count`, as if it had a machine of its own. NCCL
     does not support two ranks on one GPU, so no code may see a second process of this machine. Call
-    this before anything looks for GPUs, because CUDA reads its variable once.
+    this before any code looks for GPUs, because CUDA reads its variable once.
 
     Args:
         count: Number of GPUs of this machine.
@@ -346,7 +346,7 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 rank,
                 rank_info.rank,
-                f"outside the world of {world} = {rank_info.world_size} processes",
+                f"is not below {world} = {rank_info.world_size}",
                 "number ranks from 0",
             ),
         ),
@@ -355,8 +355,8 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 local,
                 rank_info.local_rank,
-                f"outside the {local_world} = {rank_info.local_world_size} processes of this"
-                " machine",
+                f"is not below {local_world} = {rank_info.local_world_size}, the number of"
+                " processes on this machine",
                 "number local ranks from 0 on every machine",
             ),
         ),
@@ -365,7 +365,7 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 local_world,
                 rank_info.local_world_size,
-                f"more processes on this machine than the {world} = {rank_info.world_size} in all",
+                f"is above {world} = {rank_info.world_size}, the number of all processes",
                 f"set {world} to the number of all processes",
             ),
         ),
@@ -374,8 +374,8 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 local,
                 rank_info.local_rank,
-                f"larger than {rank} = {rank_info.rank}, which counts the processes of earlier"
-                " machines too",
+                f"is above {rank} = {rank_info.rank}, which also counts the processes of earlier"
+                " machines",
                 "check that both come from the same launcher",
             ),
         ),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import sys
+import tempfile
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from plait.cli import launch, verify
+from plait.cli import generate, launch, verify
 from plait.cli.launching import launch_settings, remote
+from plait.cli.options import write_text
 from plait.cli.validating import command as validating
 from plait.cluster import topology
 from plait.config.convert.conversion import convert
@@ -19,7 +24,7 @@ from plait.config.source import parse_override, read
 from plait.errors import raise_problems
 from plait.planner.configuration import complete, read_file
 from plait.planner.hardware import cluster
-from tests.advice import check, command, table
+from tests.advice import Case, check, command, table
 
 LAUNCHES = """
     nothing -> write `plait launch script.py` -> a.py
@@ -373,3 +378,37 @@ def test_commands(tmp_path, monkeypatch, capsys):
         plait(line)
 
     check(table(COMMANDS, followed))
+
+
+def test_full_disks(tmp_path, monkeypatch):
+    """/dev/full is a full disk for a file. A folder on one is imitated, because it needs a mount."""
+    full = tmp_path / "full"
+    other = tmp_path / "other"
+    for folder in (full, other):
+        folder.mkdir()
+    written = Path.write_text
+
+    def write(path, *arguments, **options):
+        if full in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, *arguments, **options)
+
+    def arguments_in(folder):
+        monkeypatch.setenv("TMPDIR", str(folder))
+        # Python chooses the folder once per process.
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        # The command starts processes after this step.
+        with generate._argument_file(ARGUMENTS, []) as file:
+            assert file.is_relative_to(folder)
+
+    def output_in(path):
+        write_text("--out", path, "text")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    check([
+        Case(("free some space, or name another folder with TMPDIR",), partial(arguments_in, full), partial(arguments_in, other)),
+        Case(("--out /dev/full: cannot be written (No space left on device); free some space there, or pass another path",), partial(output_in, Path("/dev/full")), partial(output_in, other / "out.json")),
+    ])  # fmt: skip
+
+
+ARGUMENTS = generate.GenerateArguments("m", None, "stored", 2, 1, "a", None, None, 1, None)

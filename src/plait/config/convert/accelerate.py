@@ -120,9 +120,7 @@ TOP: tuple[ForeignKey, ...] = (
         "shapes are compared before every collective",
     ),
 )
-"""Keys at the top of the file. `accelerate` reads `distributed_type`, `mixed_precision` and
-`num_processes`, which depend on each other.
-"""
+"""Keys at the top of the file, except for those of `_COMBINED_KEYS`."""
 
 _INIT = "plait.from_pretrained builds the model without its weights, at every stage"
 DEEPSPEED: tuple[ForeignKey, ...] = (
@@ -283,7 +281,7 @@ _COMBINED_KEYS = (
     *SECTIONS,
     *_TYPE_OF_SECTION,
 )
-"""Keys at the top of the file that are read in this module."""
+"""Keys at the top of the file whose meaning depends on other keys. Functions below read them."""
 
 _CLIPPING = (
     "; a script clips where it calls clip_grad_norm_, plait.initialize at 1.0 unless"
@@ -293,7 +291,7 @@ _COMBINED_IN_SECTION = {
     "fsdp_config": tuple(f"fsdp_{name}" for name in SHARDING_KEYS),
     "deepspeed_config": ("deepspeed_config_file",),
 }
-"""Keys of sections that are read in this module, by section."""
+"""Keys of sections whose meaning depends on other keys, by section. Functions below read them."""
 
 
 @dataclass

@@ -24,7 +24,6 @@ from plait.config.schema.config import KeyReport, Status
 from plait.config.source import Document, read_named
 from plait.errors import ConfigError, Problem
 
-_STAGE = "zero_optimization.stage"
 _TO_HOST = {
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.offload_optimizer.device": "cpu",
@@ -156,7 +155,7 @@ def reshard_settings(value: Any) -> Mapping[str, Any]:
             "is true or false in FSDP2 (fsdp_version 2); use true for FULL_SHARD, false for"
             " SHARD_GRAD_OP"
         )
-    return {_STAGE: 3 if flag else 2}
+    return {STAGE: 3 if flag else 2}
 
 
 STAGE = "zero_optimization.stage"
@@ -164,7 +163,7 @@ SHARD = "parallel.dp_shard"
 STRATEGY = "sharding_strategy"
 RESHARD = "reshard_after_forward"
 SHARDING_KEYS = ("version", STRATEGY, RESHARD)
-"""Keys that are read in this module, without the prefix `fsdp_`."""
+"""Keys that `read_sharding` reads together, without the prefix `fsdp_`."""
 _NOT_READ = (
     "`accelerate launch` takes FULL_SHARD all the same, the default of fsdp_sharding_strategy,"
     " which it reads first"

@@ -112,7 +112,9 @@ _DECAY_STYLES = {
 _WSD_DECAY_STYLES = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DISTRIBUTED = "--use-distributed-optimizer"
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-"""Targets of flags whose meaning depends on other flags. `megatron` replaces them with settings."""
+"""Targets of flags whose meaning depends on other flags. `read_flags` replaces both targets with
+settings.
+"""
 
 DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
 """Megatron-LM's defaults that differ from Plait's."""

@@ -31,6 +31,7 @@ from plait.parallel.techniques.offload import ActivationOffload, OptimizerOffloa
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
+from plait.policy import Policy
 from plait.sizes import GIB, MIB
 
 
@@ -373,16 +374,14 @@ def _layout_values(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _tensor_values(tensor: TensorParallel) -> dict[str, Any]:
-    return {f"parallel.{name}": getattr(tensor, name) for name in TensorParallel.model_fields}
+def _of_section(section: str, policy: type[Policy]) -> Callable[[Any], dict[str, Any]]:
+    """Return the function for a part whose fields have the names of a section's settings."""
+    return lambda part: {f"{section}.{name}": getattr(part, name) for name in policy.model_fields}
 
 
-def _routing_values(routing: Routing) -> dict[str, Any]:
-    return {
-        "experts.bias_update_rate": routing.bias_update_rate,
-        "experts.balance": routing.balance,
-        "experts.z_loss": routing.z_loss,
-    }
+def _single(key: str) -> Callable[[Any], dict[str, Any]]:
+    """Return the function for a part that is the value of one setting."""
+    return lambda value: {key: value}
 
 
 def _block_values(blocks: Sequence[str]) -> dict[str, Any]:
@@ -422,10 +421,6 @@ def _compress_gradients(compression: Compression) -> str | list[str]:
 
 def _scheme_name(scheme: Scheme) -> str:
     return "powersgd" if scheme.powersgd_rank else _BITS[scheme.gradient_bits]
-
-
-def _loss_chunk_values(tokens: int) -> dict[str, Any]:
-    return {"parallel.loss_chunk_tokens": tokens}
 
 
 def _tiled_mlp_values(tiled: TiledMLP) -> dict[str, Any]:
@@ -490,10 +485,6 @@ def _precision_values(precision: Precision) -> dict[str, Any]:
     return values
 
 
-def _clipping_values(norm: float) -> dict[str, Any]:
-    return {"gradient_clipping": norm}
-
-
 def _optimizer_values(spec: OptimizerSpec) -> dict[str, Any]:
     params = {f"optimizer.params.{name}": value for name, value in spec.params.items()}
     return {"optimizer.type": spec.type, "optimizer.states": spec.states, **params}
@@ -506,32 +497,24 @@ def _scheduler_values(spec: SchedulerSpec | None) -> dict[str, Any]:
     return {"scheduler.type": spec.type, **params}
 
 
-def _compile_values(compiled: Compile) -> dict[str, Any]:
-    return {
-        "compile.enabled": compiled.enabled,
-        "compile.backend": compiled.backend,
-        "compile.mode": compiled.mode,
-    }
-
-
 _LIST_VALUES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "batch": _batch_values,
     "layout": _layout_values,
-    "tensor_parallel": _tensor_values,
-    "routing": _routing_values,
+    "tensor_parallel": _of_section("parallel", TensorParallel),
+    "routing": _of_section("experts", Routing),
     "blocks": _block_values,
     "data_parallel": _data_values,
     "compression": _compression_values,
-    "loss_chunk_tokens": _loss_chunk_values,
+    "loss_chunk_tokens": _single("parallel.loss_chunk_tokens"),
     "tiled_mlp": _tiled_mlp_values,
     "recompute": _recompute_values,
     "activation_offload": _activation_offload_values,
     "parameter_offload": _parameter_offload_values,
     "optimizer_offload": _optimizer_offload_values,
     "precision": _precision_values,
-    "gradient_clipping": _clipping_values,
+    "gradient_clipping": _single("gradient_clipping"),
     "optimizer": _optimizer_values,
     "scheduler": _scheduler_values,
-    "compile": _compile_values,
+    "compile": _of_section("compile", Compile),
 }
 """Functions that return the values of a part of Resolved by key, in the order of the output."""
