@@ -21,7 +21,6 @@ def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    title: str = "",
     indent: str = "  ",
 ) -> None:
     """Print a table, unless it has no rows.
@@ -32,20 +31,17 @@ def print_table(
         console: The console. Lines are printed if it is not a terminal.
         columns: Headings.
         rows: Cells of each row.
-        title: Title of the table.
         indent: Indentation of the lines in a pipe.
     """
     if not rows:
         return
     if not console.is_terminal:
-        if title:
-            print(title)
         print("\n".join(aligned([columns, *rows], indent=indent)), end="\n\n")
         return
     # rich takes long to import, and `plait --help` imports this module.
     from rich.table import Table
 
-    table = Table(*columns, title=title or None, title_justify="left")
+    table = Table(*columns)
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:

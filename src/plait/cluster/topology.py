@@ -1,8 +1,8 @@
 """Machines of a run and the ranks of this process, from the launcher's variables and this machine.
 
-Only this module and `plait.cli` read environment variables. It creates no process group. If a
-default group exists, its rank and size count, and variables that contradict it are errors. Nothing
-is guessed: if a value is not known, an error names the variable to set.
+Only this module and `plait.cli` read environment variables. This module creates no process group.
+The rank and size of an existing default group take precedence, and variables that contradict them
+are errors. Nothing is guessed: if a value is not known, an error names the variable to set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.cluster.machines import Node, Topology
 from plait.errors import ConfigError, Problem, raise_problems
 
 WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
-"""Variable with the folder of the ranks' boards, which Plait's launcher sets for its ranks."""
+"""Variable with the folder in which ranks publish their progress. Plait's launcher sets it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class RankInfo:
 
 
 def place() -> RankInfo:
-    """Return the place of this process.
+    """Return the ranks of this process and the numbers of processes.
 
-    It comes from the variables of torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun. Without
+    They come from the variables of torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun. Without
     a launcher there is one process. An existing default process group decides rank and size.
 
     Raises:
@@ -137,9 +137,9 @@ def keep_host_memory() -> bool:
 
 
 def watch_folder() -> Path | None:
-    """Return the folder in which Plait's launcher looks for the boards of its ranks.
+    """Return the folder in which Plait's launcher reads the progress of its ranks.
 
-    The result is None under another launcher.
+    The result is None without Plait's launcher.
     """
     folder = os.environ.get(WATCH_FOLDER)
     if not folder or not Path(folder).is_dir():
@@ -148,7 +148,7 @@ def watch_folder() -> Path | None:
 
 
 def launchers_variable(name: str, default: str) -> str:
-    """Return a variable that a launcher sets for a library, in lower case."""
+    """Return the value, in lower case, of a variable that a launcher sets for a library."""
     return os.environ.get(name, default).lower()
 
 

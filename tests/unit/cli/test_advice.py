@@ -183,7 +183,7 @@ CONVERSIONS = """
     fsdp=1.5 -> use true, and write the rest in fsdp_config -> fsdp=true fsdp_config.reshard_after_forward=true
     fsdp=x -> use full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2, auto_wrap, offload -> fsdp=full_shard | fsdp=shard_grad_op | fsdp=auto_wrap | fsdp=offload
     fsdp=no_shard -> use full_shard or shard_grad_op, or set fsdp_config.version to 1 -> fsdp=full_shard | fsdp=shard_grad_op | fsdp=no_shard fsdp_config.version=1
-    fsdp=hybrid_shard fsdp_config.version=1 -> write full_shard, and set parallel.dp_shard in what is written -> fsdp=full_shard fsdp_config.version=1 +parallel.dp_shard=2
+    fsdp=hybrid_shard fsdp_config.version=1 -> write full_shard, and set parallel.dp_shard in the converted file -> fsdp=full_shard fsdp_config.version=1 +parallel.dp_shard=2
     fsdp=true fsdp_config.offload_params=true -> write cpu_offload -> fsdp=true fsdp_config.cpu_offload=true
     fsdp=true fsdp_config.sharding_strategy=SHARD_GRAD_OP -> write reshard_after_forward -> fsdp=true fsdp_config.reshard_after_forward=false
     fsdp=true fsdp_config.xla=true -> leave it out -> fsdp=true

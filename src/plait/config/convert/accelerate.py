@@ -206,7 +206,7 @@ PARALLELISM: tuple[ForeignKey, ...] = (
                 "alltoall": {"parallel.context": "ring"},
             }
         ),
-        "torch's alltoall hands keys and values around a ring",
+        "torch's alltoall passes keys and values around a ring",
     ),
     renamed(
         "parallelism_config_sp_size",
@@ -236,7 +236,7 @@ DYNAMO: tuple[ForeignKey, ...] = (
     refused(
         "dynamo_use_dynamic",
         "flag",
-        "torch.compile finds out itself which shapes are dynamic",
+        "torch.compile detects dynamic shapes itself",
         "use false, or leave it out",
         False,
     ),
@@ -372,7 +372,7 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
         translation.refuse(
             "distributed_type",
             value,
-            "the section of Accelerate has a part of Megatron-LM's flags",
+            "Accelerate's section contains only some of Megatron-LM's flags",
             _FLAGS,
         )
     elif kind in ("XLA", "TPU"):
@@ -406,7 +406,7 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
         translation.refuse(
             section,
             value,
-            "is a section and needs an object",
+            "is a section, which must be an object",
             f"write for example {{{next(iter(keys))}: ...}}",
         )
         return
@@ -530,7 +530,7 @@ def _read_processes(file: _AccelerateFile) -> int | None:
         translation.refuse(
             "num_processes",
             value,
-            f"cannot be shared out over num_machines = {machines!r}",
+            f"cannot be divided evenly by num_machines = {machines!r}",
             "pass the processes of all machines together, as many on each",
         )
         return None
@@ -646,7 +646,7 @@ def _complete_degrees(file: _AccelerateFile) -> None:
         problem = Problem(
             "parallelism_config",
             None,
-            "FSDP has nothing to shard over where dp_shard and cp are 1",
+            "FSDP has nothing to shard over if dp_shard and cp are 1",
             "set parallelism_config_dp_shard_size, or use distributed_type MULTI_GPU",
         )
         file.translation.problems.append(problem)

@@ -134,7 +134,7 @@ def _mark_unused(rows: Sequence[KeyReport], resolved: Resolved) -> tuple[KeyRepo
 
 
 UnusedRule = tuple[bool, Sequence[str], str]
-"""Groups of settings without an effect: True if that is so, their paths, and the reason."""
+"""Rule about settings without an effect: whether it applies, their paths, and the reason."""
 
 
 def _unused_rules(resolved: Resolved) -> Iterator[UnusedRule]:

@@ -392,7 +392,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
                     path,
                     "auto",
                     f"{_COMMAND_LINE}, but none are passed",
-                    f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
+                    f"write the number of samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
                 )
             )
 

@@ -587,7 +587,7 @@ def recompute(findings: Findings) -> Recompute:
                 f"{path}.sequence_length",
                 None,
                 "activations grow with it, and neither it nor data.sequence_length is given",
-                "write the longest sequence's tokens",
+                "write the number of tokens of the longest sequence",
             ),
         ),
         (
