@@ -102,7 +102,7 @@ def _encode_items(items: Iterable[Any], where: str) -> list[Any]:
 
 
 def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
-    """Return the value from the result of `encode`.
+    """Return the value that `encode` has converted.
 
     Args:
         value: Result of `encode`.

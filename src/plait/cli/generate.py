@@ -586,9 +586,9 @@ class AnswerJob:
     seed: int | None
     """Seed of the first line. Each following line has the next number."""
     command: dict[str, Any]
-    """Everything besides the lines that the tokens of an answer depend on.
+    """Settings that determine the tokens of an answer, in addition to its line.
 
-    The layout and the batches are not part of it, so that a command can continue on others.
+    The layout and the batch size are not among them, so that a command can continue with others.
     """
     writes: bool
     """True if this process writes the answers."""
@@ -661,7 +661,7 @@ def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
 
 
 POLL_SECONDS = 20.0
-"""Time after which processes that wait for a line are told that there is none yet."""
+"""Interval at which processes that wait for a line receive None instead."""
 
 
 def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
@@ -670,8 +670,8 @@ def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
     Args:
         reads_input: Whether this process reads standard input. Other processes yield "" forever,
             because they receive the lines from it.
-        several: Whether other processes wait for each line. A long wait would be taken for a hang,
-            so that None is yielded every `POLL_SECONDS` while there is no line.
+        several: Whether other processes wait for each line. A long wait would count as a hang.
+            Therefore None is yielded every `POLL_SECONDS` while there is no line.
     """
     console = Console(stderr=True, highlight=False)
     while not reads_input:

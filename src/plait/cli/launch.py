@@ -351,7 +351,7 @@ def _refuse_contradictions(
     Args:
         options: Values by name, with underscores.
         standalone: Whether --standalone is used.
-        several: Whether there are several machines.
+        several: Whether the launch has several machines.
     """
     several_machines = ("nnodes", "rdzv_endpoint", "master_addr", "hostfile")
     problems = []

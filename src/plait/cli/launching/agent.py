@@ -1,6 +1,6 @@
 """Launch of the ranks of this machine with torchrun's elastic agent.
 
-torchrun does the rendezvous, the numbering, the start, the watch and the restart of ranks. Two
+torchrun performs the rendezvous, and numbers, starts, monitors and restarts the ranks. Two
 methods that torch documents for extensions of its agent are overridden: the cause of a failed
 attempt is reported first, and after a signal every rank receives it once and gets up to
 `grace_seconds` to write a checkpoint. When `launch` returns, no rank of it runs.

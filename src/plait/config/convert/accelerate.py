@@ -325,7 +325,7 @@ class _AccelerateFile:
 
 
 def translate(document: Document) -> TranslatedDocument:
-    """Return the configuration that an Accelerate file describes. Problems are collected."""
+    """Return the configuration that a file of Accelerate describes. Problems are collected."""
     file = _AccelerateFile(document)
     translation = file.translation
     # The sections that follow depend on these two.
@@ -626,7 +626,7 @@ def _set_mixed_precision(file: _AccelerateFile, shown: str, value: Any, name: st
 def _complete_degrees(file: _AccelerateFile) -> None:
     """Set the degrees that a `parallelism_config` omits.
 
-    Accelerate takes 1 for them. FSDP then shards only over the degrees that are given.
+    Accelerate's default of a degree is 1. FSDP then shards only over the degrees that are given.
     """
     settings = file.translation.settings
     names = ("dp_replicate", "dp_shard", "tp", "cp")

@@ -71,7 +71,7 @@ LOSS_SCALE = {
 _REDUCE: dict[str, ReduceDtype] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 ASSUMED = "auto: Transformers' default"
-"""Source of an "auto" that Transformers' command line would replace. Its default there is used."""
+"""Source of a value for "auto" that Transformers' command line would set. Its default is used."""
 ACCUMULATED = "data_types.grad_accum_dtype"
 _COMMAND_LINE = "is filled from Transformers' TrainingArguments"
 

@@ -67,11 +67,3 @@ def test_a_machine_that_does_not_come():
 def test_a_name_without_an_address():
     said = refusal("none.invalid:29500", seconds=1)
     assert "finds no address for the name 'none.invalid'" in said and "correct it" in said
-
-
-def test_a_port_that_another_program_uses():
-    with socket.create_server(("localhost", 0)) as other:
-        said = refusal(f"localhost:{other.getsockname()[1]}", seconds=1)
-    assert "that the port is free on the first machine and reachable from the others" in said
-    address = f"localhost:{free_port()}"
-    assert numbers_of_two_machines(address, address) == [0, 1]
