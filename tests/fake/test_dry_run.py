@@ -1,7 +1,6 @@
 """`plait dryrun`: what it prints and writes, which rank and which layout it runs, and what it refuses."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,23 +122,26 @@ def test_a_model_that_transformers_does_not_have(tmp_path, capsys):
 
 
 def test_what_it_advises_works(tmp_path, capsys):
-    """A rank, the architecture, a model without its configuration, and a model of another kind."""
-    start = partial(run, *PLAN, *FIXED)
-    good = config(tmp_path)
-    (tmp_path / "empty").mkdir()
+    """Ranks that exist, a folder for a public name, and the architecture that is meant."""
+    model = ("--model", config(tmp_path))
     file = tmp_path / "file.json"
     tree = json.loads(Path(run_file(tmp_path)).read_text("utf-8"))
-    file.write_text(json.dumps(tree | {"model": {"path": str(tmp_path / "empty")}}), "utf-8")
-    mistakes = {
-        "the layout has ranks 0 to 7; pass one of them": ("--model", good, "--rank", "8"),
-        "pass model.config, or a folder with a config.json": (str(file), "--world-size", "1"),
-    }
-    for words, arguments in mistakes.items():
-        assert start(*arguments) == 2
-        assert words in capsys.readouterr().err
-    assert start("--model", good, "--rank", "7") == 0
-    (tmp_path / "empty" / "config.json").write_text(json.dumps(MODEL), "utf-8")
-    assert run(str(file), "--world-size", "1", "--gpu", "h100") == 0
+    on_one = (str(file), "--world-size", "1", "--gpu", "h100")
+
+    def refusal(*arguments):
+        assert run(*arguments) == 2
+        return capsys.readouterr().err
+
+    def name_model(path):
+        file.write_text(json.dumps(tree | {"model": {"path": str(path)}}), "utf-8")
+
+    said = refusal(*model, *PLAN, *FIXED, "--rank", "8")
+    assert "the layout has ranks 0 to 7; pass one of them" in said
+    assert run(*model, *PLAN, *FIXED, "--rank", "7") == 0
+    name_model("llama-3-8b")
+    assert "pass model.config, or a folder with a config.json" in refusal(*on_one)
+    name_model(tmp_path)
+    assert run(*on_one) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")

@@ -310,7 +310,7 @@ COMMANDS = """
     schedule 1f1b --pp 0 -> --pp = 0: a pipeline has at least 1 rank; use 1 or more -> schedule 1f1b --pp 1
     schedule 1f1b --pp 1000 --microbatches 1000 -> but at most 524,288 can be drawn; pass fewer -> schedule 1f1b --pp 2 --microbatches 4
     config convert accelerate.json --out run.json -> pass another name, or remove it first -> config convert accelerate.json --out c.json
-    config convert accelerate.json --out gone/c.json -> create it first (mkdir -p gone) -> config convert accelerate.json --out ./d.json
+    config convert accelerate.json --out gone/c.json -> gone is not a folder; create it first, or pass a file in an existing folder -> config convert accelerate.json --out ./d.json
     config explain accelerate.json -> run: plait config convert accelerate.json -> config convert accelerate.json
     doctor --links --nccl -> pass only one of them -> doctor --links | doctor --nccl
     doctor --minutes 3 -> add --validate, or leave it out -> doctor --minutes 3 --validate | doctor

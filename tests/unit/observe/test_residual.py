@@ -60,7 +60,7 @@ OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"), {}, "micro_batch: 4 in the plan, 1 in the run"),
     (("zero_optimization.stage=2",), {}, "stage: 3 in the plan, 2 in the run"),
     (("parallel.recompute.mode=full",), {}, "recompute: none in the plan, full in the run"),
-    ((), {"parameters": 7}, "and is 7"),
+    ((), {"parameters": 7}, "in the plan, 7 in the run"),
     ((), {"length": 32}, "sequence: 64 in the plan, 32 in the run"),
     (("bf16.enabled=true",), {}, "precision: fp32 in the plan, bf16 in the run"),
     (("parallel.loss_chunk_tokens=16",), {}, "loss_chunk: 0 in the plan, 16 in the run"),

@@ -61,17 +61,17 @@ def convert(source: ForeignSource, overrides: Sequence[str] = ()) -> Conversion:
     return Conversion(document.name, examined.tree, (*examined.rows, *defaults), problems)
 
 
-def load_foreign(source: ForeignSource) -> Config:
+def load_foreign(source: ForeignSource, overrides: Sequence[str] = ()) -> Config:
     """Return the Config that a source describes. Its provenance names the other program's keys.
 
     Raises:
         ConfigError: The source is invalid. The error lists all problems.
     """
-    return build_config(*_examine_source(source))
+    return build_config(*_examine_source(source, overrides))
 
 
 def _examine_source(
-    source: ForeignSource, overrides: Sequence[str] = ()
+    source: ForeignSource, overrides: Sequence[str]
 ) -> tuple[Document, ExaminedDocument]:
     """Translate every key, and collect problems.
 
