@@ -45,6 +45,7 @@ def test_every_entry_is_plausible(name):
         ("NVIDIA_H100_80GB_HBM3", "h100"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA L40", "l40s"),
+        ("Tesla V100S-PCIE-32GB", "v100-32gb"),
         ("cpu", "cpu"),
     ],
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.cluster.layout import Layout
-from plait.config.resolving.resolve import Outline, Resolved, build_config, examine_source, outline
+from plait.config.resolving.resolve import Resolved, build_config, examine_source, outline
 from plait.config.resolving.resolved_parts import LOSS_SCALE, Batch, smallest_world
 from plait.config.resolving.techniques import has_buckets
 from plait.config.schema.config import Config, KeyReport, Status
@@ -84,17 +84,11 @@ def explain(
         return Explanation(document.name, world_size, rows, (), error.problems)
 
     draft = outline(config, world_size=world_size)
-    values = values_of(draft)
-    if draft.problems:
-        # Keys without effect are found in a `Resolved`, which an incomplete outline does not give.
-        return Explanation(document.name, world_size, rows, values, draft.problems)
-    return Explanation(
-        document.name,
-        world_size,
-        _mark_unused(rows, Resolved(**draft.values, sources=draft.sources)),
-        values,
-        (),
-    )
+    # Keys without effect are found in a `Resolved`, which needs all values.
+    if not draft.problems:
+        rows = _mark_unused(rows, Resolved(**draft.values, sources=draft.sources))
+    values = values_of(draft.values, draft.sources)
+    return Explanation(document.name, world_size, rows, values, draft.problems)
 
 
 def _default_processes(config: Config) -> int:
@@ -320,21 +314,21 @@ def _transport_rules(resolved: Resolved) -> tuple[UnusedRule, ...]:
     )
 
 
-def values_of(resolved: Resolved | Outline) -> tuple[Value, ...]:
-    """Return the resolved values with their sources, under the keys that set them."""
-    if isinstance(resolved, Outline):
-        parts = resolved.values
-    else:
-        parts = {name: getattr(resolved, name) for name in Resolved.model_fields}
+def values_of(parts: Mapping[str, Any], sources: Mapping[str, str]) -> tuple[Value, ...]:
+    """Return the resolved values with their sources, under the keys that set them.
 
+    Args:
+        parts: Values by field of `Resolved`. Parts that could not be resolved are missing.
+        sources: Source of each value, as in `Resolved`.
+    """
     values: dict[str, Any] = {}
     for name, list_values in _LIST_VALUES.items():
         # A part that could not be resolved is missing.
         if name in parts:
             values |= list_values(parts[name])
     for section in ("faults", "model", "data", "run"):
-        values |= _section_values(parts[section], section, resolved.sources)
-    return tuple(Value(name, value, resolved.sources[name]) for name, value in values.items())
+        values |= _section_values(parts[section], section, sources)
+    return tuple(Value(name, value, sources[name]) for name, value in values.items())
 
 
 def _section_values(section: Any, path: str, sources: Mapping[str, str]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def problems_of(file):
 def check_accepted(file, expected):
     """Check the values that a file resolves to."""
     config, made = resolved(file)
-    values = {value.name: value.value for value in values_of(made)}
+    values = {value.name: value.value for value in values_of(dict(made), made.sources)}
     found = {key: values[key] if key in values else config.value(key) for key in expected}
     assert found == expected
 
