@@ -117,11 +117,15 @@ def generate_command(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        _sampling(min=1, metavar="N", help="Largest length of an answer. (default: model's, 128)"),
+        _sampling(
+            min=1, metavar="N", help="Most tokens of an answer. (default: the model's, or 128)"
+        ),
     ] = None,
     temperature: Annotated[
         float | None,
-        _sampling(metavar="T", help="0 selects the likeliest token. (default: the model's)"),
+        _sampling(
+            metavar="T", help="Temperature; 0 selects the likeliest token. (default: the model's)"
+        ),
     ] = None,
     top_k: Annotated[
         int | None, _sampling(metavar="N", help="Sample from the N likeliest tokens.")
@@ -135,7 +139,7 @@ def generate_command(
         _sampling(metavar="P", help="Sample from tokens above P times the largest probability."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Above 1, earlier tokens become less likely.")
+        float | None, _sampling(metavar="X", help="Values above 1 make earlier tokens less likely.")
     ] = None,
     num_beams: Annotated[
         int | None,

@@ -99,21 +99,28 @@ def launch(
         machines_option(metavar="NAME", help="c10d or static. (default: by the other options)"),
     ] = None,
     timeout: Annotated[
-        float, machines_option(metavar="S", help="Seconds to wait for machines.")
+        float, machines_option(metavar="S", help="Seconds to wait for the other machines.")
     ] = DEFAULT_TIMEOUT_SECONDS,
     hostfile: Annotated[
         Path | None,
         machines_option(
-            "-H", "--hostfile", metavar="FILE", help="DeepSpeed hostfile; starts machines by ssh."
+            "-H",
+            "--hostfile",
+            metavar="FILE",
+            help="DeepSpeed hostfile. Its machines are started by ssh.",
         ),
     ] = None,
     include: Annotated[
         str,
-        machines_option("-i", "--include", metavar="A", help="Use only these hosts: `a@b:0,2`."),
+        machines_option(
+            "-i", "--include", metavar="A", help="Use only these hosts or slots: `a@b:0,2`."
+        ),
     ] = "",
     exclude: Annotated[
         str,
-        machines_option("-e", "--exclude", metavar="A", help="Do not use these hosts: `a@b:0,2`."),
+        machines_option(
+            "-e", "--exclude", metavar="A", help="Do not use these hosts or slots: `a@b:0,2`."
+        ),
     ] = "",
     ssh: Annotated[
         bool,

@@ -89,7 +89,7 @@ NodeRank = Annotated[
 ]
 MasterAddr = Annotated[str | None, machines_option(metavar="HOST", help="Machine with rank 0.")]
 MasterPort = Annotated[
-    int | None, machines_option(metavar="PORT", help="Free port of --master-addr. (default: 29500)")
+    int | None, machines_option(metavar="PORT", help="Free port on that machine. (default: 29500)")
 ]
 RdzvEndpoint = Annotated[
     str | None,
@@ -246,5 +246,5 @@ PrecisionName = Annotated[
 ]
 Fix = Annotated[
     list[str] | None,
-    typer.Option(metavar="A=B", help="A fixed value of the layout: tp=4, stage=3, pp=8."),
+    typer.Option(metavar="A=B", help="Fix a value of the layout, such as tp=4, stage=3 or pp=8."),
 ]

@@ -88,7 +88,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Explain why not tp=4, or `neighbours` for all near layouts. Repeatable.",
+            help="Compare with the best plan that has tp=4, or with `neighbours`. Repeatable.",
         ),
     ] = None,
     top: Annotated[
@@ -153,7 +153,6 @@ def plan(
     request = query.request
     fixed = query.fixed
     calibration = read_calibration(calibrate, request)
-    notes = query.notes
     result = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
     if not result.best:
         print_nothing_fits(result)
@@ -172,7 +171,7 @@ def plan(
     if as_json:
         print(json.dumps(_to_json(result, query, [*reasons, *neighbours]), indent=1, default=float))
         return
-    print_plan(result, notes, reasons, neighbours)
+    print_plan(result, query.notes, reasons, neighbours)
     if written is not None:
         print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
 
