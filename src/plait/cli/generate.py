@@ -123,9 +123,7 @@ def generate_command(
     ] = None,
     temperature: Annotated[
         float | None,
-        _sampling(
-            metavar="T", help="Temperature; 0 selects the likeliest token. (default: the model's)"
-        ),
+        _sampling(metavar="T", help="0 selects the likeliest token. (default: the model's)"),
     ] = None,
     top_k: Annotated[
         int | None, _sampling(metavar="N", help="Sample from the N likeliest tokens.")

@@ -84,7 +84,7 @@ def launch(
         _machine_option("--standby", help="Keep processes ready for a restart."),
     ] = False,
     grace: Annotated[
-        float, _machine_option(metavar="S", help="Seconds for ranks to end after a signal.")
+        float, _machine_option(metavar="S", help="Seconds to end after a signal.")
     ] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[
         str | None, machines_option(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")
@@ -99,7 +99,7 @@ def launch(
         machines_option(metavar="NAME", help="c10d or static. (default: by the other options)"),
     ] = None,
     timeout: Annotated[
-        float, machines_option(metavar="S", help="Seconds to wait for the other machines.")
+        float, machines_option(metavar="S", help="Seconds to wait for machines.")
     ] = DEFAULT_TIMEOUT_SECONDS,
     hostfile: Annotated[
         Path | None,
@@ -107,7 +107,7 @@ def launch(
             "-H",
             "--hostfile",
             metavar="FILE",
-            help="DeepSpeed hostfile. Its machines are started by ssh.",
+            help="DeepSpeed hostfile; starts machines by ssh.",
         ),
     ] = None,
     include: Annotated[
