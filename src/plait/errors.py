@@ -108,7 +108,7 @@ class ModelError(PlaitError):
 
 
 class ParityError(PlaitError):
-    """Results of a layout differ from those of a single process."""
+    """Difference between the results of a layout and those of a single process."""
 
     exit_code = 3
 

@@ -102,7 +102,7 @@ def _encode_items(items: Iterable[Any], where: str) -> list[Any]:
 
 
 def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
-    """Return the value from the result of `encode`.
+    """Return the value that `encode` has converted.
 
     Args:
         value: Result of `encode`.
@@ -127,7 +127,8 @@ def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
         return _decode_marked(value, reference, where)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{where} does not have a form that Plait writes: {str(value)[:200]} ({error!r})"
+            f"{where} does not have a form that Plait writes: {str(value)[:200]} ({error!r}); load"
+            " another checkpoint"
         ) from error
 
 
@@ -137,7 +138,7 @@ def _decode_marked(value: dict[str, Any], reference: Any, where: str) -> Any:
         if not callable(reference):
             raise CheckpointError(
                 f"{where} was the function {value['name']} when the checkpoint was written, and"
-                f" here it is {reference!r}"
+                f" here it is {reference!r}; use the same function as the run that wrote it"
             )
         return reference
     if kind in _MAPPINGS:
@@ -186,7 +187,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
         form = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         raise CheckpointError(
             f"{where} is a {form}, but a checkpoint keeps plain tensors of at most"
-            f" {_MAX_ELEMENTS:,} elements there"
+            f" {_MAX_ELEMENTS:,} elements there; keep larger ones as buffers of the model"
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     content = ""

@@ -20,7 +20,7 @@ RUN_LOCK = ".lock"
 
 
 def try_lock(opened: IO[bytes] | IO[str] | int) -> bool:
-    """Lock an open file or folder, and return True unless another process holds its lock.
+    """Lock an open file or folder. Return False if another process holds its lock.
 
     The lock is held until the file is closed or the process ends. The result is True on a file
     system without locks.
@@ -105,7 +105,20 @@ def write_atomically_in_folder(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+        raise not_writable(str(path), error) from None
+
+
+def not_writable(place: str, error: OSError) -> InputError:
+    """Return the error for a file that cannot be written.
+
+    Args:
+        place: Path of the file, after the option that names it.
+        error: Error of the system.
+    """
+    remedy = "pass another path"
+    if error.errno == errno.ENOSPC:
+        remedy = "free some space there, or pass another path"
+    return InputError(f"{place}: cannot be written ({error.strerror}); {remedy}")
 
 
 def is_url(text: str | Path) -> bool:
@@ -138,7 +151,7 @@ def user_path(text: str | Path, field: str) -> Path:
 def is_path(name: str) -> bool:
     """Return True if a name can only be a path. Names on the hub are `name` or `owner/name`.
 
-    It tells a mistyped path from a name on the hub if no file or folder of that name exists.
+    If no file or folder of the name exists, this tells a mistyped path from a name on the hub.
     """
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 

@@ -1,4 +1,4 @@
-"""Names in messages: suggestions for misspelt ones, and lists."""
+"""Names and numbers in messages: suggestions for misspelt names, lists, and nouns in the plural."""
 
 from __future__ import annotations
 
@@ -51,3 +51,11 @@ def listed_names(names: Sequence[str], most: int) -> str:
     if len(names) > most:
         text += f" and {len(names) - most} more"
     return text
+
+
+def number_of(count: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural: `1 process`, `2 processes`."""
+    if count == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count} {noun}{ending}"

@@ -1,6 +1,7 @@
 """`plait dryrun`: what it prints and writes, which rank and which layout it runs, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,29 @@ def test_a_rank_that_the_layout_does_not_have(tmp_path, capsys):
 def test_a_model_that_transformers_does_not_have(tmp_path, capsys):
     assert run("--model", config(tmp_path, model_type="llamma"), *PLAN, *FIXED) == 2
     assert "did you mean llama" in capsys.readouterr().err
+
+
+def test_what_it_advises_works(tmp_path, capsys):
+    """Ranks that exist, a folder for a public name, and the architecture that is meant."""
+    model = ("--model", config(tmp_path))
+    file = tmp_path / "file.json"
+    tree = json.loads(Path(run_file(tmp_path)).read_text("utf-8"))
+    on_one = (str(file), "--world-size", "1", "--gpu", "h100")
+
+    def refusal(*arguments):
+        assert run(*arguments) == 2
+        return capsys.readouterr().err
+
+    def name_model(path):
+        file.write_text(json.dumps(tree | {"model": {"path": str(path)}}), "utf-8")
+
+    said = refusal(*model, *PLAN, *FIXED, "--rank", "8")
+    assert "the layout has ranks 0 to 7; pass one of them" in said
+    assert run(*model, *PLAN, *FIXED, "--rank", "7") == 0
+    name_model("llama-3-8b")
+    assert "pass model.config, or a folder with a config.json" in refusal(*on_one)
+    name_model(tmp_path)
+    assert run(*on_one) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")

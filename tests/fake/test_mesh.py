@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.cluster.layout import TOKEN_AXES, Layout
 from plait.cluster.mesh import Groups, build_mesh
+from plait.errors import ConfigError
 
 
 def test_no_group_is_made_after_the_mesh(fake_world, monkeypatch):
@@ -67,3 +68,15 @@ def test_cp_has_groups_and_none_where_its_degree_is_1(fake_world):
         mesh = build_mesh(layout)
         assert dist.get_process_group_ranks(mesh.group(*TOKEN_AXES)) == ranks
         assert len(mesh.combined) == (2 if layout.cp > 1 else 1)
+
+
+def test_a_layout_of_another_number_of_processes(fake_world):
+    """One process is singular, and the group stays for a layout that fits."""
+    fake_world(2)
+    with pytest.raises(
+        ConfigError, match="needs 1 process, and the process group has 2; start 1 process,"
+    ):
+        build_mesh(Layout())
+    with pytest.raises(ConfigError, match="needs 4 processes, and the process group has 2"):
+        build_mesh(Layout(tp=4))
+    assert build_mesh(Layout(tp=2)).layout.world_size == 2

@@ -494,7 +494,7 @@ class TestMachines:
         meet = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
         done = launched.run(*ONE, *meet, text=REDUCE)
         assert done.returncode == 1
-        assert "2 machine(s) did not join the rendezvous at localhost:" in done.stderr
+        assert "2 machines did not join the rendezvous at localhost:" in done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -388,6 +388,11 @@ FOLLOWED = {
     "pass at least": "unit/inference/test_deployment.py::test_the_least_budget_suffices",
     "In Python, on one device: plait.generate": "unit/inference/test_quantised_folders.py::test_the_page",
     "and set model.path to that folder": "unit/sharded/test_resized.py::test_more_tokens_than_a_saved_model_has",
+    # commands
+    "reachable from the others.": "unit/cli/launching/test_meeting.py::test_a_machine_that_does_not_come",
+    "finds no address for the name": "unit/cli/launching/test_meeting.py::test_a_name_without_an_address",
+    "raise the limit on its machine: {remedy}": "unit/cluster/test_open_files.py::test_the_advised_limit_suffices",
+    "pass model.config, or a folder with a config.json": "fake/test_dry_run.py::test_what_it_advises_works",
     # checkpoints and generation
     "was written by DeepSpeed; convert it with `plait import": "unit/checkpoint/test_import.py::test_advice",
     "{remedy}; or use_cache=False": "unit/inference/test_rope_by_length.py::test_without_a_cache_that_transformers_has",

@@ -18,6 +18,7 @@ from plait.cli.options import Json, WeightDtype
 from plait.cli.terminal import exit_on_signals, print_table, progress_bar
 from plait.errors import CheckpointError
 from plait.files import user_path
+from plait.names import number_of
 
 app = typer.Typer(
     help="List, verify, compare and prune checkpoints.",
@@ -87,8 +88,8 @@ def verify_command(folder: Folder) -> None:
     with progress_bar(f"verify {checkpoint.path.name}") as progress:
         verify(checkpoint, progress)
     typer.echo(
-        f"{checkpoint.path}: every byte of {len(checkpoint.manifest.ranks)} files is what was"
-        f" written; content hash {checkpoint.manifest.content}"
+        f"{checkpoint.path}: every byte of {number_of(len(checkpoint.manifest.ranks), 'file')} is"
+        f" what was written; content hash {checkpoint.manifest.content}"
     )
 
 
@@ -153,7 +154,7 @@ def _print_differences(differing: list[Any], *, quick: bool, content: str) -> No
     elif quick:
         typer.echo("the content hashes differ")
     else:
-        typer.echo(f"{len(differing)} tensors differ")
+        typer.echo(f"{number_of(len(differing), 'different tensor')}")
 
 
 @app.command("prune")

@@ -19,9 +19,9 @@ from plait.cli.terminal import aligned
 from plait.config.convert.conversion import convert
 from plait.config.resolving.explain import Explanation, explain
 from plait.config.resolving.json_schema import json_schema
-from plait.config.resolving.resolved_parts import format_processes
 from plait.config.schema.config import KeyReport, Status
 from plait.errors import ConfigError, InputError
+from plait.names import number_of
 
 app = typer.Typer(
     help="Explain or convert a configuration file, or print the schema.",
@@ -148,7 +148,7 @@ def _titles(explanation: Explanation) -> tuple[str, str]:
     """Return the titles of the keys and of the resolved values."""
     return (
         f"keys of {explanation.name}",
-        f"resolved for {format_processes(explanation.world_size or 1)} (set the number with"
+        f"resolved for {number_of(explanation.world_size or 1, 'process')} (set the number with"
         " --world-size)",
     )
 

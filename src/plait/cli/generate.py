@@ -37,6 +37,7 @@ from plait.cli.options import (
 from plait.cli.terminal import close_stdout, exit_on_signals, progress_bar
 from plait.cluster.topology import place
 from plait.errors import InputError
+from plait.names import number_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,7 +117,9 @@ def generate_command(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        _sampling(min=1, metavar="N", help="Largest length of an answer. (default: model's, 128)"),
+        _sampling(
+            min=1, metavar="N", help="Most tokens of an answer. (default: the model's, or 128)"
+        ),
     ] = None,
     temperature: Annotated[
         float | None,
@@ -134,7 +137,7 @@ def generate_command(
         _sampling(metavar="P", help="Sample from tokens above P times the largest probability."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Above 1, earlier tokens become less likely.")
+        float | None, _sampling(metavar="X", help="Values above 1 make earlier tokens less likely.")
     ] = None,
     num_beams: Annotated[
         int | None,
@@ -145,7 +148,9 @@ def generate_command(
     ] = None,
     seed: Annotated[
         int | None,
-        _sampling(min=0, metavar="N", help="Seed of prompt 1; prompt 2 has N + 1. (default: new)"),
+        _sampling(
+            min=0, metavar="N", help="Seed of prompt 1; prompt 2 has N + 1. (default: random)"
+        ),
     ] = None,
     tp: Annotated[
         str, _layout(metavar="N", help="Tensor-parallel degree. auto: the fewest devices.")
@@ -204,8 +209,8 @@ def generate_command(
     has_token_ids = bool(lines) and all("token_ids" in line.fields for line in lines)
     if source.tokenizer_folder is None and not has_token_ids:
         raise InputError(
-            f"--model {model}: has no tokenizer, so prompts must be token_ids in a file of"
-            " --prompts"
+            f"--model {model}: has no tokenizer; write the prompts as token_ids in a file of"
+            " --prompts, or save the tokenizer in the folder"
         )
     options = {
         "max_new_tokens": max_new_tokens,
@@ -244,8 +249,8 @@ def generate_command(
         deployment, concurrent = deploy_in_budget(work, gpu_budget=gpu_bytes, cpu_budget=cpu_bytes)
         if concurrent < work.requests:
             print(
-                f"{concurrent} prompts at once, not {work.requests}: more do not fit into the"
-                " budget",
+                f"{number_of(concurrent, 'prompt')} at once, not {work.requests}: more do not fit"
+                " into the budget",
                 file=sys.stderr,
             )
             batch_size = concurrent
@@ -583,9 +588,9 @@ class AnswerJob:
     seed: int | None
     """Seed of the first line. Each following line has the next number."""
     command: dict[str, Any]
-    """Everything besides the lines that the tokens of an answer depend on.
+    """Settings that determine the tokens of an answer, in addition to its line.
 
-    The layout and the batches are not part of it, so that a command can continue on others.
+    The layout and the batch size are not among them, so that a command can continue with others.
     """
     writes: bool
     """True if this process writes the answers."""
@@ -658,7 +663,7 @@ def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
 
 
 POLL_SECONDS = 20.0
-"""Time after which processes that wait for a line are told that there is none yet."""
+"""Interval at which processes that wait for a line receive None instead."""
 
 
 def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
@@ -667,8 +672,8 @@ def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
     Args:
         reads_input: Whether this process reads standard input. Other processes yield "" forever,
             because they receive the lines from it.
-        several: Whether other processes wait for each line. A long wait would be taken for a hang,
-            so that None is yielded every `POLL_SECONDS` while there is no line.
+        several: Whether other processes wait for each line. A long wait would count as a hang.
+            Therefore None is yielded every `POLL_SECONDS` while there is no line.
     """
     console = Console(stderr=True, highlight=False)
     while not reads_input:

@@ -45,6 +45,7 @@ from plait.cluster.machines import HostfileEntry, read_hostfile, select_hosts
 from plait.cluster.topology import cpu_count, default_processes
 from plait.errors import ConfigError, InputError, Problem, raise_problems, warn
 from plait.files import is_file, require_folder
+from plait.names import number_of
 
 app = typer.Typer(add_completion=False)
 
@@ -83,7 +84,7 @@ def launch(
         _machine_option("--standby", help="Keep processes ready for a restart."),
     ] = False,
     grace: Annotated[
-        float, _machine_option(metavar="S", help="Seconds of grace after a signal.")
+        float, _machine_option(metavar="S", help="Seconds to end after a signal.")
     ] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[
         str | None, machines_option(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")
@@ -95,7 +96,7 @@ def launch(
     rdzv_id: RdzvId = None,
     rdzv_backend: Annotated[
         str | None,
-        machines_option(metavar="NAME", help="As in torchrun; follows from other options."),
+        machines_option(metavar="NAME", help="c10d or static. (default: by the other options)"),
     ] = None,
     timeout: Annotated[
         float, machines_option(metavar="S", help="Seconds to wait for machines.")
@@ -103,19 +104,27 @@ def launch(
     hostfile: Annotated[
         Path | None,
         machines_option(
-            "-H", "--hostfile", metavar="FILE", help="DeepSpeed hostfile; starts machines by ssh."
+            "-H",
+            "--hostfile",
+            metavar="FILE",
+            help="DeepSpeed hostfile; starts machines by ssh.",
         ),
     ] = None,
     include: Annotated[
         str,
-        machines_option("-i", "--include", metavar="A", help="Use only these hosts: `a@b:0,2`."),
+        machines_option(
+            "-i", "--include", metavar="A", help="Use only these hosts or slots: `a@b:0,2`."
+        ),
     ] = "",
     exclude: Annotated[
         str,
-        machines_option("-e", "--exclude", metavar="A", help="Do not use these hosts: `a@b:0,2`."),
+        machines_option(
+            "-e", "--exclude", metavar="A", help="Do not use these hosts or slots: `a@b:0,2`."
+        ),
     ] = "",
     ssh: Annotated[
-        bool, machines_option("--ssh/--no-ssh", help="--no-ssh: run this on every machine.")
+        bool,
+        machines_option("--ssh/--no-ssh", help="--no-ssh: start only the ranks of this machine."),
     ] = True,
     export: Annotated[
         list[str] | None,
@@ -237,9 +246,9 @@ def _warn_of_nested_launchers(settings: LaunchSettings) -> None:
     if starts_several or (settings.single_node and outer.world_size > 1):
         warn(
             f"plait launch is itself process {outer.rank} of {outer.world_size} of {outer.launcher}"
-            f" ({outer.names[0]}, {outer.names[1]}), and each of them starts {settings.processes}"
-            " processes: start it once per machine, with --nnodes and --rdzv-endpoint,"
-            f" or let {outer.launcher} start the script without plait launch"
+            f" ({outer.names[0]}, {outer.names[1]}), and each of them starts"
+            f" {number_of(settings.processes, 'process')}: start it once per machine, with --nnodes"
+            f" and --rdzv-endpoint, or let {outer.launcher} start the script without plait launch"
         )
 
 
@@ -349,7 +358,7 @@ def _refuse_contradictions(
     Args:
         options: Values by name, with underscores.
         standalone: Whether --standalone is used.
-        several: Whether there are several machines.
+        several: Whether the launch has several machines.
     """
     several_machines = ("nnodes", "rdzv_endpoint", "master_addr", "hostfile")
     problems = []

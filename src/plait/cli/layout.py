@@ -343,7 +343,7 @@ def _abbreviate_devices(cells: list[str]) -> str:
 
 
 def _of_first_block(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:
-    """Return the rows without those of later blocks, which equal those of the first block."""
+    """Return the rows except for those of later blocks, which are equal to the first block's."""
     later_blocks = tuple(f"{block}." for block in blocks[1:])
     return [row for row in rows if not row.parameter.startswith(later_blocks)]
 

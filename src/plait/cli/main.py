@@ -127,7 +127,9 @@ def _with_dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
-class _Verbs(TyperGroup):
+class _Subcommands(TyperGroup):
+    """Subcommands of COMMANDS."""
+
     def __init__(self, **settings: Any) -> None:
         settings["commands"] = {
             name: _LazyCommand(name=name, help=line) for name, (_, line) in COMMANDS.items()
@@ -136,7 +138,7 @@ class _Verbs(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Verbs,
+    cls=_Subcommands,
     name="plait",
     help="Train and run large models on many devices, from one JSON file.",
     no_args_is_help=True,

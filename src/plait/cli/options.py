@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from plait.errors import InputError, Problem, raise_problems
+from plait.files import not_writable
 
 _MAX_COUNT = 2**20
 """Largest number of processes or machines that an option accepts."""
@@ -88,7 +89,7 @@ NodeRank = Annotated[
 ]
 MasterAddr = Annotated[str | None, machines_option(metavar="HOST", help="Machine with rank 0.")]
 MasterPort = Annotated[
-    int | None, machines_option(metavar="PORT", help="Free port on it. (default: 29500)")
+    int | None, machines_option(metavar="PORT", help="Free port on that machine. (default: 29500)")
 ]
 RdzvEndpoint = Annotated[
     str | None,
@@ -153,8 +154,8 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
             path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.is_dir():
             raise InputError(
-                f"{option} {path}: there is no folder {path.parent}; create it first (mkdir -p"
-                f" {path.parent})"
+                f"{option} {path}: {path.parent} is not a folder; create it first, or pass a file"
+                " in an existing folder"
             )
         existed = path.exists()
         # Opening creates the file, which must not remain if the command fails later.
@@ -163,7 +164,7 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
         if not existed:
             path.unlink()
     except OSError as error:
-        raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None
+        raise not_writable(f"{option} {path}", error) from None
 
 
 def write_text(option: str, path: Path, text: str) -> None:
@@ -175,7 +176,7 @@ def write_text(option: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None
+        raise not_writable(f"{option} {path}", error) from None
 
 
 def single_adapter(adapters: list[Path] | None) -> Path | None:
@@ -245,5 +246,5 @@ PrecisionName = Annotated[
 ]
 Fix = Annotated[
     list[str] | None,
-    typer.Option(metavar="A=B", help="A fixed value of the layout: tp=4, stage=3, pp=8."),
+    typer.Option(metavar="A=B", help="Fix a value of the layout, such as tp=4, stage=3 or pp=8."),
 ]

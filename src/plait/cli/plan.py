@@ -44,6 +44,7 @@ from plait.cli.options import (
 )
 from plait.cli.terminal import print_table
 from plait.errors import InputError
+from plait.files import not_writable
 from plait.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Explain why not tp=4, or all neighbours. Repeatable.",
+            help="Compare with the best plan that has tp=4, or with `neighbours`. Repeatable.",
         ),
     ] = None,
     top: Annotated[
@@ -152,7 +153,6 @@ def plan(
     request = query.request
     fixed = query.fixed
     calibration = read_calibration(calibrate, request)
-    notes = query.notes
     result = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
     if not result.best:
         print_nothing_fits(result)
@@ -171,7 +171,7 @@ def plan(
     if as_json:
         print(json.dumps(_to_json(result, query, [*reasons, *neighbours]), indent=1, default=float))
         return
-    print_plan(result, notes, reasons, neighbours)
+    print_plan(result, query.notes, reasons, neighbours)
     if written is not None:
         print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
 
@@ -220,7 +220,7 @@ def _check_out(file: Path | None, out: Path | None) -> None:
     try:
         exists = out.exists()
     except OSError as error:
-        raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
+        raise not_writable(f"--out {out}", error) from None
     if exists and not is_unchanged(out):
         is_input = ""
         if file is not None and file.exists() and out.samefile(file):
@@ -407,7 +407,8 @@ def _open_model(
         return source, model
     if adapter is not None:
         raise InputError(
-            f"--adapter {adapter}: needs a folder with weights as --model, but {name} has none"
+            f"--adapter {adapter}: needs a folder with weights as --model, but {name} has none;"
+            " leave it out, or pass the folder of the model"
         )
     if has_only_config or path.is_file():
         return None, model_of_config(path, dtype=torch_dtype)

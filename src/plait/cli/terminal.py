@@ -21,7 +21,6 @@ def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    title: str = "",
     indent: str = "  ",
 ) -> None:
     """Print a table, unless it has no rows.
@@ -32,20 +31,17 @@ def print_table(
         console: The console. Lines are printed if it is not a terminal.
         columns: Headings.
         rows: Cells of each row.
-        title: Title of the table.
         indent: Indentation of the lines in a pipe.
     """
     if not rows:
         return
     if not console.is_terminal:
-        if title:
-            print(title)
         print("\n".join(aligned([columns, *rows], indent=indent)), end="\n\n")
         return
     # rich takes long to import, and `plait --help` imports this module.
     from rich.table import Table
 
-    table = Table(*columns, title=title or None, title_justify="left")
+    table = Table(*columns)
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:
@@ -161,5 +157,9 @@ def close_stdout(error: OSError) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         return 128 + signal.SIGPIPE
-    print(f"plait: standard output cannot be written ({error.strerror})", file=sys.stderr)
+    print(
+        f"plait: standard output cannot be written ({error.strerror}); free some space, or write to"
+        " another file",
+        file=sys.stderr,
+    )
     return 1

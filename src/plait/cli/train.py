@@ -70,7 +70,7 @@ def train(
     max_restarts: MaxRestarts = None,
     standby: Standby = False,
 ) -> None:
-    """Train the model in FILE on the text in FILE.
+    """Train the model that FILE describes on the text that FILE names.
 
     If the layout contains "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others), it
     is planned first for the devices of this machine. The run resumes from the newest checkpoint in
@@ -110,12 +110,12 @@ def train(
     nodes = parse_nodes(nnodes or "1")
     max_restarts = max_restarts or 0
     rendezvous_options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
+    if fresh and (is_rank or nodes != (1, 1)):
+        raise InputError(
+            "--fresh: several processes cannot rename one folder; rename it yourself, or set"
+            " another run.folder"
+        )
     if is_rank:
-        if fresh:
-            raise InputError(
-                "--fresh: several processes cannot rename one folder; rename it yourself, or set"
-                " another run.folder"
-            )
         refuse_options(
             {
                 "--nproc-per-node": nproc_per_node,
@@ -130,11 +130,6 @@ def train(
         )
         raise typer.Exit(_run_process(file, overrides, announced=False))
     if nodes != (1, 1):
-        if fresh:
-            raise InputError(
-                "--fresh: several machines cannot rename one folder; rename it yourself, or set"
-                " another run.folder"
-            )
         raise typer.Exit(
             _start_node(
                 file,
@@ -199,7 +194,7 @@ def _start_node(
                 Problem(
                     "run.processes",
                     total,
-                    f"they do not divide over {maximum} machines ({total} % {maximum} ="
+                    f"it is not a multiple of the {maximum} machines ({total} % {maximum} ="
                     f" {total % maximum})",
                     "set a multiple of the machines, or pass --nproc-per-node",
                 )

@@ -97,7 +97,7 @@ def verify(
     ] = False,
     as_json: Json = False,
     timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds after which a wait is given up.")
+        float, typer.Option(metavar="S", help="Seconds to wait for a process before giving up.")
     ] = 600,
 ) -> None:
     """Compare the layout in FILE with a single process.

@@ -99,7 +99,7 @@ def capacity_bytes(index: int) -> int:
     return int(_module().get_device_properties(index).total_memory)
 
 
-def described(index: int) -> str:
+def describe(index: int) -> str:
     """Return a description of an accelerator for the user."""
     properties = _module().get_device_properties(index)
     return (

@@ -93,7 +93,7 @@ def _machine(folder: Path) -> dict[str, Any]:
 def _gpus() -> dict[str, Any]:
     gpus: dict[str, Any] = {"count": device_count(), "built_for": accelerator.built_for()}
     for index in range(device_count()):
-        gpus[f"gpu {index}"] = accelerator.described(index)
+        gpus[f"gpu {index}"] = accelerator.describe(index)
     return gpus
 
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from plait.cluster.machines import Topology
 from plait.errors import ConfigError, Problem, raise_problems
+from plait.names import number_of
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of a layout. The outermost one, with the slowest links, is first."""
@@ -237,8 +238,8 @@ def crossings(layout: Layout, topology: Topology) -> dict[str, int]:
     """
     if layout.world_size != topology.world_size:
         rule = (
-            f"the layout needs {layout.world_size} processes and the machines have"
-            f" {topology.world_size} devices"
+            f"the layout needs {number_of(layout.world_size, 'process')} and the machines have"
+            f" {number_of(topology.world_size, 'device')}"
         )
         raise ConfigError(
             Problem(
@@ -272,7 +273,10 @@ def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
     largest = max(node.devices for node in topology.nodes)
     if layout.tp > largest:
         fitting = max(_tp_inside_nodes(topology, largest))
-        rule = f"the largest machine has {largest} devices, and tensor parallelism needs its links"
+        rule = (
+            f"the largest machine has {number_of(largest, 'device')}, and tensor parallelism needs"
+            " its links"
+        )
         raise ConfigError(Problem("parallel.tp", layout.tp, rule, f"use {fitting}"))
 
 
@@ -285,9 +289,9 @@ def crossing_warning(layout: Layout, topology: Topology) -> str | None:
     fitting = max(_tp_inside_nodes(topology, layout.tp - 1))
     return (
         f"parallel.tp = {layout.tp}: {spanning} of {layout.world_size // layout.tp} tensor parallel"
-        f" groups span nodes (the smallest has {smallest} devices), and every layer communicates"
-        " over the links between them, two all-reduces of the activations forward and two backward;"
-        f" use {fitting} to stay inside"
+        f" groups span nodes (the smallest has {number_of(smallest, 'device')}), and every layer"
+        " communicates over the links between them, two all-reduces of the activations forward and"
+        f" two backward; use {fitting} to stay inside"
     )
 
 

@@ -44,6 +44,7 @@ from plait.cluster.process_groups import (
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
 from plait.cluster.topology import RankInfo, place
 from plait.errors import ConfigError, Problem
+from plait.names import number_of
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Timeout of collectives."""
@@ -132,8 +133,9 @@ class Mesh:
         extra_pp: Further groups over pp for messages to higher and to lower stages, if messages in
             one group would wait for each other (`comm.messages`).
         combined: Groups over several dimensions.
-        stages: Groups of some stages by their coordinates along pp. None on other ranks.
-        node_levels: Parts by machine, and the number of machines, by dimension.
+        stages: Groups of some stages, keyed by their coordinates along pp. None on ranks that are
+            not members.
+        node_levels: Groups within and across machines, and the number of machines, per dimension.
         created_groups: Groups that this mesh created, which are destroyed with it.
     """
 
@@ -192,7 +194,7 @@ class Mesh:
             axes: Names of the dimensions. A dimension of EXPERT_AXES cannot be combined.
 
         Returns:
-            None if all degrees are 1, so that there is nothing to communicate.
+            The group, or None if all degrees are 1, so that there is nothing to communicate.
 
         Raises:
             KeyError: The combination is neither in COMBINED nor in the mesh's `Groups`.
@@ -292,7 +294,7 @@ class Mesh:
             axis: Name of the dimension.
 
         Returns:
-            None if there is no such split, see `split_by_node`.
+            The groups, or None if the group is not split, see `split_by_node`.
 
         Raises:
             KeyError: The dimension is not in the `levels` of the mesh's `Groups`.
@@ -306,7 +308,7 @@ class Mesh:
             axis: Name of the dimension.
 
         Returns:
-            1 if the group has different numbers of ranks on its machines.
+            The number, or 1 if the machines have different numbers of the group's ranks.
 
         Raises:
             KeyError: The dimension is not in the `levels` of the mesh's `Groups`.
@@ -361,15 +363,15 @@ class Mesh:
 
 
 def split_by_node(groups: Sequence[Sequence[int]], nodes: Sequence[int]) -> Levels | None:
-    """Create the groups inside and across machines of disjoint groups. Collective over all ranks.
+    """Split groups by machine: create groups inside and across machines. Collective over all ranks.
 
     Args:
-        groups: Ranks of each group.
+        groups: Ranks of each group. No rank is in two groups.
         nodes: Machine of every rank of the run.
 
     Returns:
-        The parts of the group that this rank is in. None if that group has only one machine or one
-        rank per machine, or if its machines do not have equally many consecutive ranks.
+        The parts of this rank's group. None if that group has only one machine or one rank per
+        machine, or if its machines do not have equally many consecutive ranks.
     """
     parts = [_ranks_by_node(ranks, nodes) for ranks in groups]
     # All ranks create all groups, so that torch numbers them. A group that only its members create
@@ -477,8 +479,9 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
         Problem(
             "parallel",
             str(layout),
-            f"the layout needs {layout.world_size} processes and {world_size} exist",
-            f"start {layout.world_size} processes, or change the layout",
+            f"the layout needs {number_of(layout.world_size, 'process')}, and the process group has"
+            f" {world_size}",
+            f"start {number_of(layout.world_size, 'process')}, or change the layout",
         )
     )
 

@@ -20,10 +20,14 @@ _BASE_FILES = 24
 """Files of a process besides its connections: store, event loops, board, shared memory."""
 _FILES_PER_RANK = 2
 """Connections to another rank: one in the default group and one in the group of an axis."""
+_ENOUGH_FILES = 4096
+"""Limit of open files that suffices for a process."""
 _MOST_RANKS = 64
 """Ranks that are counted. Groups of more processes use backends that connect fewer of them."""
 _KEY = "open_files"
+"""Key of the problem in the store. Its value is empty if no rank has a problem."""
 _FAREWELL_SECONDS = 10.0
+"""Longest time for which rank 0 keeps the store alive after it has found a problem."""
 
 
 def check_open_files(store: dist.Store, rank_info: RankInfo) -> None:
@@ -64,11 +68,18 @@ def _problem(world_size: int) -> str:
         while len(descriptors) < needed:
             descriptors.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        remedy = "ulimit -n 4096"
+        # Only an administrator can raise the limit above the hard limit.
+        if hard_limit != resource.RLIM_INFINITY and hard_limit < _ENOUGH_FILES:
+            remedy = (
+                f"its hard limit is {hard_limit:,}, so set nofile in /etc/security/limits.conf, or"
+                " start the container with --ulimit nofile=4096"
+            )
         return (
             f"ulimit -n: the process may have {limit:,} open files and can open"
             f" {len(descriptors)} more ({error.strerror}), and its connections need {needed}; raise"
-            " the limit on its machine: ulimit -n 4096"
+            f" the limit on its machine: {remedy}"
         )
     finally:
         for descriptor in descriptors:

@@ -5,7 +5,8 @@ in the store, and its sockets still answer. A rank that read them for the next g
 the old group for ranks that wait elsewhere. Every default group therefore has its own prefix of
 keys. A store exists as long as the process.
 
-A dry run has groups without other ranks: the layout of thousands of processes, which sends nothing.
+A dry run uses torch's fake groups, which send nothing. One process then has the groups of a layout
+of thousands of processes.
 
 Note [Threads of gloo]
     After a collective, a thread of gloo releases its tensors, for which it may need the
@@ -41,10 +42,10 @@ _stores: dict[str, _SharedStore] = {}
 """Stores by address."""
 FAKE = "fake"
 """torch's name of the fake backend."""
-LONGEST_SECONDS = 2.0
-"""Longest time to wait for busy threads. On a loaded machine they may not get to sleep earlier."""
+_LONGEST_SECONDS = 2.0
+"""Longest time to wait for busy threads. On a loaded machine they may need it to finish."""
 _PAUSE_SECONDS = 0.005
-"""Interval at which the threads are checked."""
+"""Time between two checks of the threads."""
 _QUIET_CHECKS = 4
 """Number of consecutive checks that must find all threads asleep."""
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -149,7 +150,7 @@ def let_threads_finish() -> None:
     Each pause gives them the interpreter's lock. A thread also sleeps in a collective whose
     other ranks are gone, so this never waits for other ranks.
     """
-    deadline = time.monotonic() + LONGEST_SECONDS
+    deadline = time.monotonic() + _LONGEST_SECONDS
     quiet_checks = 0
     while quiet_checks < _QUIET_CHECKS and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)

@@ -50,11 +50,7 @@ def make_default_group() -> None:
 def register_backend() -> None:
     """Register this backend with torch.distributed. Later calls do nothing."""
     if BACKEND.upper() not in vars(dist.Backend):
-        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", accelerator.NAME])
-
-
-def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:
-    return StagedGroup(store, rank, size, timeout)
+        dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", accelerator.NAME])
 
 
 class StagedWork(dist.Work):

@@ -1,8 +1,8 @@
 """Machines of a run and the ranks of this process, from the launcher's variables and this machine.
 
-Only this module and `plait.cli` read environment variables. It creates no process group. If a
-default group exists, its rank and size count, and variables that contradict it are errors. Nothing
-is guessed: if a value is not known, an error names the variable to set.
+Only this module and `plait.cli` read environment variables. This module creates no process group.
+The rank and size of an existing default group take precedence, and variables that contradict them
+are errors. Nothing is guessed: if a value is not known, an error names the variable to set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.cluster.machines import Node, Topology
 from plait.errors import ConfigError, Problem, raise_problems
 
 WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
-"""Variable with the folder of the ranks' boards, which Plait's launcher sets for its ranks."""
+"""Variable with the folder in which ranks publish their progress. Plait's launcher sets it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class RankInfo:
 
 
 def place() -> RankInfo:
-    """Return the place of this process.
+    """Return the ranks of this process and the numbers of processes.
 
-    It comes from the variables of torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun. Without
+    They come from the variables of torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun. Without
     a launcher there is one process. An existing default process group decides rank and size.
 
     Raises:
@@ -101,9 +101,9 @@ def discover() -> Topology:
 def share_gpus(count: int) -> bool:
     """Assign one GPU to this process if the launch has more processes than this machine has GPUs.
 
-    The process then sees the GPU `local rank % count` only, as if it had a machine of its own. NCCL
+    The process then sees only the GPU `local rank % count`, as if it had a machine of its own. NCCL
     does not support two ranks on one GPU, so no code may see a second process of this machine. Call
-    this before anything looks for GPUs, because CUDA reads its variable once.
+    this before any code looks for GPUs, because CUDA reads its variable once.
 
     Args:
         count: Number of GPUs of this machine.
@@ -137,9 +137,9 @@ def keep_host_memory() -> bool:
 
 
 def watch_folder() -> Path | None:
-    """Return the folder in which Plait's launcher looks for the boards of its ranks.
+    """Return the folder in which Plait's launcher reads the progress of its ranks.
 
-    The result is None under another launcher.
+    The result is None without Plait's launcher.
     """
     folder = os.environ.get(WATCH_FOLDER)
     if not folder or not Path(folder).is_dir():
@@ -148,7 +148,7 @@ def watch_folder() -> Path | None:
 
 
 def launchers_variable(name: str, default: str) -> str:
-    """Return a variable that a launcher sets for a library, in lower case."""
+    """Return the value, in lower case, of a variable that a launcher sets for a library."""
     return os.environ.get(name, default).lower()
 
 
@@ -346,7 +346,7 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 rank,
                 rank_info.rank,
-                f"outside the world of {world} = {rank_info.world_size} processes",
+                f"is not below {world} = {rank_info.world_size}",
                 "number ranks from 0",
             ),
         ),
@@ -355,8 +355,8 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 local,
                 rank_info.local_rank,
-                f"outside the {local_world} = {rank_info.local_world_size} processes of this"
-                " machine",
+                f"is not below {local_world} = {rank_info.local_world_size}, the number of"
+                " processes on this machine",
                 "number local ranks from 0 on every machine",
             ),
         ),
@@ -365,7 +365,7 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 local_world,
                 rank_info.local_world_size,
-                f"more processes on this machine than the {world} = {rank_info.world_size} in all",
+                f"is above {world} = {rank_info.world_size}, the number of all processes",
                 f"set {world} to the number of all processes",
             ),
         ),
@@ -374,8 +374,8 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
             Problem(
                 local,
                 rank_info.local_rank,
-                f"larger than {rank} = {rank_info.rank}, which counts the processes of earlier"
-                " machines too",
+                f"is above {rank} = {rank_info.rank}, which also counts the processes of earlier"
+                " machines",
                 "check that both come from the same launcher",
             ),
         ),

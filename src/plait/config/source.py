@@ -470,11 +470,11 @@ def _value_problem(path: str, value: Any) -> Problem | None:
 def _text_rule(text: str) -> str:
     """Return the rule that a string violates, or ""."""
     if "\0" in text:
-        return "holds a zero byte"
+        return "contains a zero byte"
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "holds half of a character (a lone surrogate)"
+        return "contains half of a character (a lone surrogate)"
     return ""
 
 

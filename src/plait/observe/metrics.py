@@ -49,7 +49,8 @@ class MetricsFile:
             self._begin(event.first_step)
         if self._stream is None:
             raise InputError(
-                f"{self._path}: a run begins with RunStarted, but {type(event).__name__} came first"
+                f"{self._path}: {type(event).__name__} came before RunStarted, with which a run"
+                " begins; emit RunStarted first"
             )
         # Every line is flushed, so that the file of a killed run is complete up to its end.
         print(json.dumps(_to_row(event), allow_nan=False), file=self._stream, flush=True)

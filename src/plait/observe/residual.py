@@ -155,7 +155,7 @@ def _differences(
     comparisons: list[tuple[str, Any, Any]] = [
         ("device", cluster["device"], gpu),
         ("processes", cluster["devices"], resolved.layout.world_size),
-        ("processes of a machine", planned_per_node, per_node),
+        ("processes per machine", planned_per_node, per_node),
         ("the model", modelled["model"], model_section),
         ("parameters", plan["parameters"], checked.parameters),
         ("sequence", plan["sequence"], checked.data.train.length),
@@ -167,7 +167,7 @@ def _differences(
     for name, degree in layout_of(resolved).items():
         comparisons.append((name, modelled["layout"][name], degree))
     differences = [
-        f"{name} was planned as {planned} and is {actual}"
+        f"{name}: {planned} in the plan, {actual} in the run"
         for name, planned, actual in comparisons
         if planned != actual
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
+from plait.names import number_of
 from plait.parallel.schedules.schedule import SCHEDULES, Kind, Schedule, ScheduleSpec
 from plait.parallel.schedules.timeline import Durations, Span, Timeline, peak_in_flight
 
@@ -37,8 +38,8 @@ def schedule_names() -> list[tuple[str, str, str]]:
 def _stage_count(spec: ScheduleSpec) -> str:
     fewest, most = spec.stages_per_rank
     if most == fewest:
-        return f"{fewest} a rank"
-    return f"{fewest} or more a rank"
+        return f"{fewest} per rank"
+    return f"{fewest} or more per rank"
 
 
 def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
@@ -81,19 +82,15 @@ def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
 def timeline_summary(timeline: Timeline) -> str:
     """Return a line with a schedule, its duration, bubble and peak micro-batches in flight."""
     schedule = timeline.schedule
-    stages = _plural(schedule.pp, "stage", "s")
+    stages = number_of(schedule.pp, "stage")
     if schedule.stages > schedule.pp:
         stages = f"{schedule.stages} stages on {schedule.pp} ranks"
-    micro_batches = _plural(schedule.microbatches, "micro-batch", "es")
+    micro_batches = number_of(schedule.microbatches, "micro-batch")
     return (
         f"{schedule.name}, {stages}, {micro_batches}: step {timeline.total:.6g}, bubble"
         f" {100 * timeline.bubble_overall:.1f} %, at most {max(peak_in_flight(schedule)):.4g} in"
         " flight"
     )
-
-
-def _plural(number: int, noun: str, ending: str) -> str:
-    return f"{number} {noun}{ending if number > 1 else ''}"
 
 
 def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Text]:

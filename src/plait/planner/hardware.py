@@ -84,6 +84,10 @@ class DeviceSpec:
         return np.asarray(self.family) == DEVICE_FAMILIES.index("cpu")
 
 
+_NOT_IN_NAMES = r"""[^a-z0-9 ().,:;?"/+-]"""
+"""Characters that no name in published tables has."""
+
+
 @cache
 def _catalogue() -> dict[str, Any]:
     file = files("plait.planner") / "data" / "hardware.yaml"
@@ -103,7 +107,7 @@ def device(name: str) -> DeviceSpec:
         InputError: The name is unknown.
     """
     table = _catalogue()["devices"]
-    query = name.strip().lower()
+    query = name.strip().lower().replace("_", "-")
     key = query if query in table else _first_mentioned(table, query)
     if key is None:
         hint = did_you_mean(query, table, cutoff=0.5)
@@ -134,11 +138,13 @@ def device(name: str) -> DeviceSpec:
 def _first_mentioned(table: Mapping[str, Any], name: str) -> str | None:
     """Return the device that a name mentions first, or None.
 
-    A digit after the match means another device: H1000 is not H100.
+    Only full words count: H1000 and MI300A are other devices than H100 and MI300X.
     """
+    if re.search(_NOT_IN_NAMES, name):
+        return None
     positions = {}
     for key, entry in table.items():
-        matches = (re.search(f"(?:{pattern})(?![0-9])", name) for pattern in entry["match"])
+        matches = (re.search(f"\\b(?:{pattern})", name) for pattern in entry["match"])
         starts = [match.start() for match in matches if match is not None]
         if starts:
             positions[key] = min(starts)

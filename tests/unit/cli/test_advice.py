@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import sys
+import tempfile
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from plait.cli import launch, verify
+from plait.cli import generate, launch, verify
 from plait.cli.launching import launch_settings, remote
+from plait.cli.options import write_text
 from plait.cli.validating import command as validating
 from plait.cluster import topology
 from plait.config.convert.conversion import convert
@@ -19,7 +24,7 @@ from plait.config.source import parse_override, read
 from plait.errors import raise_problems
 from plait.planner.configuration import complete, read_file
 from plait.planner.hardware import cluster
-from tests.advice import check, command, table
+from tests.advice import Case, check, command, table
 
 LAUNCHES = """
     nothing -> write `plait launch script.py` -> a.py
@@ -178,7 +183,7 @@ CONVERSIONS = """
     fsdp=1.5 -> use true, and write the rest in fsdp_config -> fsdp=true fsdp_config.reshard_after_forward=true
     fsdp=x -> use full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2, auto_wrap, offload -> fsdp=full_shard | fsdp=shard_grad_op | fsdp=auto_wrap | fsdp=offload
     fsdp=no_shard -> use full_shard or shard_grad_op, or set fsdp_config.version to 1 -> fsdp=full_shard | fsdp=shard_grad_op | fsdp=no_shard fsdp_config.version=1
-    fsdp=hybrid_shard fsdp_config.version=1 -> write full_shard, and set parallel.dp_shard in what is written -> fsdp=full_shard fsdp_config.version=1 +parallel.dp_shard=2
+    fsdp=hybrid_shard fsdp_config.version=1 -> write full_shard, and set parallel.dp_shard in the converted file -> fsdp=full_shard fsdp_config.version=1 +parallel.dp_shard=2
     fsdp=true fsdp_config.offload_params=true -> write cpu_offload -> fsdp=true fsdp_config.cpu_offload=true
     fsdp=true fsdp_config.sharding_strategy=SHARD_GRAD_OP -> write reshard_after_forward -> fsdp=true fsdp_config.reshard_after_forward=false
     fsdp=true fsdp_config.xla=true -> leave it out -> fsdp=true
@@ -305,7 +310,7 @@ COMMANDS = """
     schedule 1f1b --pp 0 -> --pp = 0: a pipeline has at least 1 rank; use 1 or more -> schedule 1f1b --pp 1
     schedule 1f1b --pp 1000 --microbatches 1000 -> but at most 524,288 can be drawn; pass fewer -> schedule 1f1b --pp 2 --microbatches 4
     config convert accelerate.json --out run.json -> pass another name, or remove it first -> config convert accelerate.json --out c.json
-    config convert accelerate.json --out gone/c.json -> create it first (mkdir -p gone) -> config convert accelerate.json --out ./d.json
+    config convert accelerate.json --out gone/c.json -> gone is not a folder; create it first, or pass a file in an existing folder -> config convert accelerate.json --out ./d.json
     config explain accelerate.json -> run: plait config convert accelerate.json -> config convert accelerate.json
     doctor --links --nccl -> pass only one of them -> doctor --links | doctor --nccl
     doctor --minutes 3 -> add --validate, or leave it out -> doctor --minutes 3 --validate | doctor
@@ -373,3 +378,37 @@ def test_commands(tmp_path, monkeypatch, capsys):
         plait(line)
 
     check(table(COMMANDS, followed))
+
+
+def test_full_disks(tmp_path, monkeypatch):
+    """/dev/full is a full disk for a file. A folder on one is imitated, because it needs a mount."""
+    full = tmp_path / "full"
+    other = tmp_path / "other"
+    for folder in (full, other):
+        folder.mkdir()
+    written = Path.write_text
+
+    def write(path, *arguments, **options):
+        if full in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, *arguments, **options)
+
+    def arguments_in(folder):
+        monkeypatch.setenv("TMPDIR", str(folder))
+        # Python chooses the folder once per process.
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        # The command starts processes after this step.
+        with generate._argument_file(ARGUMENTS, []) as file:
+            assert file.is_relative_to(folder)
+
+    def output_in(path):
+        write_text("--out", path, "text")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    check([
+        Case(("free some space, or name another folder with TMPDIR",), partial(arguments_in, full), partial(arguments_in, other)),
+        Case(("--out /dev/full: cannot be written (No space left on device); free some space there, or pass another path",), partial(output_in, Path("/dev/full")), partial(output_in, other / "out.json")),
+    ])  # fmt: skip
+
+
+ARGUMENTS = generate.GenerateArguments("m", None, "stored", 2, 1, "a", None, None, 1, None)

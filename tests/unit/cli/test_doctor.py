@@ -29,7 +29,7 @@ WRONG = {
     "--links --seconds 0": "not between 0.1 and 600",
     "--links --nproc-per-node 1": "one process has no links",
     "--links --nccl": "pass only one of them",
-    "--links --out /no/such/folder/x.json": "there is no folder",
+    "--links --out /no/such/folder/x.json": "is not a folder; create it first",
 }
 
 

@@ -32,7 +32,8 @@ def join(connection, rank, limited, port):
         "MASTER_PORT": str(port),
     }
     if rank == limited:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, hard_limit))
     try:
         mesh.join()
         connection.send("joined")
@@ -74,6 +75,20 @@ def test_low_limit_of_another_rank_is_named_on_both():
             check_open_files(store, RankInfo(rank, 2, rank, 2, 0))
         said.append(str(error.value))
     assert said[0] == said[1] and said[0].startswith("rank 1: ulimit -n: the process may have")
+
+
+def test_the_advised_limit_suffices(monkeypatch):
+    """It is what the message says, or an administrator has to raise the hard limit."""
+    with limit_of_files(16), pytest.raises(InputError) as error:
+        check_open_files(dist.HashStore(), RankInfo())
+    advised = int(str(error.value).rpartition("ulimit -n ")[2])
+    with limit_of_files(advised):
+        check_open_files(dist.HashStore(), RankInfo())
+
+    with limit_of_files(16), monkeypatch.context() as changed:
+        changed.setattr(resource, "getrlimit", lambda _: (16, 1024))
+        with pytest.raises(InputError, match="its hard limit is 1,024, so set nofile in "):
+            check_open_files(dist.HashStore(), RankInfo())
 
 
 @contextmanager

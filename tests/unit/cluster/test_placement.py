@@ -120,3 +120,13 @@ def test_grid_and_mismatch():
     ]
     with pytest.raises(ConfigError, match="needs 4 processes and the machines have 3 devices"):
         crossings(Layout(tp=4), machines(3))
+
+
+def test_one_process_and_one_device_are_singular():
+    with pytest.raises(ConfigError, match="needs 1 process and the machines have 3 devices"):
+        crossings(Layout(), machines(3))
+    with pytest.raises(ConfigError, match="needs 2 processes and the machines have 1 device;"):
+        crossings(Layout(tp=2), machines(1))
+    with pytest.raises(ConfigError, match="the largest machine has 1 device, and"):
+        refuse_wider_than_a_node(Layout(tp=2), machines(1, 1))
+    assert "(the smallest has 1 device)" in str(crossing_warning(Layout(tp=2), machines(1, 1)))

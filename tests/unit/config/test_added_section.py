@@ -40,7 +40,10 @@ FOLLOWS = {
 def values(tree):
     """Every resolved value, for four processes."""
     resolved = resolve(load(tree), world_size=4, auto=CALLER, total_steps=50)
-    return {value.name: (value.value, value.source) for value in values_of(resolved)}
+    return {
+        value.name: (value.value, value.source)
+        for value in values_of(dict(resolved), resolved.sources)
+    }
 
 
 @st.composite

@@ -54,7 +54,7 @@ CONTRADICTIONS = """
     zero_optimization.stage=3 PARAM.device=cpu OPT.device=cpu OPT.ratio=0.5 -> offload_optimizer.ratio leaves part of them on the device
     zero_optimization.stage=2 PARAM.device=cpu OPT.device=cpu -> stage 2 keeps parameters unsharded
     pipeline.activation_checkpoint_interval=2 -> not in groups
-    optimizer.type=SGD optimizer.states=int8 -> written for Adam and AdamW, and this is SGD
+    optimizer.type=SGD optimizer.states=int8 -> implemented for Adam and AdamW, but the type is SGD
     optimizer.states=int4 -> int4
     optimizer.states=float8 optimizer.params.amsgrad=true -> `amsgrad` is a parameter of torch's kernels
     optimizer.states=int8 zero_optimization.stage=2 OPT.device=cpu -> device is cpu

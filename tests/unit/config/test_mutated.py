@@ -94,8 +94,8 @@ def test_two_thousand_mutated_files(command, part):
 
 UNUSABLE = {
     '{"train_batch_size": ' + "9" * 5000 + "}": "train_batch_size = '999999999999...': is a number of about 300 digits or more",
-    '{"run": {"folder": "a\\ud800"}}': "run.folder = 'a\\ud800': holds half of a character",
-    '{"run": {"folder": "a\\u0000"}}': "run.folder = 'a\\x00': holds a zero byte",
+    '{"run": {"folder": "a\\ud800"}}': "run.folder = 'a\\ud800': contains half of a character",
+    '{"run": {"folder": "a\\u0000"}}': "run.folder = 'a\\x00': contains a zero byte",
     '{"a": ' * 2000 + "1" + "}" * 2000: "is nested",
     "[" * 100_000: "is nested too deeply",
     '{"communication_data_type": [0.9]}': "communication_data_type = [0.9]: must be",

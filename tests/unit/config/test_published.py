@@ -11,7 +11,7 @@ from tests.unit.config.cases import ACCEPTED, CALLER, REFUSED, leaves, load
 
 def check_accepted(row):
     made = resolve(load(row["file"]), world_size=4, total_steps=50, auto=CALLER)
-    values = {value.name: value.value for value in values_of(made)}
+    values = {value.name: value.value for value in values_of(dict(made), made.sources)}
     found = {key: values[key] for key in row["values"]}
     assert {key: list(v) if isinstance(v, tuple) else v for key, v in found.items()} == row[
         "values"

@@ -57,20 +57,20 @@ def test_a_short_run_is_compared_at_its_end(tmp_path):
 
 
 OTHER_RUNS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"), {}, "micro_batch was planned as 4 and is 1"),
-    (("zero_optimization.stage=2",), {}, "stage was planned as 3 and is 2"),
-    (("parallel.recompute.mode=full",), {}, "recompute was planned as none and is full"),
-    ((), {"parameters": 7}, "and is 7"),
-    ((), {"length": 32}, "sequence was planned as 64 and is 32"),
-    (("bf16.enabled=true",), {}, "precision was planned as fp32 and is bf16"),
-    (("parallel.loss_chunk_tokens=16",), {}, "loss_chunk was planned as 0 and is 16"),
+    (("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"), {}, "micro_batch: 4 in the plan, 1 in the run"),
+    (("zero_optimization.stage=2",), {}, "stage: 3 in the plan, 2 in the run"),
+    (("parallel.recompute.mode=full",), {}, "recompute: none in the plan, full in the run"),
+    ((), {"parameters": 7}, "in the plan, 7 in the run"),
+    ((), {"length": 32}, "sequence: 64 in the plan, 32 in the run"),
+    (("bf16.enabled=true",), {}, "precision: fp32 in the plan, bf16 in the run"),
+    (("parallel.loss_chunk_tokens=16",), {}, "loss_chunk: 0 in the plan, 16 in the run"),
     (("parallel.tensor_overlap=2",), {}, "plans do not model parallel.tensor_overlap = 2"),
     # D10: what a comparison of layouts alone let through.
-    (("communication_data_type=bf16",), {}, "reduction was planned as fp32 and is bf16"),
-    (("optimizer.states=int8",), {}, "optimizer.states was planned as None and is int8"),
+    (("communication_data_type=bf16",), {}, "reduction: fp32 in the plan, bf16 in the run"),
+    (("optimizer.states=int8",), {}, "optimizer.states: None in the plan, int8 in the run"),
     (("optimizer.type=SGD", "optimizer.params.lr=1"), {}, "plans do not model optimizer.type = SGD"),
     (("parallel.compress_gradients=int8",), {}, "plans do not model parallel.compress_gradients = int8"),
-    (("model.dtype=bfloat16",), {}, "the model was planned as"),
+    (("model.dtype=bfloat16",), {}, "the model: "),
 ]  # fmt: skip
 """Overrides, changes of what was checked, and what the line says."""
 
@@ -90,9 +90,9 @@ def test_another_device_and_a_broken_plan_are_told(tmp_path):
     file, found = planned(tmp_path, {})
     said: list[str] = []
     assert listened(file, found, said, gpu="h100") is None
-    assert "device was planned as cpu and is h100" in said[-1]
+    assert "device: cpu in the plan, h100 in the run" in said[-1]
     assert listened(file, found, said, per_node=1) is None
-    assert "processes of a machine was planned as 2 and is 1" in said[-1]
+    assert "processes per machine: 2 in the plan, 1 in the run" in said[-1]
     run = checked(file, found)
     config = load(file)
     for text in ("{", json.dumps({"cluster": {}}), "[]"):

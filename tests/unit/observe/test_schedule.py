@@ -125,7 +125,7 @@ def test_names():
     assert [name for name, _, _ in schedule_names()] == list(SCHEDULES)
     stages = {name: stages for name, stages, _ in schedule_names()}
     assert (
-        stages["1f1b"] == "1 a rank"
-        and stages["zbv"] == "2 a rank"
-        and stages["interleaved-1f1b"] == "2 or more a rank"
+        stages["1f1b"] == "1 per rank"
+        and stages["zbv"] == "2 per rank"
+        and stages["interleaved-1f1b"] == "2 or more per rank"
     )

@@ -42,6 +42,10 @@ def test_every_entry_is_plausible(name):
         ("B200 (printed H200)", "b200"),
         ("A100-PCIe 80GB", "a100-pcie"),
         ("A10G", "a10g"),
+        ("NVIDIA_H100_80GB_HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40", "l40s"),
+        ("Tesla V100S-PCIE-32GB", "v100-32gb"),
         ("cpu", "cpu"),
     ],
 )
@@ -49,7 +53,7 @@ def test_names_of_published_tables(written, name):
     assert device(written).name == name
 
 
-@pytest.mark.parametrize("written", ["h10", "h1000"])
+@pytest.mark.parametrize("written", ["h10", "h1000", "h100x", "xh100", "h100💥", "h100!"])
 def test_an_unknown_device_names_the_nearest(written):
     with pytest.raises(InputError, match="did you mean h100"):
         device(written)

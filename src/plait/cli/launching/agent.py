@@ -1,6 +1,6 @@
 """Launch of the ranks of this machine with torchrun's elastic agent.
 
-torchrun does the rendezvous, the numbering, the start, the watch and the restart of ranks. Two
+torchrun performs the rendezvous, and numbers, starts, monitors and restarts the ranks. Two
 methods that torch documents for extensions of its agent are overridden: the cause of a failed
 attempt is reported first, and after a signal every rank receives it once and gets up to
 `grace_seconds` to write a checkpoint. When `launch` returns, no rank of it runs.
@@ -59,6 +59,7 @@ from plait.errors import (
     PlaitError,
     first_line,
 )
+from plait.names import number_of
 
 # Other machines are not involved, and in containers the name of this machine often does not
 # resolve.
@@ -86,7 +87,7 @@ SUCCESS_CODES = {
 
 
 class LaunchError(PlaitError):
-    """Machines of a launch that did not complete the rendezvous."""
+    """Rendezvous that the machines of a launch did not complete."""
 
 
 def launch(
@@ -272,7 +273,7 @@ class Agent(LocalElasticAgent):
     def _is_stuck(self, worker_group: WorkerGroup) -> bool:
         """Return True if the ranks cannot continue although all of them run.
 
-        This is so if a rank is late for a collective, or has failed and does not end.
+        This is the case if a rank is late for a collective, or has failed and does not end.
         """
         processes = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
         if self._watch.hangs(processes):
@@ -494,22 +495,21 @@ class SingleNodeRendezvous(RendezvousHandler):
 
 
 def _meeting_error(settings: LaunchSettings, error: Exception) -> LaunchError:
-    count = str(settings.min_nodes)
+    machines = number_of(settings.min_nodes, "machine")
     if settings.min_nodes != settings.max_nodes:
-        count = f"{settings.min_nodes} to {settings.max_nodes}"
+        machines = f"{settings.min_nodes} to {settings.max_nodes} machines"
     place = "on this machine"
     unresolved = None
     if not settings.single_node:
         place = f"at {settings.rendezvous_address}"
         unresolved = _resolution_error(settings.rendezvous_address)
-    rule = f"{count} machine(s) did not join the rendezvous {place} within"
-    rule = f"{rule} {settings.timeout_seconds:.0f} s"
+    rule = f"{machines} did not join the rendezvous {place} within {settings.timeout_seconds:.0f} s"
     if unresolved is not None:
         return LaunchError(f"{rule}: {unresolved}")
     return LaunchError(
         f"{rule}: {type(error).__name__}: {first_line(error)}\nCheck that every machine runs the"
-        " same command with the same address, that the port is free on the first machine and open"
-        " between them."
+        " same command with the same address, and that the port is free on the first machine and"
+        " reachable from the others."
     )
 
 

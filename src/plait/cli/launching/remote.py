@@ -34,6 +34,7 @@ from plait.cli.terminal import on_signals
 from plait.cluster import accelerator
 from plait.cluster.machines import HostfileEntry
 from plait.errors import ConfigError, Problem
+from plait.names import number_of
 
 EXPORTED_PREFIXES = (*accelerator.PREFIXES, "GLOO_", "TORCH_", "UCX_")
 EXPORTED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
@@ -106,7 +107,7 @@ def master_address(hosts: Sequence[HostfileEntry], address: str | None) -> str:
             Problem(
                 option,
                 address,
-                f"the other {len(hosts) - 1} machine(s) cannot reach it under that name",
+                f"the other {number_of(len(hosts) - 1, 'machine')} cannot reach it under that name",
                 "name the first machine as the others know it",
             )
         )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from plait.cluster.host_memory import process_bytes
+from plait.names import number_of
 from plait.sizes import format_bytes
 
 VARIABLE = "PLAIT_STANDBY"
@@ -88,7 +89,7 @@ class Standby:
             self._is_reported = True
             memory = sum(process_bytes(process.popen.pid) for process in self._processes)
             self.say(
-                f"{self.count} process{'es' * (self.count > 1)} standing by for a restart:"
+                f"{number_of(self.count, 'process')} standing by for a restart:"
                 f" {format_bytes(memory)} of memory"
             )
 

@@ -333,7 +333,7 @@ def _build_model(tree: Mapping[str, Any]) -> Any:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"plait dryrun: Transformers builds no causal language model of model_type {kind!r}"
-            f" ({first_line(error)})"
+            f" ({first_line(error)}); name another model_type, or correct its fields"
         ) from None
 
 

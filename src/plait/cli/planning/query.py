@@ -183,7 +183,7 @@ def read_request(
     not_modelled = unmodelled(training_file.config)
     if not_modelled:
         notes.append(
-            f"plans do not model {', '.join(not_modelled)}: the times and bytes lack their effect"
+            f"plans do not model {', '.join(not_modelled)}; the times and bytes lack their effect"
         )
     return PlanQuery(
         request, dict(training_file.raw), dict(training_file.tree), layout | fixed, notes
@@ -489,7 +489,7 @@ def planned_file(
     best = plan.best[0]
     not_modelled = unmodelled(training_file.config)
     if not_modelled:
-        say(f"plans do not model {', '.join(not_modelled)}: the prediction lacks their effect")
+        say(f"plans do not model {', '.join(not_modelled)}; the prediction lacks their effect")
     say(
         f'{keys}: "auto" is {describe(best.layout)}, {best.seconds:.3g} s per step predicted, of'
         f" {plan.candidates:,} layouts ({path})"

@@ -24,7 +24,7 @@ from plait.planner.calibrate import (
 )
 from plait.planner.constants import Priors, coverage_of_intervals, fitted_priors
 from plait.planner.explain import Comparison, describe, ties_of
-from plait.planner.memory import MEMORY_TERMS as MEMORY_TERMS
+from plait.planner.memory import MEMORY_TERMS
 from plait.planner.search import LayoutChoice, Plan
 from plait.planner.step_time import STEP_TERMS
 from plait.sizes import GIB, format_count

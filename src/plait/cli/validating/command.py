@@ -29,7 +29,8 @@ from plait.cluster import accelerator
 from plait.cluster.environment import facts as environment_facts
 from plait.cluster.topology import device_count
 from plait.errors import DeviceError, InputError
-from plait.files import write_atomically
+from plait.files import not_writable, write_atomically
+from plait.names import number_of
 from plait.sizes import format_bytes
 from plait.validation.catalogue import (
     FACTS_PLANNED_SECONDS,
@@ -97,7 +98,7 @@ def validate(
         try:
             write_atomically(out, json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
+            raise not_writable(f"--out {out}", error) from None
         return content
 
     with Screen(len(rows), facts, machine.gpus, quiet=as_json) as screen:
@@ -125,7 +126,9 @@ def list_rows(*, only: Sequence[str], gpus: int | None) -> str:
     """Return the table of rows with their planned seconds, without using the devices."""
     count = gpus or 1
     if not 1 <= count <= MOST_GPUS:
-        raise InputError(f"--nproc-per-node {count}: a validation uses 1 to {MOST_GPUS} GPUs")
+        raise InputError(
+            f"--nproc-per-node {count}: a validation uses 1 to {MOST_GPUS} GPUs; pass one of these"
+        )
     peers = tuple(name for name in PACKAGES_OF_PEERS if find_spec(name) is not None)
     machine = Machine(
         count,
@@ -154,7 +157,9 @@ def machine_facts() -> dict[str, Any]:
         ) from None
     if process.returncode:
         last_lines = " | ".join(process.stderr.strip().splitlines()[-3:])
-        raise DeviceError(f"torch cannot detect GPUs: {last_lines}")
+        raise DeviceError(
+            f"torch cannot detect GPUs: {last_lines}; check whether `nvidia-smi` responds"
+        )
     # The last line, because libraries may print lines before it.
     facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     if not facts["devices"]:
@@ -192,8 +197,8 @@ def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
     most = min(len(devices), MOST_GPUS)
     if gpus is not None and not 1 <= gpus <= most:
         raise InputError(
-            f"--nproc-per-node {gpus}: this machine has {len(devices)} GPUs, of which a validation"
-            f" uses at most {MOST_GPUS}"
+            f"--nproc-per-node {gpus}: this machine has {number_of(len(devices), 'GPU')}, of which"
+            f" a validation uses at most {MOST_GPUS}; pass 1 to {most}"
         )
     count = gpus or most
     return Machine(
@@ -295,7 +300,7 @@ def _machine_line(facts: Mapping[str, Any], gpus: int) -> str:
     versions = facts["versions"]
     driver = f", driver {facts['driver']}" if facts["driver"] else ""
     return (
-        f"{gpus} of {len(devices)} GPUs ({', '.join(dict.fromkeys(kinds))}){driver}, "
+        f"{gpus} of {number_of(len(devices), 'GPU')} ({', '.join(dict.fromkeys(kinds))}){driver}, "
         f"torch {versions.get('torch')}, plait {versions.get('plait')}"
     )
 
@@ -304,15 +309,15 @@ def table_of_rows(rows: Sequence[Row], gpus: int) -> str:
     """Return the planned seconds of rows and their sum, as lines of text."""
     launches = sum(any(not row.unavailable for row in batch) for batch in batches(rows))
     start = f"  {FACTS_PLANNED_SECONDS:5.0f} s  versions and devices"
-    launch = f"  {launches * LAUNCH_PLANNED_SECONDS:5.0f} s  start of {launches} launches"
+    launch = (
+        f"  {launches * LAUNCH_PLANNED_SECONDS:5.0f} s  start of {number_of(launches, 'launch')}"
+    )
     lines = ["planned seconds on an H100, the most valuable rows first", start, launch]
     for row in rows:
         planned = "      -" if row.unavailable else f"  {row.planned_seconds:5.0f} s"
         note = f" (not run: {row.unavailable})" if row.unavailable else ""
         lines.append(f"{planned}  {row.name:<26} {row.title}{note}")
-    lines.append(
-        f"  {planned_seconds(rows):5.0f} s  in all, with {gpus} GPU{'s' if gpus > 1 else ''}"
-    )
+    lines.append(f"  {planned_seconds(rows):5.0f} s  in all, with {number_of(gpus, 'GPU')}")
     return "\n".join(lines)
 
 

@@ -120,9 +120,7 @@ TOP: tuple[ForeignKey, ...] = (
         "shapes are compared before every collective",
     ),
 )
-"""Keys at the top of the file. `accelerate` reads `distributed_type`, `mixed_precision` and
-`num_processes`, which depend on each other.
-"""
+"""Keys at the top of the file, except for those of `_COMBINED_KEYS`."""
 
 _INIT = "plait.from_pretrained builds the model without its weights, at every stage"
 DEEPSPEED: tuple[ForeignKey, ...] = (
@@ -208,7 +206,7 @@ PARALLELISM: tuple[ForeignKey, ...] = (
                 "alltoall": {"parallel.context": "ring"},
             }
         ),
-        "torch's alltoall hands keys and values around a ring",
+        "torch's alltoall passes keys and values around a ring",
     ),
     renamed(
         "parallelism_config_sp_size",
@@ -238,7 +236,7 @@ DYNAMO: tuple[ForeignKey, ...] = (
     refused(
         "dynamo_use_dynamic",
         "flag",
-        "torch.compile finds out itself which shapes are dynamic",
+        "torch.compile detects dynamic shapes itself",
         "use false, or leave it out",
         False,
     ),
@@ -283,7 +281,7 @@ _COMBINED_KEYS = (
     *SECTIONS,
     *_TYPE_OF_SECTION,
 )
-"""Keys at the top of the file that are read in this module."""
+"""Keys at the top of the file whose meaning depends on other keys. Functions below read them."""
 
 _CLIPPING = (
     "; a script clips where it calls clip_grad_norm_, plait.initialize at 1.0 unless"
@@ -293,7 +291,7 @@ _COMBINED_IN_SECTION = {
     "fsdp_config": tuple(f"fsdp_{name}" for name in SHARDING_KEYS),
     "deepspeed_config": ("deepspeed_config_file",),
 }
-"""Keys of sections that are read in this module, by section."""
+"""Keys of sections whose meaning depends on other keys, by section. Functions below read them."""
 
 
 @dataclass
@@ -327,7 +325,7 @@ class _AccelerateFile:
 
 
 def translate(document: Document) -> TranslatedDocument:
-    """Return the configuration that an Accelerate file describes. Problems are collected."""
+    """Return the configuration that a file of Accelerate describes. Problems are collected."""
     file = _AccelerateFile(document)
     translation = file.translation
     # The sections that follow depend on these two.
@@ -374,7 +372,7 @@ def _read_distributed_type(file: _AccelerateFile) -> str:
         translation.refuse(
             "distributed_type",
             value,
-            "the section of Accelerate has a part of Megatron-LM's flags",
+            "Accelerate's section contains only some of Megatron-LM's flags",
             _FLAGS,
         )
     elif kind in ("XLA", "TPU"):
@@ -408,7 +406,7 @@ def _read_section(file: _AccelerateFile, section: str, value: Any) -> None:
         translation.refuse(
             section,
             value,
-            "is a section and needs an object",
+            "is a section, which must be an object",
             f"write for example {{{next(iter(keys))}: ...}}",
         )
         return
@@ -532,7 +530,7 @@ def _read_processes(file: _AccelerateFile) -> int | None:
         translation.refuse(
             "num_processes",
             value,
-            f"cannot be shared out over num_machines = {machines!r}",
+            f"cannot be divided evenly by num_machines = {machines!r}",
             "pass the processes of all machines together, as many on each",
         )
         return None
@@ -628,7 +626,7 @@ def _set_mixed_precision(file: _AccelerateFile, shown: str, value: Any, name: st
 def _complete_degrees(file: _AccelerateFile) -> None:
     """Set the degrees that a `parallelism_config` omits.
 
-    Accelerate takes 1 for them. FSDP then shards only over the degrees that are given.
+    Accelerate's default of a degree is 1. FSDP then shards only over the degrees that are given.
     """
     settings = file.translation.settings
     names = ("dp_replicate", "dp_shard", "tp", "cp")
@@ -648,7 +646,7 @@ def _complete_degrees(file: _AccelerateFile) -> None:
         problem = Problem(
             "parallelism_config",
             None,
-            "FSDP has nothing to shard over where dp_shard and cp are 1",
+            "FSDP has nothing to shard over if dp_shard and cp are 1",
             "set parallelism_config_dp_shard_size, or use distributed_type MULTI_GPU",
         )
         file.translation.problems.append(problem)

@@ -24,7 +24,6 @@ from plait.config.schema.config import KeyReport, Status
 from plait.config.source import Document, read_named
 from plait.errors import ConfigError, Problem
 
-_STAGE = "zero_optimization.stage"
 _TO_HOST = {
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.offload_optimizer.device": "cpu",
@@ -85,7 +84,7 @@ SHARED: tuple[ForeignKey, ...] = (
 
 ACCELERATE_KEYS: tuple[ForeignKey, ...] = (
     *SHARED,
-    renamed("offload_params", "flag", OFFLOAD, "FSDP's offload takes optimizer states with it"),
+    renamed("offload_params", "flag", OFFLOAD, "FSDP's offload includes the optimizer states"),
     renamed(
         "activation_checkpointing_offload",
         "flag",
@@ -106,7 +105,7 @@ _XLA = "this release does not run on XLA"
 _NOT_IN_TRAINER = "the Trainer does not read it in fsdp_config"
 TRAINER_KEYS: tuple[ForeignKey, ...] = (
     *SHARED,
-    renamed("cpu_offload", "flag", OFFLOAD, "FSDP's offload takes optimizer states with it"),
+    renamed("cpu_offload", "flag", OFFLOAD, "FSDP's offload includes the optimizer states"),
     refused("offload_params", "flag", _NOT_IN_TRAINER, "write cpu_offload", False),
     refused("sharding_strategy", "any", _NOT_IN_TRAINER, "write reshard_after_forward"),
     refused("xla", "flag", _XLA, "leave it out", False),
@@ -156,7 +155,7 @@ def reshard_settings(value: Any) -> Mapping[str, Any]:
             "is true or false in FSDP2 (fsdp_version 2); use true for FULL_SHARD, false for"
             " SHARD_GRAD_OP"
         )
-    return {_STAGE: 3 if flag else 2}
+    return {STAGE: 3 if flag else 2}
 
 
 STAGE = "zero_optimization.stage"
@@ -164,9 +163,9 @@ SHARD = "parallel.dp_shard"
 STRATEGY = "sharding_strategy"
 RESHARD = "reshard_after_forward"
 SHARDING_KEYS = ("version", STRATEGY, RESHARD)
-"""Keys that are read in this module, without the prefix `fsdp_`."""
+"""Keys that `read_sharding` reads together, without the prefix `fsdp_`."""
 _NOT_READ = (
-    "`accelerate launch` takes FULL_SHARD all the same, the default of fsdp_sharding_strategy,"
+    "`accelerate launch` still uses FULL_SHARD, the default of fsdp_sharding_strategy,"
     " which it reads first"
 )
 
@@ -195,7 +194,7 @@ def read_sharding(translation: Translation, keys: ShardingKeys) -> None:
             return
         version = int(value)
         translation.ignore(
-            shown, value, f"says how the other keys are read: those of FSDP{version}"
+            shown, value, f"determines how the other keys are read: as those of FSDP{version}"
         )
 
     # Both names may be given. `Translation.set` reports values that disagree.
@@ -225,7 +224,7 @@ def _read_fsdp1(translation: Translation, keys: ShardingKeys, name: str) -> None
         translation.refuse(
             shown,
             value,
-            "is a strategy's name in FSDP1 (fsdp_version 1)",
+            "is the name of a strategy in FSDP1 (fsdp_version 1)",
             "use FULL_SHARD or SHARD_GRAD_OP, or fsdp_version 2",
         )
         return
@@ -252,8 +251,8 @@ def _shard_within_machines(
 ) -> None:
     processes = keys.processes_per_machine
     if processes is None:
-        rule = "shards inside a machine, and the file does not say how many processes that is"
-        remedy = "write full_shard, and set parallel.dp_shard in what is written"
+        rule = "shards inside a machine, and the file does not say how many processes a machine has"
+        remedy = "write full_shard, and set parallel.dp_shard in the converted file"
         if keys.launched:
             remedy = "set num_processes and num_machines"
         translation.refuse(shown, value, rule, remedy)
@@ -357,7 +356,9 @@ def _read_options(translation: Translation, value: Any, *, written: bool) -> lis
         return None
     if written:
         translation.rows.append(
-            KeyReport("fsdp", value, Status.RENAMED, f"{STAGE}, with what fsdp_config says", STAGE)
+            KeyReport(
+                "fsdp", value, Status.RENAMED, f"{STAGE}, with the keys of fsdp_config", STAGE
+            )
         )
     return names
 

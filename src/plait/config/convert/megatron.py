@@ -112,7 +112,9 @@ _DECAY_STYLES = {
 _WSD_DECAY_STYLES = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DISTRIBUTED = "--use-distributed-optimizer"
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-"""Targets of flags whose meaning depends on other flags. `megatron` replaces them with settings."""
+"""Targets of flags whose meaning depends on other flags. `read_flags` replaces both targets with
+settings.
+"""
 
 DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
 """Megatron-LM's defaults that differ from Plait's."""
@@ -141,7 +143,7 @@ FLAGS: dict[str, Flag] = {
     "moe_router_bias_update_rate": _sets("experts.bias_update_rate"),
     "moe_z_loss_coeff": _sets("experts.z_loss"),
     **_refused(
-        "biases of experts are updated where their rate is given",
+        "biases of experts are updated only if their rate is given",
         "leave it out, and pass --moe-router-bias-update-rate (Megatron-LM's default is 1e-3)",
         "moe_router_enable_expert_bias",
         "switch",
@@ -298,19 +300,19 @@ FLAGS: dict[str, Flag] = {
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
     ),
     **_refused(
-        "experts are split by expert (--expert-model-parallel-size), not inside",
+        "experts are distributed (--expert-model-parallel-size), and none of them is split",
         "use 1 or leave it out",
         "expert_tensor_parallel_size",
         off=(1,),
     ),
     **_refused(
-        "blocks are recomputed one by one, not in groups and not the first ones",
+        "blocks are recomputed one by one, not in groups, and not only the first ones",
         "leave it out, and set --recompute-granularity",
         "recompute_method recompute_num_layers checkpoint_num_layers",
         off=("uniform", 1),
     ),
     **_refused(
-        "it offloads a part of the optimizer and of the activations in a way of its own",
+        "Megatron-LM offloads its own parts of the optimizer and of the activations",
         "leave it out, and set zero_optimization.offload_optimizer, or parallel.activation_offload,"
         " in the converted file",
         "optimizer_cpu_offload cpu_offloading",

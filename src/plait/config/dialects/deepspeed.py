@@ -147,7 +147,10 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {"zero_optimization.offload_param.pin_memory": "flag"},
     ),
     (
-        "how DeepSpeed reads and writes files; Plait uses a thread for each of the two",
+        (
+            "a detail of how DeepSpeed reads and writes files; Plait uses one thread for each of"
+            " the two"
+        ),
         {
             **_each("aio", "block_size queue_depth intra_op_parallelism", "integer"),
             **_each("aio", "single_submit overlap_events use_gds", "flag"),
@@ -270,7 +273,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         {"pipeline.seed_layers": "flag"},
     ),
     (
-        "how DeepCompile works; `compile` uses torch.compile",
+        "a setting of DeepCompile; `compile` uses torch.compile",
         {
             **_each(
                 "compile",
@@ -285,7 +288,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         },
     ),
     (
-        "how to autotune; autotuning is off",
+        "a setting of autotuning, which is off",
         _each(
             "autotuning",
             "fast metric metric_path start_profile_step end_profile_step tuner_type"
@@ -533,7 +536,7 @@ REFUSED: tuple[RefusedKeys, ...] = (
         {"elasticity.enabled": _FLAG},
     ),
     RefusedKeys(
-        "checkpoints are Plait's own files, and Azure's Nebula service has no part in them",
+        "checkpoints are Plait's own files, which Azure's Nebula service does not handle",
         "leave it out; run.checkpoints takes a store's URL",
         {"nebula": _SWITCHED},
     ),

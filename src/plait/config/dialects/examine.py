@@ -187,7 +187,7 @@ def _visit_known_section(
             Problem(
                 shown,
                 value,
-                "is a section and needs an object",
+                "is a section, which must be an object",
                 f'write for example {{"{example}": ...}}',
             )
         )

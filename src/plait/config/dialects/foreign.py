@@ -58,7 +58,7 @@ def is_accelerate(tree: Mapping[str, Any]) -> bool:
 
 
 def is_trainer_fsdp(tree: Mapping[str, Any]) -> bool:
-    """Return True for the Trainer's `fsdp` and `fsdp_config`, or only the file of the latter."""
+    """Return True for the Trainer's `fsdp` arguments, or for a file that `fsdp_config` names."""
     if "fsdp" in tree:
         return True
     # `activation_checkpointing` is a flag of the Trainer and a section of DeepSpeed.

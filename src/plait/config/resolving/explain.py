@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.cluster.layout import Layout
-from plait.config.resolving.resolve import Outline, Resolved, build_config, examine_source, outline
+from plait.config.resolving.resolve import Resolved, build_config, examine_source, outline
 from plait.config.resolving.resolved_parts import LOSS_SCALE, Batch, smallest_world
 from plait.config.resolving.techniques import has_buckets
 from plait.config.schema.config import Config, KeyReport, Status
@@ -31,6 +31,7 @@ from plait.parallel.techniques.offload import ActivationOffload, OptimizerOffloa
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
+from plait.policy import Policy
 from plait.sizes import GIB, MIB
 
 
@@ -83,17 +84,11 @@ def explain(
         return Explanation(document.name, world_size, rows, (), error.problems)
 
     draft = outline(config, world_size=world_size)
-    values = values_of(draft)
-    if draft.problems:
-        # Keys without effect are found in a `Resolved`, which an incomplete outline does not give.
-        return Explanation(document.name, world_size, rows, values, draft.problems)
-    return Explanation(
-        document.name,
-        world_size,
-        _mark_unused(rows, Resolved(**draft.values, sources=draft.sources)),
-        values,
-        (),
-    )
+    # Keys without effect are found in a `Resolved`, which needs all values.
+    if not draft.problems:
+        rows = _mark_unused(rows, Resolved(**draft.values, sources=draft.sources))
+    values = values_of(draft.values, draft.sources)
+    return Explanation(document.name, world_size, rows, values, draft.problems)
 
 
 def _default_processes(config: Config) -> int:
@@ -133,7 +128,7 @@ def _mark_unused(rows: Sequence[KeyReport], resolved: Resolved) -> tuple[KeyRepo
 
 
 UnusedRule = tuple[bool, Sequence[str], str]
-"""Groups of settings without an effect: True if that is so, their paths, and the reason."""
+"""Rule about settings without an effect: whether it applies, their paths, and the reason."""
 
 
 def _unused_rules(resolved: Resolved) -> Iterator[UnusedRule]:
@@ -319,21 +314,21 @@ def _transport_rules(resolved: Resolved) -> tuple[UnusedRule, ...]:
     )
 
 
-def values_of(resolved: Resolved | Outline) -> tuple[Value, ...]:
-    """Return the resolved values with their sources, under the keys that set them."""
-    if isinstance(resolved, Outline):
-        parts = resolved.values
-    else:
-        parts = {name: getattr(resolved, name) for name in Resolved.model_fields}
+def values_of(parts: Mapping[str, Any], sources: Mapping[str, str]) -> tuple[Value, ...]:
+    """Return the resolved values with their sources, under the keys that set them.
 
+    Args:
+        parts: Values by field of `Resolved`. Parts that could not be resolved are missing.
+        sources: Source of each value, as in `Resolved`.
+    """
     values: dict[str, Any] = {}
     for name, list_values in _LIST_VALUES.items():
         # A part that could not be resolved is missing.
         if name in parts:
             values |= list_values(parts[name])
     for section in ("faults", "model", "data", "run"):
-        values |= _section_values(parts[section], section, resolved.sources)
-    return tuple(Value(name, value, resolved.sources[name]) for name, value in values.items())
+        values |= _section_values(parts[section], section, sources)
+    return tuple(Value(name, value, sources[name]) for name, value in values.items())
 
 
 def _section_values(section: Any, path: str, sources: Mapping[str, str]) -> dict[str, Any]:
@@ -373,16 +368,14 @@ def _layout_values(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _tensor_values(tensor: TensorParallel) -> dict[str, Any]:
-    return {f"parallel.{name}": getattr(tensor, name) for name in TensorParallel.model_fields}
+def _of_section(section: str, policy: type[Policy]) -> Callable[[Any], dict[str, Any]]:
+    """Return the function for a part whose fields have the names of a section's settings."""
+    return lambda part: {f"{section}.{name}": getattr(part, name) for name in policy.model_fields}
 
 
-def _routing_values(routing: Routing) -> dict[str, Any]:
-    return {
-        "experts.bias_update_rate": routing.bias_update_rate,
-        "experts.balance": routing.balance,
-        "experts.z_loss": routing.z_loss,
-    }
+def _single(key: str) -> Callable[[Any], dict[str, Any]]:
+    """Return the function for a part that is the value of one setting."""
+    return lambda value: {key: value}
 
 
 def _block_values(blocks: Sequence[str]) -> dict[str, Any]:
@@ -422,10 +415,6 @@ def _compress_gradients(compression: Compression) -> str | list[str]:
 
 def _scheme_name(scheme: Scheme) -> str:
     return "powersgd" if scheme.powersgd_rank else _BITS[scheme.gradient_bits]
-
-
-def _loss_chunk_values(tokens: int) -> dict[str, Any]:
-    return {"parallel.loss_chunk_tokens": tokens}
 
 
 def _tiled_mlp_values(tiled: TiledMLP) -> dict[str, Any]:
@@ -490,10 +479,6 @@ def _precision_values(precision: Precision) -> dict[str, Any]:
     return values
 
 
-def _clipping_values(norm: float) -> dict[str, Any]:
-    return {"gradient_clipping": norm}
-
-
 def _optimizer_values(spec: OptimizerSpec) -> dict[str, Any]:
     params = {f"optimizer.params.{name}": value for name, value in spec.params.items()}
     return {"optimizer.type": spec.type, "optimizer.states": spec.states, **params}
@@ -506,32 +491,24 @@ def _scheduler_values(spec: SchedulerSpec | None) -> dict[str, Any]:
     return {"scheduler.type": spec.type, **params}
 
 
-def _compile_values(compiled: Compile) -> dict[str, Any]:
-    return {
-        "compile.enabled": compiled.enabled,
-        "compile.backend": compiled.backend,
-        "compile.mode": compiled.mode,
-    }
-
-
 _LIST_VALUES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "batch": _batch_values,
     "layout": _layout_values,
-    "tensor_parallel": _tensor_values,
-    "routing": _routing_values,
+    "tensor_parallel": _of_section("parallel", TensorParallel),
+    "routing": _of_section("experts", Routing),
     "blocks": _block_values,
     "data_parallel": _data_values,
     "compression": _compression_values,
-    "loss_chunk_tokens": _loss_chunk_values,
+    "loss_chunk_tokens": _single("parallel.loss_chunk_tokens"),
     "tiled_mlp": _tiled_mlp_values,
     "recompute": _recompute_values,
     "activation_offload": _activation_offload_values,
     "parameter_offload": _parameter_offload_values,
     "optimizer_offload": _optimizer_offload_values,
     "precision": _precision_values,
-    "gradient_clipping": _clipping_values,
+    "gradient_clipping": _single("gradient_clipping"),
     "optimizer": _optimizer_values,
     "scheduler": _scheduler_values,
-    "compile": _compile_values,
+    "compile": _of_section("compile", Compile),
 }
 """Functions that return the values of a part of Resolved by key, in the order of the output."""

@@ -26,6 +26,7 @@ from plait.config.schema.lr_schedules import RUN_LENGTH
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import SECTIONS, RunSection, TrackerSpec
 from plait.errors import ConfigError, Problem, raise_problems
+from plait.names import number_of
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.mixed_precision import (
     ComputeDtype,
@@ -70,7 +71,7 @@ LOSS_SCALE = {
 _REDUCE: dict[str, ReduceDtype] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 ASSUMED = "auto: Transformers' default"
-"""Source of an "auto" that Transformers' command line would replace. Its default there is used."""
+"""Source of a value for "auto" that Transformers' command line would set. Its default is used."""
 ACCUMULATED = "data_types.grad_accum_dtype"
 _COMMAND_LINE = "is filled from Transformers' TrainingArguments"
 
@@ -136,8 +137,8 @@ def layout(findings: Findings, *, world_size: int) -> Layout:
         # A degree that the file gives keeps its source.
         if not isinstance(getattr(parallel, axis), int):
             findings.sources[f"parallel.{axis}"] = (
-                f"derived: {format_processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp"
-                f" {solved.tp}), ZeRO stage {stage}"
+                f"derived: {number_of(world_size, 'process')} / (pp {solved.pp} x cp {solved.cp} x"
+                f" tp {solved.tp}), ZeRO stage {stage}"
             )
     _check_expectations(findings, solved, world_size)
     return solved
@@ -151,8 +152,8 @@ def _check_expectations(findings: Findings, solved: Layout, world_size: int) -> 
             Problem(
                 "data_parallel_size",
                 expected,
-                f"{format_processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate}"
-                f" x dp_shard {solved.dp_shard} = {solved.dp}",
+                f"dp_replicate {solved.dp_replicate} x dp_shard {solved.dp_shard} = {solved.dp}"
+                f" with {number_of(world_size, 'process')} ({solved})",
                 f"leave it out or set it to {solved.dp}",
             )
         )
@@ -219,7 +220,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
         if world_size > model:
             rule = f"{product} and {world_size} % {model} = {world_size % model}"
         else:
-            rule = f"{product}, more than {format_processes(world_size)}"
+            rule = f"{product}, more than {number_of(world_size, 'process')}"
         remedy = "change a degree"
         possible = _nearest_worlds(parallel, stage=stage, world_size=world_size)
         if possible:
@@ -258,16 +259,9 @@ def _nearest_worlds(parallel: ParallelSection, *, stage: int, world_size: int) -
     return [*lower[-1:], *higher[:1]]
 
 
-def format_processes(count: int) -> str:
-    """Return `1 process`, `2 processes` and so on."""
-    if count == 1:
-        return f"{count} process"
-    return f"{count} processes"
-
-
 def _processes_leave(count: int, dp: int) -> str:
     verb = "leaves" if count == 1 else "leave"
-    return f"{format_processes(count)} {verb} {dp} for data parallelism"
+    return f"{number_of(count, 'process')} {verb} {dp} for data parallelism"
 
 
 def smallest_world(parallel: ParallelSection) -> int:
@@ -319,7 +313,7 @@ def _data_degrees(
             left_out.append("dp_shard")
         start = ""
         if stage == 0 or shard > 1 or replicate == 1:
-            start = f"start {format_processes(world_size // dp * replicate * shard)}, or "
+            start = f"start {number_of(world_size // dp * replicate * shard, 'process')}, or "
         raise ConfigError(
             Problem(
                 "parallel",
@@ -398,7 +392,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
                     path,
                     "auto",
                     f"{_COMMAND_LINE}, but none are passed",
-                    f"write the samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
+                    f"write the number of samples, in {MICRO_KEY} or in {TRAIN_KEY} (dp is {dp})",
                 )
             )
 

@@ -128,7 +128,7 @@ def pipeline(findings: Findings, layout: Layout) -> Pipeline:
     schedule = section.schedule
     if schedule is None and section.stages_per_rank is not None and section.stages_per_rank > 1:
         schedule = "interleaved-1f1b"
-        findings.sources[f"{path}.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
+        findings.sources[f"{path}.schedule"] = f"derived: {section.stages_per_rank} stages per rank"
     elif schedule is None:
         schedule = "1f1b"
 
@@ -587,7 +587,7 @@ def recompute(findings: Findings) -> Recompute:
                 f"{path}.sequence_length",
                 None,
                 "activations grow with it, and neither it nor data.sequence_length is given",
-                "write the longest sequence's tokens",
+                "write the number of tokens of the longest sequence",
             ),
         ),
         (

@@ -37,7 +37,7 @@ from plait.config.schema.sections import (
 )
 from plait.config.values import MAX_INT, MAX_PROCESSES, Flag, LocalPath
 from plait.names import listed_names
-from plait.parallel.activations.selective import DEFAULT_KEEP as DEFAULT_KEEP
+from plait.parallel.activations.selective import DEFAULT_KEEP
 from plait.parallel.technique import Technique
 from plait.policy import Policy
 from plait.sizes import SHORT_NAMES

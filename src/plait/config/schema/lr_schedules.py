@@ -213,7 +213,7 @@ _NEEDS_METRIC = (
     " `WarmupDecayLR`"
 )
 _NEEDS_OBJECTS = (
-    "it is made of functions or other schedules, which a file cannot hold; pass lr_scheduler= to"
+    "it is made of functions or other schedules, which a file cannot contain; pass lr_scheduler= to"
     " plait.initialize"
 )
 REFUSED: Mapping[str, str] = MappingProxyType(

@@ -232,8 +232,8 @@ def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> 
         return []
     if kind not in ("Adam", "AdamW"):
         return [
-            f'`states` is "{states}", which is written for Adam and AdamW, and this is {kind};'
-            " leave `states` out"
+            f'`states` is "{states}", which is implemented for Adam and AdamW, but the type is'
+            f" {kind}; leave `states` out"
         ]
 
     # Plait's own update computes with low-precision moments, and these are all of its parameters.

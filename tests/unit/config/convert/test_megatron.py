@@ -189,7 +189,7 @@ REFUSALS = """
     --data-parallel-sharding-strategy all -> --data-parallel-sharding-strategy = 'all': is none of no_shard, optim,
     --num-layers-per-virtual-pipeline-stage 2 -> --num-layers-per-virtual-pipeline-stage = 2: the stages of a rank are --num-layers /
     --recompute-num-layers 2 -> --recompute-num-layers = 2: blocks are recomputed one by one
-    --expert-tensor-parallel-size 8 -> --expert-tensor-parallel-size = 8: experts are split by expert
+    --expert-tensor-parallel-size 8 -> --expert-tensor-parallel-size = 8: experts are distributed
     --lr-decay-style wavy -> --lr-decay-style = 'wavy': is none of constant, linear, cosine, inverse-square-root, WSD
     --save a --load b -> --load = 'b': --save says 'a'; both set run.folder and disagree; keep one of them
     --fp16 --bf16 --use-torch-fsdp2 --use-distributed-optimizer -> both set zero_optimization.stage and disagree

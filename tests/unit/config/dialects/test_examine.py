@@ -270,7 +270,7 @@ WRONG_VALUES = """
     train_batch_size=true -> train_batch_size = True: must be a number, not true or false; write the number
     zero_optimization.stage=4 -> zero_optimization.stage = 4: must be 0, 1, 2 or 3; use one of them
     zero_optimization.stage=auto -> zero_optimization.stage = 'auto': is answered by a plan
-    zero_optimization=[2] -> zero_optimization = [2]: is a section and needs an object
+    zero_optimization=[2] -> zero_optimization = [2]: is a section, which must be an object
     fp16.enabled=x -> fp16.enabled = 'x': must be true or false; write true or false
     bf16.enabled="yes" -> bf16.enabled = 'yes': must be true or false
     fp16.hysteresis=0 -> fp16.hysteresis = 0: must be at least 1

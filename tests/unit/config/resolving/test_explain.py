@@ -119,7 +119,7 @@ def test_all_of_a_resolved_configuration_is_shown():
     sections = {"model": {"config": {"model_type": "llama"}}, "data": {}, "run": {}}
     text = "fp16.enabled=true scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3"
     made = resolved({**sections, **written(text)})
-    shown = {value.name for value in values_of(made)}
+    shown = {value.name for value in values_of(dict(made), made.sources)}
     assert {path for path in schema_fields() if path.split(".")[0] in sections} <= shown
     names = """
         fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale scheduler.type

@@ -245,7 +245,7 @@ def test_the_links_decide_the_bucket_where_nothing_else_does():
 
 WRONG = """
     zero_optimization.reduce_bucket_size=1000 parallel.bucket_mib=1 -> zero_optimization.reduce_bucket_size = 1000 and parallel.bucket_mib = 1: both set the bucket and disagree: 1000 x 4 bytes = 0.0038147 MiB; keep one of them
-    data_parallel_size=2 parallel.tp=1 -> data_parallel_size = 2: 4 processes (dp_replicate=4) make dp_replicate 4 x dp_shard 1 = 4; leave it out or set it to 4
+    data_parallel_size=2 parallel.tp=1 -> data_parallel_size = 2: dp_replicate 4 x dp_shard 1 = 4 with 4 processes (dp_replicate=4); leave it out or set it to 4
     num_layers=2 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 2; use 2 or fewer
     model.config.model_type=llama model.config.num_hidden_layers=3 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 3;
     model.config.model_type=gpt2 model.config.n_layer=3 num_layers=2 -> num_layers = 2: the model section describes 3 layers; leave it out or set it to 3
