@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,16 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import PartialState, is_initialized
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.attributes import override_attributes
+from plait.cluster import accelerator as device_kind
 from plait.cluster.layout import SAMPLE_AXES, Layout
+from plait.cluster.mesh import join, local_device
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
+from plait.cluster.topology import place
 from plait.config.resolving.resolve import Resolved
 from plait.data.split_rows import StreamPart, compare_stream, split_sampler
 from plait.engine.engine import Engine, OptimizerProxy
@@ -49,6 +54,22 @@ _LOADER_SETTINGS = (
     "generator",
 )
 _WORKER_SETTINGS = ("prefetch_factor", "persistent_workers")
+
+
+def rejoin(backend: str | None, *, timeout: timedelta) -> None:
+    """Create the default process group again if an earlier Accelerator has ended it. Collective.
+
+    Accelerate would reuse the keys of the ended group in the launcher's store. A rank that reads
+    them before the other ranks have replaced them connects to addresses that no longer answer.
+
+    Args:
+        backend: Backend that the caller asks for, or None for that of the devices.
+        timeout: Timeout of collectives.
+    """
+    if dist.is_initialized() or not is_initialized() or PartialState().num_processes == 1:
+        return
+    if backend in (None, device_kind.backend(local_device(place()), host_tensors=False)):
+        join(timeout=timeout)
 
 
 class RanksAccelerator(accelerate.Accelerator):

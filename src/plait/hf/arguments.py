@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from plait.config.schema.optimization import SchedulerSpec
 from plait.config.schema.sections import RunSection
 from plait.engine.resume import are_equal
 from plait.errors import ConfigError, InputError, Problem, raise_problems
+from plait.hf.accelerator import rejoin
 from plait.hf.transformers_trainer import recompute_arguments, recompute_fields
 
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
@@ -68,6 +70,8 @@ def _leave_to_plait(original: Any) -> Any:
         fsdp = self.fsdp
         fsdp_config = _read_section(self.fsdp_config)
         self.deepspeed = self.fsdp = self.fsdp_config = None
+        backend = "gloo" if self.use_cpu else self.ddp_backend
+        rejoin(backend, timeout=timedelta(seconds=self.ddp_timeout))
         try:
             with without_variable(_USE_DEEPSPEED):
                 original(self)

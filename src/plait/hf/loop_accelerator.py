@@ -20,11 +20,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.checkpoint.states import save_trained_only
+from plait.cluster.mesh import DEFAULT_TIMEOUT
 from plait.cluster.topology import place
 from plait.data.split_rows import refuse_differing_rows
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
-from plait.hf.accelerator import FULL_WEIGHTS, EngineOptimizerProxy, RanksAccelerator
+from plait.hf.accelerator import (
+    FULL_WEIGHTS,
+    EngineOptimizerProxy,
+    RanksAccelerator,
+    rejoin,
+)
 from plait.hf.arguments import ConfigSource
 from plait.hf.batches import plan_of
 from plait.hf.checkpoints import DrawnOrder, LoopCheckpoints
@@ -95,6 +101,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         self.resolved = self._resolve(micro=1, hidden_size=None)
         self.layout = self.resolved.layout
 
+        rejoin("gloo" if arguments.get("cpu") else None, timeout=DEFAULT_TIMEOUT)
         # Precision is the engine's: no autocast, no second loss scale.
         super().__init__(mixed_precision="no", **arguments)
         if self.gradient_accumulation_steps != self._steps:
