@@ -73,7 +73,7 @@ def seeded_generators(*seed_parts: object) -> Iterator[None]:
 
 
 def split_of(source: Any) -> tuple[str, int, int] | None:
-    """Return (class name, ranks, index) of a sampler or data set that is split, else None."""
+    """Return (class name, number of ranks, index) of a split sampler or data set, or None."""
     for ranks_field, index_field in _SPLIT_FIELDS:
         ranks = getattr(source, ranks_field, None)
         index = getattr(source, index_field, None)
@@ -233,7 +233,7 @@ def _refuse_different(digests: set[bytes]) -> None:
 
 
 def digest_of_rows(rows: list[Any]) -> str:
-    """Return a digest of rows. Objects of unknown classes contribute only the class name."""
+    """Return a digest of rows. Objects of unknown classes contribute only their class name."""
     return digest([_row_text(row) for row in rows])
 
 

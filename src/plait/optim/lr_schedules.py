@@ -32,9 +32,8 @@ from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 
 log = logging.getLogger(__name__)
 
-
 BETA2 = 0.99
-"""Second of `betas` while DeepSpeed's OneCycle cycles the first."""
+"""Second element of `betas` while DeepSpeed's OneCycle cycles the first."""
 
 
 def build_scheduler(
@@ -139,18 +138,17 @@ def _build_deepspeed(
 ) -> LRScheduler:
     schedule = lr_schedules.deepspeed_schedule(spec.type, spec.params)
     total = 0  # For schedules without a length.
-    if isinstance(schedule, WarmupCosineLR | WarmupDecayLR):
+    if isinstance(schedule, WarmupCosineLR | WarmupDecayLR | MegatronLR):
         total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
-        if total < schedule.warmup_num_steps:
-            log.warning(
-                "%s: the run has %d steps, fewer than the %d of the warm-up",
-                spec.type,
-                total,
-                schedule.warmup_num_steps,
-            )
     if isinstance(schedule, MegatronLR):
-        total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
         _refuse_megatron(schedule, optimizer, total)
+    elif 0 < total < schedule.warmup_num_steps:
+        log.warning(
+            "%s: the run has %d steps, fewer than the %d of the warm-up",
+            spec.type,
+            total,
+            schedule.warmup_num_steps,
+        )
     bounds = _bounds(schedule, optimizer)
     momenta = None
     if isinstance(schedule, OneCycle):
