@@ -390,7 +390,7 @@ def of_deepspeed(folder):
         Case(("call the function with `full` in place of `local`",), missing("safe_get_local_grad", deepspeed.utils), lambda: between(1, gradient)),
         Case(("units are the model's blocks; name them in parallel.blocks",), missing("set_z3_leaf_modules", deepspeed.utils), lambda: trains(settings={"parallel": {"blocks": ["first", "last"]}})),
         Case(("initialize has moved the model to engine.device",), lambda: method("to"), lambda: method("device")),
-        Case(("save_16bit_model or module_state_dict give the weights",), lambda: method("cpu"), lambda: method("module_state_dict")()),
+        Case(("call save_16bit_model or module_state_dict to get the weights",), lambda: method("cpu"), lambda: method("module_state_dict")()),
         Case(('write "bf16": {"enabled": true} or "fp16" in the configuration',), lambda: method("half"), each(lambda kind: trains(settings={kind: {"enabled": True}}), "bf16", "fp16")),
         Case(("build the model again, and call initialize with the new sizes; checkpoints load with other batch sizes",), lambda: method("set_train_batch_size"), lambda: loads(folder, lambda e, f: engine_of(settings=accumulating).load_checkpoint(f)[0] is not None)),
         Case(('"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}',), lambda: method("offload_states"), lambda: resolve(plait.load_config(config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})), world_size=2)),

@@ -115,10 +115,10 @@ def refuse_lost_writes(model: nn.Module) -> None:
 _META_CONTEXT = "`from_pretrained` with a meta device"
 """Part of Transformers' message for `from_pretrained` under `torch.device("meta")`."""
 _LAYOUT = (
-    "the configuration that initialize is given says how parameters are sharded, and where they are"
+    "the configuration that is passed to initialize determines how and where parameters are sharded"
 )
 _INIT_REMEDIES = {
-    "module": "initialize shards a model that was built already",
+    "module": "initialize also shards a model that was built before",
     "data_parallel_group": _LAYOUT,
     "remote_device": _LAYOUT,
     "mpu": _LAYOUT,
