@@ -440,7 +440,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         """Raise InputError, because the step unscales gradients."""
         raise InputError(
             "accelerator.unscale_gradients is not supported; remove the call, because"
-            " optimizer.step and accelerator.clip_grad_norm_ unscale the gradients"
+            " optimizer.step() and accelerator.clip_grad_norm_ unscale the gradients"
         )
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -138,17 +138,18 @@ def _build_deepspeed(
 ) -> LRScheduler:
     schedule = lr_schedules.deepspeed_schedule(spec.type, spec.params)
     total = 0  # For schedules without a length.
-    if isinstance(schedule, WarmupCosineLR | WarmupDecayLR | MegatronLR):
+    if isinstance(schedule, WarmupCosineLR | WarmupDecayLR):
         total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
+        if total < schedule.warmup_num_steps:
+            log.warning(
+                "%s: the run has %d steps, fewer than the %d of the warm-up",
+                spec.type,
+                total,
+                schedule.warmup_num_steps,
+            )
     if isinstance(schedule, MegatronLR):
+        total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
         _refuse_megatron(schedule, optimizer, total)
-    elif 0 < total < schedule.warmup_num_steps:
-        log.warning(
-            "%s: the run has %d steps, fewer than the %d of the warm-up",
-            spec.type,
-            total,
-            schedule.warmup_num_steps,
-        )
     bounds = _bounds(schedule, optimizer)
     momenta = None
     if isinstance(schedule, OneCycle):
