@@ -186,6 +186,8 @@ def _split_name(document: str, held_out: float) -> str:
 
 @dataclass(frozen=True)
 class _TextChunk:
+    """Part of a document that one call of the tokenizer receives."""
+
     text: str
     split: str
     is_end: bool

@@ -73,7 +73,7 @@ def seeded_generators(*seed_parts: object) -> Iterator[None]:
 
 
 def split_of(source: Any) -> tuple[str, int, int] | None:
-    """Return (class name, ranks, index) of a sampler or data set that is split, else None."""
+    """Return (class name, number of ranks, index) of a split sampler or data set, or None."""
     for ranks_field, index_field in _SPLIT_FIELDS:
         ranks = getattr(source, ranks_field, None)
         index = getattr(source, index_field, None)
@@ -103,17 +103,6 @@ def split_sampler(batch_sampler: Any, *, ranks: int, index: int) -> bool:
             )
         source = getattr(source, "sampler", None) or getattr(source, "batch_sampler", None)
     return False
-
-
-def refuse_split_stream(data: Any) -> None:
-    """Raise InputError for an iterable data set whose fields show that it is one rank's part."""
-    split = split_of(data)
-    if split is not None:
-        name, ranks, index = split
-        raise InputError(
-            f"the data set has part {index} of {ranks} already ({name}), and Plait would split it"
-            f" again; {_REMEDY}"
-        )
 
 
 def refuse_differing_rows(
@@ -174,16 +163,38 @@ def refuse_differing_rows(
         _refuse_different(digests)
 
 
-def refuse_differing_stream(
-    data: Any, *, device: torch.device, workers: int = 0, context: Any = None
-) -> None:
-    """Raise InputError if the first rows of an iterable data set differ between ranks.
+def compare_stream(
+    data: Any, *, device: torch.device, workers: int, context: Any = None
+) -> torch.device | None:
+    """Check that an iterable data set is not split by rank already.
 
-    Collective over all ranks. The arguments are those of `refuse_differing_rows`.
+    Collective over all ranks. The first rows of a data set of the library `datasets` are compared
+    here, because it restarts whenever it is read. Those of another data set are compared while it
+    is read, which its workers cannot do, so with workers they are compared here too.
+
+    Args:
+        data: The data set.
+        device: Device of the collective.
+        workers: Number of workers of its loader.
+        context: The workers' multiprocessing context.
+
+    Returns:
+        The device if the first rows have yet to be compared, by `StreamPart`. None otherwise.
+
+    Raises:
+        InputError: Fields of the data set show that it is one rank's part, or the first rows differ
+            between ranks.
     """
-    refuse_split_stream(data)
-    if not _has_several_ranks():
-        return
+    split = split_of(data)
+    if split is not None:
+        name, ranks, index = split
+        raise InputError(
+            f"the data set has part {index} of {ranks} already ({name}), and Plait would split it"
+            f" again; {_REMEDY}"
+        )
+    is_of_datasets = type(data).__module__.partition(".")[0] == "datasets"
+    if not is_of_datasets and not workers:
+        return device
 
     def read() -> str:
         rows = _FirstRowDigests(data)
@@ -195,6 +206,7 @@ def refuse_differing_stream(
         return digest(list(loader))
 
     refuse_differing_digest(read, device=device)
+    return None
 
 
 def refuse_differing_digest(read: Any, *, device: torch.device) -> None:
@@ -221,7 +233,7 @@ def _refuse_different(digests: set[bytes]) -> None:
 
 
 def digest_of_rows(rows: list[Any]) -> str:
-    """Return a digest of rows. Objects of unknown classes contribute only the class name."""
+    """Return a digest of rows. Objects of unknown classes contribute only their class name."""
     return digest([_row_text(row) for row in rows])
 
 
@@ -280,8 +292,43 @@ def _plain_value(value: Any) -> Any:
     return type(value).__name__
 
 
-class StreamPart(IterableDataset[Any]):
-    """Rank's part of an iterable data set that every rank reads in full."""
+class RoundPlan:
+    """Record of the ranks that have a batch of their own in each round of an epoch.
+
+    Attributes:
+        ranks: Number of data-parallel ranks.
+    """
+
+    ranks: int
+    _last_round: tuple[int, int] | None = None
+    """Number of an incomplete last round, and number of its batches."""
+
+    def samples(self, position: int) -> int | None:
+        """Return the number of samples in this rank's batch at a position of the epoch.
+
+        Returns:
+            None if it is the number of rows of the batch. A collator may make one row of several
+            samples.
+        """
+        return None
+
+    def present(self, position: int) -> int:
+        """Return the number of ranks that have a batch of their own at a position that was read."""
+        if self._last_round is not None and position == self._last_round[0]:
+            return self._last_round[1]
+        return self.ranks
+
+    @property
+    def present_last(self) -> int:
+        """Number of ranks with a batch of their own at the end of an epoch that was read."""
+        return self._last_round[1] if self._last_round is not None else self.ranks
+
+
+class StreamPart(RoundPlan, IterableDataset[Any]):
+    """Part of an iterable data set that one data-parallel rank trains on.
+
+    Every rank reads the full data set.
+    """
 
     def __init__(
         self,
@@ -294,7 +341,7 @@ class StreamPart(IterableDataset[Any]):
         repeats: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Read one rank's batches of a data set.
+        """Create the part of one rank.
 
         Args:
             dataset: The iterable data set that all ranks read.
@@ -304,8 +351,8 @@ class StreamPart(IterableDataset[Any]):
             drop_last: Whether the last samples are left out if they do not fill a batch per rank.
             repeats: Whether samples are repeated if the last ones do not suffice for all ranks.
                 Otherwise a rank without a batch gets the batch of another rank.
-            device: Device of the collectives that compare the first samples between ranks. None
-                if they have been compared, or cannot be.
+            device: Device of the collectives that compare the first samples between ranks, as
+                `compare_stream` returns it. None compares nothing.
         """
         self.dataset = dataset
         self.batch_size = batch_size
@@ -317,8 +364,6 @@ class StreamPart(IterableDataset[Any]):
         self.epoch = 0
         self.skipped = 0
         """Number of samples, over all ranks, that the next pass reads and leaves out."""
-        self._last_round: tuple[int, int] | None = None
-        """Number of the last round, and of the ranks that have a batch in it, if not all have."""
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of shuffled data sets."""
@@ -383,23 +428,3 @@ class StreamPart(IterableDataset[Any]):
         # Once is enough: later epochs read the same data set.
         self._device = None
         return first_round
-
-    def samples(self, position: int) -> int | None:
-        """Return None: the number of samples of a batch is the number of its rows."""
-        return None
-
-    def present(self, position: int) -> int:
-        """Return the number of ranks with their own batch at a position of the current epoch."""
-        if self._last_round is not None and position == self._last_round[0]:
-            return self._last_round[1]
-        return self.ranks
-
-    @property
-    def present_last(self) -> int:
-        """Number of ranks with a batch of their own at the end of an epoch that was read."""
-        return self._last_round[1] if self._last_round is not None else self.ranks
-
-
-def is_datasets_library(data: Any) -> bool:
-    """Return True for a data set of the library `datasets`, which restarts whenever it is read."""
-    return type(data).__module__.partition(".")[0] == "datasets"

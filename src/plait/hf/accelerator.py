@@ -9,8 +9,9 @@ this class for everything about processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,19 +19,18 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import PartialState, is_initialized
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader, IterableDataset
 
+from plait.attributes import override_attributes
+from plait.cluster import accelerator as device_kind
 from plait.cluster.layout import SAMPLE_AXES, Layout
+from plait.cluster.mesh import join, local_device
 from plait.cluster.small_messages import all_gather_objects, max_over_ranks
+from plait.cluster.topology import place
 from plait.config.resolving.resolve import Resolved
-from plait.data.split_rows import (
-    StreamPart,
-    is_datasets_library,
-    refuse_differing_stream,
-    refuse_split_stream,
-    split_sampler,
-)
+from plait.data.split_rows import StreamPart, compare_stream, split_sampler
 from plait.engine.engine import Engine, OptimizerProxy
 from plait.engine.weights import full_weights
 from plait.errors import InputError
@@ -56,20 +56,38 @@ _LOADER_SETTINGS = (
 _WORKER_SETTINGS = ("prefetch_factor", "persistent_workers")
 
 
+def rejoin(backend: str | None, *, timeout: timedelta) -> None:
+    """Create the default process group again if an earlier Accelerator has ended it. Collective.
+
+    Accelerate would reuse the keys of the ended group in the launcher's store. A rank that reads
+    them before the other ranks have replaced them connects to addresses that no longer answer.
+
+    Args:
+        backend: Backend that the caller asks for, or None for that of the devices.
+        timeout: Timeout of collectives.
+    """
+    if dist.is_initialized() or not is_initialized() or PartialState().num_processes == 1:
+        return
+    if backend in (None, device_kind.backend(local_device(place()), host_tensors=False)):
+        join(timeout=timeout)
+
+
 class RanksAccelerator(accelerate.Accelerator):
-    """The Trainer's accelerator, converted by `adopt`.
+    """Accelerate's Accelerator whose processes are the data-parallel ranks of a layout.
+
+    `adopt` converts that of a Trainer.
 
     Attributes:
         layout: Layout of the ranks.
-        engine: Engine of the model that is trained, once there is one.
+        engine: Engine of the model that is trained. None until the model is sharded.
         own_rank: Global rank of this process.
         seed: Seed of the order of the samples.
         evaluates: Whether the next data loader is for an evaluation.
-        present: Number of data-parallel ranks, the first ones, that compute on batches of their
-            own. The others repeat another rank's batch, which counts for nothing. None: all ranks.
-        references: Models besides the trained one, which run forwards only.
-        resolved: The configuration.
-        backward_of: Runs the backward of a loss in the engine.
+        present: Number of data-parallel ranks with a batch of their own, which are the first ones.
+            The others repeat another rank's batch, which counts for nothing. None means all ranks.
+        references: Models besides the trained one, which only run forwards.
+        resolved: Resolved configuration.
+        backward_of: Function that runs the backward of a loss in the engine.
         evaluates_alone: True inside `alone`, where each rank evaluates only its own batch.
     """
 
@@ -85,8 +103,8 @@ class RanksAccelerator(accelerate.Accelerator):
     evaluates_alone: bool = False
     _gathers: bool = True
     """False inside `own_counts`, where `gather` returns this rank's tensor."""
-    _sharding_call = "train() or evaluate() of the Trainer does it"
-    """Call that shards the model, for messages."""
+    _sharding_call = "train() or evaluate() of the Trainer"
+    """Name in messages of the call that shards the model."""
 
     @classmethod
     def adopt(
@@ -119,38 +137,21 @@ class RanksAccelerator(accelerate.Accelerator):
         """Index of the slice of the batch that this process reads."""
         return self.layout.dp_index(self.own_rank)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Return a context in which each rank computes results for its own batch only."""
-        self.evaluates_alone = True
-        try:
-            yield
-        finally:
-            self.evaluates_alone = False
+        return override_attributes(self, evaluates_alone=True)
 
-    @contextmanager
-    def counting(self, *, present: int | None) -> Iterator[None]:
+    def counting(self, *, present: int | None) -> AbstractContextManager[None]:
         """Return a context in which `gather` reads from the first data-parallel ranks only.
 
         Args:
             present: Number of data-parallel ranks that have a batch. None means all.
         """
-        before = self.present
-        self.present = present
-        try:
-            yield
-        finally:
-            self.present = before
+        return override_attributes(self, present=present)
 
-    @contextmanager
-    def own_counts(self) -> Iterator[None]:
+    def own_counts(self) -> AbstractContextManager[None]:
         """Return a context in which `gather` returns only this rank's tensor."""
-        before = self._gathers
-        self._gathers = False
-        try:
-            yield
-        finally:
-            self._gathers = before
+        return override_attributes(self, _gathers=False)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -171,7 +172,7 @@ class RanksAccelerator(accelerate.Accelerator):
 
         if device_placement is None:
             device_placement = self.device_placement
-        # One process: the loader has this rank's batches already.
+        # The loader has only this rank's batches already, so Accelerate must not split it again.
         prepared = prepare_data_loader(
             rank_loader,
             self.device,
@@ -201,19 +202,17 @@ class RanksAccelerator(accelerate.Accelerator):
         dataset = data_loader.dataset
         ranks = self.layout.dp
         if self.evaluates and ranks > 1:
-            # Only the worker that reads the last round would learn which ranks have a batch.
+            # Of several workers, only the one that reads the last round would know which ranks have
+            # a batch in it.
             settings |= {"num_workers": 0, "multiprocessing_context": None}
             for name in _WORKER_SETTINGS:
                 settings.pop(name, None)
-        refuse_split_stream(dataset)
-
-        # Rows of other data sets are compared while they are read, which workers cannot do.
-        is_compared = is_datasets_library(dataset) or settings["num_workers"] > 0
-        if is_compared:
-            context = settings["multiprocessing_context"]
-            refuse_differing_stream(
-                dataset, device=self.device, workers=settings["num_workers"], context=context
-            )
+        comparison_device = compare_stream(
+            dataset,
+            device=self.device,
+            workers=settings["num_workers"],
+            context=settings["multiprocessing_context"],
+        )
         size = data_loader.batch_size
         drop_last = bool(data_loader.drop_last)
         stream = StreamPart(
@@ -222,7 +221,7 @@ class RanksAccelerator(accelerate.Accelerator):
             ranks=ranks,
             index=self.process_index,
             drop_last=drop_last,
-            device=None if is_compared else self.device,
+            device=comparison_device,
         )
         return DataLoader(stream, batch_size=size, drop_last=drop_last, **settings)
 
@@ -256,8 +255,8 @@ class RanksAccelerator(accelerate.Accelerator):
     ) -> Any:
         """Return a model after sharding it in place, unless it is already sharded.
 
-        A model for evaluation, such as the reference of a preference loss, is sharded as the
-        trained one is, and runs forwards only.
+        A model for evaluation, such as the reference of a preference loss, is sharded like the
+        trained one, and only runs forwards.
         """
         if owner_of(model) is not None:
             return model
@@ -301,10 +300,14 @@ class RanksAccelerator(accelerate.Accelerator):
         engine = self.engine
         if engine is None:
             raise InputError(
-                f"accelerator.get_state_dict: the model is not sharded yet: {self._sharding_call}"
+                "accelerator.get_state_dict: the model is not sharded yet; call"
+                f" {self._sharding_call} first"
             )
         if model is not engine.model:
-            raise InputError("accelerator.get_state_dict takes the model that is trained")
+            raise InputError(
+                f"accelerator.get_state_dict was given a {type(model).__name__} that is not the"
+                " model that is trained; pass that one"
+            )
         return full_weights(engine, adapters=adapter_names(model))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -320,8 +323,8 @@ class RanksAccelerator(accelerate.Accelerator):
             return None
         if self.engine is None:
             raise InputError(
-                "the accelerator gathers over the ranks of a layout once the model is sharded:"
-                f" {self._sharding_call}"
+                "the accelerator gathers over the ranks of a layout, whose process groups do not"
+                f" exist before the model is sharded; call {self._sharding_call} first"
             )
         return self.engine.mesh.group(*SAMPLE_AXES)
 
@@ -453,10 +456,12 @@ def _listed(shapes: list[tuple[int, ...]]) -> str:
 
 
 class EngineOptimizerProxy(OptimizerProxy):
-    """Proxy whose `step` reduces and clips gradients and updates the parameters.
+    """Proxy of an engine's optimizer, whose `step` ends a step of the engine.
+
+    The engine reduces and clips the gradients, and updates the parameters.
 
     Attributes:
-        norm: Norm of the gradients of the next step, which `step` writes.
+        norm: Tensor to which the next `step` writes the norm of its gradients.
     """
 
     _is_accelerate_prepared = True
@@ -480,4 +485,4 @@ class EngineOptimizerProxy(OptimizerProxy):
         self.norm.fill_(self.engine.get_global_grad_norm())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the step has dropped the gradients."""
+        """Do nothing, because the step has dropped the gradients."""

@@ -1,7 +1,7 @@
 """`TrainingArguments` for Plait: `deepspeed=`, `fsdp=`, and the configuration they complete.
 
-Transformers' own handling of `deepspeed` requires DeepSpeed, and switches loading and saving to it.
-That of `fsdp` makes a plugin of Accelerate.
+Transformers' own handling of `deepspeed` requires DeepSpeed, and uses it to load and save models.
+Its handling of `fsdp` creates a plugin of Accelerate. Plait replaces both.
 
 Note [Changes to Transformers]
     Importing this module changes `TrainingArguments.__post_init__` and
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from plait.config.schema.optimization import SchedulerSpec
 from plait.config.schema.sections import RunSection
 from plait.engine.resume import are_equal
 from plait.errors import ConfigError, InputError, Problem, raise_problems
+from plait.hf.accelerator import rejoin
 from plait.hf.transformers_trainer import recompute_arguments, recompute_fields
 
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
@@ -68,6 +70,8 @@ def _leave_to_plait(original: Any) -> Any:
         fsdp = self.fsdp
         fsdp_config = _read_section(self.fsdp_config)
         self.deepspeed = self.fsdp = self.fsdp_config = None
+        backend = "gloo" if self.use_cpu else self.ddp_backend
+        rejoin(backend, timeout=timedelta(seconds=self.ddp_timeout))
         try:
             with without_variable(_USE_DEEPSPEED):
                 original(self)
@@ -91,13 +95,13 @@ def _read_section(config: Any) -> Any:
         section = json.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"TrainingArguments.fsdp_config = {config!r}: is not a JSON file that can be read"
-            f" ({error})"
+            f"TrainingArguments.fsdp_config = {config!r} cannot be read as a JSON file ({error});"
+            " pass the path of a JSON file, or a dictionary"
         ) from error
     if not isinstance(section, dict):
         raise InputError(
-            f"TrainingArguments.fsdp_config = {config!r}: holds a {type(section).__name__} and not"
-            " an object"
+            f"TrainingArguments.fsdp_config = {config!r}: the file holds a {type(section).__name__}"
+            " and not an object; write the settings as a JSON object"
         )
     return section
 
@@ -124,7 +128,7 @@ def _refuse_other_trainer(original: Any) -> Any:
         if argument is not None and not getattr(self, "trains_with_plait", False):
             raise InputError(
                 f"{type(self).__name__} got TrainingArguments({argument}=...), which only Plait's"
-                " Trainers handle once `plait.hf` is imported; use plait.hf.Trainer, or"
+                " Trainers support after `plait.hf` has been imported; use plait.hf.Trainer, or"
                 f" plait.hf.wrap({type(self).__name__})"
             )
         original(self)
@@ -140,26 +144,16 @@ class TrainingArguments(TheirTrainingArguments):
         default=None,
         metadata={
             "help": (
-                "Plait's configuration: a path to JSON or YAML, or its content. As `deepspeed`, by"
-                " another name."
+                "Plait's configuration, as the path of a JSON or YAML file or as a dictionary. It"
+                " replaces `deepspeed`."
             )
         },
     )
 
 
 @dataclass
-class Seq2SeqTrainingArguments(TheirSeq2SeqTrainingArguments):
+class Seq2SeqTrainingArguments(TheirSeq2SeqTrainingArguments, TrainingArguments):
     """`transformers.Seq2SeqTrainingArguments` with a field for Plait's configuration."""
-
-    plait_config: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": (
-                "Plait's configuration: a path to JSON or YAML, or its content. As `deepspeed`, by"
-                " another name."
-            )
-        },
-    )
 
 
 ConfigSource = str | Path | Mapping[str, Any] | Config
@@ -177,8 +171,8 @@ def settings_of(
         hidden_size: Hidden size of the model, if it is known.
 
     Returns:
-        The configuration with the values of the arguments, and the same resolved. The second one
-        has no schedule; see `schedule_of`.
+        The configuration, completed by the arguments, and its resolved form. The resolved form has
+        no schedule, which `schedule_of` returns.
 
     Raises:
         ConfigError: The file contradicts the arguments, or has a setting that no Trainer supports.
@@ -256,7 +250,7 @@ def _auto(args: Any) -> dict[str, Any]:
 def _with_arguments(config: Config, args: Any) -> Config:
     """Return the configuration, with omitted settings filled in from the arguments."""
     update: dict[str, Any] = {}
-    # "auto" for the batch of a step says as little as nothing.
+    # The batch of a step is as unknown with "auto" as without a value.
     if config.train_batch_size in (None, "auto") and config.train_micro_batch_size_per_gpu is None:
         update[MICRO_KEY] = args.per_device_train_batch_size
     if config.gradient_accumulation_steps is None:
@@ -351,18 +345,18 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
         )
         problems.append(Problem("parallel.cp", layout.cp, rule, causal_lm))
     if layout.ep > 1 and layout.tp > 1:
-        rule = f"with parallel.tp = {layout.tp} the Trainer is not tested"
+        rule = f"the Trainer is not tested with experts and parallel.tp = {layout.tp} together"
         problems.append(Problem("parallel.ep", layout.ep, rule, causal_lm))
 
     for setting, value, off in resolved.routing.loss_settings:
         rule = (
-            "the Trainer takes the loss from the model, not plait.causal_lm_loss, which adds those"
-            " of routers"
+            "the Trainer takes the loss from the model and not from plait.causal_lm_loss, which"
+            " adds the losses of routers"
         )
         problems.append(Problem(setting, value, rule, f"use {json.dumps(off)}, or train_batch"))
     chunk_tokens = resolved.loss_chunk_tokens
     if chunk_tokens:
-        rule = "the Trainer takes the loss from the model, not plait.causal_lm_loss"
+        rule = "the Trainer takes the loss from the model and not from plait.causal_lm_loss"
         remedy = "use 0, or train_batch"
         problems.append(Problem("parallel.loss_chunk_tokens", chunk_tokens, rule, remedy))
 
@@ -378,5 +372,6 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
     for name in ("model", "data"):
         if getattr(resolved, name) is not None:
             remedy = "leave the section out, or use plait train"
-            problems.append(Problem(name, None, "the script passes it to the Trainer", remedy))
+            rule = f"the script passes its {name} to the Trainer"
+            problems.append(Problem(name, None, rule, remedy))
     return problems

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from plait.data.split_rows import (
-    StreamPart,
+    RoundPlan,
     digest_of_rows,
     refuse_differing_digest,
     seeded_generators,
 )
 
 
-class Rounds:
+class Rounds(RoundPlan):
     """Batch sampler of one rank over the batch sampler of all ranks. See Note [Rounds of batches].
 
     Args:
@@ -58,8 +58,6 @@ class Rounds:
         self.index = index
         self.drop_last = drop_last
         self.num_processes = ranks  # Accelerate's name of `ranks`.
-        self._last: tuple[int, int] | None = None
-        """Position of an incomplete last round, and its number of batches."""
         self._samples: list[int] = []
         """Number of samples of each batch so far."""
 
@@ -91,7 +89,7 @@ class Rounds:
         return math.ceil(batches / self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        self._last = None
+        self._last_round = None
         self._samples = []
         dealt: list[Any] = []
         position = 0
@@ -108,7 +106,7 @@ class Rounds:
         # See Note [Rounds of batches].
         if dealt and not self.drop_last:
             self._compare(dealt)
-            self._last = (position, len(dealt))
+            self._last_round = (position, len(dealt))
             last = dealt[min(self.index, len(dealt) - 1)]
             self._samples.append(len(last))
             yield last
@@ -133,23 +131,8 @@ class Rounds:
         refuse_differing_digest(lambda: digest_of_rows([count, *dealt]), device=device)
 
     def samples(self, position: int) -> int | None:
-        """Return the number of samples in this rank's batch at a position of the epoch.
-
-        The rows of a batch may differ from it, because a collator may make one row of several
-        samples.
-        """
+        """Return the number of samples in this rank's batch at a position. See `RoundPlan`."""
         return self._samples[position] if position < len(self._samples) else None
-
-    def present(self, position: int) -> int:
-        """Return the number of ranks that have a batch of their own at a position that was read."""
-        if self._last is not None and position == self._last[0]:
-            return self._last[1]
-        return self.ranks
-
-    @property
-    def present_last(self) -> int:
-        """Number of ranks with a batch of their own at the end of an epoch that was read."""
-        return self._last[1] if self._last is not None else self.ranks
 
 
 class OwnRounds(Rounds):
@@ -166,10 +149,6 @@ class OwnRounds(Rounds):
         for batch in self.batch_sampler:
             self._samples.append(len(batch))
             yield batch
-
-    def present(self, position: int) -> int:
-        """Return the number of ranks, because every rank has a batch in every round."""
-        return self.ranks
 
 
 class EpochOrder:
@@ -214,17 +193,13 @@ def _is_of_user(batch_sampler: Any) -> bool:
     )
 
 
-def plan_of(loader: Any) -> Rounds | StreamPart | None:
-    """Return the object that knows which of a loader's batches are this rank's own.
-
-    Returns:
-        None for a loader that Plait did not make.
-    """
+def plan_of(loader: Any) -> RoundPlan | None:
+    """Return the plan of a loader's rounds, or None for a loader that Plait did not make."""
     dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, StreamPart):
+    if isinstance(dataset, RoundPlan):
         return dataset
     sampler = getattr(loader, "batch_sampler", None)
     # The sampler that skips the batches of a resumed epoch wraps it.
-    while sampler is not None and not isinstance(sampler, Rounds):
+    while sampler is not None and not isinstance(sampler, RoundPlan):
         sampler = getattr(sampler, "batch_sampler", None)
     return sampler

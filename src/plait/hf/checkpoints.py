@@ -253,11 +253,6 @@ def _require_state(folder: Path) -> None:
         ) from error
 
 
-def has_adapters(model: Any) -> bool:
-    """Return True for a PEFT model."""
-    return hasattr(model, "peft_config")
-
-
 # Keys of the client state of the engine's checkpoint.
 _ORDERS = "orders"
 _EPOCHS = "epochs"

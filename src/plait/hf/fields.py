@@ -41,10 +41,6 @@ def _honoured(what: str = "as in Transformers") -> ArgumentField:
     return ArgumentField("honoured", what)
 
 
-def _never(value: Any, args: Any, layout: Layout) -> bool:
-    return False
-
-
 def _shares_batches(value: Any, args: Any, layout: Layout) -> bool:
     return bool(value) and layout.dp != layout.world_size
 
@@ -134,7 +130,6 @@ def _optimizer_remedy(value: Any) -> str:
 
 
 _DDP = "Plait does not wrap the model in DistributedDataParallel"
-_FSDP = "the configuration describes the layout"
 _EVAL_CAST = "it casts the model in place, and its parameters are parts that the optimizer updates"
 
 FIELDS: dict[str, ArgumentField] = {
@@ -152,10 +147,8 @@ FIELDS: dict[str, ArgumentField] = {
     "warmup_steps": _honoured('fills an "auto" of the file'),
     "optim": ArgumentField(
         "refused",
-        "honoured for "
-        + ", ".join(_ELEMENTWISE)
-        + "; other optimizers read a parameter as a matrix, or keep states that no checkpoint of "
-        "another layout can use",
+        f"only {', '.join(_ELEMENTWISE)} are supported, because other optimizers read a parameter"
+        " as a matrix, or keep states that another layout cannot load",
         f'use "adamw_torch"; for small states {_INT8}; for Lion {_LION};'
         f" for paged states {_ON_HOST}",
         _is_unsupported_optimizer,
@@ -191,8 +184,8 @@ FIELDS: dict[str, ArgumentField] = {
     ),
     "activation_checkpointing_kwargs": ArgumentField(
         "refused",
-        "honoured for `every_n_layers` and `use_reentrant`; the rest is of torch's checkpoint"
-        " function, which Plait does not call",
+        "only `every_n_layers` and `use_reentrant` are supported, because the others belong to"
+        " torch's checkpoint function, which Plait does not call",
         "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the"
         " file",
         _changes_recomputation,
@@ -212,7 +205,7 @@ FIELDS: dict[str, ArgumentField] = {
     "torch_compile_mode": _honoured("as `compile.mode` of the file"),
     "use_liger_kernel": ArgumentField(
         "refused",
-        "its kernels replace layers that Plait splits and casts, and are not tested with it",
+        "its kernels replace layers that Plait splits and casts, and are not tested with Plait",
         "leave it out",
     ),
     "liger_kernel_config": ArgumentField(
@@ -221,8 +214,8 @@ FIELDS: dict[str, ArgumentField] = {
     "use_cache": _honoured(),
     "neftune_noise_alpha": ArgumentField(
         "refused",
-        "honoured where every process has its own batch; processes that share a batch would draw"
-        " different noise",
+        "it is supported only if every process has its own batch, because processes that share a"
+        " batch would draw different noise",
         "leave it out, or use parallel.tp = 1 and parallel.pp = 1",
         _shares_batches,
     ),
@@ -241,7 +234,6 @@ FIELDS: dict[str, ArgumentField] = {
         "noted",
         "a step that is not finite ends the run, or is skipped, as faults.non_finite of the file"
         " says",
-        when=_never,
     ),
     "include_num_input_tokens_seen": _honoured("each token once"),
     "log_level": _honoured(),
@@ -262,7 +254,7 @@ FIELDS: dict[str, ArgumentField] = {
     "eval_do_concat_batches": _honoured(),
     "eval_use_gather_object": ArgumentField(
         "refused",
-        "objects have no rows, so repeated samples could not be recognised",
+        "objects have no rows, so samples that were repeated could not be recognised",
         "leave it out",
     ),
     "eval_accumulation_steps": _honoured(),
@@ -291,7 +283,8 @@ FIELDS: dict[str, ArgumentField] = {
     "hub_revision": _honoured("with push_to_hub"),
     "load_best_model_at_end": ArgumentField(
         "refused",
-        "honoured without save_only_model; a sharded model does not load a folder of weights alone",
+        "it is not supported with save_only_model, because a sharded model does not load a folder"
+        " that has weights only",
         "leave it out, or train with save_only_model=False",
         _saves_weights_only,
     ),
@@ -307,15 +300,15 @@ FIELDS: dict[str, ArgumentField] = {
     "use_cpu": _honoured(),
     "accelerator_config": ArgumentField(
         "refused",
-        "honoured for non_blocking, gradient_accumulation_kwargs and dispatch_batches=False; Plait"
-        " shares the batches between ranks itself, each sample once",
+        "only non_blocking, gradient_accumulation_kwargs and dispatch_batches=False are supported,"
+        " because Plait divides the batches between ranks itself, each sample once",
         "leave split_batches, dispatch_batches, even_batches, use_seedable_sampler and"
         " use_configured_state at their defaults",
         _changes_data,
     ),
     "parallelism_config": ArgumentField(
         "refused",
-        _FSDP,
+        "the configuration describes the layout",
         'leave it out, and write {"parallel": {"tp": 2, "pp": 2}} in deepspeed= or plait_config=',
     ),
     "dataloader_drop_last": _honoured("drops what does not fill a batch on every rank"),
@@ -332,8 +325,9 @@ FIELDS: dict[str, ArgumentField] = {
     "label_names": _honoured(),
     "train_sampling_strategy": ArgumentField(
         "refused",
-        "honoured; `batch_rebalance` only where every process has its own batch",
-        'use "group_by_length", or parallel.tp = 1 and parallel.pp = 1',
+        "`batch_rebalance` is not supported, because its sampler divides the samples between"
+        " processes itself, as Plait does",
+        'use "group_by_length"',
         _rebalances_batches,
     ),
     "length_column_name": _honoured(),

@@ -1,6 +1,6 @@
-"""`predict_with_generate`: generation with Plait during an evaluation, on any layout.
+"""`predict_with_generate`: an evaluation generates with Plait, on any layout.
 
-The results are rows as Transformers' `generate` would return them.
+The result is the tensor of rows that Transformers' `generate` would return.
 """
 
 from __future__ import annotations

@@ -20,14 +20,20 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.checkpoint.states import save_trained_only
+from plait.cluster.mesh import DEFAULT_TIMEOUT
 from plait.cluster.topology import place
 from plait.data.split_rows import refuse_differing_rows
 from plait.engine.build import initialize
 from plait.errors import InputError, warn
-from plait.hf.accelerator import FULL_WEIGHTS, EngineOptimizerProxy, RanksAccelerator
+from plait.hf.accelerator import (
+    FULL_WEIGHTS,
+    EngineOptimizerProxy,
+    RanksAccelerator,
+    rejoin,
+)
 from plait.hf.arguments import ConfigSource
 from plait.hf.batches import plan_of
-from plait.hf.checkpoints import DrawnOrder, LoopCheckpoints, has_adapters
+from plait.hf.checkpoints import DrawnOrder, LoopCheckpoints
 from plait.hf.loop_settings import (
     checked_config,
     precision_of,
@@ -35,10 +41,11 @@ from plait.hf.loop_settings import (
     refuse_arguments,
     resolved_of,
 )
+from plait.model.adapters import adapter_names
 from plait.sharded.model import owner_of
 from plait.sharded.shards_as_weights import refuse_shards_as_weights
 
-_PREPARE = "accelerator.prepare(model, optimizer, ...) does it"
+_PREPARE = "accelerator.prepare(model, optimizer, ...)"
 
 
 class Accelerator(LoopCheckpoints, RanksAccelerator):
@@ -76,7 +83,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         self._precision = precision_of(mixed_precision)
         self.own_rank = place().rank
         self.references = []
-        # Every loop must know which ranks have no batch of a stream.
+        # The loop has to know which ranks have no batch of a stream, so streams are read as in an
+        # evaluation.
         self.evaluates = True
         self._holding = False
         """True while gradients are accumulated without a reduction."""
@@ -93,6 +101,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         self.resolved = self._resolve(micro=1, hidden_size=None)
         self.layout = self.resolved.layout
 
+        rejoin("gloo" if arguments.get("cpu") else None, timeout=DEFAULT_TIMEOUT)
         # Precision is the engine's: no autocast, no second loss scale.
         super().__init__(mixed_precision="no", **arguments)
         if self.gradient_accumulation_steps != self._steps:
@@ -119,7 +128,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepare models, optimizers, schedulers and data loaders. Collective.
 
-        The model that the optimizer holds is trained. Other models run forwards only.
+        The model whose parameters the optimizer updates is trained. Other models only run forwards.
 
         Returns:
             The prepared objects in the order of the arguments: loaders of this rank's batches,
@@ -194,7 +203,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         hidden_size = getattr(getattr(model, "config", None), "hidden_size", None)
         self.resolved = self._resolve(micro=micro, hidden_size=hidden_size)
         # Checkpoints of a model with adapters do not have its frozen weights.
-        if has_adapters(model):
+        if adapter_names(model):
             save_trained_only(model)
         self.engine = initialize(model, self.resolved, optimizer=optimizer)
         refuse_shards_as_weights(model, remedy=FULL_WEIGHTS)
@@ -207,7 +216,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def prepare_model(
         self, model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepare a model that runs forwards only.
+        """Prepare a model that only runs forwards.
 
         Raises:
             InputError: The model is to be trained. `prepare` does that.
@@ -220,10 +229,10 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         return super().prepare_model(model, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> NoReturn:
-        """Raise InputError: an optimizer is prepared together with its model."""
+        """Raise InputError, because an optimizer is prepared together with its model."""
         raise InputError(
-            "accelerator.prepare_optimizer: call accelerator.prepare(model, optimizer), both in one"
-            " call"
+            "accelerator.prepare_optimizer is not supported; call accelerator.prepare(model,"
+            " optimizer), with both in one call"
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -422,30 +431,30 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
-        """Raise InputError: clipping by value is not supported."""
+        """Raise InputError, because clipping by value is not supported."""
         raise InputError(
             "accelerator.clip_grad_value_ is not supported; use accelerator.clip_grad_norm_"
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> NoReturn:
-        """Raise InputError: the step unscales gradients."""
+        """Raise InputError, because the step unscales gradients."""
         raise InputError(
-            "accelerator.unscale_gradients: remove the call; the step and"
-            " accelerator.clip_grad_norm_ unscale"
+            "accelerator.unscale_gradients is not supported; remove the call, because"
+            " optimizer.step() and accelerator.clip_grad_norm_ unscale the gradients"
         )
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise InputError: context parallelism needs the engine's loop."""
+        """Raise InputError, because context parallelism needs `engine.train_batch`."""
         raise InputError(
-            "accelerator.maybe_context_parallel: use plait.initialize and engine.train_batch with"
-            ' "parallel": {"cp": 2}'
+            "accelerator.maybe_context_parallel is not supported; use plait.initialize and"
+            ' engine.train_batch with "parallel": {"cp": 2}'
         )
 
     def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise InputError, because Plait divides uneven inputs itself."""
         raise InputError(
-            "accelerator.join_uneven_inputs: is not needed, because a rank without a batch adds"
-            " nothing; remove the call"
+            "accelerator.join_uneven_inputs is not needed, because a rank without a batch adds"
+            " nothing to the gradients; remove the call"
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -485,7 +494,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 class LoopOptimizer(EngineOptimizerProxy):
     """Optimizer of an Accelerate loop.
 
-    `step` and `zero_grad` have an effect at the end of the micro-batches of a step only.
+    Between the micro-batches of a step, `step` and `zero_grad` do nothing.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -528,10 +537,10 @@ class LoopOptimizer(EngineOptimizerProxy):
         self.engine.zero_grad(restart=False)
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Raise InputError: the states are shards of one layout."""
+        """Raise InputError, because the states are shards of one layout."""
         raise InputError(
-            "optimizer.load_state_dict(): call accelerator.load_state(folder), which loads every"
-            " layout's states"
+            "optimizer.load_state_dict() is not supported; call accelerator.load_state(folder),"
+            " which loads the states of any layout"
         )
 
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.data.split_rows import StreamPart
+from plait.data.split_rows import RoundPlan
 from plait.engine.engine import Engine
-from plait.hf.batches import Rounds
+from plait.errors import InputError
+from plait.model.adapters import without_wrapper
+from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED
 from plait.sharded.shards_as_weights import class_before_sharding
-
-IGNORED = -100
-_LABELS = ("labels", "shift_labels")
 
 
 @dataclass
@@ -28,12 +27,13 @@ class TrainerStep:
     """Optimizer step of a Trainer.
 
     Attributes:
-        present: For every micro-batch, the number of data-parallel ranks with a batch of their own.
-        has_batch: For every micro-batch, whether this rank has a batch of its own.
+        present: Number of data-parallel ranks with a batch of their own, per micro-batch.
+        has_batch: Whether this rank has a batch of its own, per micro-batch.
         begun: Number of micro-batches that have started.
         inside: Whether a micro-batch is running, so that a nested call belongs to it.
         counted: Whether the loss of the micro-batch was multiplied by its factor.
-        micro_batches: Micro-batches so far, for a pipeline, which runs all of a step at once.
+        micro_batches: Micro-batches that wait for the last one of the step. Only a pipeline, which
+            runs all of them at once, uses it.
     """
 
     present: list[int]
@@ -67,7 +67,7 @@ class TrainerStep:
 
 
 def step_of(
-    plan: Rounds | StreamPart | None,
+    plan: RoundPlan | None,
     *,
     position: int,
     count: int,
@@ -130,7 +130,7 @@ def _unlabelled(batch: Any) -> Any:
         return batch
     blank = {
         name: torch.full_like(batch[name], IGNORED)
-        for name in _LABELS
+        for name in (LABELS, SHIFTED)
         if isinstance(batch.get(name), torch.Tensor)
     }
     return {**batch, **blank}
@@ -155,8 +155,19 @@ def run_pipeline(
 
     Returns:
         The sum of the losses times their factors, on every stage: 0-dimensional, float64.
+
+    Raises:
+        InputError: The step has more micro-batches than the pipeline.
     """
-    missing = engine.config.batch.accumulation - len(batches)
+    accumulation = engine.config.batch.accumulation
+    missing = accumulation - len(batches)
+    if missing < 0:
+        raise InputError(
+            f"TrainingArguments.gradient_accumulation_steps = {len(batches)}: it was raised during"
+            f" the training, and this pipeline was built for {accumulation} micro-batches per step;"
+            f" set it to at most {accumulation}, or create another Trainer whose arguments have"
+            f" {len(batches)}"
+        )
     # Copies, because a micro-batch is identified by its object below.
     filled = [*batches, *(dict(batches[-1]) for _ in range(missing))]
     prepared = [engine.sharded.prepare_batch(batch) for batch in filled]
@@ -277,9 +288,8 @@ def smoothing_of(smoother: Any, model: Any) -> Smoothing:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    base = model
-    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
-        base = model.base_model.model
+    # Transformers looks at this model even if PEFT's wrapper is around all of it (prompts).
+    base = model if without_wrapper(model) is model else model.base_model.model
     kind = class_before_sharding(type(base))
     shifts = kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return Smoothing(getattr(smoother, "smoother", smoother), shifts)

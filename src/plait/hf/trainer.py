@@ -24,6 +24,7 @@ import transformers
 from accelerate.utils import find_batch_size
 from transformers.trainer_utils import has_length
 
+from plait.attributes import override_attributes
 from plait.checkpoint.states import save_trained_only
 from plait.cluster.topology import place
 from plait.config.schema.config import Config
@@ -40,7 +41,7 @@ from plait.hf.arguments import (
     settings_of,
 )
 from plait.hf.batches import EpochOrder, Rounds, plan_of
-from plait.hf.checkpoints import CheckpointMixin, has_adapters, saving_problems
+from plait.hf.checkpoints import CheckpointMixin, saving_problems
 from plait.hf.fields import examined
 from plait.hf.generation import (
     answering,
@@ -69,7 +70,7 @@ from plait.hf.transformers_trainer import (
     require_supported_trainer,
     warnings_about_loss,
 )
-from plait.model.adapters import with_adapters_enabled
+from plait.model.adapters import adapter_names, with_adapters_enabled
 from plait.optim.lr_schedules import build_scheduler
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.model import owner_of
@@ -192,16 +193,9 @@ class TrainerMixin(CheckpointMixin):
         # An evaluation saves nothing.
         raise_problems(saving_problems(self.args, self._resolved))
         # The engine recomputes and compiles. The Trainer would do it a second time.
-        arguments = self.args
-        names = (*recompute_fields(arguments), "torch_compile")
-        values = {name: getattr(arguments, name) for name in names}
-        for name in names:
-            setattr(arguments, name, False)
-        try:
+        names = (*recompute_fields(self.args), "torch_compile")
+        with override_attributes(self.args, **dict.fromkeys(names, False)):
             return super().train(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            for name, value in values.items():
-                setattr(arguments, name, value)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raise InputError: the search is not supported."""
@@ -238,7 +232,7 @@ class TrainerMixin(CheckpointMixin):
         # backward. The weights are counted before they are sharded.
         self._flops_per_token = 6 * sum(p.numel() for p in self.model.parameters())
         # Checkpoints of a model with adapters do not have its frozen weights.
-        if has_adapters(self.model):
+        if adapter_names(self.model):
             save_trained_only(self.model)
         smoother: Any = self.label_smoother  # type: ignore[has-type]
         self.label_smoother = None if smoother is None else smoothing_of(smoother, self.model)
@@ -275,11 +269,8 @@ class TrainerMixin(CheckpointMixin):
 
     def _run_with_forward(self, body: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
         """Call a function while `body` replaces the model's forward."""
-        self._body = body
-        try:
+        with override_attributes(self, _body=body):
             return call()
-        finally:
-            self._body = None
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
@@ -331,11 +322,8 @@ class TrainerMixin(CheckpointMixin):
         return self.lr_scheduler
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        self.accelerator.evaluates = not is_training
-        try:
+        with override_attributes(self.accelerator, evaluates=not is_training):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
-        finally:
-            self.accelerator.evaluates = False
 
     def _refuse_split_rows(self, loader: Any) -> None:
         """Raise InputError if the rows of a loader's data set differ between ranks. Collective.

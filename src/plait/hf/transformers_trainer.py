@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import pairwise
@@ -23,6 +23,7 @@ from typing import Any
 import transformers.trainer
 from packaging.version import Version
 
+from plait.attributes import override_attributes
 from plait.errors import InputError
 
 OLDEST_TRAINER = "5.17.0"
@@ -71,23 +72,16 @@ def recompute_arguments(args: Any) -> Mapping[str, Any] | None:
     return {}
 
 
-@contextmanager
-def layout_free_groups() -> Iterator[None]:
-    """Make a Trainer create an optimizer whose groups do not depend on the layout.
+def layout_free_groups() -> AbstractContextManager[None]:
+    """Return a context in which the groups of a Trainer's optimizer do not depend on the layout.
 
     Transformers since 5.20 makes separate groups for the parameters of every device mesh, because
     one fused call cannot take several. `step_by_placement` solves that within a step.
     """
-    module: Any = transformers.trainer
-    original = getattr(module, "has_mixed_dtensor", None)
-    if original is None:
-        yield
-        return
-    module.has_mixed_dtensor = lambda tensors: False
-    try:
-        yield
-    finally:
-        module.has_mixed_dtensor = original
+    module = transformers.trainer
+    if not hasattr(module, "has_mixed_dtensor"):
+        return nullcontext()
+    return override_attributes(module, has_mixed_dtensor=lambda tensors: False)
 
 
 def declared_scaling(trainer: Any) -> bool | None:

@@ -30,7 +30,8 @@ def with_balance_loss(
     Args:
         loss: The loss of the tokens.
         model: The model.
-        statistics: Statistics of its routers if the model's own balance loss is not enough.
+        statistics: Statistics of its routers, for router losses that the model does not compute
+            itself, or None.
 
     Raises:
         ConfigError: A setting needs the statistics, and they cannot be added to this loss.
@@ -50,7 +51,7 @@ def with_balance_loss(
 
 
 def _refuse_statistics(loss: Loss | None, statistics: RouterStatistics) -> None:
-    """Refuse settings whose losses cannot be added to this loss."""
+    """Raise ConfigError for a setting whose router loss cannot be added to this loss."""
     name = "none" if loss is None else type(loss).__name__
     rule = f"it is added to plait.causal_lm_loss, and the loss is {name}"
     remedy = "pass loss_fn=plait.causal_lm_loss, or use"
@@ -82,7 +83,7 @@ class BalancedLoss:
 
     inner: CausalLMLoss
     coefficient: float
-    """Coefficient of the balance loss; 0: no balance loss."""
+    """Coefficient of the balance loss. 0 means that there is none."""
     statistics: RouterStatistics | None = None
     """Statistics for a z loss, or for a balance loss that the model's output does not have."""
 

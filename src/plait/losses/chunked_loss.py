@@ -31,6 +31,7 @@ from plait._torch.modules import has_tensor_hooks, hooks_of
 from plait._torch.operators import tree_leaves
 from plait._torch.passes import keeps_graph, leaves_of_graph
 from plait._torch.tensors import is_view, local_tensor, storage_key
+from plait.attributes import override_attributes
 from plait.errors import ModelError
 from plait.losses.loss import CausalLMLoss, cross_entropy_sum
 from plait.model.outer_layers import head_name
@@ -414,12 +415,8 @@ def _with_current_gathering(head: Head) -> Head:
     gather_logits = region.gather_logits
 
     def apply(hidden: torch.Tensor) -> torch.Tensor:
-        previous = region.gather_logits
-        region.gather_logits = gather_logits
-        try:
+        with override_attributes(region, gather_logits=gather_logits):
             return head(hidden)
-        finally:
-            region.gather_logits = previous
 
     return apply
 

@@ -40,12 +40,8 @@ from plait.parallel.techniques.offload import ParameterOffload
 from plait.sizes import format_bytes
 
 T = TypeVar("T")
-
-
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 """torch's optimizers that update each element by itself, so that slices can be updated."""
-
-
 ALIGNED = 4096
 """Alignment of slices in elements.
 
@@ -133,7 +129,7 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """Return the largest number of parameter-shaped states that one parameter has.
+    """Return the largest number of states per parameter that have the parameter's shape.
 
     It is counted after a step on a small matrix and a small vector, because some optimizers keep
     different states for them (Adafactor, Muon).

@@ -36,21 +36,11 @@ from plait.errors import InputError
 from plait.parallel.precision.optimizer_states import CODED, StateForm, block_of
 
 _TINY = torch.finfo(torch.float32).tiny
-
-
 _FLOAT8 = torch.float8_e4m3fn
-
-
 _CHUNK_ON_CPU = 1 << 18
-
-
+"""Number of elements per chunk on a CPU, whose cache a chunk fits. A multiple of the block size."""
 _CHUNK_ON_DEVICE = 1 << 22
-"""Number of elements per chunk: what fits a CPU's cache, and what occupies a GPU.
-
-Both are multiples of the block size.
-"""
-
-
+"""Number of elements per chunk on a GPU, which a chunk occupies. A multiple of the block size."""
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Name of each moment, and whether it has a sign."""
 
@@ -92,7 +82,7 @@ class SmallStateAdam(Optimizer):
         """Update every parameter that has a gradient."""
         if closure is not None:
             raise InputError(
-                "this optimizer takes no closure; compute the gradients first, then call step()"
+                "SmallStateAdam.step takes no closure; compute the gradients, then call step()"
             )
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -32,9 +32,8 @@ from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 
 log = logging.getLogger(__name__)
 
-
 BETA2 = 0.99
-"""Second of `betas` while DeepSpeed's OneCycle cycles the first."""
+"""Second element of `betas` while DeepSpeed's OneCycle cycles the first."""
 
 
 def build_scheduler(

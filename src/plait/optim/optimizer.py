@@ -39,30 +39,21 @@ from plait.parallel.parameter_layout import dims_in_memory
 from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 
 Group = dict[str, Any]
-
-
+"""Parameter group of an optimizer."""
 Named = tuple[str, nn.Parameter]
 """A parameter with its name."""
-
-
 _KERNEL_KEYS = ("fused", "foreach")
-
-
 _FUSED = {**dict.fromkeys(("Adam", "AdamW", "SGD"), ("cpu", accelerator.NAME)), "Adagrad": ("cpu",)}
 """Devices on which the fused kernel of an optimizer is used by default."""
-
-
 _FUSED_SHARDED = ("Adam", "AdamW")
 """Optimizers whose fused kernel supports shards.
 
 torch 2.13 has no rule for the others (`aten._fused_sgd_ does not have a sharding strategy`).
 """
-
-
 _EMBEDDING = ("embed", "lm_head", "wte", "wpe")
 """Parts of the names of parameters that Muon leaves to AdamW.
 
-They are DeepSpeed's, and GPT-2's names for its embeddings.
+They are those that DeepSpeed excludes, and GPT-2's names for its embeddings.
 """
 
 

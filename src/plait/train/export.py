@@ -35,7 +35,7 @@ from plait.model.layers import tied_names
 from plait.train.run_folder import GENERATION
 
 FILE_BYTES = 4 << 30
-"""Size of one file of weights, and so the memory that an export takes."""
+"""Largest size of a file of weights, which is also the memory that an export needs."""
 
 
 @dataclass(frozen=True)

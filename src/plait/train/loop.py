@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from plait.cluster.accelerator import HostCopy
 from plait.comm.failures import naming
 from plait.config.schema.sections import RunSection
 from plait.data.loader import BatchSource
+from plait.engine.engine import Engine
 from plait.errors import NumbersError
 from plait.events import (
     CheckpointSaved,
@@ -94,7 +95,7 @@ class TrainingContext:
         seconds: Clock in seconds that decides when `RunSection.checkpoint_seconds` have passed.
     """
 
-    engine: Trainable
+    engine: Engine
     section: RunSection
     loader: BatchSource
     validation: Callable[[], Iterable[Any]]
@@ -350,10 +351,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        self._device: torch.device | None = None
-        if accelerator is not None and accelerator.type == device.type:
-            self._device = device
+        self._device = device if accelerator.is_accelerator(device) else None
         self.restart()
 
     def restart(self) -> None:
@@ -470,42 +468,3 @@ class StopRequest:
             with naming("all-reduce of requests to stop"):
                 dist.all_reduce(request, op=dist.ReduceOp.MAX)
         return request
-
-
-class Trainable(Protocol):
-    """Interface of `plait.Engine` that the loop uses."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process in the default group."""
-
-    def train_batch(self, batch: Any) -> Any:
-        """Take one optimizer step on this rank's share of a batch. Collective.
-
-        Returns:
-            An object with the fields of `plait.StepResult`.
-        """
-
-    def eval_batch(self, batch: Any) -> tuple[float, float]:
-        """Return (sum of losses, weight) over all ranks. Collective."""
-
-    def save_checkpoint(
-        self,
-        folder: str | Place,
-        *,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        wait: bool = True,
-    ) -> Place:
-        """Save a checkpoint. Collective.
-
-        The checkpoint is complete on disk when this returns or, if `wait` is False, when
-        `checkpoint_written` returns it.
-        """
-
-    def checkpoint_written(self, *, wait: bool = False) -> Place | None:
-        """Return a checkpoint that was completed on disk since the last call, or None."""

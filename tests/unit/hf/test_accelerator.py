@@ -1,6 +1,8 @@
 """What `plait.hf.Accelerator` refuses, in one process without a launcher."""
 
 import os
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from accelerate.utils import (
 )
 from torch import nn
 
+from plait.cluster.mesh import DEFAULT_TIMEOUT
 from plait.errors import ConfigError, InputError
-from plait.hf import Accelerator
+from plait.hf import Accelerator, TrainingArguments
+from plait.hf import accelerator as ranks_accelerator
 from tests.parity.trainers import launched_alone
 
 
@@ -167,3 +171,17 @@ def test_a_norm_that_contradicts_the_file():
         0.1 * 0.3 * (2 / 3) ** 0.5, rel=1e-4
     )
     accelerator.free_memory()
+
+
+def test_an_ended_process_group_is_made_by_plait(monkeypatch, tmp_path):
+    """Accelerate would read the addresses of the ended group in the launcher's store: a race between ranks."""
+    timeouts = []
+    monkeypatch.setattr(ranks_accelerator, "join", lambda *, timeout: timeouts.append(timeout))
+    monkeypatch.setattr(ranks_accelerator, "is_initialized", lambda: True)
+    for processes in (1, 2):
+        state = SimpleNamespace(num_processes=processes)
+        monkeypatch.setattr(ranks_accelerator, "PartialState", lambda state=state: state)
+        Accelerator(cpu=True)
+        TrainingArguments(str(tmp_path), use_cpu=True, ddp_timeout=7)
+        ranks_accelerator.rejoin("mpi", timeout=DEFAULT_TIMEOUT)
+        assert timeouts == [DEFAULT_TIMEOUT, timedelta(seconds=7)][: 2 * (processes - 1)]

@@ -72,7 +72,7 @@ def test_fsdp_in_a_file(tmp_path):
     (tmp_path / "fsdp.json").write_text("[1]")
     for name, said in (
         ("fsdp.json", "holds a list and not an object"),
-        ("none.json", "is not a JSON file that can be read"),
+        ("none.json", "cannot be read as a JSON file"),
     ):
         with pytest.raises(InputError, match=f"{name}.*{said}"):
             arguments(TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / name))
@@ -163,6 +163,8 @@ def test_only_where_processes_share_a_batch(tmp_path):
     args = arguments(TrainingArguments, str(tmp_path), **given)
     problems, _ = examined(args, Layout(tp=2))
     assert {problem.field.rpartition(".")[2] for problem in problems} == set(given)
+    (problem,) = examined(args, Layout(dp_shard=2))[0]
+    assert problem.value == "batch_rebalance" and problem.remedy == 'use "group_by_length"'
 
 
 def test_noted(tmp_path):

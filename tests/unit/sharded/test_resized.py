@@ -146,7 +146,7 @@ def test_configuration_is_patched_in_either_order(is_first, monkeypatch, tmp_pat
     monkeypatch.delitem(sys.modules, "stand_in", raising=False)
     if is_first:
         importlib.import_module("stand_in")
-    hf_config.name_replacement()
+    hf_config.patch_hf_deepspeed_config()
     with pytest.raises(InputError, match=r"plait.from_pretrained\(name\)"):
         importlib.import_module("stand_in").HfDeepSpeedConfig(CONFIG)
     monkeypatch.delitem(sys.modules, "stand_in")

@@ -12,7 +12,7 @@ from plait.compat.deepspeed import accelerator, comm, ops, pipe, utils, zero
 from plait.compat.deepspeed.accelerator import get_accelerator
 from plait.compat.deepspeed.comm import add_config_arguments, init_distributed
 from plait.compat.deepspeed.engine import DeepSpeedEngine
-from plait.compat.deepspeed.hf_config import name_replacement
+from plait.compat.deepspeed.hf_config import patch_hf_deepspeed_config
 from plait.compat.deepspeed.inference import InferenceEngine, init_inference
 from plait.compat.deepspeed.pipe import PipelineEngine, PipelineModule
 from plait.compat.deepspeed.refused import FUNCTIONS, missing
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-name_replacement()
+patch_hf_deepspeed_config()
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ class DeviceAccelerator:
         )
 
     def is_available(self) -> bool:
-        """Return True. A machine without GPUs has a CPU."""
+        """Return True, because a machine without GPUs still has a CPU."""
         return True
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -49,7 +49,7 @@ class DeviceAccelerator:
         return accelerator.count() or 1
 
     def set_device(self, device_index: int) -> None:
-        """Select the device of this process. No effect on a CPU."""
+        """Select the device of this process. This has no effect on a CPU."""
         if accelerator.count():
             accelerator.use(torch.device(self.device_name(device_index)))
 
@@ -72,7 +72,7 @@ class DeviceAccelerator:
         accelerator.synchronize(self._device(device_index))
 
     def empty_cache(self) -> None:
-        """Free the memory that torch's allocator caches. No effect on a CPU."""
+        """Free the memory that torch's allocator caches. This has no effect on a CPU."""
         if accelerator.count():
             torch.accelerator.memory.empty_cache()
 
@@ -99,11 +99,11 @@ class DeviceAccelerator:
     manual_seed_all = manual_seed
 
     def is_bf16_supported(self) -> bool:
-        """Return True."""
+        """Return True, because every supported device computes in bfloat16."""
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Return True."""
+        """Return True, because every supported device computes in float16."""
         return True
 
     def _device(self, device_index: int | None = None) -> torch.device:

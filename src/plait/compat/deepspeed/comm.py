@@ -20,8 +20,8 @@ from plait.errors import InputError
 PORT = 29500
 """Default port of DeepSpeed."""
 _LAUNCHER = (
-    "the launcher's variables say where and what a process is (`plait launch`, torchrun, srun,"
-    " mpirun)"
+    "the launcher (`plait launch`, torchrun, srun, mpirun) defines rank, number of processes and"
+    " address in environment variables"
 )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plait._torch.units import has_unreduced, sharded_modules
+from plait.attributes import override_attributes
 from plait.cluster.topology import place
 from plait.compat.deepspeed.loaders import StreamLoader, build_loader
 from plait.compat.deepspeed.refused import METHODS, missing
@@ -202,11 +203,8 @@ class DeepSpeedEngine(CheckpointMethods):
                 f'engine.{call}: deepspeed.initialize was given no optimizer; write "optimizer" in'
                 " the configuration or pass optimizer="
             )
-        self._is_updating = True
-        try:
+        with override_attributes(self, _is_updating=True):
             yield
-        finally:
-            self._is_updating = False
 
     def _refuse_optimizer_step(self, *_: Any) -> None:
         """Raise InputError if the script calls the optimizer. Hook of the optimizer's step."""
@@ -502,16 +500,7 @@ def require_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Para
     match = find_parameter(parameter)
     if match is None:
         raise InputError(
-            f"a parameter of shape {tuple(parameter.shape)} is in no model that"
-            " deepspeed.initialize was given; use engine.module"
+            f"a parameter of shape {tuple(parameter.shape)} belongs to no model that was passed to"
+            " deepspeed.initialize; pass a parameter of engine.module"
         )
     return match
-
-
-def refuse_in_step(engine: DeepSpeedEngine, call: str) -> None:
-    """Raise InputError if a call would change weights between a backward and its step."""
-    if engine.plait.sharded.guard.backwards:
-        raise InputError(
-            f"{call} changes weights between a backward and its engine.step(), so gradients would"
-            " be of others; change them after"
-        )

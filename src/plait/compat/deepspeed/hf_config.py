@@ -1,7 +1,7 @@
-"""Transformers' `HfDeepSpeedConfig` in a script whose DeepSpeed is Plait.
+"""Patch for Transformers' `HfDeepSpeedConfig`, which only works with DeepSpeed itself.
 
-Patched behaviour: without DeepSpeed it raises PackageNotFoundError, which would make a user install
-DeepSpeed. Once `plait.compat.deepspeed` is imported, it names `plait.from_pretrained` instead.
+Without DeepSpeed, Transformers raises PackageNotFoundError, which suggests to install DeepSpeed.
+Once `plait.compat.deepspeed` is imported, the error names `plait.from_pretrained` instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from plait.errors import InputError
 _MODULE = "transformers.integrations.deepspeed"
 
 
-def name_replacement() -> None:
-    """Patch Transformers' module, now or when it is imported. It is not imported here."""
+def patch_hf_deepspeed_config() -> None:
+    """Patch Transformers' module, now if it is imported already, and else when it is imported."""
     if _MODULE in sys.modules:
         _patch(sys.modules[_MODULE])
     elif not any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
@@ -58,7 +58,7 @@ def _patch(module: Any) -> None:
             # `from_pretrained` would look for this object's ZeRO stage.
             module.unset_hf_deepspeed_config()
             raise InputError(
-                "HfDeepSpeedConfig(...): makes Transformers split weights by DeepSpeed, which is"
+                "HfDeepSpeedConfig(...) makes Transformers split weights with DeepSpeed, which is"
                 " not installed and which Plait replaces; delete the line, and build the model"
                 " with plait.from_pretrained(name): every process then loads its shards in"
                 " deepspeed.initialize"

@@ -13,6 +13,7 @@ from torch import nn
 
 from plait.errors import InputError
 from plait.inference.generate import generate
+from plait.inference.generation_settings import NAMES, settings_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 from plait.sizes import is_count
 
@@ -102,23 +103,14 @@ class InferenceEngine:
         prompts = [row[is_token.bool()].tolist() for row, is_token in zip(ids, mask, strict=True)]
         answers = [answer.token_ids for answer in generate(self._sharded, prompts, **settings)]
         longest = max(map(len, answers), default=0)
-        padding = self._padding_token(settings)
+        padding = settings_of(
+            self.module, {name: value for name, value in settings.items() if name in NAMES}
+        ).pad_token_id
         padded = [[*tokens, *[padding] * (longest - len(tokens))] for tokens in answers]
         new_ids = torch.tensor(padded, dtype=ids.dtype, device=ids.device)
         # If nothing was generated, torch.tensor has lost a dimension.
         new_ids = new_ids.reshape(len(answers), longest)
         return torch.cat([ids, new_ids], dim=1)  # [batch, length + longest]
-
-    def _padding_token(self, settings: Mapping[str, Any]) -> int:
-        """Return the padding token, or the first end-of-text token as Transformers does."""
-        defaults = getattr(self.module, "generation_config", None)
-        for name in ("pad_token_id", "eos_token_id"):
-            token = settings.get(name, getattr(defaults, name, None))
-            if isinstance(token, list | tuple):
-                token = token[0]
-            if token is not None:
-                return int(token)
-        return 0
 
 
 def init_inference(

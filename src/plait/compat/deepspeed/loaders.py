@@ -8,12 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from plait.data.split_rows import (
-    StreamPart,
-    is_datasets_library,
-    refuse_differing_stream,
-    refuse_split_stream,
-)
+from plait.data.split_rows import StreamPart, compare_stream
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, InputError
 
@@ -58,8 +53,7 @@ class StreamLoader:
         **settings: Any,
     ) -> None:
         self._samples_per_round = batch_size * engine.dp_size
-        # `build_loader` has compared these streams between ranks already.
-        is_compared = is_datasets_library(data) or bool(settings.get("num_workers"))
+        device = compare_stream(data, device=engine.device, workers=settings["num_workers"])
         self._part = StreamPart(
             data,
             batch_size=batch_size,
@@ -67,7 +61,7 @@ class StreamLoader:
             index=engine.dp_rank,
             drop_last=drop_last,
             repeats=True,
-            device=None if is_compared else engine.device,
+            device=device,
         )
         self._loader: DataLoader[Any] = DataLoader(
             self._part, batch_size=batch_size, drop_last=drop_last, **settings
@@ -171,10 +165,6 @@ def build_loader(
                 " own order, by one reader in every process"
             )
             raise InputError(f"{rule}; leave data_sampler out, and num_local_io_workers at most 1")
-        refuse_split_stream(data)
-        # Other streams are compared between ranks by StreamPart, while they are read.
-        if is_datasets_library(data) or workers:
-            refuse_differing_stream(data, device=engine.device, workers=workers)
         return StreamLoader(
             data,
             engine,

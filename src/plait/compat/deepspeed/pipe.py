@@ -71,8 +71,8 @@ class PipelineModule(PipelineModel):
         refuse_arguments("PipelineModule", _REMEDIES, topology=topology, seed_fn=seed_fn)
         if seed_layers or base_seed != 1234:
             raise InputError(
-                "deepspeed.PipelineModule(seed_layers=, base_seed=): leave them out:"
-                f" {_REMEDIES['seed_fn']}"
+                "deepspeed.PipelineModule(seed_layers=, base_seed=) is not supported; leave them"
+                f" out: {_REMEDIES['seed_fn']}"
             )
 
         method = partition_method.lower()

@@ -60,7 +60,7 @@ _OFFLOAD = (
 METHODS: Mapping[str, str] = {
     "to": "initialize has moved the model to engine.device",
     accelerator.NAME: "initialize has moved the model to engine.device",
-    "cpu": "save_16bit_model or module_state_dict give the weights",
+    "cpu": "call save_16bit_model or module_state_dict to get the weights",
     "half": _PRECISION,
     "bfloat16": _PRECISION,
     "float": _PRECISION,

@@ -46,6 +46,15 @@ def write_full(target: torch.Tensor, value: torch.Tensor) -> None:
     local_tensor(target.detach()).copy_(value)
 
 
+def refuse_in_step(engine: Engine, call: str) -> None:
+    """Raise InputError if a call would change weights between a backward and its step."""
+    if engine.sharded.guard.backwards:
+        raise InputError(
+            f"{call} changes weights between a backward and its engine.step(), so the gradients"
+            " would belong to other weights; call it after engine.step()"
+        )
+
+
 class CheckpointMethods:
     """Methods of `DeepSpeedEngine` that save and load, and return full weights."""
 
@@ -246,11 +255,7 @@ class CheckpointMethods:
         Raises:
             InputError: The call is between a backward and its step.
         """
-        if self.plait.sharded.guard.backwards:
-            raise InputError(
-                "engine.load_state_dict() between a backward and its engine.step(): the"
-                " gradients would belong to other weights; load after the step"
-            )
+        refuse_in_step(self.plait, "engine.load_state_dict")
         free_gathered(self.module)
         # A model may itself have a child `module`, so the prefix is removed only from all names.
         prefix = ""
@@ -342,7 +347,7 @@ def _refuse_deepspeed_checkpoint(load_dir: str | Path, tag: str | None) -> None:
         # The URL of a store is not a path.
         return
     folder = Path(load_dir)
-    latest = Path(load_dir) / "latest"
+    latest = folder / "latest"
     if tag is None and latest.is_file() and not (folder / "LATEST").is_file():
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if tag and any((folder / tag).glob("*_model_states.pt")):

@@ -102,7 +102,7 @@ def initialize(
             "deepspeed.initialize inside zero.Init(): tensors have no memory there; build the"
             " model inside, and call it after"
         )
-    # Before the model is sharded, which draws its weights.
+    # This has to run before the model is sharded, which draws its weights.
     refuse_lost_writes(model)
     _set_local_rank(args)
     source = _select_config(args, config, config_params)
@@ -115,7 +115,7 @@ def initialize(
         parameters = list(model_parameters) if model_parameters is not None else None
         plait_optimizer = _select_optimizer(resolved, model, optimizer, parameters)
     else:
-        # Without states, for an engine that only runs forward.
+        # SGD without momentum has no states, which an engine that only runs forward does not need.
         plait_optimizer = partial(torch.optim.SGD, lr=0.0)
     if plait_optimizer is not None and optimizer is None:
         # It was built from the configuration, or replaces none. Without this, Plait would warn that

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.compat.deepspeed.engine import DeepSpeedEngine, refuse_in_step, require_parameter
+from plait.compat.deepspeed.engine import DeepSpeedEngine, require_parameter
 from plait.compat.deepspeed.loaders import RepeatingLoader
 from plait.compat.deepspeed.refused import UTILS, missing
-from plait.compat.deepspeed.saved import full_tensor, write_full
+from plait.compat.deepspeed.saved import full_tensor, refuse_in_step, write_full
 from plait.errors import InputError
 from plait.parallel.data.reducer import Reducer
 
@@ -91,7 +91,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         InputError: The call is between a backward and its step.
     """
     engine, weight = require_parameter(param)
-    refuse_in_step(engine, "safe_set_full_fp32_param")
+    refuse_in_step(engine.plait, "safe_set_full_fp32_param")
     write_full(weight, value)
 
 

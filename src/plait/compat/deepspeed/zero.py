@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from plait._torch.modules import direct_parameters
 from plait._torch.operators import tree_map
 from plait._torch.tensors import local_tensor, local_window, storage_key, version_of
-from plait.compat.deepspeed.engine import DeepSpeedEngine, find_parameter, refuse_in_step
+from plait.compat.deepspeed.engine import DeepSpeedEngine, find_parameter
 from plait.compat.deepspeed.refused import refuse_arguments
-from plait.compat.deepspeed.saved import full_tensor, write_full
+from plait.compat.deepspeed.saved import full_tensor, refuse_in_step, write_full
 from plait.errors import InputError
 
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights")
@@ -115,10 +115,10 @@ def refuse_lost_writes(model: nn.Module) -> None:
 _META_CONTEXT = "`from_pretrained` with a meta device"
 """Part of Transformers' message for `from_pretrained` under `torch.device("meta")`."""
 _LAYOUT = (
-    "the configuration that initialize is given says how parameters are sharded, and where they are"
+    "the configuration that is passed to initialize determines how and where parameters are sharded"
 )
 _INIT_REMEDIES = {
-    "module": "initialize shards a model that was built already",
+    "module": "initialize also shards a model that was built before",
     "data_parallel_group": _LAYOUT,
     "remote_device": _LAYOUT,
     "mpu": _LAYOUT,
@@ -243,7 +243,7 @@ class GatheredParameters:
                     " weights before initialize"
                 )
             if self._rank is not None:
-                refuse_in_step(engine, "zero.GatheredParameters(modifier_rank=...)")
+                refuse_in_step(engine.plait, "zero.GatheredParameters(modifier_rank=...)")
 
         full_values: dict[int, nn.Parameter] = {}
         for _, (engine, shard) in matches:

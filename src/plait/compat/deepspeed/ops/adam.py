@@ -81,13 +81,10 @@ def _adam(
     amsgrad: bool,
     settings: dict[str, Any],
 ) -> torch.optim.Optimizer:
+    if amsgrad or not bias_correction:
+        argument = "amsgrad=True" if amsgrad else "bias_correction=False"
+        raise InputError(
+            f"{name}({argument}) is not supported; leave it out, or pass an optimizer of your own"
+        )
     optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
-    if not bias_correction:
-        argument = "bias_correction=False"
-    elif amsgrad:
-        argument = "amsgrad=True"
-    else:
-        return optimizer_class(params, **settings)
-    raise InputError(
-        f"{name}({argument}) is not supported; leave it out, or pass an optimizer of your own"
-    )
+    return optimizer_class(params, **settings)
