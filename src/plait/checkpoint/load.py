@@ -1,4 +1,4 @@
-"""Read a checkpoint: verify it, compare it with the model, and fill this rank's tensors.
+"""Reading of checkpoints: verification, comparison with a model, and loading of tensors.
 
 The layout of the reading ranks is independent of the layout that wrote the checkpoint: each rank
 reads the parts of files that overlap with its shards (see Note [Windows] in
@@ -69,7 +69,7 @@ class Reader:
         """Open a checkpoint.
 
         Raises:
-            CheckpointError: A list of tensors is missing or damaged.
+            CheckpointError: The manifest of a rank is missing or damaged.
         """
         self._checkpoint = checkpoint
         self.path = checkpoint.path
@@ -115,8 +115,8 @@ class Reader:
         stride = 1 if extent == "full" else _SAMPLE_STRIDE
         for file_rank in file_ranks:
             shards = self._rank_manifest(file_rank).shards
-            selected = set(list(shards.entries)[::stride])
-            verify_shards(self._file(file_rank), shards, entries=selected.__contains__)
+            names = set(list(shards.entries)[::stride])
+            verify_shards(self._file(file_rank), shards, names=names)
 
     def content(self) -> tuple[str, str]:
         """Return the content hashes of the shared tensors, and of the tensors of single ranks.
@@ -343,8 +343,8 @@ def build_described_model(
     identity = client.get("identity") if isinstance(client, dict) else None
     if not isinstance(identity, dict):
         raise CheckpointError(
-            f"{checkpoint.path} was not written by plait train, so it does not say which model it"
-            " is; plait.load_trained(model, folder) loads its weights into yours"
+            f"{checkpoint.path} was not written by plait train, so it does not record its model;"
+            " build the model yourself, and load its weights with plait.load_trained(model, folder)"
         )
     fields = {}
     for name, value in identity.items():

@@ -45,7 +45,7 @@ _IGNORED_FIELDS = {
     *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "modules_to_save"),
     *("init_lora_weights",),
 }
-"""Fields that change no result, that follow from the file's tensors, or that are checked here."""
+"""Fields that change no result, or follow from the file's tensors, or are checked separately."""
 _INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that do not change the weights of the base model."""
 

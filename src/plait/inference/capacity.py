@@ -34,6 +34,7 @@ from plait._torch.operators import TorchFunctionMode
 from plait._torch.units import sharded_modules, sharded_parameters
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError, PlaitError, first_line
+from plait.inference.rope_by_length import DYNAMIC, rope_of_config
 from plait.model.adapters import without_wrapper
 from plait.model.blocks import find_blocks
 from plait.model.facts import largest_of_layers, model_facts, sizes_of_layers
@@ -93,8 +94,7 @@ class CacheLayer:
 
     tensors: tuple[CacheTensor, ...] = ()
     stays: bool = False
-    """True if the layer, e.g. a recurrent state, stays on the device in an offloaded cache.
-    """
+    """True if an offloaded cache keeps the layer on the device, as it does a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -332,24 +332,15 @@ def check_positions(
     """
     if config is None:
         return
-    config = config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    rope = rope_of_config(config)
     # Dynamic frequencies follow the length of the input.
-    grows = any("dynamic" in str(kind) for kind in _rope_types(rope))
+    grows = rope is not None and DYNAMIC in rope.kind
     if isinstance(positions, int) and longest > positions and not grows:
         raise InputError(
             f"the longest request may have {longest:,} tokens ({content}), but the model's"
             f" positions end at {positions:,} (max_position_embeddings); {remedy}"
         )
-
-
-def _rope_types(rope: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the RoPE types of a model, or of each type of its layers."""
-    yield rope.get("rope_type")
-    for value in rope.values():
-        if isinstance(value, dict):
-            yield value.get("rope_type")
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -358,11 +349,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 _COMPUTE_DTYPE = torch.bfloat16
-"""Dtype of the run. Tensors of this dtype then have the dtype that the model computes in."""
+"""Dtype of the copy. Its tensors stand for tensors of the dtype that the model computes in."""
 _LENGTHS = (2, 1)
-"""Tokens of the two forwards. States have their full size after the first token."""
+"""Numbers of tokens of the two forwards. States have their full size after the first token."""
 _LONG_LENGTHS = (1023, 1024)
-"""Tokens of the two forwards of a model whose cache has layers of custom classes.
+"""Numbers of tokens of the two forwards of a model whose cache has layers of custom classes.
 
 Such a layer may grow only once in many tokens.
 """

@@ -373,10 +373,6 @@ class TokenSampler:
         # float64 represents tokens and log probabilities exactly.
         return torch.tensor([tokens, chosen, [self.ends[row] for row in rows]], dtype=torch.float64)
 
-    def known(self, row: int) -> list[int]:
-        """Return the tokens of a request: those of its prompt, and the new ones."""
-        return list(self._known[row])
-
     def _end(self, row: int) -> int:
         if self._stops(row):
             return STOP

@@ -1,4 +1,4 @@
-"""Deployment of a model on the devices of one machine: choice of the placement, and loading.
+"""Deployment of a model on the devices of one machine: choice of a placement, and loading.
 
 A model is either placed on one or several devices, or streamed to one device. `plait generate` runs
 the deployment that is chosen here, and `plait plan infer` prints it with the time per token that
@@ -167,15 +167,15 @@ def deploy(
 ) -> Deployment:
     """Choose the deployment on the fewest devices that hold the model.
 
-    If all of them together do not hold it, and the user chose none of the numbers, its weights are
-    streamed to one device.
+    If all devices together do not hold it, and the user chose neither `tp`, `pp` nor `devices`, its
+    weights are streamed to one device.
 
     Args:
         work: Model and requests.
         tp: Degree of tensor parallelism, if the user chose it.
         pp: Number of pipeline stages, if the user chose it.
         devices: Largest number of devices, if the user chose it.
-        machine: Other devices than those of this machine.
+        machine: Devices to use. None means those of this machine.
 
     Raises:
         InputError: The model does not fit, or the choices are not possible.
@@ -188,7 +188,7 @@ def deploy(
         if tp is not None or pp is not None or devices is not None:
             raise
         streamed = deploy_streamed(work, machine=machine)
-        return replace(streamed, why=f"no layout of the devices here holds it: {streamed.why}")
+        return replace(streamed, why=f"this machine's devices cannot hold it: {streamed.why}")
 
 
 def deploy_streamed(
@@ -204,7 +204,7 @@ def deploy_streamed(
         work: Model and requests.
         gpu_budget: Memory of the GPU in bytes. None means the free memory.
         cpu_budget: Host memory in bytes. None means the free memory.
-        machine: Other devices than those of this machine.
+        machine: Devices to use. None means those of this machine.
 
     Raises:
         InputError: A budget is too small.
@@ -396,12 +396,11 @@ def _host_text(cache: int) -> str:
 def _guess_text(layout: CacheLayout) -> str:
     if not layout.guessed:
         return ""
-    counted = "by the heads of the configuration, and may take more"
+    counted = "is computed from the heads in the configuration, and may take more"
     if not layout.layers:
-        counted = "not at all, as the configuration says no heads"
+        counted = "is not counted, because the configuration defines no heads"
     return (
-        f"; the KV cache is counted {counted}: the model could not be run without weights"
-        f" ({layout.guessed})"
+        f"; the KV cache {counted}: the model could not be run without weights ({layout.guessed})"
     )
 
 
@@ -476,9 +475,10 @@ class Needs:
     cache: Callable[[int, int], int]
     """Function from degrees (tp, pp) to the bytes of keys and values of all requests.
 
-    They are those on the device with the largest part.
+    The bytes are those on the device with the largest part.
     """
     heads: int
+    """Number of query heads."""
     key_value_heads: int
     layers: int
 
@@ -511,7 +511,7 @@ def place_model(
     """Return the placement on the fewest devices. See Note [Choice of a placement].
 
     Args:
-        needs: Needs of the model.
+        needs: Memory that the model needs.
         devices: Number of devices of the machine.
         device_bytes: Memory of each device.
         tp: Degree of tensor parallelism, if the user chose it.
@@ -531,7 +531,7 @@ def place_model(
         # Stages are assumed to have equal parts.
         weights = -(-(needs.split_bytes // degree + replicated) // stages)
         cache = needs.cache(degree, stages)
-        why = "as asked for"
+        why = "as requested"
         if tp is None and pp is None:
             why = _explanation(degree, stages)
         placement = Placement(degree, stages, weights, cache, why)
@@ -546,7 +546,7 @@ def place_model(
         f" {format_bytes(closest.weight_bytes)} of weights and {format_bytes(closest.cache_bytes)}"
         f" of keys and values, but {format_bytes(available)} of its {format_bytes(device_bytes)}"
         f" may be used (1 x {devices} devices); use more devices, fewer tokens or"
-        " requests at once, or a smaller dtype"
+        " requests at once, or a dtype with fewer bytes"
     )
 
 
@@ -630,8 +630,8 @@ def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
     layers = getattr(config, "num_hidden_layers", None)
     if not heads or not layers:
         raise InputError(
-            f"{type(model).__name__}: its configuration does not say num_attention_heads and"
-            " num_hidden_layers"
+            f"{type(model).__name__}: its configuration does not define num_attention_heads and"
+            " num_hidden_layers, so no layout can be chosen; add them to its config.json"
         )
     key_value_heads = min(sizes_of_layers(config, "num_key_value_heads"), default=heads)
 

@@ -272,7 +272,7 @@ def _check_rope(
     longest = max((request.most_seen for request in requests), default=0)
     remedy = "ask for fewer new tokens, or shorten the prompt"
     if not rope.is_uniform:
-        what = "generate: layers of several RoPE types are not known to be right"
+        what = "generate: layers of several RoPE types are not supported for such requests"
         refuse_past(rope, longest, what, remedy)
     if not rope.reads_anew and use_cache and not _can_cache(sharded, requests):
         what = "generate: the model keeps no KV cache here, and recomputes keys and values"

@@ -30,7 +30,7 @@ KEYS = ("prompt", "token_ids", "messages")
 A conversation may also have `tools` and `chat_template_kwargs`.
 """
 ADDED = ("text", "finish_reason")
-"""Fields that a line of the answers has in addition to `token_ids`."""
+"""Fields of an answer, in addition to `token_ids`."""
 _KINDS = {
     "prompt": "a string",
     "token_ids": "a list of token ids",
@@ -226,7 +226,7 @@ class AnswerFile:
         if self.path.exists():
             raise InputError(
                 f"--out {self.path}: another program has created it; the answers are in"
-                f" {self.partial}: rename that file"
+                f" {self.partial}, so rename that file"
             )
         with self._input_errors():
             self.partial.rename(self.path)
@@ -260,7 +260,7 @@ class AnswerFile:
         if not try_lock(file) or not names_open_file(self.partial, file):
             file.close()
             raise InputError(
-                f"--out {self.path}: another command writes it now; wait until it ends, or give"
+                f"--out {self.path}: another command is writing it; wait until it ends, or pass"
                 " another name"
             )
         if self.path.exists():
@@ -319,7 +319,7 @@ class AnswerFile:
                 continue
             difference = f"{name} was {_shortened(before)} and is {_shortened(now)}"
             if name == "--prompts":
-                difference = "its --prompts are others"
+                difference = "its --prompts differ"
             raise InputError(
                 f"--out {self.path}: {self.partial} has finished answers of another command"
                 f" ({difference}); {remedy}"

@@ -133,12 +133,12 @@ def refuse_past(rope: RopeByLength | None, tokens: int, what: str, remedy: str) 
     Args:
         rope: Rotary embedding of the model.
         tokens: Number of tokens of the longest request.
-        what: What is not supported beyond that length, for the message.
+        what: Description of what is not supported above that length, for the message.
         remedy: Remedy, for the message.
     """
     if rope is not None and tokens > rope.original:
         raise InputError(
-            f"{what}: the frequencies of the model's rotary embedding (RoPE type {rope.kind})"
-            f" follow the length of the input past {rope.original:,} tokens, and a request may have"
-            f" {tokens:,}; {remedy}"
+            f"{what}: above {rope.original:,} tokens, the frequencies of the model's rotary"
+            f" embedding (RoPE type {rope.kind}) depend on the length of the input, and a request"
+            f" may have {tokens:,}; {remedy}"
         )

@@ -15,15 +15,9 @@ from plait.errors import InputError
 from plait.inference.capacity import check_positions, is_sharded
 from plait.inference.decode import log_softmax
 from plait.inference.generate import check_model, of_first_rank
-from plait.inference.generation_settings import tokens_of_tokenizer
+from plait.inference.generation_settings import check_ids, tokens_of_tokenizer
 from plait.inference.predictor import LogitsReader, Predictor, untouched
-from plait.inference.requests import (
-    GenerationRequest,
-    check_count,
-    check_ids,
-    checked_ids,
-    token_ids,
-)
+from plait.inference.requests import GenerationRequest, check_count, checked_ids, token_ids
 from plait.inference.rope_by_length import (
     RopeByLength,
     group_requests,
@@ -79,7 +73,7 @@ def score(
         check_positions(config, longest, content="its length", remedy="shorten it")
         rope = rope_by_length(sharded.model)
         if rope is not None and not rope.is_uniform:
-            what = "score: layers of several RoPE types are not known to be right"
+            what = "score: layers of several RoPE types are not supported for such sequences"
             refuse_past(rope, longest, what, "shorten it")
         return [GenerationRequest(ids, 0, None) for ids in prompts]
 

@@ -21,11 +21,10 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -179,7 +178,7 @@ def tensors_to_stream(
             if tensor is None:
                 raise InputError(
                     f"{name} is not in the folder's files under that name, so its layer cannot be"
-                    " streamed"
+                    " streamed; save the model again with save_pretrained"
                 )
             if tensor.shape != tuple(parameter.shape):
                 raise InputError(
@@ -361,7 +360,8 @@ def _blocks_on_host(
     if staging > host_bytes:
         raise InputError(
             f"{format_bytes(host_bytes)} of host memory are too little: {min(SLOTS, len(streamed))}"
-            f" layers that are read from files take {format_bytes(staging)}"
+            f" layers that are read from files take {format_bytes(staging)}; pass a larger"
+            " --cpu-budget"
         )
     return _spread_evenly(streamed, (host_bytes - staging) // largest)
 
@@ -433,7 +433,7 @@ def _read_in_place(
 ) -> frozenset[str]:
     """Read resident tensors directly into their memory, and return their names.
 
-    A mapping of the file would need the memory twice. Tensors on another device, and tensors that
+    A mapping of the file would need twice the memory. Tensors on another device, and tensors that
     are stored in another dtype, are left out.
     """
     done = set()
@@ -473,27 +473,15 @@ def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-class Weights(Protocol):
-    """Source of weights, e.g. `Source`."""
-
-    def fill(self, tensors: Mapping[str, torch.Tensor], *, unsplit_model: nn.Module) -> None:
-        """Read the values of some of a model's tensors.
-
-        Args:
-            tensors: The tensors by name.
-            unsplit_model: The complete model, on the meta device.
-        """
-
-
 def write_layers(
-    weights: Weights, model: nn.Module, blocks: Sequence[str], folder: Path
+    source: Source, model: nn.Module, blocks: Sequence[str], folder: Path
 ) -> dict[str, StoredTensor]:
     """Write the weights of some blocks, one file per block.
 
     The weights of one block are in memory at a time.
 
     Args:
-        weights: Source of the weights.
+        source: Source of the weights.
         model: The model, on the meta device.
         blocks: Names of the blocks.
         folder: Folder of the new files.
@@ -513,7 +501,7 @@ def write_layers(
         parameters = streamed_parameters(copied, name)
         # One at a time: parts of files that are read together are in memory together.
         for leaf, parameter in parameters.items():
-            weights.fill({f"{name}.{leaf}": parameter.data}, unsplit_model=model)
+            source.fill({f"{name}.{leaf}": parameter.data}, unsplit_model=model)
         written, shift = _save_aligned(
             {f"{name}.{leaf}": p.data.contiguous() for leaf, p in parameters.items()},
             folder / f"{number}.safetensors",

@@ -366,20 +366,13 @@ class FileReader:
             read.result()
 
     @property
-    def oldest(self) -> tuple[float, FileBlock] | None:
-        """Return the age in seconds and the block of the oldest unfinished read."""
+    def stuck_block(self) -> FileBlock | None:
+        """Block whose read takes longer than `PATIENCE_SECONDS`, or None."""
         # Threads change the dictionary meanwhile.
-        running = self._running.copy().values()
-        if not running:
-            return None
-        start, block = min(running, key=lambda read: read[0])
-        return time.monotonic() - start, block
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if a read takes longer than `PATIENCE_SECONDS`."""
-        oldest = self.oldest
-        return oldest is not None and oldest[0] > PATIENCE_SECONDS
+        for start, block in self._running.copy().values():
+            if time.monotonic() - start > PATIENCE_SECONDS:
+                return block
+        return None
 
     def read_block(self, block: FileBlock) -> None:
         """Read a block. Called in a thread."""
@@ -443,7 +436,7 @@ class FileReader:
         Files on a disk that does not answer stay open.
         """
         self.end()
-        stuck = self.is_stuck
+        stuck = self.stuck_block is not None
         self._threads.shutdown(wait=not stuck, cancel_futures=True)
         if stuck:
             return

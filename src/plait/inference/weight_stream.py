@@ -204,11 +204,6 @@ class WeightStream:
         )
 
     @property
-    def memory_bytes(self) -> int:
-        """Size of all slots."""
-        return len(self._slots) * self.slot_bytes
-
-    @property
     def host_bytes(self) -> int:
         """Size of all pinned host memory."""
         if self._copies is None:
@@ -220,7 +215,7 @@ class WeightStream:
     def close(self) -> None:
         """End the threads. The model cannot run afterwards."""
         self._files.end()
-        self._threads.shutdown(wait=not self._files.is_stuck, cancel_futures=True)
+        self._threads.shutdown(wait=self._files.stuck_block is None, cancel_futures=True)
         self._files.close()
         if self._copies is not None:
             # Before its source and destination memory can be used for something else.
@@ -287,16 +282,16 @@ class WeightStream:
         future, slot = self._coming[index]
         while True:
             try:
-                # A layer may take longer than any of its reads may, so the reads are looked at.
+                # A layer may take longer than any of its reads may, so the reads are checked.
                 future.result(timeout=weight_files.PATIENCE_SECONDS / 8)
                 return slot
             except FutureTimeout:
-                oldest = self._files.oldest
-                if oldest is not None and oldest[0] > weight_files.PATIENCE_SECONDS:
+                block = self._files.stuck_block
+                if block is not None:
                     raise CheckpointError(
-                        f"{oldest[1].path}: the weights of {self.blocks[index]} have not arrived,"
-                        f" and no bytes were read for {weight_files.PATIENCE_SECONDS:.0f} s from"
-                        f" byte {oldest[1].low:,} on; check the disk"
+                        f"{block.path}: the weights of {self.blocks[index]} have not arrived, and"
+                        f" no bytes were read for {weight_files.PATIENCE_SECONDS:.0f} s from byte"
+                        f" {block.low:,} on; check the disk"
                     ) from None
 
     def _prefetch(self, first: int) -> None:

@@ -78,7 +78,7 @@ def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = 
     Args:
         model: The model.
         axis: Field of the parallelism that does not support it, for the message.
-        kinds: Types of adapters that are refused. None: all that learn prompts.
+        kinds: Types of adapters that are refused. None refuses all that learn prompts.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if not getattr(config, "is_prompt_learning", False):

@@ -224,13 +224,13 @@ def _plan_without_adapters(
         attributes=_local_attributes(model, attentions, rule_set, tp),
         kv_heads=kv_heads,
         heads=heads,
-        norms=sequence.norms,
-        regions=sequence.regions,
-        all_token_modules=sequence.all_token_modules,
+        norms=tuple(sequence.norms),
+        regions=tuple(sequence.regions),
+        all_token_modules=tuple(sequence.all_token_modules),
         final_norm=sequence.final_norm,
         head=head,
         embedding=embedding,
-        sequence_parallel=sequence.possible,
+        sequence_parallel=sequence.reasons[0] if sequence.reasons else True,
         source=rule_set.source,
     )
 

@@ -77,4 +77,4 @@ def test_a_choice_that_cannot_be(tp, pp, words):
 
 def test_a_users_choice():
     found = place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=2, pp=2)
-    assert (found.tp, found.pp, found.why) == (2, 2, "as asked for")
+    assert (found.tp, found.pp, found.why) == (2, 2, "as requested")

@@ -247,7 +247,7 @@ def _read_settings(
     ):
         if model.get(key):
             checkpoint.left_out.append(
-                f"{description} (step {checkpoint.steps}: give it to the new run's configuration)"
+                f"{description} (step {checkpoint.steps}: set it in the new run's configuration)"
             )
     if rank.get("dynamic_loss_scale"):
         checkpoint.left_out.append("the dynamic loss scale, which is reset")
