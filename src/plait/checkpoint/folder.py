@@ -45,7 +45,7 @@ class CheckpointFolder:
     path: Place
     manifest: Manifest
     notes: tuple[str, ...] = ()
-    """Reasons why it was chosen if LATEST does not simply name it."""
+    """Reasons for choosing it, if it is not simply the checkpoint that LATEST names."""
 
     def rank_manifest(self, rank: int) -> RankManifest:
         """Read the manifest of a rank.

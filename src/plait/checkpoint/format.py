@@ -67,7 +67,7 @@ MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
 LATEST = "LATEST"
 _MAX_BYTES = 1 << 30
-"""Largest JSON file that is read. A model with a million tensors needs a quarter of it."""
+"""Size of the largest JSON file that is read. A million tensors need a quarter of it."""
 M = TypeVar("M", bound=Policy)
 
 
@@ -87,7 +87,7 @@ class FileEntry(Policy):
 
 
 class FileManifest(Policy):
-    """List of the tensors in a rank's file."""
+    """Manifest of a rank's file: the position and hash of each tensor."""
 
     file: str
     size: NonNegativeInt

@@ -49,7 +49,7 @@ Verify = Literal["full", "sample", "off"]
 """Extent of the verification.
 
 full: every byte is compared with its hash. sample: the header and every eighth tensor of each file.
-off: sizes of files and hashes of the lists only.
+off: only sizes of files and hashes of manifests.
 """
 _SAMPLE_STRIDE = 8
 

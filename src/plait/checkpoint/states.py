@@ -44,7 +44,7 @@ _STATES_OF_OPTIONS = {
 first step only.
 """
 StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
-"""Function of (parameter, name of the state, dtype) that allocates a state of that shape."""
+"""Function from (parameter, name of the state, dtype) to a new state of the parameter's shape."""
 
 
 def save_trained_only(model: nn.Module) -> None:

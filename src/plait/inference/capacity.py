@@ -178,7 +178,7 @@ def _size_of_layers(sizes: Sequence[int], groups: Iterable[tuple[int, ...]]) -> 
 
 
 def growing_bytes(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> int:
-    """Return the temporary bytes while a token is added.
+    """Return the temporary bytes that it takes to add a token.
 
     A tensor is copied into a longer one before it is freed, one tensor at a time.
     """
@@ -349,7 +349,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 _COMPUTE_DTYPE = torch.bfloat16
-"""Dtype of the copy. Its tensors stand for tensors of the dtype that the model computes in."""
+"""Dtype of the copy of the model. It stands for the dtype that the model computes in."""
 _LENGTHS = (2, 1)
 """Numbers of tokens of the two forwards. States have their full size after the first token."""
 _LONG_LENGTHS = (1023, 1024)
@@ -535,7 +535,7 @@ def _cache_tensor(
 
 
 def _open_window(layer: Any) -> int | None:
-    """Return how many tokens a layer keeps for the next one, or None if it keeps all.
+    """Return how many tokens a layer keeps for the next token, or None if it keeps all.
 
     The window is removed, so that a short one does not hide the size per token.
     """
@@ -562,7 +562,10 @@ def _named_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _layers_of_config(config: Any) -> list[CacheLayer]:
-    """Return keys and values of the heads that a configuration defines; no layers without heads."""
+    """Return the keys and values of the heads that a configuration defines.
+
+    The result is empty if it defines no heads.
+    """
     config = config.get_text_config(decoder=True)
     queries = sizes_of_layers(config, "num_attention_heads")
     heads = sizes_of_layers(config, "num_key_value_heads") or queries

@@ -112,7 +112,7 @@ class DeploymentBytes:
     cache_copied: int = 0
     """Keys and values that are copied from the host and back for every token.
 
-    The value holds at the end of the longest request.
+    They grow with every token. The value is that at the end of the longest request.
     """
     in_files: int = 0
     """Weights that are read from files."""
@@ -167,7 +167,7 @@ def deploy(
 ) -> Deployment:
     """Choose the deployment on the fewest devices that hold the model.
 
-    If all devices together do not hold it, and the user chose neither `tp`, `pp` nor `devices`, its
+    If all devices together do not hold it, and the user chose none of `tp`, `pp` and `devices`, its
     weights are streamed to one device.
 
     Args:

@@ -206,8 +206,8 @@ def check_model(sharded: ShardedModel) -> None:
 def _refuse_other_adapters(model: nn.Module) -> None:
     """Raise InputError if an active adapter of PEFT gives wrong results in generation.
 
-    Such an adapter computes something else for a token than in a full pass over the text. Other
-    adapters are computed by PEFT's own modules.
+    With such an adapter, a token that is decoded alone gets other values than in a full pass over
+    the text. Other adapters are computed by PEFT's own modules.
     """
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
     if not configs:

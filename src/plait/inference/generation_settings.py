@@ -127,9 +127,9 @@ def settings_of(
 ) -> GenerationSettings:
     """Return the settings of a call. See Note [Precedence of settings].
 
-    An argument of a setting that is not supported, at the value at which it changes nothing
-    (`num_beams=1`), overrides the model's own. `temperature=0` is greedy. A sampling argument of
-    the call (`temperature`, `top_k`, `top_p`, ...) enables sampling unless `do_sample` is set.
+    A setting that is not supported is accepted at the value at which it changes nothing, and
+    overrides the model's own value (`num_beams=1`). `temperature=0` is greedy. A sampling argument
+    of the call (`temperature`, `top_k`, `top_p`, ...) enables sampling unless `do_sample` is set.
 
     Args:
         model: The model, with its own `generation_config`.
@@ -259,7 +259,7 @@ def check_ids(
     owner: str = "model",
     remedy: str = "use the tokenizer of this model",
 ) -> None:
-    """Raise InputError if a vocabulary does not have all of some tokens.
+    """Raise InputError if a token is not in a vocabulary.
 
     Args:
         token_ids: The tokens.

@@ -25,7 +25,7 @@ from plait.files import names_open_file, try_lock, write_atomically
 from plait.inference.requests import Conversation, Generation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
-"""Fields of a line, of which it has exactly one: a text, a list of token ids, or a conversation.
+"""Fields of which a line has exactly one: a text, a list of token ids, or a conversation.
 
 A conversation may also have `tools` and `chat_template_kwargs`.
 """
@@ -195,7 +195,7 @@ class AnswerFile:
             raise
 
     def add(self, generations: Sequence[Generation]) -> None:
-        """Write the answers to the next lines.
+        """Write the answers to the next prompts.
 
         Raises:
             InputError: The answers cannot be written.
@@ -345,7 +345,7 @@ def answer_file(
 ) -> Iterator[AnswerFile]:
     """Write the answers to `lines` inside the context. See Note [Files of answers].
 
-    At the end of the context the file gets its name. After an exception it keeps the finished
+    At the end of the context the file gets its final name. After an exception it keeps the finished
     answers.
 
     Args:

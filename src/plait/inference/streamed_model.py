@@ -419,7 +419,7 @@ def _by_layer(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors of each layer together, and all others one by one.
 
-    Parts of files that are read together are in memory together.
+    Tensors that are read together are in memory at the same time.
     """
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -478,7 +478,7 @@ def write_layers(
 ) -> dict[str, StoredTensor]:
     """Write the weights of some blocks, one file per block.
 
-    The weights of one block are in memory at a time.
+    Only the weights of one block are in memory at a time.
 
     Args:
         source: Source of the weights.
@@ -524,7 +524,7 @@ def _save_aligned(
     Args:
         tensors: The tensors, by name.
         path: Path of the new file.
-        shift: Padding of the header that is tried first. Files of similar blocks need the same.
+        shift: Padding of the header that is tried first. Files of similar blocks need equal ones.
 
     Returns:
         Locations of the tensors, and the padding of the header in bytes.
@@ -546,7 +546,7 @@ def _save_aligned(
 
 @contextmanager
 def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
-    """Create a temporary folder that is removed at exit.
+    """Create a temporary folder that is removed at the end of the context.
 
     Files that are open at the end can still be read. See Note [Unused scratch folders].
 

@@ -60,7 +60,7 @@ class StoredTensor:
 
     path: Path
     offset: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     size: int
     """Number of bytes."""
     dtype: torch.dtype | None
@@ -118,7 +118,7 @@ def read_into(
         view: The memory.
         stored: Location of the tensor.
         ended: Event after which nothing more is read.
-        first: First byte of the tensor.
+        first: Offset in the tensor of the first byte to read.
 
     Raises:
         CheckpointError: The bytes cannot be read.
@@ -206,7 +206,7 @@ MAX_BUFFERED_READ_BYTES = 4 << 20
 MAX_IMAGE_READ_BYTES = 12 << 20
 """Largest size of a read to an image.
 
-Disks are a tenth faster than in reads of 4 MiB, and no buffer has to be as large.
+Such reads are a tenth faster than reads of 4 MiB, and they need no buffer.
 """
 CONCURRENT_READS = 2
 """Number of reads at a time."""
@@ -226,13 +226,13 @@ class TensorPart:
 
     stored: StoredTensor
     first: int
-    """First byte of the tensor."""
+    """Offset of the first byte in the tensor."""
     memory: torch.Tensor
     """Destination: uint8, on the CPU. Its size is the number of bytes."""
 
     @property
     def offset(self) -> int:
-        """First byte in the file."""
+        """Offset of the first byte in the file."""
         return self.stored.offset + self.first
 
     @property
@@ -246,7 +246,7 @@ class FileImage:
     """Memory with the same layout as a section of a file, so that tensors are views of it."""
 
     low: int
-    """First byte in the file: a multiple of a page, like the address of the memory."""
+    """Offset in the file: a multiple of a page, like the address of the memory."""
     memory: torch.Tensor
     """Complete pages: uint8, on the CPU. Bytes between tensors are overwritten."""
 
@@ -256,7 +256,7 @@ class FileBlock:
     """Section of one file that a single read transfers."""
 
     low: int
-    """First byte in the file, a multiple of a page."""
+    """Offset of the first byte in the file, a multiple of a page."""
     image: FileImage | None = None
     """Image that all parts are views of; None if the block is read to a buffer."""
     parts: list[TensorPart] = field(default_factory=list)

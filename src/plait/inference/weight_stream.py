@@ -66,7 +66,7 @@ class _StreamedParameter:
     leaf: str
     stored: StoredTensor
     start: int
-    """First byte in the slot."""
+    """Offset of the first byte in the slot."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class WeightStream:
         self._free = list(range(slot_count))
         self._threads = DaemonThreads(SLOTS, "plait-weights")
         self._coming: dict[int, tuple[Future[None], int]] = {}
-        """Read or copy, and slot, of every block that has a slot."""
+        """Read or copy of every block that has a slot, and the index of the slot."""
         self.handles: list[RemovableHandle] = []
         for index, name in enumerate(self.blocks):
             self._unbind(index)
@@ -274,7 +274,7 @@ class WeightStream:
         """Wait until the weights of a block are in its slot, or are being copied to it.
 
         Returns:
-            The slot.
+            Index of the slot.
 
         Raises:
             CheckpointError: The weights cannot be read, or the disk does not answer.

@@ -150,7 +150,7 @@ class Dataflow:
     A read before a block counts as a read by it.
     """
     foreign_tensors: set[str] = field(default_factory=set)
-    """Names of the tensors in `Trace.foreign_tensors` that were used."""
+    """Names of the tensors in `ForwardTrace.foreign_tensors` that were used."""
 
 
 class Untraceable(ModelError):

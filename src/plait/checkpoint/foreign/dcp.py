@@ -79,7 +79,7 @@ def _assembler(
     dtype: torch.dtype,
     chunks: list[Any],
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that reads all chunks, pairs (offsets, sizes), of a tensor."""
+    """Return a function that reads a tensor from its chunks, which are pairs (offsets, sizes)."""
     # Checked before memory is allocated: elements without a chunk would be uninitialized.
     if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
         raise CheckpointError(
