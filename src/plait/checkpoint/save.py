@@ -121,7 +121,8 @@ def snapshot(
     """
     if not tag or tag.startswith(".") or "/" in tag or tag == LATEST:
         raise CheckpointError(
-            f"tag = {tag!r}: a tag names a folder, so it must not contain '/' or start with '.'"
+            f"tag = {tag!r}: a tag names a folder, so it must not be empty or {LATEST}, contain"
+            " '/', or start with '.'"
         )
     coordinates = mesh.coordinates
     records = {

@@ -147,8 +147,8 @@ class Adapter:
                 difference = f"and the model's is {list(tensor.shape)}"
             if difference is not None:
                 raise InputError(
-                    f"--adapter {self.folder}: has {name} {list(stored.shape)}, {difference}; is it"
-                    " another model's?"
+                    f"--adapter {self.folder}: has {name} {list(stored.shape)}, {difference};"
+                    " pass an adapter of this model"
                 )
             if name not in adapter_tensors and base_tensor(name) in tied:
                 raise InputError(

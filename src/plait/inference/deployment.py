@@ -77,6 +77,11 @@ class InferenceWork:
     offload_cache: bool = False
     """True if keys and values are kept in host memory."""
 
+    @property
+    def demand(self) -> CacheDemand:
+        """Requests that the KV cache must hold."""
+        return CacheDemand(self.requests, self.tokens, compute_dtype(self.model).itemsize)
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -224,15 +229,14 @@ def deploy_streamed(
     if machine.on_gpu:
         host = cpu_budget if cpu_budget is not None else machine.host_bytes
 
-    itemsize = compute_dtype(work.model).itemsize
     layout = cache_layout_of(work.model)
-    demand = CacheDemand(work.requests, work.tokens, itemsize)
+    demand = work.demand
     cache = cache_bytes(layout, demand)
     activations = activation_bytes(
         getattr(work.model, "config", None),
         tokens=work.tokens * work.requests,
         requests=work.requests,
-        itemsize=itemsize,
+        itemsize=demand.itemsize,
     )
     activations += growing_bytes(layout, demand)
     cache_on_host = 0
@@ -317,13 +321,8 @@ def _deploy_placed(
         count = (tp or 1) * (pp or 1)
     memory = machine.memory_bytes if machine.on_gpu else machine.memory_bytes // count
 
-    needs = needs_of(work.model, requests=work.requests, tokens=work.tokens)
     layout = cache_layout_of(work.model)
-    demand = CacheDemand(work.requests, work.tokens, compute_dtype(work.model).itemsize)
-    if work.offload_cache:
-        # Host memory has the rest of the cache.
-        needs = replace(needs, cache=lambda tp, pp: offloaded_cache(layout, demand, tp=tp).device)
-    placed = place_model(needs, devices=count, device_bytes=memory, tp=tp, pp=pp)
+    placed = place_model(needs_of(work), devices=count, device_bytes=memory, tp=tp, pp=pp)
 
     cache_on_host = 0
     cache_copied = 0
@@ -333,7 +332,7 @@ def _deploy_placed(
                 f"--offload-cache: the model needs {placed.pp} pipeline stages, which cannot"
                 " prefetch the layers of an offloaded cache; leave it out"
             )
-        offloaded = offloaded_cache(layout, demand, tp=placed.tp)
+        offloaded = offloaded_cache(layout, work.demand, tp=placed.tp)
         cache_on_host = placed.tp * offloaded.pinned
         cache_copied = offloaded.copied
         _remaining_host_bytes(machine.host_bytes, cache_on_host)
@@ -467,7 +466,7 @@ class DoesNotFit(InputError):
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory requirements of a model for some requests."""
+    """Device memory that a model needs for some requests."""
 
     weight_bytes: int
     split_bytes: int
@@ -613,17 +612,13 @@ def _explanation(tp: int, pp: int) -> str:
     return f"{tp} devices of a machine do not hold it, but {pp} pipeline stages of {tp} devices do"
 
 
-def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
-    """Return the memory that a Transformers model needs for a number of requests.
-
-    Args:
-        model: The model, on the meta device.
-        requests: Number of requests.
-        tokens: Number of tokens of each.
+def needs_of(work: InferenceWork) -> Needs:
+    """Return the device memory that a Transformers model needs for some requests.
 
     Raises:
         InputError: The configuration does not define the numbers of heads and layers.
     """
+    model = work.model
     full: Any = model.config
     config = full.get_text_config(decoder=True)
     heads = largest_of_layers(config, "num_attention_heads")
@@ -645,15 +640,15 @@ def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
             split_bytes += size
 
     layout = cache_layout_of(model)
-    demand = CacheDemand(requests, tokens, compute_dtype(model).itemsize)
-    return Needs(
-        weight_bytes,
-        split_bytes,
-        lambda tp, pp: cache_bytes(layout, demand, tp=tp, pp=pp),
-        heads,
-        key_value_heads,
-        layers,
-    )
+    demand = work.demand
+
+    def cache_on_device(tp: int, pp: int) -> int:
+        if work.offload_cache:
+            # Host memory has the rest of the cache.
+            return offloaded_cache(layout, demand, tp=tp).device
+        return cache_bytes(layout, demand, tp=tp, pp=pp)
+
+    return Needs(weight_bytes, split_bytes, cache_on_device, heads, key_value_heads, layers)
 
 
 @destroying_new_group()

@@ -48,7 +48,6 @@ from plait.inference.weight_stream import (
 )
 from plait.model.blocks import find_blocks
 from plait.model.layers import first_names
-from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import WeightFiller, checked_model, destroying_new_group, shard
 from plait.sharded.load_weights import sources_of, stored_names, weight_files
@@ -80,17 +79,6 @@ class StreamingPlan:
 
 class BudgetTooSmall(InputError):
     """The budget is too small for the streamed layers and everything else."""
-
-
-class WeightStreamHook(StepHook):
-    """Hook that closes a stream of weights together with its model."""
-
-    def __init__(self, stream: WeightStream) -> None:
-        self.stream = stream
-
-    def close(self) -> None:
-        """End the threads and close the files."""
-        self.stream.close()
 
 
 def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
@@ -245,7 +233,7 @@ def load_streamed(
             stream = WeightStream(
                 model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
             )
-            parts = parts.with_hooks(WeightStreamHook(stream))
+            parts = parts.with_hooks(stream)
     sharded = ShardedModel(
         parts, mesh, resolved, forward=default_forward, variable="plait generate"
     )

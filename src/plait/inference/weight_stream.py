@@ -45,6 +45,7 @@ from plait.inference.weight_files import (
     StoredTensor,
     TensorPart,
 )
+from plait.parallel.hooks import StepHook
 
 SLOTS = 2
 """Number of slots: one with which a block computes, and one that is filled at the same time."""
@@ -125,11 +126,11 @@ class _Slot:
     """Event after the last computation with the slot."""
 
 
-class WeightStream:
+class WeightStream(StepHook):
     """Stream of the weights of some blocks of a model in one process.
 
     See Note [Slots of streamed weights] and Note [Order of copies]. The object owns threads, files
-    and slots, which `close` ends.
+    and slots. It is a hook of the model, so that it is closed together with the model.
 
     Args:
         model: The model.
@@ -213,7 +214,7 @@ class WeightStream:
         return sum(memory.size for memory in memories)
 
     def close(self) -> None:
-        """End the threads. The model cannot run afterwards."""
+        """End the threads and close the files. The model cannot run afterwards."""
         self._files.end()
         self._threads.shutdown(wait=self._files.stuck_block is None, cancel_futures=True)
         self._files.close()
