@@ -389,7 +389,8 @@ def test_a_file_that_another_program_has_made_meanwhile(tmp_path):
     lines, out = lines_of(tmp_path), tmp_path / "out"
 
     with pytest.raises(
-        InputError, match="another program has created it; the answers are in .*out.partial, so rename"
+        InputError,
+        match="another program has created it; the answers are in .*out.partial, so rename",
     ):
         write_one(out, lines, then=lambda: out.write_text("of another program", encoding="utf-8"))
     assert out.read_text(encoding="utf-8") == "of another program"

@@ -465,7 +465,7 @@ class DoesNotFit(InputError):
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Device memory that a model needs for some requests."""
 
     weight_bytes: int
@@ -500,7 +500,7 @@ class Placement:
 
 
 def place_model(
-    needs: Needs,
+    needs: MemoryNeeds,
     *,
     devices: int,
     device_bytes: int,
@@ -549,7 +549,7 @@ def place_model(
     )
 
 
-def _candidates(needs: Needs, devices: int) -> Iterator[tuple[int, int]]:
+def _candidates(needs: MemoryNeeds, devices: int) -> Iterator[tuple[int, int]]:
     """Yield the degrees (tp, pp) in the order in which they are tried.
 
     See Note [Choice of a placement].
@@ -564,7 +564,7 @@ def _candidates(needs: Needs, devices: int) -> Iterator[tuple[int, int]]:
     yield from sorted(others, key=lambda pair: (pair[0] * pair[1], -pair[0]))
 
 
-def _tensor_degrees(needs: Needs, devices: int) -> list[int]:
+def _tensor_degrees(needs: MemoryNeeds, devices: int) -> list[int]:
     """Return the degrees of tensor parallelism that a model allows on a number of devices."""
     return [
         degree
@@ -578,7 +578,7 @@ def _can_split(degree: int, key_value_heads: int) -> bool:
     return key_value_heads % degree == 0 or degree % key_value_heads == 0
 
 
-def _check_choices(needs: Needs, devices: int, *, tp: int | None, pp: int | None) -> None:
+def _check_choices(needs: MemoryNeeds, devices: int, *, tp: int | None, pp: int | None) -> None:
     degrees = ", ".join(map(str, _tensor_degrees(needs, devices)))
     if tp is not None and (tp < 1 or needs.heads % tp or not _can_split(tp, needs.key_value_heads)):
         raise InputError(
@@ -612,7 +612,7 @@ def _explanation(tp: int, pp: int) -> str:
     return f"{tp} devices of a machine do not hold it, but {pp} pipeline stages of {tp} devices do"
 
 
-def needs_of(work: InferenceWork) -> Needs:
+def needs_of(work: InferenceWork) -> MemoryNeeds:
     """Return the device memory that a Transformers model needs for some requests.
 
     Raises:
@@ -648,7 +648,7 @@ def needs_of(work: InferenceWork) -> Needs:
             return offloaded_cache(layout, demand, tp=tp).device
         return cache_bytes(layout, demand, tp=tp, pp=pp)
 
-    return Needs(weight_bytes, split_bytes, cache_on_device, heads, key_value_heads, layers)
+    return MemoryNeeds(weight_bytes, split_bytes, cache_on_device, heads, key_value_heads, layers)
 
 
 @destroying_new_group()

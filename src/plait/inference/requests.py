@@ -28,7 +28,7 @@ class GenerationRequest:
     """Seed of its draws; None without sampling."""
 
     @property
-    def most_seen(self) -> int:
+    def max_tokens_read(self) -> int:
         """Largest number of tokens that the model reads. It never reads the last new token."""
         return len(self.token_ids) + max(self.new_tokens - 1, 0)
 
@@ -295,7 +295,7 @@ def text_after(
     # The new tokens may complete the prompt's last character.
     before = text_of(tokenizer, tail, **options).rstrip(_REPLACEMENT)
     text = text_of(tokenizer, [*tail, *token_ids], **options)
-    return _text_behind(before, text)
+    return _text_after_prefix(before, text)
 
 
 class TextStream:
@@ -346,13 +346,13 @@ class TextStream:
         return text_after(self._tokenizer, self._prompt, self._tokens, skip_special_tokens=True)
 
     def _advance(self, text: str) -> str:
-        new = _text_behind(self._returned, text)
+        new = _text_after_prefix(self._returned, text)
         self._returned = text
         self._waited = 0
         return new
 
 
-def _text_behind(before: str, text: str) -> str:
+def _text_after_prefix(before: str, text: str) -> str:
     """Return the end of `text` that follows `before`.
 
     If `text` does not begin with `before`, the prefix of `text` that is most similar is left out.

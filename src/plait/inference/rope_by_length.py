@@ -43,7 +43,7 @@ class RopeByLength:
         return self.kind in (LONGROPE, DYNAMIC)
 
     @property
-    def reads_anew(self) -> bool:
+    def rereads_tokens(self) -> bool:
         """True if the tokens of a request are read again when it exceeds the original length."""
         return self.kind == LONGROPE
 
@@ -113,7 +113,7 @@ def group_requests(
     for index, (prompt, most) in enumerate(lengths):
         if rope is None or most <= rope.original:
             group = 0
-        elif rope.reads_anew and prompt > rope.original:
+        elif rope.rereads_tokens and prompt > rope.original:
             # They have the second set from the start, with or without padding.
             group = -1
         else:
@@ -127,7 +127,7 @@ def group_requests(
     return batches
 
 
-def refuse_past(rope: RopeByLength | None, tokens: int, what: str, remedy: str) -> None:
+def refuse_above_original(rope: RopeByLength | None, tokens: int, what: str, remedy: str) -> None:
     """Raise InputError if a request may exceed the original length.
 
     Args:

@@ -381,7 +381,7 @@ class FileReader:
         self._running[threading.get_ident()] = time.monotonic(), block
         try:
             self._read_block(block)
-            self._files[block.path].refuse_other_bytes(block.path)
+            self._files[block.path].refuse_changed_file(block.path)
         finally:
             del self._running[threading.get_ident()]
 
@@ -502,7 +502,7 @@ class _OpenFile:
         # The lowest bit of a page is set if the page is in memory.
         return bool((pages & 1).all())
 
-    def refuse_other_bytes(self, path: Path) -> None:
+    def refuse_changed_file(self, path: Path) -> None:
         """Raise CheckpointError if the file has been written to since it was opened.
 
         Otherwise a forward could mix layers of two models. If the path was replaced by a new file,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import InputError
-from plait.inference.deployment import Needs, place_model
+from plait.inference.deployment import MemoryNeeds, place_model
 
 GIB = 2**30
 
@@ -15,7 +15,7 @@ def shared(size, heads):
     return lambda tp, pp: -(-size // (min(tp, heads) * pp))
 
 
-LLAMA_70B = Needs(
+LLAMA_70B = MemoryNeeds(
     weight_bytes=131 * GIB,
     split_bytes=131 * GIB,
     cache=shared(10 * GIB, 8),
