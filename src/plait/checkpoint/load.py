@@ -77,8 +77,8 @@ class Reader:
         self.layout = checkpoint.manifest.layout
         if len(self.manifest.ranks) != self.layout.world_size:
             raise CheckpointError(
-                f"{self.path}: its manifest names {len(self.manifest.ranks)} ranks and a layout of"
-                f" {self.layout.world_size}"
+                f"{self.path}: its manifest names {len(self.manifest.ranks)} ranks, but a layout"
+                f" of {self.layout.world_size} ranks"
             )
         self._last_read: tuple[int, RankManifest] | None = None
         leaders = [self._rank_manifest(rank) for rank in self.manifest.leaders]
@@ -140,8 +140,8 @@ class Reader:
                         )
                     elif record is None:
                         raise CheckpointError(
-                            f"{self._file(rank)} contains {name}, which the checkpoint's list of"
-                            " tensors lacks"
+                            f"{self._file(rank)} contains {name}, which the checkpoint's manifests"
+                            " do not list"
                         )
                     elif record.stages[0] != coordinates["pp"]:
                         # Tied weights are counted on their first stage only.

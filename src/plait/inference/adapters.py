@@ -136,7 +136,7 @@ class Adapter:
         if missing := sorted(adapter_tensors.keys() - self.stored.keys()):
             raise InputError(
                 f"--adapter {self.folder}: {WEIGHTS} lacks {len(missing)} of its tensors, first"
-                f" {missing[0]}"
+                f" {missing[0]}; save the adapter again with PEFT"
             )
         for name, stored in self.stored.items():
             tensor = adapter_tensors.get(name, base.get(base_tensor(name)))
@@ -234,7 +234,7 @@ def base_folder(folder: Path) -> Path:
     if not base or not Path(base).is_dir():
         raise InputError(
             f"--model {folder}: is an adapter, but {base!r}, which it names as its base, is not"
-            f" a folder here; pass --model BASE --adapter {folder}"
+            f" a folder on this machine; pass --model BASE --adapter {folder}"
         )
     return Path(base)
 

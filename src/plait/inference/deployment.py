@@ -193,7 +193,7 @@ def deploy(
         if tp is not None or pp is not None or devices is not None:
             raise
         streamed = deploy_streamed(work, machine=machine)
-        return replace(streamed, why=f"this machine's devices cannot hold it: {streamed.why}")
+        return replace(streamed, why=f"no layout of these devices holds it: {streamed.why}")
 
 
 def deploy_streamed(
@@ -672,7 +672,8 @@ def load_model(
     world_size = place().world_size
     if world_size != tp * pp:
         raise InputError(
-            f"tp = {tp} x pp = {pp} are {tp * pp} processes, but {world_size} were started"
+            f"tp = {tp} x pp = {pp} are {tp * pp} processes, but {world_size} were started; start"
+            f" {tp * pp}"
         )
     parallel: dict[str, Any] = {"tp": tp, "pp": pp}
     if tp > 1:

@@ -193,7 +193,7 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
             continue
         if name in NEUTRAL:
             raise InputError(
-                f"{name} = {value!r} is not supported by generate; leave it out, or give"
+                f"{name} = {value!r} is not supported by generate; leave it out, or pass"
                 f" {NEUTRAL[name]}"
             )
         raise InputError(f"generate has no setting `{name}`; it has {', '.join(NAMES)}")

@@ -324,7 +324,7 @@ def _logits_of(output: Any) -> torch.Tensor:
         logits = output[0]
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
         raise InputError(
-            "generate needs logits [batch, sequence, vocabulary] and the model's output is a"
+            "generate needs logits [batch, sequence, vocabulary], but the model's output is a"
             f" {type(output).__name__} without them; return a tensor, or an object with `logits`"
         )
     return logits

@@ -98,7 +98,8 @@ def _location(path: Path, name: str, entry: dict[str, Any], begin: int, size: in
     low, high = entry["data_offsets"]
     if begin + high > size:
         raise CheckpointError(
-            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is truncated"
+            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is truncated:"
+            " download or save it again"
         )
     dtype = _DTYPES.get(entry["dtype"])
     shape = tuple(entry["shape"])
@@ -135,7 +136,7 @@ def read_into(
         if not count:
             raise CheckpointError(
                 f"{stored.path} ends at byte {begin + done:,}, before the end of a tensor: the file"
-                " was truncated"
+                " was truncated; download or save it again"
             )
         done += count
 

@@ -349,8 +349,8 @@ def _replicate_keys(
     for name, style in styles.items():
         if style == "kv_replicated" and name not in kv_heads:
             raise ModelError(
-                f"{name} is 'kv_replicated', but its number of heads is not known; keep it on its"
-                " module as num_key_value_heads"
+                f"{name} is 'kv_replicated', but its number of heads is not known; set"
+                " num_key_value_heads on its module"
             )
     return changed, kv_heads
 

@@ -136,7 +136,7 @@ def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
     changed(adapter, base_model_name_or_path="someone/model")
     with pytest.raises(
         InputError,
-        match="'someone/model', which it names as its base, is not a folder here; pass --model BASE --adapter",
+        match="'someone/model', which it names as its base, is not a folder on this machine; pass --model BASE --adapter",
     ):
         open_source(adapter)
 

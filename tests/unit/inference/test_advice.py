@@ -61,7 +61,7 @@ def test_calls(monkeypatch):
         Case(("ask for fewer new tokens (max_new_tokens), or fewer requests at once (batch_size)",), lambda: crowded(max_new_tokens=8), lambda: crowded(max_new_tokens=8, batch_size=1) and crowded(max_new_tokens=2)),
         Case(("ask for fewer new tokens, or shorten the prompt",), lambda: generated(max_new_tokens=10**6), lambda: generated(max_new_tokens=3)),
         *(
-            Case((f"leave it out, or give {value}",), partial(generated, **{name: changed}), partial(generated, **{name: value}))
+            Case((f"leave it out, or pass {value}",), partial(generated, **{name: changed}), partial(generated, **{name: value}))
             for name, (changed, value) in neutral.items()
         ),
         *(

@@ -53,7 +53,7 @@ def test_what_no_layout_holds_is_streamed(work, monkeypatch):
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
     found = deploy(work, tp=None, pp=None, devices=None)
     assert found.why.startswith(
-        "this machine's devices cannot hold it: "
+        "no layout of these devices holds it: "
     ) and found.budget_bytes == int(0.92 * 5 * MIB)
     assert (
         found.tp == found.pp == 1
