@@ -105,7 +105,6 @@ def plait(
         )
     else:
         sharded = load_model(source)
-    found = [hook.stream for hook in sharded.hooks.all if hasattr(hook, "stream")]
 
     def run(requests: int, tokens: int) -> list[list[int]]:
         with (
@@ -120,7 +119,7 @@ def plait(
                 )
             ]
 
-    return run, found[0] if found else None
+    return run, sharded.hooks.find(WeightStream)
 
 
 @cache

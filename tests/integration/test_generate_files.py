@@ -166,7 +166,7 @@ def test_another_command_writes_the_answers(folder, tmp_path, capsys):
     with answer_file(out, lines, {}) as answers:
         run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
         assert (
-            f"--out {out}: another command writes it now; wait until it ends"
+            f"--out {out}: another command is writing it; wait until it ends"
             in capsys.readouterr().err
         )
         answers.add([MADE])
@@ -284,7 +284,7 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path):
     partial, described = kept(tmp_path, lines), tmp_path / "out.partial.json"
     before = partial.read_bytes()
     for change, other, words in (
-        (lines[:1], {"--seed": 1}, "its --prompts are others"),
+        (lines[:1], {"--seed": 1}, "its --prompts differ"),
         (lines, {"--seed": 2}, "--seed was 1 and is 2"),
         (lines, {"--seed": 1, "--top-k": 3}, "--top-k was not given and is 3"),
     ):
@@ -389,7 +389,8 @@ def test_a_file_that_another_program_has_made_meanwhile(tmp_path):
     lines, out = lines_of(tmp_path), tmp_path / "out"
 
     with pytest.raises(
-        InputError, match="another program has created it; the answers are in .*out.partial: rename"
+        InputError,
+        match="another program has created it; the answers are in .*out.partial, so rename",
     ):
         write_one(out, lines, then=lambda: out.write_text("of another program", encoding="utf-8"))
     assert out.read_text(encoding="utf-8") == "of another program"

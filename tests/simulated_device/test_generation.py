@@ -14,7 +14,6 @@ from plait.inference import streamed_model, weight_files, weight_stream
 from plait.inference.capacity import LAYERS_ON_DEVICE, CacheDemand, cache_bytes, cache_layout_of
 from plait.inference.source import open_source
 from plait.inference.streamed_model import (
-    WeightStreamHook,
     load_streamed,
     plan_streaming,
     tensors_of,
@@ -68,7 +67,7 @@ def generated(rank, world, folder, budget, host, times):
         open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
     )
     held = torch.accelerator.memory_allocated()
-    streaming = sharded.hooks.find(WeightStreamHook)
+    streaming = sharded.hooks.find(weight_stream.WeightStream)
     assert streaming is not None
     copied = device.copies()
     tokens = [
@@ -80,8 +79,8 @@ def generated(rank, world, folder, budget, host, times):
     ]
     seen = {
         "copies": {way: count - copied[way] for way, count in device.copies().items()},
-        "streamed": len(planned.streamed), "on host": len(planned.on_host), "pinned": streaming.stream.host_bytes,
-        "held": held, "peak": torch.accelerator.max_memory_allocated(), "read": streaming.stream.bytes_read,
+        "streamed": len(planned.streamed), "on host": len(planned.on_host), "pinned": streaming.host_bytes,
+        "held": held, "peak": torch.accelerator.max_memory_allocated(), "read": streaming.bytes_read,
     }  # fmt: skip
     sharded.close()
     weight_files.read_into, streamed_model.WeightStream = read, weight_stream.WeightStream

@@ -1,4 +1,4 @@
-"""Folder of checkpoints: lists complete ones, chooses the one to resume from, deletes old ones.
+"""Folders of checkpoints: the complete checkpoints, the one to resume from, and pruning.
 
 Note [Layout of a folder]
     step-00000100/             manifest.json, manifest.sha256, and per rank 00000.json and
@@ -45,7 +45,7 @@ class CheckpointFolder:
     path: Place
     manifest: Manifest
     notes: tuple[str, ...] = ()
-    """Reasons why it was chosen if LATEST does not simply name it."""
+    """Reasons for choosing it, if it is not simply the checkpoint that LATEST names."""
 
     def rank_manifest(self, rank: int) -> RankManifest:
         """Read the manifest of a rank.
@@ -138,7 +138,7 @@ def _checkpoint_of_tag(
     if (folder / tag).is_dir():
         read_manifest(folder / tag)  # its error is more specific
     raise CheckpointError(
-        f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(checkpoints)}"
+        f"{folder / tag}: is not a complete checkpoint; {folder} holds {_list(checkpoints)}"
     )
 
 
@@ -176,7 +176,8 @@ def _candidates_from_pointer(
         reason = f"{folder / pointer.tag} is missing, incomplete, or damaged"
         if not checkpoints:
             raise CheckpointError(
-                f"{folder / LATEST} names {pointer.tag}, but {reason}; no other checkpoint is there"
+                f"{folder / LATEST} names {pointer.tag}, but {reason}, and no other one is"
+                " complete; restore one, or name another folder"
             )
         return _with_note(
             checkpoints,
@@ -196,7 +197,7 @@ def _candidates_from_pointer(
         return _with_note(
             [latest, *older],
             f"{folder / LATEST} was written for an older checkpoint with the name {pointer.tag};"
-            " the one that is there now is loaded",
+            " the one that has the name now is loaded",
         )
     if newer:
         return _with_note(
@@ -215,9 +216,9 @@ def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder |
 def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
     """Delete all but the `keep` newest complete checkpoints, and remains of interrupted deletions.
 
-    Never deletes the checkpoint that LATEST names, a copy under another name, or a folder with
-    files that a save does not write: they belong to the user and do not count as checkpoints to
-    keep. One rank calls this after a save. Failures are warnings.
+    The checkpoint that LATEST names is never deleted. Copies under other names, and folders with
+    files that a save does not write, belong to the user: they are not deleted, and do not count as
+    checkpoints to keep. One rank calls this after a save. A failure only causes a warning.
 
     Args:
         folder: Folder of checkpoints.
@@ -245,7 +246,7 @@ def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
     except OSError as error:
         warn(
             f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they only"
-            " take up space"
+            " take up space, and the next save tries again"
         )
 
 

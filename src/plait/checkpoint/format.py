@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Self, TypeVar
@@ -67,7 +67,7 @@ MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
 LATEST = "LATEST"
 _MAX_BYTES = 1 << 30
-"""Largest JSON file that is read. A model with a million tensors needs a quarter of it."""
+"""Size of the largest JSON file that is read. A million tensors need a quarter of it."""
 M = TypeVar("M", bound=Policy)
 
 
@@ -87,7 +87,7 @@ class FileEntry(Policy):
 
 
 class FileManifest(Policy):
-    """List of the tensors in a rank's file."""
+    """Manifest of a rank's file: the position and hash of each tensor."""
 
     file: str
     size: NonNegativeInt
@@ -185,13 +185,13 @@ def _encode_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 class ShardReader:
     """Reader of the tensors of one file.
 
-    From a local file only the requested part of a tensor is read; from a store all of its bytes.
-    Hashes are not compared. Entering the context and reading raise CheckpointError, also if the
-    file and its list do not agree.
+    From a local file, only the requested part of a tensor is read; from a store, all of its bytes.
+    Hashes are not compared. Entering the context and reading raise CheckpointError if the file
+    cannot be read, or does not agree with its manifest.
 
     Args:
         path: The file.
-        manifest: Its list.
+        manifest: Manifest of the file.
     """
 
     def __init__(self, path: Place, manifest: FileManifest) -> None:
@@ -249,8 +249,8 @@ class ShardReader:
             shape = list(view.get_shape())
             if (dtype_name, shape) != (_DTYPES[dtype_of(record)], expected_shape):
                 raise CheckpointError(
-                    f"{self._path}: {name} is {dtype_name} {shape} in the file, and its list says"
-                    " otherwise"
+                    f"{self._path}: {name} is {dtype_name} {shape} in the file, but its manifest"
+                    " says otherwise"
                 )
             return view[part] if part else self._file.get_tensor(name)
 
@@ -266,11 +266,11 @@ class ShardReader:
         return _read_from_store(self._store, self._manifest.entries[name], dtype, entry["shape"])
 
     def _read_header(self, store: StorePath) -> dict[str, Any]:
-        """Return the header of a file in a store, if it matches the list."""
+        """Return the header of a file in a store. Raises CheckpointError if it is not as listed."""
         length = int.from_bytes(store.read_bytes(0, 8), "little")
         if length > self._manifest.size:
             raise CheckpointError(
-                f"{self._path}: its header has {length:,} bytes, but the file"
+                f"{self._path}: its header would have {length:,} bytes, but the whole file has"
                 f" {self._manifest.size:,}"
             )
         header: dict[str, Any] = json.loads(store.read_bytes(8, 8 + length))
@@ -278,9 +278,9 @@ class ShardReader:
         return header
 
     def _check_offsets(self, header: dict[str, Any], start: int) -> None:
-        """Raise CheckpointError unless header and list agree on the position of every tensor.
+        """Raise CheckpointError unless header and manifest agree on the position of every tensor.
 
-        Hashes cover the ranges of the list, but tensors are read from the ranges of the header.
+        Hashes cover the ranges of the manifest, but tensors are read from those of the header.
 
         Args:
             header: Header of the safetensors file.
@@ -298,8 +298,8 @@ class ShardReader:
         for name in sorted(header_ranges.keys() | listed_ranges.keys()):
             if header_ranges.get(name) != listed_ranges.get(name):
                 raise CheckpointError(
-                    f"{self._path}: its header and its list do not agree where {name} lies in the"
-                    " file"
+                    f"{self._path}: its header and its manifest give {name} different positions in"
+                    " the file"
                 )
 
     @contextmanager
@@ -337,7 +337,7 @@ def _read_from_store(
 
 
 def check_size(path: Place, manifest: FileManifest) -> None:
-    """Compare the size of a file with its list.
+    """Compare the size of a file with its manifest.
 
     Raises:
         CheckpointError: The file is missing or has another size.
@@ -360,42 +360,42 @@ def check_size(path: Place, manifest: FileManifest) -> None:
 def check_entry(
     path: Place, manifest: FileManifest, name: str, record: TensorRecord, window: Window
 ) -> FileEntry:
-    """Return the entry of a tensor in a file's list.
+    """Return the entry of a tensor in the manifest of a file.
 
     Args:
         path: The file.
-        manifest: Its list.
+        manifest: Manifest of the file.
         name: Name of the tensor.
         record: Record of the full tensor.
         window: Window that the file should have.
 
     Raises:
-        CheckpointError: The list does not have the tensor, or has it with another size.
+        CheckpointError: The manifest does not list the tensor, or lists it with another size.
     """
     entry = manifest.entries.get(name)
     dtype = dtype_of(record)
     if entry is None:
         raise CheckpointError(
-            f"{path}: its list lacks {name}, although the layout assigns a part of it to this file"
+            f"{path}: its manifest lacks {name}, of which the layout assigns a part to this file"
         )
     size = math.prod(length for _, length in window) * dtype.itemsize
     if dtype not in _DTYPES or entry.size != size:
         raise CheckpointError(
-            f"{path}: {name} has {entry.size:,} bytes there, and its shape and dtype"
+            f"{path}: {name} has {entry.size:,} bytes in the file, but its shape and dtype"
             f" ({record.dtype}) take {size:,}"
         )
     return entry
 
 
 def verify_shards(
-    path: Place, manifest: FileManifest, *, entries: Callable[[str], bool] = lambda _: True
+    path: Place, manifest: FileManifest, *, names: Collection[str] | None = None
 ) -> None:
     """Compare the header and tensors of a file with their hashes.
 
     Args:
         path: The file.
-        manifest: Its list.
-        entries: Selects the tensors to compare by name.
+        manifest: Manifest of the file.
+        names: Names of the tensors to compare. None compares all.
 
     Raises:
         CheckpointError: A tensor or the header was changed after it was written. The error names
@@ -408,7 +408,9 @@ def verify_shards(
         if _digest(stream, 0, header_size) != manifest.header_sha256:
             raise CheckpointError(f"{path}: its header was changed after it was written")
         for name, entry in manifest.entries.items():
-            if entries(name) and _digest(stream, entry.offset, entry.size) != entry.sha256:
+            if names is not None and name not in names:
+                continue
+            if _digest(stream, entry.offset, entry.size) != entry.sha256:
                 raise CheckpointError(f"{path}: {name} was changed after it was written")
 
 
@@ -444,9 +446,9 @@ class Manifest(Policy):
     ranks: tuple[str, ...]
     """sha256 of every rank's manifest."""
     content: str
-    """Hash of all tensors of model and optimizer, equal on every layout (`ContentHash`)."""
+    """Hash of all tensors of model and optimizer (`ContentHash`). It is equal on every layout."""
     own_content: str
-    """Hash of tensors of single ranks (generators, residuals), equal on the same layout only."""
+    """Hash of the ranks' own tensors (generators, residuals). It is equal on one layout only."""
     metadata: dict[str, Any]
     """JSON values: counters, records of optimizer and scheduler, the client's state."""
 

@@ -1,4 +1,4 @@
-"""List, verify, compare and prune checkpoints in one process without a model.
+"""Inspection and pruning of checkpoints in one process, without a model.
 
 These functions implement the commands `plait checkpoint ls`, `verify`, `diff` and `prune`.
 """
@@ -120,7 +120,9 @@ def open_checkpoint(place: Place) -> CheckpointFolder:
     """
     with reading(place):
         if not place.is_dir():
-            raise InputError(f"{place}: no such folder; name a checkpoint, or a folder of them")
+            raise InputError(
+                f"{place}: no such folder; name a checkpoint, or a folder of checkpoints"
+            )
         if (place / MANIFEST).exists():
             return CheckpointFolder(place, read_manifest(place))
         folder = checkpoints_of(place)
@@ -157,7 +159,7 @@ def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
     content, rank_content = reader.content()
     for kind, expected, actual in (
         ("model and optimizer", checkpoint.manifest.content, content),
-        ("the ranks' own", checkpoint.manifest.own_content, rank_content),
+        ("single ranks", checkpoint.manifest.own_content, rank_content),
     ):
         if expected != actual:
             raise CheckpointError(
@@ -172,7 +174,7 @@ class TensorDifference:
 
     name: str
     what: str
-    """`only in the first`, the shapes, or the largest absolute difference."""
+    """Difference as text: `only in the first`, both shapes, or the largest absolute difference."""
     elements: int = 0
     """Number of elements that differ."""
 
@@ -268,7 +270,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Place) -> None:
-    """Delete what a killed save left behind, except a checkpoint whose replacement is missing."""
+    """Delete what a killed save left, except a checkpoint whose replacement is missing."""
     for path in entries(folder):
         successor = folder / path.name[1:].removesuffix(".replaced")
         # Without its manifest the successor is incomplete, and the replaced one is still loaded.

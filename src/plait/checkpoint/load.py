@@ -1,4 +1,4 @@
-"""Read a checkpoint: verify it, compare it with the model, and fill this rank's tensors.
+"""Reading of checkpoints: verification, comparison with a model, and loading of tensors.
 
 The layout of the reading ranks is independent of the layout that wrote the checkpoint: each rank
 reads the parts of files that overlap with its shards (see Note [Windows] in
@@ -49,7 +49,7 @@ Verify = Literal["full", "sample", "off"]
 """Extent of the verification.
 
 full: every byte is compared with its hash. sample: the header and every eighth tensor of each file.
-off: sizes of files and hashes of the lists only.
+off: only sizes of files and hashes of manifests.
 """
 _SAMPLE_STRIDE = 8
 
@@ -69,7 +69,7 @@ class Reader:
         """Open a checkpoint.
 
         Raises:
-            CheckpointError: A list of tensors is missing or damaged.
+            CheckpointError: The manifest of a rank is missing or damaged.
         """
         self._checkpoint = checkpoint
         self.path = checkpoint.path
@@ -77,8 +77,8 @@ class Reader:
         self.layout = checkpoint.manifest.layout
         if len(self.manifest.ranks) != self.layout.world_size:
             raise CheckpointError(
-                f"{self.path}: its manifest names {len(self.manifest.ranks)} ranks and a layout of"
-                f" {self.layout.world_size}"
+                f"{self.path}: its manifest names {len(self.manifest.ranks)} ranks, but a layout"
+                f" of {self.layout.world_size} ranks"
             )
         self._last_read: tuple[int, RankManifest] | None = None
         leaders = [self._rank_manifest(rank) for rank in self.manifest.leaders]
@@ -115,8 +115,8 @@ class Reader:
         stride = 1 if extent == "full" else _SAMPLE_STRIDE
         for file_rank in file_ranks:
             shards = self._rank_manifest(file_rank).shards
-            selected = set(list(shards.entries)[::stride])
-            verify_shards(self._file(file_rank), shards, entries=selected.__contains__)
+            names = set(list(shards.entries)[::stride])
+            verify_shards(self._file(file_rank), shards, names=names)
 
     def content(self) -> tuple[str, str]:
         """Return the content hashes of the shared tensors, and of the tensors of single ranks.
@@ -140,8 +140,8 @@ class Reader:
                         )
                     elif record is None:
                         raise CheckpointError(
-                            f"{self._file(rank)} contains {name}, which the checkpoint's list of"
-                            " tensors lacks"
+                            f"{self._file(rank)} contains {name}, which the checkpoint's manifests"
+                            " do not list"
                         )
                     elif record.stages[0] != coordinates["pp"]:
                         # Tied weights are counted on their first stage only.
@@ -343,8 +343,8 @@ def build_described_model(
     identity = client.get("identity") if isinstance(client, dict) else None
     if not isinstance(identity, dict):
         raise CheckpointError(
-            f"{checkpoint.path} was not written by plait train, so it does not say which model it"
-            " is; plait.load_trained(model, folder) loads its weights into yours"
+            f"{checkpoint.path} was not written by plait train, so it does not record its model;"
+            " build the model yourself, and load its weights with plait.load_trained(model, folder)"
         )
     fields = {}
     for name, value in identity.items():

@@ -106,10 +106,6 @@ class StorePath:
         """Return True if the path is an object."""
         return bool(self._store.isfile(self._key))
 
-    def is_symlink(self) -> bool:
-        """Return False, because stores have no links."""
-        return False
-
     def iterdir(self) -> Iterator[StorePath]:
         """Return the objects and folders in a folder."""
         return (self / name for name in self.sizes())
@@ -209,7 +205,7 @@ def place_of(place: str | Path | StorePath, field: str = "folder") -> Place:
 
 
 class Files:
-    """File system of this machine. Every method raises OSError."""
+    """File system of this machine. Every method may raise OSError."""
 
     def make_folder(self, path: Path, *, parents: bool = False) -> None:
         """Create a new folder.
@@ -274,7 +270,7 @@ class ByteSink(Protocol):
 
 
 def is_temporary(path: Place) -> bool:
-    """Return True for names that a save or a deletion uses temporarily."""
+    """Return True if the name of a file or folder is one that saves use temporarily."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY_SUFFIXES)
 
 
@@ -389,7 +385,7 @@ def remove(path: Place) -> None:
 
 
 def remove_if_possible(path: Path) -> None:
-    """Delete something that only takes up space. Errors are ignored."""
+    """Delete a file or folder that only takes up space. Errors are ignored."""
     with suppress(OSError):
         remove(path)
 

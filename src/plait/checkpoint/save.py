@@ -1,4 +1,4 @@
-"""Write a checkpoint, in place or in a thread: files of every rank, one rename, then LATEST.
+"""Writing of checkpoints, in the calling thread or in the background.
 
 Note [Life of a save]
     1. `snapshot` selects the tensors that this rank writes. Replicated tensors are written by one
@@ -79,13 +79,15 @@ class Snapshot:
     tag: str
     mesh: Mesh
     tensors: Mapping[str, torch.Tensor]
-    """Plain local tensors: shards to write, and under `rank.` tensors that only this rank has."""
+    """Plain local tensors by name: shards to write, and the rank's own tensors under `rank.`."""
     written: Mapping[str, TensorRecord]
     """Records of the shards that this rank writes."""
     records: Mapping[str, TensorRecord]
-    """Records of all tensors of the pipeline stage on its first rank, empty on the others."""
+    """Records of all tensors of the pipeline stage. Empty except on the stage's first rank."""
     values: Mapping[str, Any]
+    """JSON values of the pipeline stage. Empty except on the stage's first rank."""
     metadata: Mapping[str, Any]
+    """JSON values of the checkpoint. Those of rank 0 are written."""
 
     @property
     def size(self) -> int:
@@ -119,7 +121,8 @@ def snapshot(
     """
     if not tag or tag.startswith(".") or "/" in tag or tag == LATEST:
         raise CheckpointError(
-            f"tag = {tag!r}: a tag names a folder, so it must not contain '/' or start with '.'"
+            f"tag = {tag!r}: a tag names a folder, so it must not be empty or {LATEST}, contain"
+            " '/', or start with '.'"
         )
     coordinates = mesh.coordinates
     records = {

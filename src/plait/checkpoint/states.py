@@ -44,7 +44,7 @@ _STATES_OF_OPTIONS = {
 first step only.
 """
 StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
-"""Allocates a state of its parameter's shape from (parameter, name of the state, dtype)."""
+"""Function from (parameter, name of the state, dtype) to a new state of the parameter's shape."""
 
 
 def save_trained_only(model: nn.Module) -> None:

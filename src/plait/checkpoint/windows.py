@@ -1,4 +1,4 @@
-"""Windows of tensors: the part of each rank, and a hash that is equal for every layout.
+"""Windows of tensors (the part that a rank has), and a hash that is equal for every layout.
 
 Note [Windows]
     A window is the (start, length) of a rank's part in every dimension. A tensor is split along
@@ -206,6 +206,7 @@ class TensorBlock:
     row: int
     """Index of the first row in the local tensor."""
     column: int
+    """Index of the first column in the local tensor."""
     block: torch.Tensor
     """Elements on the CPU, of shape [rows, columns]."""
 

@@ -354,8 +354,8 @@ def _longest_request(
         InputError: The model cannot answer a prompt. The message names the prompt.
     """
     from plait.inference.capacity import check_positions
-    from plait.inference.generation_settings import settings_of, tokens_of_model
-    from plait.inference.requests import check_ids, check_room, prompt_token_ids
+    from plait.inference.generation_settings import check_ids, settings_of, tokens_of_model
+    from plait.inference.requests import check_room, prompt_token_ids
 
     generation_settings = settings_of(model, settings)
     vocabulary = tokens_of_model(model)

@@ -45,7 +45,7 @@ _IGNORED_FIELDS = {
     *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "modules_to_save"),
     *("init_lora_weights",),
 }
-"""Fields that change no result, that follow from the file's tensors, or that are checked here."""
+"""Fields that change no result, or follow from the file's tensors, or are checked separately."""
 _INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that do not change the weights of the base model."""
 
@@ -136,7 +136,7 @@ class Adapter:
         if missing := sorted(adapter_tensors.keys() - self.stored.keys()):
             raise InputError(
                 f"--adapter {self.folder}: {WEIGHTS} lacks {len(missing)} of its tensors, first"
-                f" {missing[0]}"
+                f" {missing[0]}; save the adapter again with PEFT"
             )
         for name, stored in self.stored.items():
             tensor = adapter_tensors.get(name, base.get(base_tensor(name)))
@@ -147,8 +147,8 @@ class Adapter:
                 difference = f"and the model's is {list(tensor.shape)}"
             if difference is not None:
                 raise InputError(
-                    f"--adapter {self.folder}: has {name} {list(stored.shape)}, {difference}; is it"
-                    " another model's?"
+                    f"--adapter {self.folder}: has {name} {list(stored.shape)}, {difference};"
+                    " pass an adapter of this model"
                 )
             if name not in adapter_tensors and base_tensor(name) in tied:
                 raise InputError(
@@ -234,7 +234,7 @@ def base_folder(folder: Path) -> Path:
     if not base or not Path(base).is_dir():
         raise InputError(
             f"--model {folder}: is an adapter, but {base!r}, which it names as its base, is not"
-            f" a folder here; pass --model BASE --adapter {folder}"
+            f" a folder on this machine; pass --model BASE --adapter {folder}"
         )
     return Path(base)
 

@@ -34,6 +34,7 @@ from plait._torch.operators import TorchFunctionMode
 from plait._torch.units import sharded_modules, sharded_parameters
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError, PlaitError, first_line
+from plait.inference.rope_by_length import DYNAMIC, rope_of_config
 from plait.model.adapters import without_wrapper
 from plait.model.blocks import find_blocks
 from plait.model.facts import largest_of_layers, model_facts, sizes_of_layers
@@ -93,8 +94,7 @@ class CacheLayer:
 
     tensors: tuple[CacheTensor, ...] = ()
     stays: bool = False
-    """True if the layer, e.g. a recurrent state, stays on the device in an offloaded cache.
-    """
+    """True if an offloaded cache keeps the layer on the device, as it does a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _size_of_layers(sizes: Sequence[int], groups: Iterable[tuple[int, ...]]) -> 
 
 
 def growing_bytes(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> int:
-    """Return the temporary bytes while a token is added.
+    """Return the temporary bytes that it takes to add a token.
 
     A tensor is copied into a longer one before it is freed, one tensor at a time.
     """
@@ -332,24 +332,15 @@ def check_positions(
     """
     if config is None:
         return
-    config = config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    rope = rope_of_config(config)
     # Dynamic frequencies follow the length of the input.
-    grows = any("dynamic" in str(kind) for kind in _rope_types(rope))
+    grows = rope is not None and DYNAMIC in rope.kind
     if isinstance(positions, int) and longest > positions and not grows:
         raise InputError(
             f"the longest request may have {longest:,} tokens ({content}), but the model's"
             f" positions end at {positions:,} (max_position_embeddings); {remedy}"
         )
-
-
-def _rope_types(rope: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the RoPE types of a model, or of each type of its layers."""
-    yield rope.get("rope_type")
-    for value in rope.values():
-        if isinstance(value, dict):
-            yield value.get("rope_type")
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -358,11 +349,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 _COMPUTE_DTYPE = torch.bfloat16
-"""Dtype of the run. Tensors of this dtype then have the dtype that the model computes in."""
+"""Dtype of the copy of the model. It stands for the dtype that the model computes in."""
 _LENGTHS = (2, 1)
-"""Tokens of the two forwards. States have their full size after the first token."""
+"""Numbers of tokens of the two forwards. States have their full size after the first token."""
 _LONG_LENGTHS = (1023, 1024)
-"""Tokens of the two forwards of a model whose cache has layers of custom classes.
+"""Numbers of tokens of the two forwards of a model whose cache has layers of custom classes.
 
 Such a layer may grow only once in many tokens.
 """
@@ -544,7 +535,7 @@ def _cache_tensor(
 
 
 def _open_window(layer: Any) -> int | None:
-    """Return how many tokens a layer keeps for the next one, or None if it keeps all.
+    """Return how many tokens a layer keeps for the next token, or None if it keeps all.
 
     The window is removed, so that a short one does not hide the size per token.
     """
@@ -571,7 +562,10 @@ def _named_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _layers_of_config(config: Any) -> list[CacheLayer]:
-    """Return keys and values of the heads that a configuration defines; no layers without heads."""
+    """Return the keys and values of the heads that a configuration defines.
+
+    The result is empty if it defines no heads.
+    """
     config = config.get_text_config(decoder=True)
     queries = sizes_of_layers(config, "num_attention_heads")
     heads = sizes_of_layers(config, "num_key_value_heads") or queries

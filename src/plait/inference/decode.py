@@ -91,7 +91,7 @@ class Decoder:
             numbers: Their numbers for the callback.
             answers: Their answers, to which new tokens are added.
         """
-        longest = max(request.most_seen for request in requests)
+        longest = max(request.max_tokens_read for request in requests)
         if self.rope is not None and self.rope.remembers(longest):
             yield
             self.predictor.idle()
@@ -258,7 +258,7 @@ class _CachedBatch:
             rows = unfinished
         if (
             self._rope is not None
-            and self._rope.reads_anew
+            and self._rope.rereads_tokens
             and int(self._positions.max()) == self._rope.original
         ):
             # From here on the frequencies differ from those of the cached keys.
@@ -372,10 +372,6 @@ class TokenSampler:
             self.ends[row] = self._end(row)
         # float64 represents tokens and log probabilities exactly.
         return torch.tensor([tokens, chosen, [self.ends[row] for row in rows]], dtype=torch.float64)
-
-    def known(self, row: int) -> list[int]:
-        """Return the tokens of a request: those of its prompt, and the new ones."""
-        return list(self._known[row])
 
     def _end(self, row: int) -> int:
         if self._stops(row):

@@ -1,4 +1,4 @@
-"""Deployment of a model on the devices of one machine: choice of the placement, and loading.
+"""Deployment of a model on the devices of one machine: choice of a placement, and loading.
 
 A model is either placed on one or several devices, or streamed to one device. `plait generate` runs
 the deployment that is chosen here, and `plait plan infer` prints it with the time per token that
@@ -77,6 +77,11 @@ class InferenceWork:
     offload_cache: bool = False
     """True if keys and values are kept in host memory."""
 
+    @property
+    def demand(self) -> CacheDemand:
+        """Requests that the KV cache must hold."""
+        return CacheDemand(self.requests, self.tokens, compute_dtype(self.model).itemsize)
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -112,7 +117,7 @@ class DeploymentBytes:
     cache_copied: int = 0
     """Keys and values that are copied from the host and back for every token.
 
-    The value holds at the end of the longest request.
+    They grow with every token. The value is that at the end of the longest request.
     """
     in_files: int = 0
     """Weights that are read from files."""
@@ -167,15 +172,15 @@ def deploy(
 ) -> Deployment:
     """Choose the deployment on the fewest devices that hold the model.
 
-    If all of them together do not hold it, and the user chose none of the numbers, its weights are
-    streamed to one device.
+    If all devices together do not hold it, and the user chose none of `tp`, `pp` and `devices`, its
+    weights are streamed to one device.
 
     Args:
         work: Model and requests.
         tp: Degree of tensor parallelism, if the user chose it.
         pp: Number of pipeline stages, if the user chose it.
         devices: Largest number of devices, if the user chose it.
-        machine: Other devices than those of this machine.
+        machine: Devices to use. None means those of this machine.
 
     Raises:
         InputError: The model does not fit, or the choices are not possible.
@@ -188,7 +193,7 @@ def deploy(
         if tp is not None or pp is not None or devices is not None:
             raise
         streamed = deploy_streamed(work, machine=machine)
-        return replace(streamed, why=f"no layout of the devices here holds it: {streamed.why}")
+        return replace(streamed, why=f"no layout of these devices holds it: {streamed.why}")
 
 
 def deploy_streamed(
@@ -204,7 +209,7 @@ def deploy_streamed(
         work: Model and requests.
         gpu_budget: Memory of the GPU in bytes. None means the free memory.
         cpu_budget: Host memory in bytes. None means the free memory.
-        machine: Other devices than those of this machine.
+        machine: Devices to use. None means those of this machine.
 
     Raises:
         InputError: A budget is too small.
@@ -224,15 +229,14 @@ def deploy_streamed(
     if machine.on_gpu:
         host = cpu_budget if cpu_budget is not None else machine.host_bytes
 
-    itemsize = compute_dtype(work.model).itemsize
     layout = cache_layout_of(work.model)
-    demand = CacheDemand(work.requests, work.tokens, itemsize)
+    demand = work.demand
     cache = cache_bytes(layout, demand)
     activations = activation_bytes(
         getattr(work.model, "config", None),
         tokens=work.tokens * work.requests,
         requests=work.requests,
-        itemsize=itemsize,
+        itemsize=demand.itemsize,
     )
     activations += growing_bytes(layout, demand)
     cache_on_host = 0
@@ -317,13 +321,8 @@ def _deploy_placed(
         count = (tp or 1) * (pp or 1)
     memory = machine.memory_bytes if machine.on_gpu else machine.memory_bytes // count
 
-    needs = needs_of(work.model, requests=work.requests, tokens=work.tokens)
     layout = cache_layout_of(work.model)
-    demand = CacheDemand(work.requests, work.tokens, compute_dtype(work.model).itemsize)
-    if work.offload_cache:
-        # Host memory has the rest of the cache.
-        needs = replace(needs, cache=lambda tp, pp: offloaded_cache(layout, demand, tp=tp).device)
-    placed = place_model(needs, devices=count, device_bytes=memory, tp=tp, pp=pp)
+    placed = place_model(needs_of(work), devices=count, device_bytes=memory, tp=tp, pp=pp)
 
     cache_on_host = 0
     cache_copied = 0
@@ -333,7 +332,7 @@ def _deploy_placed(
                 f"--offload-cache: the model needs {placed.pp} pipeline stages, which cannot"
                 " prefetch the layers of an offloaded cache; leave it out"
             )
-        offloaded = offloaded_cache(layout, demand, tp=placed.tp)
+        offloaded = offloaded_cache(layout, work.demand, tp=placed.tp)
         cache_on_host = placed.tp * offloaded.pinned
         cache_copied = offloaded.copied
         _remaining_host_bytes(machine.host_bytes, cache_on_host)
@@ -396,12 +395,11 @@ def _host_text(cache: int) -> str:
 def _guess_text(layout: CacheLayout) -> str:
     if not layout.guessed:
         return ""
-    counted = "by the heads of the configuration, and may take more"
+    counted = "is computed from the heads in the configuration, and may take more"
     if not layout.layers:
-        counted = "not at all, as the configuration says no heads"
+        counted = "is not counted, because the configuration defines no heads"
     return (
-        f"; the KV cache is counted {counted}: the model could not be run without weights"
-        f" ({layout.guessed})"
+        f"; the KV cache {counted}: the model could not be run without weights ({layout.guessed})"
     )
 
 
@@ -467,8 +465,8 @@ class DoesNotFit(InputError):
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Memory requirements of a model for some requests."""
+class MemoryNeeds:
+    """Device memory that a model needs for some requests."""
 
     weight_bytes: int
     split_bytes: int
@@ -476,9 +474,10 @@ class Needs:
     cache: Callable[[int, int], int]
     """Function from degrees (tp, pp) to the bytes of keys and values of all requests.
 
-    They are those on the device with the largest part.
+    The bytes are those on the device with the largest part.
     """
     heads: int
+    """Number of query heads."""
     key_value_heads: int
     layers: int
 
@@ -501,7 +500,7 @@ class Placement:
 
 
 def place_model(
-    needs: Needs,
+    needs: MemoryNeeds,
     *,
     devices: int,
     device_bytes: int,
@@ -511,7 +510,7 @@ def place_model(
     """Return the placement on the fewest devices. See Note [Choice of a placement].
 
     Args:
-        needs: Needs of the model.
+        needs: Memory that the model needs.
         devices: Number of devices of the machine.
         device_bytes: Memory of each device.
         tp: Degree of tensor parallelism, if the user chose it.
@@ -531,7 +530,7 @@ def place_model(
         # Stages are assumed to have equal parts.
         weights = -(-(needs.split_bytes // degree + replicated) // stages)
         cache = needs.cache(degree, stages)
-        why = "as asked for"
+        why = "as requested"
         if tp is None and pp is None:
             why = _explanation(degree, stages)
         placement = Placement(degree, stages, weights, cache, why)
@@ -546,11 +545,11 @@ def place_model(
         f" {format_bytes(closest.weight_bytes)} of weights and {format_bytes(closest.cache_bytes)}"
         f" of keys and values, but {format_bytes(available)} of its {format_bytes(device_bytes)}"
         f" may be used (1 x {devices} devices); use more devices, fewer tokens or"
-        " requests at once, or a smaller dtype"
+        " requests at once, or a dtype with fewer bytes"
     )
 
 
-def _candidates(needs: Needs, devices: int) -> Iterator[tuple[int, int]]:
+def _candidates(needs: MemoryNeeds, devices: int) -> Iterator[tuple[int, int]]:
     """Yield the degrees (tp, pp) in the order in which they are tried.
 
     See Note [Choice of a placement].
@@ -565,7 +564,7 @@ def _candidates(needs: Needs, devices: int) -> Iterator[tuple[int, int]]:
     yield from sorted(others, key=lambda pair: (pair[0] * pair[1], -pair[0]))
 
 
-def _tensor_degrees(needs: Needs, devices: int) -> list[int]:
+def _tensor_degrees(needs: MemoryNeeds, devices: int) -> list[int]:
     """Return the degrees of tensor parallelism that a model allows on a number of devices."""
     return [
         degree
@@ -579,7 +578,7 @@ def _can_split(degree: int, key_value_heads: int) -> bool:
     return key_value_heads % degree == 0 or degree % key_value_heads == 0
 
 
-def _check_choices(needs: Needs, devices: int, *, tp: int | None, pp: int | None) -> None:
+def _check_choices(needs: MemoryNeeds, devices: int, *, tp: int | None, pp: int | None) -> None:
     degrees = ", ".join(map(str, _tensor_degrees(needs, devices)))
     if tp is not None and (tp < 1 or needs.heads % tp or not _can_split(tp, needs.key_value_heads)):
         raise InputError(
@@ -613,25 +612,21 @@ def _explanation(tp: int, pp: int) -> str:
     return f"{tp} devices of a machine do not hold it, but {pp} pipeline stages of {tp} devices do"
 
 
-def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
-    """Return the memory that a Transformers model needs for a number of requests.
-
-    Args:
-        model: The model, on the meta device.
-        requests: Number of requests.
-        tokens: Number of tokens of each.
+def needs_of(work: InferenceWork) -> MemoryNeeds:
+    """Return the device memory that a Transformers model needs for some requests.
 
     Raises:
         InputError: The configuration does not define the numbers of heads and layers.
     """
+    model = work.model
     full: Any = model.config
     config = full.get_text_config(decoder=True)
     heads = largest_of_layers(config, "num_attention_heads")
     layers = getattr(config, "num_hidden_layers", None)
     if not heads or not layers:
         raise InputError(
-            f"{type(model).__name__}: its configuration does not say num_attention_heads and"
-            " num_hidden_layers"
+            f"{type(model).__name__}: its configuration does not define num_attention_heads and"
+            " num_hidden_layers, so no layout can be chosen; add them to its config.json"
         )
     key_value_heads = min(sizes_of_layers(config, "num_key_value_heads"), default=heads)
 
@@ -645,15 +640,15 @@ def needs_of(model: nn.Module, *, requests: int, tokens: int) -> Needs:
             split_bytes += size
 
     layout = cache_layout_of(model)
-    demand = CacheDemand(requests, tokens, compute_dtype(model).itemsize)
-    return Needs(
-        weight_bytes,
-        split_bytes,
-        lambda tp, pp: cache_bytes(layout, demand, tp=tp, pp=pp),
-        heads,
-        key_value_heads,
-        layers,
-    )
+    demand = work.demand
+
+    def cache_on_device(tp: int, pp: int) -> int:
+        if work.offload_cache:
+            # Host memory has the rest of the cache.
+            return offloaded_cache(layout, demand, tp=tp).device
+        return cache_bytes(layout, demand, tp=tp, pp=pp)
+
+    return MemoryNeeds(weight_bytes, split_bytes, cache_on_device, heads, key_value_heads, layers)
 
 
 @destroying_new_group()
@@ -677,7 +672,8 @@ def load_model(
     world_size = place().world_size
     if world_size != tp * pp:
         raise InputError(
-            f"tp = {tp} x pp = {pp} are {tp * pp} processes, but {world_size} were started"
+            f"tp = {tp} x pp = {pp} are {tp * pp} processes, but {world_size} were started; start"
+            f" {tp * pp}"
         )
     parallel: dict[str, Any] = {"tp": tp, "pp": pp}
     if tp > 1:

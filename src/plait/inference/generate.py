@@ -50,7 +50,7 @@ from plait.inference.requests import (
     text_after,
     token_ids,
 )
-from plait.inference.rope_by_length import group_requests, refuse_past, rope_by_length
+from plait.inference.rope_by_length import group_requests, refuse_above_original, rope_by_length
 from plait.model.adapters import adapter_type
 from plait.sharded.cache import arguments_of, counts_tokens, requires_single_prefill, supports_cache
 from plait.sharded.misuse import refuse_split_experts
@@ -136,7 +136,7 @@ def generate(
     gathers = is_sharded(model)
     # Gathering is collective, so all ranks keep gathered parameters or none does.
     gathers_once = gathers and all(rank_flags[0] for rank_flags in flags)
-    requests = of_first_rank(sharded, prepared.requests)
+    requests = requests_of_first_rank(sharded, prepared.requests)
     predictor = Predictor(sharded)
     # Each forward over a part of a prompt would reset a recurrent state.
     prefill_limit = None if requires_single_prefill(model) else prefill_tokens
@@ -153,7 +153,7 @@ def generate(
     answers = [Answer() for _ in requests]
 
     def forwards() -> Iterator[None]:
-        lengths = [(len(request.token_ids), request.most_seen) for request in requests]
+        lengths = [(len(request.token_ids), request.max_tokens_read) for request in requests]
         for batch in group_requests(rope_by_length(model), lengths, batch_size):
             batch_requests = [requests[index] for index in batch]
             batch_answers = [answers[index] for index in batch]
@@ -206,8 +206,8 @@ def check_model(sharded: ShardedModel) -> None:
 def _refuse_other_adapters(model: nn.Module) -> None:
     """Raise InputError if an active adapter of PEFT gives wrong results in generation.
 
-    Such an adapter computes something else for a token than in a full pass over the text. Other
-    adapters are computed by PEFT's own modules.
+    With such an adapter, a token that is decoded alone gets other values than in a full pass over
+    the text. Other adapters are computed by PEFT's own modules.
     """
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
     if not configs:
@@ -269,14 +269,14 @@ def _check_rope(
     rope = rope_by_length(sharded.model)
     if rope is None:
         return
-    longest = max((request.most_seen for request in requests), default=0)
+    longest = max((request.max_tokens_read for request in requests), default=0)
     remedy = "ask for fewer new tokens, or shorten the prompt"
     if not rope.is_uniform:
-        what = "generate: layers of several RoPE types are not known to be right"
-        refuse_past(rope, longest, what, remedy)
-    if not rope.reads_anew and use_cache and not _can_cache(sharded, requests):
+        what = "generate: layers of several RoPE types are not supported for such requests"
+        refuse_above_original(rope, longest, what, remedy)
+    if not rope.rereads_tokens and use_cache and not _can_cache(sharded, requests):
         what = "generate: the model keeps no KV cache here, and recomputes keys and values"
-        refuse_past(rope, longest, what, f"{remedy}; or use_cache=False")
+        refuse_above_original(rope, longest, what, f"{remedy}; or use_cache=False")
 
 
 def _check_offloaded_cache(sharded: ShardedModel, *, use_cache: bool) -> None:
@@ -321,8 +321,8 @@ def _gathered_model_fits(
     cache = 0
     if settings.use_cache:
         dtype = compute or next(sharded.model.parameters()).dtype
-        most_seen = max((request.most_seen for request in requests), default=0)
-        demand = CacheDemand(at_once, most_seen, dtype.itemsize)
+        max_tokens_read = max((request.max_tokens_read for request in requests), default=0)
+        demand = CacheDemand(at_once, max_tokens_read, dtype.itemsize)
         cache = _cache_bytes(sharded, demand, longest, offload_cache=settings.offload_cache)
     check_cache(cache, free, at_once, longest)
 
@@ -368,7 +368,7 @@ def _can_cache(sharded: ShardedModel, requests: Sequence[GenerationRequest]) -> 
     return "attention_mask" in arguments_of(model) or len(lengths) == 1
 
 
-def of_first_rank(
+def requests_of_first_rank(
     sharded: ShardedModel, requests: list[GenerationRequest]
 ) -> list[GenerationRequest]:
     """Return the requests of the first rank among those that hold parts of one model.

@@ -1,4 +1,4 @@
-"""Settings of a generation: how tokens are chosen and when a request ends.
+"""Settings of a generation: the choice of tokens and the end of a request.
 
 Note [Precedence of settings]
     Names and precedence are those of Transformers: arguments of the call override
@@ -9,7 +9,7 @@ Note [Precedence of settings]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -127,9 +127,9 @@ def settings_of(
 ) -> GenerationSettings:
     """Return the settings of a call. See Note [Precedence of settings].
 
-    An argument of a setting that is not supported, at the value at which it changes nothing
-    (`num_beams=1`), overrides the model's own. `temperature=0` is greedy. A sampling argument of
-    the call (`temperature`, `top_k`, `top_p`, ...) enables sampling unless `do_sample` is set.
+    A setting that is not supported is accepted at the value at which it changes nothing, and
+    overrides the model's own value (`num_beams=1`). `temperature=0` is greedy. A sampling argument
+    of the call (`temperature`, `top_k`, `top_p`, ...) enables sampling unless `do_sample` is set.
 
     Args:
         model: The model, with its own `generation_config`.
@@ -193,7 +193,7 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
             continue
         if name in NEUTRAL:
             raise InputError(
-                f"{name} = {value!r} is not supported by generate; leave it out, or give"
+                f"{name} = {value!r} is not supported by generate; leave it out, or pass"
                 f" {NEUTRAL[name]}"
             )
         raise InputError(f"generate has no setting `{name}`; it has {', '.join(NAMES)}")
@@ -242,26 +242,39 @@ def _check_tokens(
     `eos_token_id` is not checked: such a token never ends a request. `pad_token_id` is checked only
     if the call sets it, because other candidates replace that of the model's files.
     """
-    for name, token in _named_tokens(values, arguments):
-        if not _is_token(token, vocabulary):
-            last = "" if vocabulary is None else f" to {vocabulary - 1}"
-            raise InputError(
-                f"{name} has token {token}, but the model's tokens are 0{last}; leave it out, or"
-                " use tokens of the model"
-            )
-
-
-def _named_tokens(
-    values: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> Iterator[tuple[str, int]]:
+    remedy = "leave it out, or use tokens of the model"
     for name in ("suppress_tokens", "begin_suppress_tokens"):
-        for token in values[name]:
-            yield name, token
+        check_ids(values[name], name, vocabulary, remedy=remedy)
     for word in values["bad_words_ids"]:
-        for token in word:
-            yield "bad_words_ids", token
+        check_ids(word, "bad_words_ids", vocabulary, remedy=remedy)
     if "pad_token_id" in arguments:
-        yield "pad_token_id", arguments["pad_token_id"]
+        check_ids((arguments["pad_token_id"],), "pad_token_id", vocabulary, remedy=remedy)
+
+
+def check_ids(
+    token_ids: Sequence[int],
+    name: str,
+    size: int | None,
+    *,
+    owner: str = "model",
+    remedy: str = "use the tokenizer of this model",
+) -> None:
+    """Raise InputError if a token is not in a vocabulary.
+
+    Args:
+        token_ids: The tokens.
+        name: Name of the prompt or setting that has them, for the message.
+        size: Size of the vocabulary, or None if it is unknown.
+        owner: Owner of the vocabulary, for the message.
+        remedy: Remedy, for the message.
+    """
+    # The smallest and the largest token represent all others.
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not _is_token(token, size):
+            last = " and above" if size is None else f" to {size - 1}"
+            raise InputError(
+                f"{name} has token {token}, but the {owner}'s tokens are 0{last}; {remedy}"
+            )
 
 
 def _is_token(token: int, vocabulary: int | None) -> bool:

@@ -68,7 +68,7 @@ class Predictor:
         if sharded.pipeline is not None:
             self._output_stage = sharded.pipeline.output_rank
         self.is_first = coordinates["pp"] == self._output_stage and coordinates["tp"] == 0
-        """True on the rank that reads the logits, of the ranks that hold parts of one model."""
+        """True if this rank reads the logits. One of the ranks with parts of a model does."""
         self._tp = sharded.mesh.layout.tp
         self._parts = sharded.mesh.layout.tp * sharded.mesh.layout.pp
         self._part = coordinates["pp"] * self._tp + coordinates["tp"]
@@ -202,7 +202,7 @@ class Predictor:
         return results[0]
 
     def fail(self, error: Exception) -> None:
-        """Raise an error, in a pipeline with the next `compute_on_first`.
+        """Raise an error. In a pipeline, the next `compute_on_first` raises it.
 
         See Note [Errors of a forward].
         """
@@ -324,7 +324,7 @@ def _logits_of(output: Any) -> torch.Tensor:
         logits = output[0]
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
         raise InputError(
-            "generate needs logits [batch, sequence, vocabulary] and the model's output is a"
+            "generate needs logits [batch, sequence, vocabulary], but the model's output is a"
             f" {type(output).__name__} without them; return a tensor, or an object with `logits`"
         )
     return logits

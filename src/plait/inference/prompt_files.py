@@ -25,12 +25,12 @@ from plait.files import names_open_file, try_lock, write_atomically
 from plait.inference.requests import Conversation, Generation, is_turn
 
 KEYS = ("prompt", "token_ids", "messages")
-"""Fields of a line, of which it has exactly one: a text, a list of token ids, or a conversation.
+"""Fields of which a line has exactly one: a text, a list of token ids, or a conversation.
 
 A conversation may also have `tools` and `chat_template_kwargs`.
 """
 ADDED = ("text", "finish_reason")
-"""Fields that a line of the answers has in addition to `token_ids`."""
+"""Fields of an answer, in addition to `token_ids`."""
 _KINDS = {
     "prompt": "a string",
     "token_ids": "a list of token ids",
@@ -195,7 +195,7 @@ class AnswerFile:
             raise
 
     def add(self, generations: Sequence[Generation]) -> None:
-        """Write the answers to the next lines.
+        """Write the answers to the next prompts.
 
         Raises:
             InputError: The answers cannot be written.
@@ -226,7 +226,7 @@ class AnswerFile:
         if self.path.exists():
             raise InputError(
                 f"--out {self.path}: another program has created it; the answers are in"
-                f" {self.partial}: rename that file"
+                f" {self.partial}, so rename that file"
             )
         with self._input_errors():
             self.partial.rename(self.path)
@@ -260,7 +260,7 @@ class AnswerFile:
         if not try_lock(file) or not names_open_file(self.partial, file):
             file.close()
             raise InputError(
-                f"--out {self.path}: another command writes it now; wait until it ends, or give"
+                f"--out {self.path}: another command is writing it; wait until it ends, or pass"
                 " another name"
             )
         if self.path.exists():
@@ -319,7 +319,7 @@ class AnswerFile:
                 continue
             difference = f"{name} was {_shortened(before)} and is {_shortened(now)}"
             if name == "--prompts":
-                difference = "its --prompts are others"
+                difference = "its --prompts differ"
             raise InputError(
                 f"--out {self.path}: {self.partial} has finished answers of another command"
                 f" ({difference}); {remedy}"
@@ -345,7 +345,7 @@ def answer_file(
 ) -> Iterator[AnswerFile]:
     """Write the answers to `lines` inside the context. See Note [Files of answers].
 
-    At the end of the context the file gets its name. After an exception it keeps the finished
+    At the end of the context the file gets its final name. After an exception it keeps the finished
     answers.
 
     Args:

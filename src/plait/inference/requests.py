@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plait.errors import InputError, first_line, first_lone_surrogate
-from plait.inference.generation_settings import GenerationSettings, tokens_of_model
+from plait.inference.generation_settings import GenerationSettings, check_ids, tokens_of_model
 from plait.model.chat_template import ChatTemplate
 from plait.sizes import is_count, is_integer
 
@@ -28,7 +28,7 @@ class GenerationRequest:
     """Seed of its draws; None without sampling."""
 
     @property
-    def most_seen(self) -> int:
+    def max_tokens_read(self) -> int:
         """Largest number of tokens that the model reads. It never reads the last new token."""
         return len(self.token_ids) + max(self.new_tokens - 1, 0)
 
@@ -121,27 +121,6 @@ def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[
     return prompts
 
 
-def check_ids(
-    prompt: tuple[int, ...], name: str, size: int | None, *, owner: str = "model"
-) -> None:
-    """Raise InputError if a vocabulary does not have all tokens of a prompt.
-
-    Args:
-        prompt: Token ids.
-        name: Name of the prompt, for the message.
-        size: Size of the vocabulary, or None if it is unknown.
-        owner: Owner of the vocabulary, for the message.
-    """
-    # The smallest and the largest token represent all others.
-    for token in (min(prompt), max(prompt)):
-        if token < 0 or (size is not None and token >= size):
-            last = "" if size is None else f" to {size - 1}"
-            raise InputError(
-                f"{name} has token {token}, but the {owner}'s tokens are 0{last}; is it another"
-                " model's tokenizer?"
-            )
-
-
 def check_room(tokens: int, name: str, settings: GenerationSettings) -> int:
     """Return how many tokens may be added to a prompt.
 
@@ -185,12 +164,13 @@ def prompt_token_ids(prompt: Any, name: str, tokenizer: Any) -> tuple[int, ...]:
         ids = prompt
     else:
         raise InputError(
-            f"{name} is a {type(prompt).__name__}, not a string, a conversation (role and"
+            f"{name} is a {type(prompt).__name__}; pass a string, a conversation (role and"
             " content) or token ids"
         )
     if not ids:
         raise InputError(
-            f"{name} has no token; a model needs at least one (its beginning-of-text token)"
+            f"{name} has no tokens, but a model needs at least one; pass for example its"
+            " beginning-of-text token"
         )
     return tuple(int(token) for token in ids)
 
@@ -245,7 +225,7 @@ def _apply_chat_template(prompt: Any, name: str, tokenizer: Any) -> Any:
 def check_count(name: str, value: Any) -> None:
     """Raise InputError for an argument that is neither None nor an integer of at least 1."""
     if value is not None and not is_count(value):
-        raise InputError(f"{name} = {value!r} must be at least 1, a whole number")
+        raise InputError(f"{name} = {value!r} must be a whole number of at least 1")
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -315,7 +295,7 @@ def text_after(
     # The new tokens may complete the prompt's last character.
     before = text_of(tokenizer, tail, **options).rstrip(_REPLACEMENT)
     text = text_of(tokenizer, [*tail, *token_ids], **options)
-    return _text_behind(before, text)
+    return _text_after_prefix(before, text)
 
 
 class TextStream:
@@ -340,7 +320,7 @@ class TextStream:
         """Number of tokens since the text no longer begins with `_returned`."""
 
     def add(self, token: int) -> str:
-        """Add a token, and return the new text. It is empty while a later token may change it."""
+        """Add a token, and return the new text. Text that a later token may change is held back."""
         self._tokens.append(token)
         text = self.text()
         # The last character is not complete.
@@ -366,13 +346,13 @@ class TextStream:
         return text_after(self._tokenizer, self._prompt, self._tokens, skip_special_tokens=True)
 
     def _advance(self, text: str) -> str:
-        new = _text_behind(self._returned, text)
+        new = _text_after_prefix(self._returned, text)
         self._returned = text
         self._waited = 0
         return new
 
 
-def _text_behind(before: str, text: str) -> str:
+def _text_after_prefix(before: str, text: str) -> str:
     """Return the end of `text` that follows `before`.
 
     If `text` does not begin with `before`, the prefix of `text` that is most similar is left out.

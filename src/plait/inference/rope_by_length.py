@@ -43,7 +43,7 @@ class RopeByLength:
         return self.kind in (LONGROPE, DYNAMIC)
 
     @property
-    def reads_anew(self) -> bool:
+    def rereads_tokens(self) -> bool:
         """True if the tokens of a request are read again when it exceeds the original length."""
         return self.kind == LONGROPE
 
@@ -113,7 +113,7 @@ def group_requests(
     for index, (prompt, most) in enumerate(lengths):
         if rope is None or most <= rope.original:
             group = 0
-        elif rope.reads_anew and prompt > rope.original:
+        elif rope.rereads_tokens and prompt > rope.original:
             # They have the second set from the start, with or without padding.
             group = -1
         else:
@@ -127,18 +127,18 @@ def group_requests(
     return batches
 
 
-def refuse_past(rope: RopeByLength | None, tokens: int, what: str, remedy: str) -> None:
+def refuse_above_original(rope: RopeByLength | None, tokens: int, what: str, remedy: str) -> None:
     """Raise InputError if a request may exceed the original length.
 
     Args:
         rope: Rotary embedding of the model.
         tokens: Number of tokens of the longest request.
-        what: What is not supported beyond that length, for the message.
+        what: Description of what is not supported above that length, for the message.
         remedy: Remedy, for the message.
     """
     if rope is not None and tokens > rope.original:
         raise InputError(
-            f"{what}: the frequencies of the model's rotary embedding (RoPE type {rope.kind})"
-            f" follow the length of the input past {rope.original:,} tokens, and a request may have"
-            f" {tokens:,}; {remedy}"
+            f"{what}: above {rope.original:,} tokens, the frequencies of the model's rotary"
+            f" embedding (RoPE type {rope.kind}) depend on the length of the input, and a request"
+            f" may have {tokens:,}; {remedy}"
         )

@@ -14,20 +14,14 @@ from plait.comm.failures import run_on_all_ranks
 from plait.errors import InputError
 from plait.inference.capacity import check_positions, is_sharded
 from plait.inference.decode import log_softmax
-from plait.inference.generate import check_model, of_first_rank
-from plait.inference.generation_settings import tokens_of_tokenizer
+from plait.inference.generate import check_model, requests_of_first_rank
+from plait.inference.generation_settings import check_ids, tokens_of_tokenizer
 from plait.inference.predictor import LogitsReader, Predictor, untouched
-from plait.inference.requests import (
-    GenerationRequest,
-    check_count,
-    check_ids,
-    checked_ids,
-    token_ids,
-)
+from plait.inference.requests import GenerationRequest, check_count, checked_ids, token_ids
 from plait.inference.rope_by_length import (
     RopeByLength,
     group_requests,
-    refuse_past,
+    refuse_above_original,
     rope_by_length,
 )
 from plait.sharded.model import ShardedModel
@@ -79,15 +73,15 @@ def score(
         check_positions(config, longest, content="its length", remedy="shorten it")
         rope = rope_by_length(sharded.model)
         if rope is not None and not rope.is_uniform:
-            what = "score: layers of several RoPE types are not known to be right"
-            refuse_past(rope, longest, what, "shorten it")
+            what = "score: layers of several RoPE types are not supported for such sequences"
+            refuse_above_original(rope, longest, what, "shorten it")
         return [GenerationRequest(ids, 0, None) for ids in prompts]
 
     mesh = sharded.mesh
     requests, _ = run_on_all_ranks(
         prepare, device=mesh.device, activity="score", error_class=InputError
     )
-    requests = of_first_rank(sharded, requests)
+    requests = requests_of_first_rank(sharded, requests)
     gathers = is_sharded(sharded.model)
     scorer = _Scorer(Predictor(sharded), tokenizer, vocabulary=vocabulary)
     with sharded.evaluating(), untouched(sharded.model, mesh.device):

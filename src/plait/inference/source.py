@@ -20,7 +20,7 @@ from torch import nn
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.inspect import open_checkpoint
 from plait.checkpoint.load import Reader, build_described_model
-from plait.checkpoint.states import MODEL_START, model_content
+from plait.checkpoint.states import MODEL_START
 from plait.errors import CheckpointError, InputError, first_line
 from plait.inference.adapters import Adapter, base_folder, is_adapter_folder, open_adapter
 from plait.inference.weight_files import stored_tensors
@@ -120,16 +120,11 @@ class Source:
 
     def filler(self) -> WeightFiller:
         """Return a function that reads a model's weights. Each rank reads its own slices."""
-        if self.adapter is not None:
-            return self._fill_with_adapter
-        if self.checkpoint is None:
+        if self.adapter is None and self.checkpoint is None:
             return partial(load_weights, folder=self.folder)
-        # The reader is created now, so that errors of the checkpoint are raised early.
-        return partial(_fill_from_checkpoint, self._reader)
+        return self._fill_model
 
-    def _fill_with_adapter(
-        self, model: nn.Module, *, unsplit_model: nn.Module, filled: Any
-    ) -> None:
+    def _fill_model(self, model: nn.Module, *, unsplit_model: nn.Module, filled: Any) -> None:
         tensors = model.state_dict(keep_vars=True)
         self.fill(tensors, unsplit_model=unsplit_model)
         for tensor in tensors.values():
@@ -196,20 +191,6 @@ class Source:
             ) from error
 
 
-def _fill_from_checkpoint(
-    reader: Reader, model: nn.Module, *, unsplit_model: nn.Module, filled: Any
-) -> None:
-    tensors, _ = model_content(model)
-    missing = [name for name in tensors if name not in reader.tensors]
-    if missing:
-        raise CheckpointError(
-            f"{reader.path} lacks {len(missing)} tensors of its model, first {missing[0]}"
-        )
-    reader.fill(tensors)
-    for tensor in tensors.values():
-        filled(tensor)
-
-
 class _StateDict(nn.Module):
     """Module whose state dict is a subset of a model's tensors."""
 
@@ -226,8 +207,8 @@ def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | No
 
     Args:
         config: Fields of the configuration, a config.json, or a folder with one.
-        dtype: Dtype of the model. None means that of the configuration, or for that of the
-            folder's weights if the configuration has none.
+        dtype: Dtype of the model. None means that of the configuration, or that of the folder's
+            weights if the configuration has none.
 
     Raises:
         InputError: Transformers cannot build the model, or its weights are quantised.
@@ -269,9 +250,9 @@ def _refuse_values(model: nn.Module, name: object) -> None:
     for parameter_name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise CheckpointError(
-                f"--model {name}: {type(model).__name__} makes {parameter_name} with values,"
-                " wherever it is built, so that no folder of it can be read without memory for all"
-                " of it; load it with Transformers in Python, and use plait.parallelize and"
+                f"--model {name}: {type(model).__name__} creates {parameter_name} with values even"
+                " on the meta device, so the model cannot be built without memory for all of its"
+                " weights; load it with Transformers in Python, and use plait.parallelize and"
                 " plait.generate"
             )
 
@@ -308,11 +289,11 @@ def refuse_quantised_folder(config: Any, name: object) -> None:
     method = quantisation_of(config)
     if method is not None:
         raise InputError(
-            f"--model {name}: its weights are quantised ({method}), but this command reads weights"
-            " that are not. In Python, on one "
+            f"--model {name}: its weights are quantised ({method}), but this command only reads"
+            " weights that are not quantised. In Python, on one "
             f"device: plait.generate(plait.parallelize(plait.from_pretrained({str(name)!r}),"
             ' {"train_micro_batch_size_per_gpu": 1}), '
-            "prompts); or pass the folder that was quantised"
+            "prompts); or pass the folder with the weights before quantisation"
         )
 
 

@@ -21,11 +21,10 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -49,7 +48,6 @@ from plait.inference.weight_stream import (
 )
 from plait.model.blocks import find_blocks
 from plait.model.layers import first_names
-from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import WeightFiller, checked_model, destroying_new_group, shard
 from plait.sharded.load_weights import sources_of, stored_names, weight_files
@@ -81,17 +79,6 @@ class StreamingPlan:
 
 class BudgetTooSmall(InputError):
     """The budget is too small for the streamed layers and everything else."""
-
-
-class WeightStreamHook(StepHook):
-    """Hook that closes a stream of weights together with its model."""
-
-    def __init__(self, stream: WeightStream) -> None:
-        self.stream = stream
-
-    def close(self) -> None:
-        """End the threads and close the files."""
-        self.stream.close()
 
 
 def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
@@ -179,7 +166,7 @@ def tensors_to_stream(
             if tensor is None:
                 raise InputError(
                     f"{name} is not in the folder's files under that name, so its layer cannot be"
-                    " streamed"
+                    " streamed; save the model again with save_pretrained"
                 )
             if tensor.shape != tuple(parameter.shape):
                 raise InputError(
@@ -246,7 +233,7 @@ def load_streamed(
             stream = WeightStream(
                 model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host
             )
-            parts = parts.with_hooks(WeightStreamHook(stream))
+            parts = parts.with_hooks(stream)
     sharded = ShardedModel(
         parts, mesh, resolved, forward=default_forward, variable="plait generate"
     )
@@ -361,7 +348,8 @@ def _blocks_on_host(
     if staging > host_bytes:
         raise InputError(
             f"{format_bytes(host_bytes)} of host memory are too little: {min(SLOTS, len(streamed))}"
-            f" layers that are read from files take {format_bytes(staging)}"
+            f" layers that are read from files take {format_bytes(staging)}; pass a larger"
+            " --cpu-budget"
         )
     return _spread_evenly(streamed, (host_bytes - staging) // largest)
 
@@ -419,7 +407,7 @@ def _by_layer(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors of each layer together, and all others one by one.
 
-    Parts of files that are read together are in memory together.
+    Tensors that are read together are in memory at the same time.
     """
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -433,7 +421,7 @@ def _read_in_place(
 ) -> frozenset[str]:
     """Read resident tensors directly into their memory, and return their names.
 
-    A mapping of the file would need the memory twice. Tensors on another device, and tensors that
+    A mapping of the file would need twice the memory. Tensors on another device, and tensors that
     are stored in another dtype, are left out.
     """
     done = set()
@@ -473,27 +461,15 @@ def _make_empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-class Weights(Protocol):
-    """Source of weights, e.g. `Source`."""
-
-    def fill(self, tensors: Mapping[str, torch.Tensor], *, unsplit_model: nn.Module) -> None:
-        """Read the values of some of a model's tensors.
-
-        Args:
-            tensors: The tensors by name.
-            unsplit_model: The complete model, on the meta device.
-        """
-
-
 def write_layers(
-    weights: Weights, model: nn.Module, blocks: Sequence[str], folder: Path
+    source: Source, model: nn.Module, blocks: Sequence[str], folder: Path
 ) -> dict[str, StoredTensor]:
     """Write the weights of some blocks, one file per block.
 
-    The weights of one block are in memory at a time.
+    Only the weights of one block are in memory at a time.
 
     Args:
-        weights: Source of the weights.
+        source: Source of the weights.
         model: The model, on the meta device.
         blocks: Names of the blocks.
         folder: Folder of the new files.
@@ -513,7 +489,7 @@ def write_layers(
         parameters = streamed_parameters(copied, name)
         # One at a time: parts of files that are read together are in memory together.
         for leaf, parameter in parameters.items():
-            weights.fill({f"{name}.{leaf}": parameter.data}, unsplit_model=model)
+            source.fill({f"{name}.{leaf}": parameter.data}, unsplit_model=model)
         written, shift = _save_aligned(
             {f"{name}.{leaf}": p.data.contiguous() for leaf, p in parameters.items()},
             folder / f"{number}.safetensors",
@@ -536,7 +512,7 @@ def _save_aligned(
     Args:
         tensors: The tensors, by name.
         path: Path of the new file.
-        shift: Padding of the header that is tried first. Files of similar blocks need the same.
+        shift: Padding of the header that is tried first. Files of similar blocks need equal ones.
 
     Returns:
         Locations of the tensors, and the padding of the header in bytes.
@@ -558,7 +534,7 @@ def _save_aligned(
 
 @contextmanager
 def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
-    """Create a temporary folder that is removed at exit.
+    """Create a temporary folder that is removed at the end of the context.
 
     Files that are open at the end can still be read. See Note [Unused scratch folders].
 

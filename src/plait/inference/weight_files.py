@@ -60,7 +60,7 @@ class StoredTensor:
 
     path: Path
     offset: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     size: int
     """Number of bytes."""
     dtype: torch.dtype | None
@@ -98,7 +98,8 @@ def _location(path: Path, name: str, entry: dict[str, Any], begin: int, size: in
     low, high = entry["data_offsets"]
     if begin + high > size:
         raise CheckpointError(
-            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is truncated"
+            f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is truncated:"
+            " download or save it again"
         )
     dtype = _DTYPES.get(entry["dtype"])
     shape = tuple(entry["shape"])
@@ -118,7 +119,7 @@ def read_into(
         view: The memory.
         stored: Location of the tensor.
         ended: Event after which nothing more is read.
-        first: First byte of the tensor.
+        first: Offset in the tensor of the first byte to read.
 
     Raises:
         CheckpointError: The bytes cannot be read.
@@ -135,7 +136,7 @@ def read_into(
         if not count:
             raise CheckpointError(
                 f"{stored.path} ends at byte {begin + done:,}, before the end of a tensor: the file"
-                " was truncated"
+                " was truncated; download or save it again"
             )
         done += count
 
@@ -206,7 +207,7 @@ MAX_BUFFERED_READ_BYTES = 4 << 20
 MAX_IMAGE_READ_BYTES = 12 << 20
 """Largest size of a read to an image.
 
-Disks are a tenth faster than in reads of 4 MiB, and no buffer has to be as large.
+Such reads are a tenth faster than reads of 4 MiB, and they need no buffer.
 """
 CONCURRENT_READS = 2
 """Number of reads at a time."""
@@ -226,13 +227,13 @@ class TensorPart:
 
     stored: StoredTensor
     first: int
-    """First byte of the tensor."""
+    """Offset of the first byte in the tensor."""
     memory: torch.Tensor
     """Destination: uint8, on the CPU. Its size is the number of bytes."""
 
     @property
     def offset(self) -> int:
-        """First byte in the file."""
+        """Offset of the first byte in the file."""
         return self.stored.offset + self.first
 
     @property
@@ -246,7 +247,7 @@ class FileImage:
     """Memory with the same layout as a section of a file, so that tensors are views of it."""
 
     low: int
-    """First byte in the file: a multiple of a page, like the address of the memory."""
+    """Offset in the file: a multiple of a page, like the address of the memory."""
     memory: torch.Tensor
     """Complete pages: uint8, on the CPU. Bytes between tensors are overwritten."""
 
@@ -256,7 +257,7 @@ class FileBlock:
     """Section of one file that a single read transfers."""
 
     low: int
-    """First byte in the file, a multiple of a page."""
+    """Offset of the first byte in the file, a multiple of a page."""
     image: FileImage | None = None
     """Image that all parts are views of; None if the block is read to a buffer."""
     parts: list[TensorPart] = field(default_factory=list)
@@ -366,20 +367,13 @@ class FileReader:
             read.result()
 
     @property
-    def oldest(self) -> tuple[float, FileBlock] | None:
-        """Return the age in seconds and the block of the oldest unfinished read."""
+    def stuck_block(self) -> FileBlock | None:
+        """Block whose read takes longer than `PATIENCE_SECONDS`, or None."""
         # Threads change the dictionary meanwhile.
-        running = self._running.copy().values()
-        if not running:
-            return None
-        start, block = min(running, key=lambda read: read[0])
-        return time.monotonic() - start, block
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if a read takes longer than `PATIENCE_SECONDS`."""
-        oldest = self.oldest
-        return oldest is not None and oldest[0] > PATIENCE_SECONDS
+        for start, block in self._running.copy().values():
+            if time.monotonic() - start > PATIENCE_SECONDS:
+                return block
+        return None
 
     def read_block(self, block: FileBlock) -> None:
         """Read a block. Called in a thread."""
@@ -388,7 +382,7 @@ class FileReader:
         self._running[threading.get_ident()] = time.monotonic(), block
         try:
             self._read_block(block)
-            self._files[block.path].refuse_other_bytes(block.path)
+            self._files[block.path].refuse_changed_file(block.path)
         finally:
             del self._running[threading.get_ident()]
 
@@ -443,7 +437,7 @@ class FileReader:
         Files on a disk that does not answer stay open.
         """
         self.end()
-        stuck = self.is_stuck
+        stuck = self.stuck_block is not None
         self._threads.shutdown(wait=not stuck, cancel_futures=True)
         if stuck:
             return
@@ -509,7 +503,7 @@ class _OpenFile:
         # The lowest bit of a page is set if the page is in memory.
         return bool((pages & 1).all())
 
-    def refuse_other_bytes(self, path: Path) -> None:
+    def refuse_changed_file(self, path: Path) -> None:
         """Raise CheckpointError if the file has been written to since it was opened.
 
         Otherwise a forward could mix layers of two models. If the path was replaced by a new file,

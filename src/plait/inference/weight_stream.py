@@ -45,6 +45,7 @@ from plait.inference.weight_files import (
     StoredTensor,
     TensorPart,
 )
+from plait.parallel.hooks import StepHook
 
 SLOTS = 2
 """Number of slots: one with which a block computes, and one that is filled at the same time."""
@@ -66,7 +67,7 @@ class _StreamedParameter:
     leaf: str
     stored: StoredTensor
     start: int
-    """First byte in the slot."""
+    """Offset of the first byte in the slot."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,11 @@ class _Slot:
     """Event after the last computation with the slot."""
 
 
-class WeightStream:
+class WeightStream(StepHook):
     """Stream of the weights of some blocks of a model in one process.
 
     See Note [Slots of streamed weights] and Note [Order of copies]. The object owns threads, files
-    and slots, which `close` ends.
+    and slots. It is a hook of the model, so that it is closed together with the model.
 
     Args:
         model: The model.
@@ -178,7 +179,7 @@ class WeightStream:
         self._free = list(range(slot_count))
         self._threads = DaemonThreads(SLOTS, "plait-weights")
         self._coming: dict[int, tuple[Future[None], int]] = {}
-        """Read or copy, and slot, of every block that has a slot."""
+        """Read or copy of every block that has a slot, and the index of the slot."""
         self.handles: list[RemovableHandle] = []
         for index, name in enumerate(self.blocks):
             self._unbind(index)
@@ -204,11 +205,6 @@ class WeightStream:
         )
 
     @property
-    def memory_bytes(self) -> int:
-        """Size of all slots."""
-        return len(self._slots) * self.slot_bytes
-
-    @property
     def host_bytes(self) -> int:
         """Size of all pinned host memory."""
         if self._copies is None:
@@ -218,9 +214,9 @@ class WeightStream:
         return sum(memory.size for memory in memories)
 
     def close(self) -> None:
-        """End the threads. The model cannot run afterwards."""
+        """End the threads and close the files. The model cannot run afterwards."""
         self._files.end()
-        self._threads.shutdown(wait=not self._files.is_stuck, cancel_futures=True)
+        self._threads.shutdown(wait=self._files.stuck_block is None, cancel_futures=True)
         self._files.close()
         if self._copies is not None:
             # Before its source and destination memory can be used for something else.
@@ -279,7 +275,7 @@ class WeightStream:
         """Wait until the weights of a block are in its slot, or are being copied to it.
 
         Returns:
-            The slot.
+            Index of the slot.
 
         Raises:
             CheckpointError: The weights cannot be read, or the disk does not answer.
@@ -287,16 +283,16 @@ class WeightStream:
         future, slot = self._coming[index]
         while True:
             try:
-                # A layer may take longer than any of its reads may, so the reads are looked at.
+                # A layer may take longer than any of its reads may, so the reads are checked.
                 future.result(timeout=weight_files.PATIENCE_SECONDS / 8)
                 return slot
             except FutureTimeout:
-                oldest = self._files.oldest
-                if oldest is not None and oldest[0] > weight_files.PATIENCE_SECONDS:
+                block = self._files.stuck_block
+                if block is not None:
                     raise CheckpointError(
-                        f"{oldest[1].path}: the weights of {self.blocks[index]} have not arrived,"
-                        f" and no bytes were read for {weight_files.PATIENCE_SECONDS:.0f} s from"
-                        f" byte {oldest[1].low:,} on; check the disk"
+                        f"{block.path}: the weights of {self.blocks[index]} have not arrived, and"
+                        f" no bytes were read for {weight_files.PATIENCE_SECONDS:.0f} s from byte"
+                        f" {block.low:,} on; check the disk"
                     ) from None
 
     def _prefetch(self, first: int) -> None:

@@ -67,7 +67,7 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
 
 
 def adapter_type(config: Any) -> str:
-    """Return the type in a configuration of PEFT, such as `LORA`. PEFT has an enum or a string."""
+    """Return the type in a configuration of PEFT, such as `LORA`, which is an enum or a string."""
     kind = getattr(config, "peft_type", None)
     return str(getattr(kind, "value", kind))
 
@@ -77,8 +77,8 @@ def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = 
 
     Args:
         model: The model.
-        axis: Field of the parallelism that does not support it, for the message.
-        kinds: Types of adapters that are refused. None: all that learn prompts.
+        axis: Field of the parallel degree that does not support it, for the message.
+        kinds: Types of adapters that are refused. None refuses all that learn prompts.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if not getattr(config, "is_prompt_learning", False):

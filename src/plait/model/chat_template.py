@@ -22,7 +22,7 @@ Spans = list[tuple[int, int]]
 """Spans (begin, end) of a text in characters. The end is exclusive."""
 
 DATE = datetime(2024, 7, 26)
-"""Date that is written where a template writes today's.
+"""Date that templates write instead of today's.
 
 The tokens of a row are therefore the same in every process and run.
 """

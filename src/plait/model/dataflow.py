@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeGuard
@@ -68,9 +69,9 @@ class ValueOrigin:
     """Blocks, parameters and random numbers that a value depends on."""
 
     since: float = inf
-    """Largest first block of a stage that knows the value.
+    """Last block with which a stage can begin and still have the value.
 
-    It is i for the input of block i, and infinite if the value depends on no block.
+    The input of block i has i. A value that depends on no block has infinity.
     """
     parameters: frozenset[tuple[str, int]] = frozenset()
     """Parameters used outside the blocks, each with the block before which it was used.
@@ -149,7 +150,7 @@ class Dataflow:
     A read before a block counts as a read by it.
     """
     foreign_tensors: set[str] = field(default_factory=set)
-    """Names of the tensors in `Trace.foreign_tensors` that were used."""
+    """Names of the tensors in `ForwardTrace.foreign_tensors` that were used."""
 
 
 class Untraceable(ModelError):
@@ -321,9 +322,35 @@ class ForwardTrace(TorchDispatchMode):
         """Return True if a tensor is computed, False if only its shape is known."""
         return tensor.device.type != "meta" and memory_key(tensor) not in self._without_value
 
-    def watched(self) -> _WatchedModules:
-        """Return a context manager in which the modules of the skeleton report to this trace."""
-        return _WatchedModules(self)
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Make every module of the skeleton report its calls to this trace, inside the context.
+
+        An attribute `forward` is set on the modules, and removed or restored at the end. Hooks
+        could not replace the computation of an opaque module.
+        """
+        blocks = {name: index for index, name in enumerate(self.skeleton.blocks)}
+        replaced: list[tuple[dict[str, Any], Any]] = []
+        for name, module in self.skeleton.model.named_modules():
+            attributes = module.__dict__
+            replaced.append((attributes, attributes.get("forward")))
+            attributes["forward"] = self._reporting_forward(name, module, blocks.get(name))
+        try:
+            yield
+        finally:
+            for attributes, forward in replaced:
+                if forward is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward
+
+    def _reporting_forward(
+        self, name: str, module: nn.Module, block: int | None
+    ) -> Callable[..., Any]:
+        forward = module.forward
+        if block is None:
+            return lambda *args, **kwargs: self.call(name, module, forward, args, kwargs)
+        return lambda *args, **kwargs: self.block(block, module, forward, args, kwargs)
 
     def call(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -561,41 +588,6 @@ class _OuterState:
             name: (id(buffer), version_of(buffer))
             for name, buffer in outer_buffers(self._modules).items()
         }
-
-
-class _WatchedModules:
-    """Context manager that makes every module of a skeleton report its calls to a trace.
-
-    It sets an attribute `forward` on the modules, and removes or restores it at the end. Hooks
-    could not replace the computation of an opaque module.
-    """
-
-    def __init__(self, trace: ForwardTrace) -> None:
-        self.trace = trace
-        self.forwards: list[tuple[nn.Module, Any]] = []
-
-    def __enter__(self) -> None:
-        skeleton = self.trace.skeleton
-        blocks = {name: index for index, name in enumerate(skeleton.blocks)}
-        for name, module in skeleton.model.named_modules():
-            self.forwards.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = self._reporting_forward(
-                name, module, module.forward, blocks.get(name)
-            )
-
-    def _reporting_forward(
-        self, name: str, module: nn.Module, forward: Callable[..., Any], block: int | None
-    ) -> Callable[..., Any]:
-        if block is None:
-            return lambda *args, **kwargs: self.trace.call(name, module, forward, args, kwargs)
-        return lambda *args, **kwargs: self.trace.block(block, module, forward, args, kwargs)
-
-    def __exit__(self, *_: object) -> None:
-        for module, forward in self.forwards:
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = forward
 
 
 def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -26,7 +26,7 @@ OLDEST_TRANSFORMERS = "5.17.0"
 """Oldest supported release of Transformers.
 
 In 5.0 tied weights are not shared in models that are built on the meta device. With 5.10.1 models
-whose rotary frequencies depend on the length generated other tokens.
+whose rotary frequencies depend on the length generated wrong tokens.
 """
 
 _LEGACY_FIELDS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "attn_implementation"}
@@ -52,7 +52,7 @@ _SIZE_FIELDS = (
     "max_position_embeddings",
     "n_positions",
 )
-"""Fields that count parts of which every model has at least one, in the names of architectures."""
+"""Fields whose value is at least 1 in every model, under the names that architectures use."""
 _PROBABILITY_ENDINGS = ("dropout", "_pdrop", "dropout_prob", "layerdrop")
 _FINITE_ENDINGS = ("_eps", "epsilon", "_theta", "_range")
 

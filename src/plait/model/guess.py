@@ -52,7 +52,7 @@ from plait.model.sequence import is_inside
 MAX_PARAMETERS = 2**28
 """Largest number of parameters of a module that is run.
 
-In float32 they are 1 GiB, and the parts need as much again.
+In float32 they take 1 GiB, and the parts take as much again.
 """
 _MAX_FLOAT64_PARAMETERS = 2**22
 """Largest number of parameters of a module that is run in float64."""

@@ -224,13 +224,13 @@ def _plan_without_adapters(
         attributes=_local_attributes(model, attentions, rule_set, tp),
         kv_heads=kv_heads,
         heads=heads,
-        norms=sequence.norms,
-        regions=sequence.regions,
-        all_token_modules=sequence.all_token_modules,
+        norms=tuple(sequence.norms),
+        regions=tuple(sequence.regions),
+        all_token_modules=tuple(sequence.all_token_modules),
         final_norm=sequence.final_norm,
         head=head,
         embedding=embedding,
-        sequence_parallel=sequence.possible,
+        sequence_parallel=sequence.reasons[0] if sequence.reasons else True,
         source=rule_set.source,
     )
 
@@ -349,8 +349,8 @@ def _replicate_keys(
     for name, style in styles.items():
         if style == "kv_replicated" and name not in kv_heads:
             raise ModelError(
-                f"{name} is 'kv_replicated', but its number of heads is not known; keep it on its"
-                " module as num_key_value_heads"
+                f"{name} is 'kv_replicated', but its number of heads is not known; set"
+                " num_key_value_heads on its module"
             )
     return changed, kv_heads
 

@@ -5,7 +5,7 @@ Note [Packed rows]
     consist of several sequences, and builds a mask for those. On a GPU it reads the result, so the
     program waits for the device in every forward. A model that is called without position ids
     counts them from 0 in every row, and a row with consecutive positions is one sequence. The
-    search is therefore skipped for the model types below, which are known to count so.
+    search is therefore skipped for the model types below, which are known to count this way.
 """
 
 from __future__ import annotations

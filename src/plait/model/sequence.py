@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -39,20 +38,20 @@ _EMBEDDING_NORM_PARTS = ("embed", "emb_", "_pre", "pre_norm")
 _QUERY_KEY_PREFIXES = ("q_", "k_", "query_", "key_")
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceFacts:
-    """Roles of modules under sequence parallelism.
+    """Roles of modules under sequence parallelism, collected block by block.
 
     The fields have the meaning of those of `TensorPlan`. The names are listed as far as they are
     known, even if the model is not supported.
     """
 
-    norms: tuple[str, ...]
-    regions: tuple[str, ...]
-    all_token_modules: tuple[str, ...]
-    final_norm: str | None
-    possible: Literal[True] | str
-    """True, or the reason why sequence parallelism is not possible."""
+    norms: list[str] = field(default_factory=list)
+    regions: list[str] = field(default_factory=list)
+    all_token_modules: list[str] = field(default_factory=list)
+    final_norm: str | None = None
+    reasons: list[str] = field(default_factory=list)
+    """Reasons why sequence parallelism is not possible; empty if it is."""
 
 
 def is_inside(name: str, owners: Sequence[str]) -> bool:
@@ -76,36 +75,16 @@ def sequence_facts(
         blocks: Names of the repeated blocks.
         full_sequence_reason: Known reason why the family needs full sequences.
     """
-    facts = _BlockFacts()
+    facts = SequenceFacts(final_norm=_final_norm(model, blocks))
     if full_sequence_reason:
         facts.reasons.append(full_sequence_reason)
     facts.reasons += _reasons_of_model(model, blocks)
     for block in blocks:
         facts.all_token_modules += _all_token_children(model, block, styles)
         _classify_children(model, block, styles, facts)
-
-    norms = facts.norms
-    final = _final_norm(model, blocks)
-    if final is not None:
-        norms.append(final)
-    return SequenceFacts(
-        tuple(norms),
-        tuple(facts.regions),
-        tuple(facts.all_token_modules),
-        final,
-        facts.reasons[0] if facts.reasons else True,
-    )
-
-
-class _BlockFacts:
-    """Roles of the children of all blocks, collected block by block."""
-
-    def __init__(self) -> None:
-        self.norms: list[str] = []
-        self.regions: list[str] = []
-        self.all_token_modules: list[str] = []
-        self.reasons: list[str] = []
-        """Reasons why sequence parallelism is not possible."""
+    if facts.final_norm is not None:
+        facts.norms.append(facts.final_norm)
+    return facts
 
 
 def _reasons_of_model(model: nn.Module, blocks: Sequence[str]) -> list[str]:
@@ -146,7 +125,7 @@ def _all_token_children(model: nn.Module, block: str, styles: Mapping[str, Style
 
 
 def _classify_children(
-    model: nn.Module, block: str, styles: Mapping[str, Style], facts: _BlockFacts
+    model: nn.Module, block: str, styles: Mapping[str, Style], facts: SequenceFacts
 ) -> None:
     """Add the norms, the regions and the reasons of one block to `facts`."""
     module = model.get_submodule(block)

@@ -168,8 +168,8 @@ def _owners(
         if name not in names and not used <= owners[name]:
             raise ModelError(
                 f"parallel.pp: {name} is used by stages {listed_names(sorted(map(str, used)), 3)}"
-                f" and its block is on stage {stage}; a parameter that several blocks use is"
-                " registered in each of them, or outside the blocks"
+                f" and its block is on stage {stage}; register a parameter that several blocks use"
+                " in each of these blocks, or outside the blocks"
             )
 
     for group in tied_names(model):
@@ -336,8 +336,8 @@ def _flow_on_tokens(
     args, kwargs = arguments
 
     def run(copied: nn.Module, trace: ForwardTrace) -> None:
-        # Only outputs that follow from the last block alone are needed on the last stage for sure.
-        # Which of the others a loss reads is not known yet.
+        # Only outputs that follow from the last block alone are certainly needed on the last stage.
+        # It is not known yet which of the others a loss reads.
         for name, leaves in output_fields(copied(*args, **kwargs)).items():
             if leaves and all(trace.origin(leaf).since == len(blocks) for leaf in leaves):
                 trace.need(leaves, f"the output `{name}`")
@@ -425,7 +425,7 @@ _AVAILABLE_ATTRIBUTES = frozenset(
 
 
 class UnavailableTensor:
-    """Placeholder for a tensor.
+    """Placeholder for a tensor of another pipeline stage.
 
     Args:
         why: Complete message of the error that any use raises.
@@ -433,30 +433,27 @@ class UnavailableTensor:
     """
 
     def __init__(self, why: str, like: torch.Tensor | None = None) -> None:
-        # The entries are set in `__dict__`, because `__getattr__` raises an error for missing ones.
-        self.__dict__["_why"] = why
-        self.__dict__["_like"] = None
-        self.__dict__["_device"] = None
+        self._why = why
+        self._like: torch.Tensor | None = None
         if like is not None:
             # The placeholder takes no memory.
-            self.__dict__["_like"] = torch.empty_like(like, device="meta", requires_grad=False)
-            self.__dict__["_device"] = like.device
+            self._like = torch.empty_like(like, device="meta", requires_grad=False)
+            self._device = like.device
 
     def __getattr__(self, name: str) -> Any:
         # Copying and pickling look for optional methods.
         if name.startswith("__"):
             raise AttributeError(name)
-        like = self.__dict__["_like"]
-        if like is None or name not in _AVAILABLE_ATTRIBUTES:
-            raise ModelError(self.__dict__["_why"])
-        return self.__dict__["_device"] if name == "device" else getattr(like, name)
+        if self._like is None or name not in _AVAILABLE_ATTRIBUTES:
+            raise ModelError(self._why)
+        return self._device if name == "device" else getattr(self._like, name)
 
     # A placeholder has no state that a copy could change.
     def __deepcopy__(self, memo: dict[int, Any]) -> UnavailableTensor:
         return self
 
     def __repr__(self) -> str:
-        return f"<unavailable: {self.__dict__['_why']}>"
+        return f"<unavailable: {self._why}>"
 
     @classmethod
     def __torch_function__(
@@ -464,7 +461,7 @@ class UnavailableTensor:
     ) -> Any:
         for value in _leaves((args, kwargs or {})):
             if isinstance(value, UnavailableTensor):
-                raise ModelError(value.__dict__["_why"])
+                raise ModelError(value._why)
         raise ModelError("a value that is not on this pipeline stage is used")
 
 
@@ -477,7 +474,7 @@ _OPERATORS = (
 
 def _raising_method(name: str) -> Callable[..., Any]:
     def method(self: UnavailableTensor, *_: Any) -> Any:
-        raise ModelError(self.__dict__["_why"])
+        raise ModelError(self._why)
 
     method.__name__ = name
     return method

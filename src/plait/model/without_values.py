@@ -1,4 +1,4 @@
-"""Execution of an operator when only some of its tensors have values.
+"""Execution of operators of which only some tensors have values.
 
 If all tensors have values, the operator runs. Otherwise only the shapes of its results are
 computed, on the meta device. If a shape depends on unknown values, as that of `nonzero` does, all
@@ -108,7 +108,7 @@ class Shapes:
         A mutated argument is returned as the same object, whatever its device.
         """
         schema = schema_of(func)
-        # Results that alias an argument cannot be created from a description.
+        # Results that alias an argument cannot be copied.
         if schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns):
             return _run_on_meta(func, args, kwargs)
         key = _cache_key(func, args, kwargs)
@@ -117,13 +117,13 @@ class Shapes:
         except TypeError:  # an argument is not hashable
             return _run_on_meta(func, args, kwargs)
         if cached is not None:
-            return tree_map(_create, cached)
+            return tree_map(_new_on_meta, cached)
 
         result = _run_on_meta(func, args, kwargs)
-        # A description has no storage offset, and its tensors are on the meta device.
+        # A copy has a storage of its own, without an offset, on the meta device.
         tensors = tensors_of(result)
         if all(leaf.device.type == "meta" and leaf.storage_offset() == 0 for leaf in tensors):
-            self._results[key] = tree_map(_describe, result)
+            self._results[key] = tree_map(_new_on_meta, result)
         return result
 
 
@@ -151,23 +151,11 @@ def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-class _MetaTensor:
-    """Shape, strides and dtype of a result, from which it is created again."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.dtype = tensor.dtype
-
-
-def _describe(leaf: Any) -> Any:
-    return _MetaTensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _create(leaf: Any) -> Any:
-    if not isinstance(leaf, _MetaTensor):
+def _new_on_meta(leaf: Any) -> Any:
+    """Return a tensor on the meta device with the shape, strides and dtype of another one."""
+    if not isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -176,7 +164,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def to_meta(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type == "meta":
             return leaf
-        moved = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        moved = _new_on_meta(leaf)
         originals[id(moved)] = leaf
         return moved
 

@@ -405,7 +405,7 @@ def _greedy_tokens(model: Any, prompt: torch.Tensor, new_tokens: int) -> list[in
     model.generation_config = GenerationConfig()
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     rope = rope_by_length(model)
-    if rope is not None and rope.reads_anew:
+    if rope is not None and rope.rereads_tokens:
         # Past the original length of longrope, the tokens of most classes of Transformers
         # depend on the KV cache: it keeps keys of the previous frequencies. Phi3 drops them,
         # but before Transformers 5.20 it reads only its last token again.

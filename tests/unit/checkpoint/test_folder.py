@@ -81,7 +81,7 @@ def test_a_bad_newest(three):
 def test_where_nothing_is_left(tmp_path):
     put(tmp_path, "a", {})
     (tmp_path / "a" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no other checkpoint is there"):
+    with pytest.raises(CheckpointError, match="no other one is complete; restore one"):
         find_checkpoint(tmp_path)
     (tmp_path / "LATEST").write_text("")
     with pytest.raises(CheckpointError, match="no checkpoint there is complete"):

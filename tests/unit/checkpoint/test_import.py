@@ -151,7 +151,7 @@ ADVICE = """
     import gone --out a -> name one that DeepSpeed or torch.distributed.checkpoint wrote -> import zero1 --out a
     import zero1 --out zero1-plait -> name a new folder -> import zero1 --out b
     checkpoint ls gone -> name one that holds checkpoints -> checkpoint ls zero1-plait
-    checkpoint verify gone -> name a checkpoint, or a folder of them -> checkpoint verify zero1-plait | checkpoint verify zero1-plait/step-00000003
+    checkpoint verify gone -> name a checkpoint, or a folder of checkpoints -> checkpoint verify zero1-plait | checkpoint verify zero1-plait/step-00000003
 """  # fmt: skip
 
 

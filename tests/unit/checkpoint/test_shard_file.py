@@ -96,5 +96,5 @@ def test_a_header_with_other_places_is_refused(written):
     header["a"]["data_offsets"], header["a.b"]["data_offsets"] = [8, 32], [0, 8]
     changed = json.dumps(header, separators=(",", ":")).encode().ljust(length)
     path.write_bytes(data[:8] + changed + data[8 + length :])
-    with pytest.raises(CheckpointError, match="do not agree where a lies in the file"):
+    with pytest.raises(CheckpointError, match="give a different positions in the file"):
         ShardReader(path, manifest).__enter__()

@@ -136,7 +136,7 @@ def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
     changed(adapter, base_model_name_or_path="someone/model")
     with pytest.raises(
         InputError,
-        match="'someone/model', which it names as its base, is not a folder here; pass --model BASE --adapter",
+        match="'someone/model', which it names as its base, is not a folder on this machine; pass --model BASE --adapter",
     ):
         open_source(adapter)
 
@@ -161,7 +161,7 @@ def plain(base, tmp_path_factory):
         ({"a_later_field": {"x": 1}}, "a_later_field"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' has also changed the base model's weights"),
         ({"target_modules": ["no_such"]}, "PEFT cannot add it to the model"),
-        ({"target_modules": ["q_proj"]}, "which the model does not have; is it another model's"),
+        ({"target_modules": ["q_proj"]}, "which the model does not have; pass an adapter of this model"),
         ({"r": 5}, r"the model's is \[5, 64\]"),
         ({"lora_bias": True}, "lacks .* of its tensors, first model.layers.0"),
     ],

@@ -47,7 +47,7 @@ def test_calls(monkeypatch):
         Case(("pass tokenizer=, or token ids",), lambda: generated("a"), lambda: generated("a", tokenizer=text) and generated([1])),
         Case(("pass a string, or token ids",), lambda: generated(TURNS, tokenizer=tokenizer(None)), lambda: generated("a", tokenizer=tokenizer(None)) and generated([1])),
         Case(("pass a tokenizer's `input_ids` as lists without padding",), lambda: generated(text("ab")), lambda: generated(text("ab")["input_ids"])),
-        Case(("a model needs at least one (its beginning-of-text token)",), lambda: generated([[]]), lambda: generated([[text.bos_token_id or 0]])),
+        Case(("pass for example its beginning-of-text token",), lambda: generated([[]]), lambda: generated([[text.bos_token_id or 0]])),
         Case(("pass max_new_tokens, raise max_length, or shorten the prompt",), lambda: generated([long], saved={"max_length": 8}, max_new_tokens=None), lambda: generated([long], saved={"max_length": 8}) and generated([long], max_length=12, max_new_tokens=None) and generated([long[:4]], saved={"max_length": 8}, max_new_tokens=None)),
         Case(("stop_strings requires tokenizer=",), lambda: generated(stop_strings="a"), lambda: generated(stop_strings="a", tokenizer=text)),
         Case(("pass one for each, or one number",), lambda: generated(([1], [2]), seed=[1], do_sample=True), each(lambda seed: generated(([1], [2]), seed=seed, do_sample=True), [1, 2], 1)),
@@ -61,7 +61,7 @@ def test_calls(monkeypatch):
         Case(("ask for fewer new tokens (max_new_tokens), or fewer requests at once (batch_size)",), lambda: crowded(max_new_tokens=8), lambda: crowded(max_new_tokens=8, batch_size=1) and crowded(max_new_tokens=2)),
         Case(("ask for fewer new tokens, or shorten the prompt",), lambda: generated(max_new_tokens=10**6), lambda: generated(max_new_tokens=3)),
         *(
-            Case((f"leave it out, or give {value}",), partial(generated, **{name: changed}), partial(generated, **{name: value}))
+            Case((f"leave it out, or pass {value}",), partial(generated, **{name: changed}), partial(generated, **{name: value}))
             for name, (changed, value) in neutral.items()
         ),
         *(

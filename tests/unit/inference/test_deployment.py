@@ -53,7 +53,7 @@ def test_what_no_layout_holds_is_streamed(work, monkeypatch):
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
     found = deploy(work, tp=None, pp=None, devices=None)
     assert found.why.startswith(
-        "no layout of the devices here holds it: "
+        "no layout of these devices holds it: "
     ) and found.budget_bytes == int(0.92 * 5 * MIB)
     assert (
         found.tp == found.pp == 1
@@ -73,16 +73,19 @@ def test_a_cache_that_is_guessed_is_told(work, monkeypatch):
     for guess, words in (
         (
             replace(kept, guessed="ValueError: no"),
-            "by the heads of the configuration, and may take more",
+            "is computed from the heads in the configuration, and may take more",
         ),
-        (CacheLayout(guessed="ValueError: no"), "not at all, as the configuration says no heads"),
+        (
+            CacheLayout(guessed="ValueError: no"),
+            "is not counted, because the configuration defines no heads",
+        ),
     ):
         monkeypatch.setattr(deployment, "cache_layout_of", lambda *_, guess=guess: guess)
         for found in (
             deploy(work, tp=None, pp=None, devices=None),
             deploy_streamed(work, cpu_budget=1 << 30),
         ):
-            told = f"; the KV cache is counted {words}: the model could not be run without weights (ValueError: no)"
+            told = f"; the KV cache {words}: the model could not be run without weights (ValueError: no)"
             assert found.why.endswith(told)
 
 

@@ -84,7 +84,7 @@ def test_a_family_that_is_never_without_values(tmp_path):
     saved(tmp_path, "diffllama", layers=1)
     with pytest.raises(
         CheckpointError,
-        match=r"DiffLlamaForCausalLM makes model\.layers\.0.* load it with Transformers in Python",
+        match=r"DiffLlamaForCausalLM creates model\.layers\.0.* load it with Transformers in Python",
     ):
         open_source(tmp_path).model()
 

@@ -10,7 +10,7 @@ from plait.inference.capacity import (
     cache_layout_of,
     offloaded_cache,
 )
-from plait.inference.deployment import load_model, needs_of
+from plait.inference.deployment import InferenceWork, load_model, needs_of
 from plait.inference.generate import generate
 from plait.inference.source import open_source
 from plait.model.facts import attention_facts
@@ -83,7 +83,7 @@ def test_bytes_of_a_real_cache(kind):
     keeps, asked = cache_layout_of(model), CacheDemand(requests=1, tokens=SEEN, itemsize=4)
     assert (
         cache_bytes(keeps, asked)
-        == needs_of(model, requests=1, tokens=SEEN).cache(1, 1)
+        == needs_of(InferenceWork(None, model, tokens=SEEN, requests=1)).cache(1, 1)
         == sum(sizes)
     )
     assert cache_bytes(keeps, asked, tp=2) in (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import InputError
-from plait.inference.deployment import Needs, place_model
+from plait.inference.deployment import MemoryNeeds, place_model
 
 GIB = 2**30
 
@@ -15,7 +15,7 @@ def shared(size, heads):
     return lambda tp, pp: -(-size // (min(tp, heads) * pp))
 
 
-LLAMA_70B = Needs(
+LLAMA_70B = MemoryNeeds(
     weight_bytes=131 * GIB,
     split_bytes=131 * GIB,
     cache=shared(10 * GIB, 8),
@@ -77,4 +77,4 @@ def test_a_choice_that_cannot_be(tp, pp, words):
 
 def test_a_users_choice():
     found = place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=2, pp=2)
-    assert (found.tp, found.pp, found.why) == (2, 2, "as asked for")
+    assert (found.tp, found.pp, found.why) == (2, 2, "as requested")

@@ -70,8 +70,8 @@ def test_a_model_that_attends_in_both_directions(kind, is_decoder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"prefill_tokens": 0}, "prefill_tokens = 0 must be at least 1"),
-        ({"batch_size": 1.5}, "batch_size = 1.5 must be at least 1, a whole number"),
+        ({"prefill_tokens": 0}, "prefill_tokens = 0 must be a whole number of at least 1"),
+        ({"batch_size": 1.5}, "batch_size = 1.5 must be a whole number of at least 1"),
         ({"batch_size": "2"}, "batch_size = '2' must be"),
         ({"on_token": 5}, "on_token = 5 must be a function"),
     ],

@@ -164,7 +164,7 @@ def test_several_types_are_refused_past_the_original_length(case, monkeypatch):
     ):
         with pytest.raises(
             InputError,
-            match=r"several \(dynamic and longrope\)\) follow the length of the input past 32 tokens",
+            match=r"above 32 tokens, .* \(RoPE type several \(dynamic and longrope\)\) depend on",
         ):
             call()
 

@@ -125,7 +125,7 @@ def test_what_would_change_tokens_and_is_not_supported():
         Model(num_beams=4, num_return_sequences=2), {"num_beams": 1, "num_return_sequences": 1}
     ) == settings_of(Model(), {})
     with pytest.raises(
-        InputError, match="num_beams = 4 is not supported by generate; leave it out, or give 1"
+        InputError, match="num_beams = 4 is not supported by generate; leave it out, or pass 1"
     ):
         settings_of(Model(), {"num_beams": 4})
     with pytest.raises(InputError, match="generation_config: guidance_scale = 2.0"):

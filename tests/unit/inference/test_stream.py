@@ -60,7 +60,7 @@ def test_the_same_bits_pass_after_pass(saved, streamed):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
         assert torch.equal(model(x), saved[0](x))
         assert all(p.numel() == 0 for index in (0, 2, 4) for p in model.layers[index].parameters())
-    assert one <= made.slot_bytes <= one + 3 * 64 and made.memory_bytes == 2 * made.slot_bytes
+    assert one <= made.slot_bytes <= one + 3 * 64
 
 
 @pytest.mark.parametrize("shift", [0, 8])

@@ -8,8 +8,8 @@ from plait.errors import InputError
 from plait.inference.deployment import load_model
 from plait.inference.generate import generate
 from plait.inference.source import open_source
-from plait.inference.streamed_model import WeightStreamHook, _save_aligned, load_streamed
-from plait.inference.weight_stream import WEIGHT_ALIGNMENT
+from plait.inference.streamed_model import _save_aligned, load_streamed
+from plait.inference.weight_stream import WEIGHT_ALIGNMENT, WeightStream
 from tests.unit.inference.models import saved
 
 PROMPTS = [[5, 8, 2, 61, 7], [70, 7]]
@@ -29,7 +29,7 @@ def streamed(source, scratch, **asked):
     sharded, planned = load_streamed(
         source, budget_bytes=total - 1, other_bytes=0, scratch=scratch, **asked
     )
-    (stream,) = [hook.stream for hook in sharded.hooks.all if isinstance(hook, WeightStreamHook)]
+    (stream,) = [hook for hook in sharded.hooks.all if isinstance(hook, WeightStream)]
     assert planned.streamed and not list(scratch.iterdir()), "its files have no name any more"
     found = answers(sharded)
     assert stream.bytes_read

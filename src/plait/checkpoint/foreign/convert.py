@@ -53,7 +53,7 @@ def convert(source: Path, out: str, *, tag: str | None = None) -> ImportSummary:
     if not deepspeed.is_deepspeed(source) and not dcp.is_dcp(source):
         raise InputError(
             f"{source}: contains neither *_optim_states.pt (DeepSpeed, ZeRO 1 to 3) nor .metadata"
-            " (torch.distributed.checkpoint)"
+            " (torch.distributed.checkpoint); name the folder that contains one of them"
         )
     if list_complete(place_of(out, "--out")):
         raise InputError(f"--out {out}: holds checkpoints; name a new folder")
@@ -98,7 +98,7 @@ def _convert(folder: Path, out: str, tag: str) -> ImportSummary:
     read = deepspeed.read if deepspeed.is_deepspeed(folder) else dcp.read
     checkpoint = read(folder)
     if not any(name.startswith("model.") for name in checkpoint.tensors):
-        raise CheckpointError(f"{folder}: no tensors of a model were found")
+        raise CheckpointError(f"{folder}: contains no tensors of a model")
     written = save(checkpoint, place_of(out), tag or f"step-{checkpoint.steps:08d}")
     states = sum(name.startswith("optimizer.") for name in checkpoint.tensors)
     return ImportSummary(

@@ -79,7 +79,7 @@ def _assembler(
     dtype: torch.dtype,
     chunks: list[Any],
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that reads all chunks, pairs (offsets, sizes), of a tensor."""
+    """Return a function that reads a tensor from its chunks, which are pairs (offsets, sizes)."""
     # Checked before memory is allocated: elements without a chunk would be uninitialized.
     if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
         raise CheckpointError(
@@ -102,7 +102,7 @@ def _assembler(
 
 
 def _load(folder: Path, info: Any, name: str) -> Any:
-    """Load one range of a file. It may contain only tensors and plain data."""
+    """Load an entry from its range of a file. It may contain only tensors and plain data."""
     file = offset = length = None
     if isinstance(info, Inert):
         file = info.get("relative_path")
@@ -177,7 +177,9 @@ def _add_values(checkpoint: ForeignCheckpoint, values: dict[str, Any]) -> None:
         ]
         checkpoint.groups = [{"params": params}]
     if not any(name.endswith(".exp_avg") for name in checkpoint.tensors):
-        checkpoint.left_out.append("an optimizer: no states of Adam are there by name")
+        checkpoint.left_out.append(
+            "an optimizer: no tensor has the name of a state of Adam (exp_avg)"
+        )
 
 
 def _add_group(checkpoint: ForeignCheckpoint, key: str, group: dict[str, Any]) -> None:

@@ -74,7 +74,8 @@ def read(folder: Path) -> ForeignCheckpoint:
     counts = count if isinstance(count, list | tuple) else [count]  # one per parameter group
     if max(counts) != len(ranks):
         raise CheckpointError(
-            f"{folder} was written by {count} ranks, but has only the files of {len(ranks)}"
+            f"{folder} was written by {count} ranks, but has only the files of {len(ranks)};"
+            " copy the files of all ranks to it"
         )
     models = [read_torch(path) for path in _model_files(folder, stage, len(ranks))]
     model = models[0]
@@ -247,7 +248,7 @@ def _read_settings(
     ):
         if model.get(key):
             checkpoint.left_out.append(
-                f"{description} (step {checkpoint.steps}: give it to the new run's configuration)"
+                f"{description} (step {checkpoint.steps}: set it in the new run's configuration)"
             )
     if rank.get("dynamic_loss_scale"):
         checkpoint.left_out.append("the dynamic loss scale, which is reset")
@@ -262,7 +263,7 @@ def _model_files(folder: Path, stage: int, ranks: int) -> list[Path]:
     if sorted(files) != list(range(ranks)):
         raise CheckpointError(
             f"{folder} has the model states of the ranks {sorted(files)}, but {ranks} ranks"
-            " wrote it"
+            " wrote it; copy the files of all ranks to it"
         )
     return [files[rank] for rank in range(ranks)]
 
