@@ -25,7 +25,7 @@ from benchmarks.common.workers import WorkerGroup
 from benchmarks.planner_cpu import report
 from benchmarks.planner_cpu.layouts import CASES, QUICK, Case
 from benchmarks.planner_cpu.worker import start
-from benchmarks.training_step.rounds import order
+from benchmarks.steps.rounds import order
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/planner_cpu.json"

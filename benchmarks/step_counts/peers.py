@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.pipeline_step.torch_peers import TP_PLAN, LlamaStage, next_token_loss
 from benchmarks.step_counts.layouts import Layout
 from benchmarks.step_counts.workload import ADAMW, MAX_NORM, SAMPLES, build_model
+from benchmarks.steps.model_parallel_peers import TP_PLAN, LlamaStage, next_token_loss
 from plait._torch.units import parameter_groups
 
 Step = Callable[[dict[str, Tensor]], object]
