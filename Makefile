@@ -64,7 +64,7 @@ simulated-docs: environment
 	$(RUN) tools/simulated_table.py $(RESULTS)/simulated.xml
 
 waits: environment
-	OMP_NUM_THREADS=1 $(RUN) -m tools.planted_waits $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m tools.mutants --waits $(ARGS)
 
 validate-gpus: environment
 	@mkdir -p $(RESULTS)

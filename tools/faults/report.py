@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common.report import RESULTS as FOLDER
 from benchmarks.common.report import markdown
-from tools.planted.project import ROOT
+from tools.mutants.project import ROOT
 
 RESULTS = FOLDER / "faults.json"
 PAGE = ROOT / "docs/development/faults.md"
