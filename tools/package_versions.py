@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import tomllib
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,9 +20,9 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.common.report import markdown, today
+from benchmarks.common.report import ROOT, markdown, today
+from tools import junit
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions" / "packages.json"
 PAGE = ROOT / "docs" / "development" / "versions-packages.md"
 EXTRAS = ("hf", "peft", "trl", "viz")
@@ -56,19 +55,11 @@ def requirements() -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-def counts(results: Iterable[Path]) -> dict[str, Any]:
+def counts(paths: Iterable[Path]) -> dict[str, Any]:
     """Return how many tests passed, failed and were skipped, and the names of those that failed."""
-    outcomes: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
-    for path in results:
-        for case in ElementTree.parse(path).iter("testcase"):
-            if case.find("failure") is not None or case.find("error") is not None:
-                outcomes["failed"] += 1
-                outcomes["failures"].append(f"{case.get('classname')}::{case.get('name')}")
-            elif case.find("skipped") is not None:
-                outcomes["skipped"] += 1
-            else:
-                outcomes["passed"] += 1
-    return outcomes
+    results = list(junit.results(paths))
+    failures = [result.test for result in results if result.outcome == "failed"]
+    return {**junit.counts(results), "failures": failures}
 
 
 def installed() -> dict[str, str]:
@@ -84,20 +75,6 @@ def installed() -> dict[str, str]:
 
 def page(rows: dict[str, Any]) -> str:
     """Return the text of the page for the recorded runs `rows`."""
-    runs = []
-    for name, row in rows.items():
-        packages = row["packages"]
-        tests = [row["tests"], *(str(row[outcome]) for outcome in ("passed", "failed", "skipped"))]
-        runs.append(
-            [
-                name,
-                row["date"],
-                row["python"],
-                packages["torch"],
-                packages.get("transformers", ""),
-                *tests,
-            ]
-        )
     header = [
         "run",
         "date",
@@ -109,6 +86,12 @@ def page(rows: dict[str, Any]) -> str:
         "failed",
         "skipped",
     ]
+    runs = []
+    for name, row in rows.items():
+        packages = row["packages"]
+        versions = [row["python"], packages["torch"], packages.get("transformers", "")]
+        outcomes = [str(row[outcome]) for outcome in ("passed", "failed", "skipped")]
+        runs.append([name, row["date"], *versions, row["tests"], *outcomes])
     parts = [INTRODUCTION, markdown(header, runs)]
 
     # Releases of torch are on another page.
@@ -118,11 +101,11 @@ def page(rows: dict[str, Any]) -> str:
         if requirement.name != "torch"
     }
     sets = [name for name in ("lowest", "newest") if name in rows]
-    versions = []
+    bound_rows = []
     for package, bound in sorted(bounds.items(), key=lambda entry: entry[0].lower()):
         installed_versions = [rows[name]["packages"].get(package, "") for name in sets]
-        versions.append([f"`{package}`", f"`{bound}`", *installed_versions])
-    parts.append(markdown(["package", "pyproject.toml", *sets], versions))
+        bound_rows.append([f"`{package}`", f"`{bound}`", *installed_versions])
+    parts.append(markdown(["package", "pyproject.toml", *sets], bound_rows))
 
     for name, row in rows.items():
         if row["failures"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
@@ -38,6 +39,13 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def revision() -> str:
+    """Return the revision of the sources, as `git describe` names it."""
+    command = ["git", "describe", "--always", "--tags", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def facts(*packages: str) -> dict[str, object]:

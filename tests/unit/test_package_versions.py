@@ -5,8 +5,8 @@ import json
 from tools.package_versions import PAGE, RESULTS, counts, page
 
 JUNIT = """<testsuites><testsuite>
-<testcase classname="a" name="passes"/><testcase classname="a" name="fails"><failure/></testcase>
-<testcase classname="a" name="breaks"><error/></testcase><testcase classname="a" name="skips"><skipped/></testcase>
+<testcase file="a.py" classname="a" name="passes"/><testcase file="a.py" classname="a" name="fails"><failure/></testcase>
+<testcase file="a.py" classname="a" name="breaks"><error/></testcase><testcase file="a.py" classname="a" name="skips"><skipped/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -20,7 +20,7 @@ def test_counts(tmp_path):
         (tmp_path / name).write_text(JUNIT)
     found = counts(sorted(tmp_path.iterdir()))
     assert (found["passed"], found["failed"], found["skipped"]) == (2, 4, 2)
-    assert found["failures"] == ["a::fails", "a::breaks"] * 2
+    assert found["failures"] == ["a.py::fails", "a.py::breaks"] * 2
 
 
 def test_what_failed_is_on_the_page():
