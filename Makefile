@@ -123,7 +123,9 @@ model-types: environment
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m tools.model_types $(ARGS)
 
 combinations: environment
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m tools.combinations $(ARGS)
+	@mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "proof or not proof" tests/parity/test_combinations.py --junitxml=$(RESULTS)/combinations.xml $(ARGS)
+	PYTHONPATH=src $(RUN) -m tools.combinations $(RESULTS)/combinations.xml
 
 lock:
 	bash tools/lock.sh $(RUN)
