@@ -1,4 +1,4 @@
-"""The comparison and its page: what the calibrated planner says of every layout beside what it takes."""
+"""The comparison of predicted with measured times, and its page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AIM = 0.10
 
 
 def compare(cases: Sequence[Case], seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Calibrated on the seen cases: every case's prediction, and the errors of the unseen."""
+    """Calibrate on the seen cases, and return all predictions and the errors of the others."""
     calibration = calibrate(
         runs_of(_measured(case, seconds[case.name]) for case in cases if case.seen)
     )
@@ -71,7 +71,7 @@ def _measured(case: Case, seconds: float) -> Measured:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Return the page."""
     unseen, before, machine = result["unseen"], result["unseen_uncalibrated"], result["machine"]
     seen = sum(row["seen"] for row in result["rows"])
     rows = [

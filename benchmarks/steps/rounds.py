@@ -6,12 +6,11 @@ disturbed every time, it is counted and left out of the statistics.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from benchmarks.common.load import ForeignMeter, wait_for_quiet
+from benchmarks.common.load import undisturbed
 from benchmarks.common.report import say
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.steps.baselines import Baseline
@@ -90,15 +89,15 @@ def run(
 
 def _turn(worker_group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace) -> None:
     value = None
-    for _ in range(1 + pace.repeats):
-        wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
-        meter = ForeignMeter((*worker_group.pids, os.getpid()))
-        meter.start()
-        answers = worker_group.ask(
-            ("turn", {"warm": pace.warm, "steps": pace.steps}),
-            timeout_seconds=pace.turn_timeout_seconds,
-        )
-        record.foreign.append(meter.stop())
+    for share, answers in undisturbed(
+        worker_group,
+        ("turn", {"warm": pace.warm, "steps": pace.steps}),
+        share=pace.foreign_share,
+        repeats=pace.repeats,
+        wait_seconds=pace.wait_seconds,
+        timeout_seconds=pace.turn_timeout_seconds,
+    ):
+        record.foreign.append(share)
         by_rank = [answer["losses"] for answer in answers]
         if baseline.loss_is_global:
             record.losses += by_rank[0]
@@ -107,9 +106,8 @@ def _turn(worker_group: WorkerGroup, baseline: Baseline, record: Record, *, pace
         record.norms += answers[0]["norms"]
         record.processor_seconds.append(mean(answer["processor_seconds"] for answer in answers))
         record.peak_bytes = max([record.peak_bytes, *(answer["peak_bytes"] for answer in answers)])
-        if record.foreign[-1] <= pace.foreign_share:
+        if share <= pace.foreign_share:
             value = max(answer["seconds"] for answer in answers)
-            break
     record.seconds.append(value)
 
 

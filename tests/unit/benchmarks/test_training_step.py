@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.common import load
 from benchmarks.steps import agreement, command, deepspeed_peer, report, rounds
 from benchmarks.steps.plait_entry import configuration
 from benchmarks.steps.rounds import Pace, Record
@@ -155,9 +156,9 @@ class FakeTeam:
 
 def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
     shares = iter([0.5, 0.0, 0.5, 0.5, 0.0])
-    monkeypatch.setattr(rounds.ForeignMeter, "start", lambda self: None)
-    monkeypatch.setattr(rounds.ForeignMeter, "stop", lambda self: next(shares))
-    monkeypatch.setattr(rounds, "wait_for_quiet", lambda **_: True)
+    monkeypatch.setattr(load.ForeignMeter, "start", lambda self: None)
+    monkeypatch.setattr(load.ForeignMeter, "stop", lambda self: next(shares))
+    monkeypatch.setattr(load, "wait_for_quiet", lambda **_: True)
     pace = Pace(rounds=3, steps=1, warm=1, repeats=1)
     baselines = {"ddp": BENCHMARK.scenes[0].baselines[0]}
     (seen,) = rounds.run({"ddp": FakeTeam()}, baselines, pace=pace).values()
