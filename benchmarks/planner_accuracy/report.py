@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from benchmarks.common.report import markdown as markdown_table
 from benchmarks.planner_accuracy.frameworks import datasheet_priors, fitted_priors, open_kernels
 from benchmarks.planner_accuracy.predict import LIKELY
 
-_AIMS = {
-    "left out": {"median": 0.09, "mean": 0.11, "p90": 0.21},
-    "12 rows": {"median": 0.04, "mean": 0.06},
-    "not named": {"median": 0.11},
-}
-_NAMES = {
-    "left out": "full sources held out",
-    "12 rows": "calibrated on 12 rows",
-    "not named": "framework not named",
-}
-_COVERAGE = {"left out": (0.87, 0.93), "12 rows": (0.85, 0.95), "not named": (0.85, 1.0)}
-_MEMORY, _EXPERTS = 0.10, 0.20
+_SHARES = ("median", "mean", "p90", "bias", "coverage")
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -72,13 +62,8 @@ def markdown(result: dict[str, Any]) -> str:
         result["experts"]["time_experts"],
         "step time, runs of models with experts, sources left out",
     )
-    lines += (
-        _unseen(result["unseen"], result["again"])
-        + _published(result["published"])
-        + _constants()
-        + _not_priced(result)
-        + _aims(result)
-    )
+    lines += _unseen(result["unseen"], result["again"]) + _published(result["published"])
+    lines += _constants() + _not_priced(result)
     return "\n".join(lines) + "\n"
 
 
@@ -86,40 +71,38 @@ _PARTS = {"time": "step time", "time_experts": "step time with experts", "memory
 
 
 def _table(tables: dict[str, Any], title: str) -> list[str]:
-    lines = [
-        f"### {title[0].upper()}{title[1:]}",
-        "",
-        "| | | rows | median | mean | P90 | bias | in the 90 % interval | interval score |",
-        "|---|---|---|---|---|---|---|---|---|",
+    header = ("", "", "rows", "median", "mean", "P90", "bias", "in the 90 % interval")
+    rows = [
+        (group, name, str(row["rows"]), *_shares(row), f"{row['interval_score']:.2f}")
+        for group, entries in tables.items()
+        for name, row in entries.items()
     ]
-    for group, entries in tables.items():
-        for name, e in entries.items():
-            cells = " | ".join(
-                f"{e[key]:.1%}" for key in ("median", "mean", "p90", "bias", "coverage")
-            )
-            lines.append(
-                f"| {group} | {name} | {e['rows']} | {cells} | {e['interval_score']:.2f} |"
-            )
-    return [*lines, ""]
+    table = markdown_table((*header, "interval score"), rows, right=())
+    return [f"### {title[0].upper()}{title[1:]}", "", table]
+
+
+def _shares(row: dict[str, Any]) -> list[str]:
+    return [f"{row[key]:.1%}" for key in _SHARES]
 
 
 def _ranking(part: dict[str, Any]) -> list[str]:
-    header = "| | groups | best of the predicted top 3 within 5 % of the best | mean regret, first | first three | rank correlation |"
-    lines = [
-        "### Ranking of layouts that differ in nothing else",
+    header = (
         "",
-        header,
-        "|---|---|---|---|---|---|",
-    ]
+        "groups",
+        "best of the predicted top 3 within 5 % of the best",
+        "mean regret, first",
+        "first three",
+        "rank correlation",
+    )
+    rows = []
     for table in ("runs", "sweep"):
-        r = part[table]["ranking"]
-        if r:
-            cells = " | ".join(
-                f"{r[key]:.1%}"
-                for key in ("top3_within_5_percent", "mean_regret_1", "mean_regret_3")
-            )
-            lines.append(f"| {table} | {r['groups']} | {cells} | {r['spearman']:.2f} |")
-    return [*lines, ""]
+        row = part[table]["ranking"]
+        if row:
+            keys = ("top3_within_5_percent", "mean_regret_1", "mean_regret_3")
+            shares = (f"{row[key]:.1%}" for key in keys)
+            rows.append((table, str(row["groups"]), *shares, f"{row['spearman']:.2f}"))
+    title = "### Ranking of layouts that differ in nothing else"
+    return [title, "", markdown_table(header, rows, right=())]
 
 
 def _fit(fit: dict[str, Any]) -> list[str]:
@@ -150,20 +133,33 @@ def _published(rows: list[dict[str, Any]]) -> list[str]:
         "is estimated with the same kernels next to it. The reasons are the up to three terms of the step that favour the faster of the",
         "two the most, each as the experts' value less the plan's.",
         "",
-        "| model | GPUs | tokens | published layout | measured | predicted (90 %) | inside | plan | plan's | theirs in Plait | reasons "
-        "| source |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    header = "model|GPUs|tokens|published layout|measured|predicted (90 %)|inside|plan|plan's"
+    header += "|theirs in Plait|reasons|source"
+    cells = []
     for r in rows:
         fits = "" if r["theirs_fits"] >= 0.5 else f", needs {r['theirs_gib']:.0f} GiB"
         measured = "" if r["measured_seconds"] is None else f"{r['measured_seconds']:.3g} s"
         reasons = ", ".join(f"{name} ({seconds:+.3g} s)" for name, seconds in r["reasons"].items())
-        lines.append(
-            f"| {r['model']} | {r['gpus']:,} x {r['gpu']} | {r['sequence']:,} | {r['published']} | {measured} "
-            f"| {r['predicted_seconds']:.3g} s ({r['low_90']:.3g} to {r['high_90']:.3g}) | {_INSIDE[r['inside']]} "
-            f"| {r['plan']} | {r['plan_seconds']:.3g} s | {r['theirs_seconds']:.3g} s{fits} | {reasons} | {r['source']} |"
+        interval = f"({r['low_90']:.3g} to {r['high_90']:.3g})"
+        predicted = f"{r['predicted_seconds']:.3g} s {interval}"
+        cells.append(
+            (
+                r["model"],
+                f"{r['gpus']:,} x {r['gpu']}",
+                f"{r['sequence']:,}",
+                r["published"],
+                measured,
+                predicted,
+                _INSIDE[r["inside"]],
+                r["plan"],
+                f"{r['plan_seconds']:.3g} s",
+                f"{r['theirs_seconds']:.3g} s{fits}",
+                reasons,
+                r["source"],
+            )
         )
-    return [*lines, ""]
+    return [*lines, markdown_table(header.split("|"), cells, right=())]
 
 
 def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
@@ -178,9 +174,9 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
         "and what the second to fifth showed to be wrong was mended after their scores. Rows marked today are by what is known now, and no",
         "test of it.",
         "",
-        "| set, commit | rows of | rows | median | mean | P90 | bias | in the 90 % interval |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    header = ("set, commit", "rows of", "rows", "median", "mean", "P90", "bias")
+    rows = []
     parts = (
         ("tier A", "time"),
         ("tier B", "time"),
@@ -190,25 +186,23 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
     )
     for number, found in enumerate(scores, 1):
         for tier, key in parts:
-            if e := found[tier][key]["all"].get("all"):
-                cells = " | ".join(
-                    f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage")
-                )
-                lines.append(
-                    f"| {number}, {found['commit']} | {_PARTS[key]}, {tier} | {e['rows']} | {cells} |"
+            row = found[tier][key]["all"].get("all")
+            if row:
+                title = f"{_PARTS[key]}, {tier}"
+                rows.append(
+                    (f"{number}, {found['commit']}", title, str(row["rows"]), *_shares(row))
                 )
         for key in ("time", "memory") if str(number) in again else ():
-            e = again[str(number)][key]["all"]["all"]
-            cells = " | ".join(
-                f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage")
-            )
-            lines.append(f"| {number}, today | {_PARTS[key]}, tier A | {e['rows']} | {cells} |")
+            row = again[str(number)][key]["all"]["all"]
+            title = f"{_PARTS[key]}, tier A"
+            rows.append((f"{number}, today", title, str(row["rows"]), *_shares(row)))
+    lines.append(markdown_table((*header, "in the 90 % interval"), rows, right=()))
     last = {
         name: entry
         for found in scores[-4:]
         for name, entry in found["tier A"]["time"]["source"].items()
     }
-    lines += ["", *_table({"source": last}, "step time by source, tier A of the last four sets")]
+    lines += [*_table({"source": last}, "step time by source, tier A of the last four sets")]
     fits = [found["tier A"]["fit"] for found in scores[-4:]]
     out, called, ran, alarms = (
         sum(fit[key] for fit in fits)
@@ -237,73 +231,21 @@ def _constants() -> list[str]:
         "the range; a width is a standard deviation of the logarithm, between machines that were never measured. A constant whose",
         "width stays as it was has no evidence in these runs and keeps its prior.",
         "",
-        "| constant | meaning | range | prior | width | learned | width |",
-        "|---|---|---|---|---|---|---|",
     ]
+    header = ("constant", "meaning", "range", "prior", "width", "learned", "width")
+    rows = []
     for name in shipped:
         a, b = believed[name], found[name]
         most = "" if math.isinf(a.most) else f"{a.most:g}"
         bounds = f"{a.least:g} to {most}" if most else "above 0"
-        lines.append(
-            f"| {name} | {a.meaning} | {bounds} | {a.median:.3g} | {a.width:.2f} | {b.median:.3g} | {b.width:.2f} |"
-        )
-    return [*lines, ""]
+        values = (a.median, a.width, b.median, b.width)
+        formats = (".3g", ".2f", ".3g", ".2f")
+        cells = (format(value, form) for value, form in zip(values, formats, strict=True))
+        rows.append((name, a.meaning, bounds, *cells))
+    return [*lines, markdown_table(header, rows, right=())]
 
 
 def _not_priced(result: dict[str, Any]) -> list[str]:
     reasons = {**result["left out"]["runs"]["not_priced"], **result["experts"]["not_priced"]}
     lines = ["## Rows that are not priced", ""]
     return [*lines, *(f"- {count}: {reason}" for reason, count in reasons.items()), ""]
-
-
-def _aims(result: dict[str, Any]) -> list[str]:
-    """What was aimed for, and what was missed."""
-    lines = ["## Aims", ""]
-
-    def line(what: str, found: float, aim: str, holds: bool) -> None:
-        lines.append(f"- {'holds' if holds else '**missed**'}: {what} {found:.1%}, aim {aim}")
-
-    for name, aims in _AIMS.items():
-        found = (result[name] if name == "not named" else result[name]["runs"])["time"]["all"][
-            "all"
-        ]
-        for key, aim in aims.items():
-            line(
-                f"step time, {_NAMES[name]}: {key}",
-                found[key],
-                f"at most {aim:.0%}",
-                found[key] <= aim,
-            )
-        low, high = _COVERAGE[name]
-        line(
-            f"step time, {_NAMES[name]}: in the 90 % interval",
-            found["coverage"],
-            f"{low:.0%} to {high:.0%}",
-            low <= found["coverage"] <= high,
-        )
-    memory = result["left out"]["runs"]["memory"]["all"]["all"]
-    line(
-        "peak memory, full sources held out: median",
-        memory["median"],
-        f"at most {_MEMORY:.0%}",
-        memory["median"] <= _MEMORY,
-    )
-    line(
-        "peak memory, full sources held out: in the 90 % interval",
-        memory["coverage"],
-        "at least 85 %",
-        memory["coverage"] >= 0.85,
-    )
-    experts = result["experts"]["time_experts"]["all"]["all"]["median"]
-    line("models with experts: median", experts, f"at most {_EXPERTS:.0%}", experts <= _EXPERTS)
-    for name in ("left out", "12 rows"):
-        fit = result[name]["fit"]
-        for key, what in (
-            ("false_fits", "rows out of memory that were predicted to fit"),
-            ("false_alarms", "rows that ran and were predicted not to fit"),
-        ):
-            line(f"{what}, {_NAMES[name]}:", fit[key], "at most 5 %", fit[key] <= 0.05)
-    lines.append(
-        "- the nanotron sweep: on more than four nodes, times of similar layouts differ up to a hundredfold"
-    )
-    return [*lines, ""]
