@@ -1,24 +1,20 @@
-"""Holds the planner's memory against dry runs and writes docs/explanation/planner_memory.md.
+"""Compare the planner's memory with dry runs, and write docs/explanation/planner_memory.md.
 
-    python -m benchmarks.planner_memory              everything: minutes to tens of minutes
-    python -m benchmarks.planner_memory --small      the small layouts alone; the rest of the page stays as it was
+    python -m benchmarks.planner_memory [--quick]    minutes to tens of minutes
 
-Fake tensors only: bytes are the same on every machine without a GPU, seconds are this machine's.
+All tensors are fake. Bytes are the same on every machine without a GPU.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import command
-from benchmarks.common.report import read, write
+from benchmarks.common.report import RESULTS, ROOT, markdown, write
 from benchmarks.planner_memory.clusters import tried
 from benchmarks.planner_memory.layouts import CASES, compare, describe
 from plait.sizes import GIB, MIB
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks/results/planner_memory.json"
 PAGE = ROOT / "docs/explanation/planner_memory.md"
 
 _INTRODUCTION = """# Predicted memory against dry runs
@@ -35,62 +31,65 @@ so the planner does not propose it.
 
 
 def main() -> None:
-    parser = command("planner_memory", __doc__)
-    parser.add_argument("--small", action="store_true", help="only the small layouts")
-    options = parser.parse_args()
-    result: dict[str, Any] = read(RESULT, {}) if options.small else {}
-    result["small"] = [
-        {
-            "layout": describe(one.case),
-            "stage": one.run.stage,
-            "predicted": one.run.predicted["peak"],
-            "dry_run": one.run.measured.peak,
-        }
-        for case in (CASES[:2] if options.quick else CASES)
-        for one in compare(case)
-    ]
-    if options.quick:
-        print(markdown(result))
+    quick = command("planner_memory", __doc__).parse_args().quick
+    result: dict[str, Any] = {
+        "small": [
+            {
+                "layout": describe(one.case),
+                "stage": one.run.stage,
+                "predicted": one.run.predicted["peak"],
+                "dry_run": one.run.measured.peak,
+            }
+            for case in (CASES[:2] if quick else CASES)
+            for one in compare(case)
+        ]
+    }
+    if quick:
+        print(page(result))
         return
-    if not options.small:
-        result = {"small": result["small"], "tried": tried()}
-    write(RESULT, result, digits=12)
-    PAGE.write_text(markdown(result), encoding="utf-8")
+    result["tried"] = tried()
+    write(RESULTS / "planner_memory.json", result, digits=12)
+    PAGE.write_text(page(result), encoding="utf-8")
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The page."""
-    ratios = [row["predicted"] / row["dry_run"] for row in result["small"]]
-    worst = max(abs(ratio - 1) for ratio in ratios)
-    lines = [_INTRODUCTION, "## Small models of three families", ""]
-    lines += [
-        f"{len({row['layout'] for row in result['small']})} layouts, {len(ratios)} ranks; the largest error is {worst:.2%}.",
-        "",
+def page(result: dict[str, Any]) -> str:
+    """Return docs/explanation/planner_memory.md."""
+    rows = []
+    errors = []
+    for row in result["small"]:
+        error = row["predicted"] / row["dry_run"] - 1
+        errors.append(abs(error))
+        sizes = [f"{row[name] / MIB:.2f}" for name in ("predicted", "dry_run")]
+        rows.append([row["layout"], str(row["stage"]), *sizes, f"{error:+.2%}"])
+    layouts = {row["layout"] for row in result["small"]}
+    count = f"{len(layouts)} layouts, {len(errors)} ranks"
+    parts = [
+        f"{_INTRODUCTION}\n## Small models of three families\n\n{count}; the largest error is "
+        f"{max(errors):.2%}.\n",
+        markdown(("layout", "rank", "predicted MiB", "dry run MiB", "error"), rows, right=()),
     ]
-    lines += ["| layout | rank | predicted MiB | dry run MiB | error |", "|---|---|---|---|---|"]
-    for row, ratio in zip(result["small"], ratios, strict=True):
-        lines.append(
-            f"| {row['layout']} | {row['stage']} | {row['predicted'] / MIB:.2f} | {row['dry_run'] / MIB:.2f} | {ratio - 1:+.2%} |"
-        )
     if "tried" in result:
-        lines += [
-            "",
-            "## The plan's layout, one rank of it run",
-            "",
-            "The first that recomputes no blocks by a budget of bytes.",
-            "",
+        parts.append(
+            "## The plan's layout, one rank of it run\n\n"
+            "The first that recomputes no blocks by a budget of bytes.\n"
+        )
+        header = ("model", "cluster", "layout", "rank", "micro-batches run", "predicted GiB")
+        rows = [
+            [
+                row["model"],
+                f"{row['gpus']:,} {row['gpu']}",
+                row["layout"],
+                f"{row['rank']:,} ({row['stage']})",
+                f"{row['run']} of {row['accumulation']}",
+                f"{row['predicted'] / GIB:.2f}",
+                f"{row['dry_run'] / GIB:.2f}",
+                f"{row['ratio']:.3f}",
+                f"{row['seconds']:.0f}",
+            ]
+            for row in result["tried"]
         ]
-        lines += [
-            "| model | cluster | layout | rank | micro-batches run | predicted GiB | dry run GiB | ratio | seconds |",
-            "|" + "---|" * 9,
-        ]
-        for row in result["tried"]:
-            where = f"{row['rank']:,} ({row['stage']}) | {row['run']} of {row['accumulation']}"
-            sizes = f"{row['predicted'] / GIB:.2f} | {row['dry_run'] / GIB:.2f} | {row['ratio']:.3f} | {row['seconds']:.0f}"
-            lines.append(
-                f"| {row['model']} | {row['gpus']:,} {row['gpu']} | {row['layout']} | {where} | {sizes} |"
-            )
-    return "\n".join(lines) + "\n"
+        parts.append(markdown((*header, "dry run GiB", "ratio", "seconds"), rows, right=()))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
