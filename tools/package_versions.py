@@ -20,30 +20,12 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.common.report import ROOT, markdown, today
+from benchmarks.common.report import ROOT, markdown, today, with_sections
 from tools import junit
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions" / "packages.json"
 PAGE = ROOT / "docs" / "development" / "versions-packages.md"
 EXTRAS = ("hf", "peft", "trl", "viz")
-INTRODUCTION = """# Versions of Python, Transformers and other packages
-
-Plait needs Python 3.11 and Transformers 5.17, or newer releases. An older Transformers is refused
-with an error that states the installed version and the command that installs a newer one, because
-5.0.0 does not share tied weights in models that are built on the meta device, and with 5.10.1
-Plait computes wrong sizes of KV caches, and wrong tokens of models with dynamic RoPE.
-
-```bash
-make versions-lowest     # tests with the lowest packages that pyproject.toml allows
-make versions-newest     # tests with the newest packages, pre-releases included
-bash tools/packages.sh newest transformers==5.20.0    # the newest packages with one that is fixed
-```
-
-Each command makes a separate environment, and runs the tests of models, generation, the
-configuration, the command line, checkpoints, the quickstart, the Trainer, LoRA, and TRL's SFT and
-DPO trainers. The table has one row per environment; the row of Debian 12 has its Python 3.11.2 with
-the packages of requirements.lock. Releases of torch are on a [separate page](versions.md).
-"""
 
 
 def requirements() -> list[Requirement]:
@@ -73,8 +55,8 @@ def installed() -> dict[str, str]:
     return dict(sorted(versions.items(), key=lambda entry: entry[0].lower()))
 
 
-def page(rows: dict[str, Any]) -> str:
-    """Return the text of the page for the recorded runs `rows`."""
+def sections(rows: dict[str, Any]) -> dict[str, str]:
+    """Return the sections of the page for the recorded runs `rows`."""
     header = [
         "run",
         "date",
@@ -87,31 +69,28 @@ def page(rows: dict[str, Any]) -> str:
         "skipped",
     ]
     runs = []
+    failures = ""
     for name, row in rows.items():
         packages = row["packages"]
         versions = [row["python"], packages["torch"], packages.get("transformers", "")]
         outcomes = [str(row[outcome]) for outcome in ("passed", "failed", "skipped")]
         runs.append([name, row["date"], *versions, row["tests"], *outcomes])
-    parts = [INTRODUCTION, markdown(header, runs)]
-
-    # Releases of torch are on another page.
-    bounds = {
-        requirement.name: str(requirement.specifier)
-        for requirement in requirements()
-        if requirement.name != "torch"
-    }
-    sets = [name for name in ("lowest", "newest") if name in rows]
-    bound_rows = []
-    for package, bound in sorted(bounds.items(), key=lambda entry: entry[0].lower()):
-        installed_versions = [rows[name]["packages"].get(package, "") for name in sets]
-        bound_rows.append([f"`{package}`", f"`{bound}`", *installed_versions])
-    parts.append(markdown(["package", "pyproject.toml", *sets], bound_rows))
-
-    for name, row in rows.items():
         if row["failures"]:
-            failures = "\n".join(f"- `{failure}`" for failure in row["failures"])
-            parts.append(f"Failed with {name}:\n\n{failures}")
-    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+            names = "\n".join(f"- `{failure}`" for failure in row["failures"])
+            failures += f"\nFailed with {name}:\n\n{names}\n"
+
+    names = [name for name in ("lowest", "newest") if name in rows]
+    bounds = []
+    by_name = {requirement.name: requirement for requirement in requirements()}
+    for requirement in sorted(by_name.values(), key=lambda one: one.name.lower()):
+        if requirement.name == "torch":  # its releases are on another page
+            continue
+        installed_versions = [rows[name]["packages"].get(requirement.name, "") for name in names]
+        bounds.append([f"`{requirement.name}`", f"`{requirement.specifier}`", *installed_versions])
+    return {
+        "runs": markdown(header, runs) + failures,
+        "packages": markdown(["package", "pyproject.toml", *names], bounds),
+    }
 
 
 def main() -> None:
@@ -136,7 +115,7 @@ def main() -> None:
         }
         rows[arguments.name] = environment | counts(arguments.results)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(rows), encoding="utf-8")
+    PAGE.write_text(with_sections(PAGE, sections(rows)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.common.report import ROOT, markdown
+from benchmarks.common.report import ROOT, markdown, with_sections
 from tools import junit
 
 PAGE = ROOT / "docs" / "development" / "simulated_device.md"
@@ -23,7 +23,7 @@ HEADER = ("devices", "configuration", "compared with", "largest difference", "ra
 
 
 def page(results: list[junit.Result], date: str) -> str:
-    """Return the text of the page for tests that ran on `date`."""
+    """Return the page for tests that ran on `date`."""
     rows = []
     devices: Counter[int] = Counter()
     races = 0
@@ -50,19 +50,13 @@ def page(results: list[junit.Result], date: str) -> str:
     rows.sort(key=lambda row: row[:2])
     counts = ", ".join(f"{number} on {count}" for count, number in sorted(devices.items()))
     table = markdown(HEADER, [cells for *_, cells in rows], right=())
-    return f"""# On simulated GPUs
-
-Written by `make simulated-docs` from what the tests record; do not edit.
-
-Every row is a training run on devices of the kind `cuda` with NCCL's streams and order of calls, simulated on the CPU
-(`tests/simulated_device`): copies and collectives are deferred until somebody waits for them, memory that was not written holds
-NaN, and two accesses that no wait orders are counted as a race. It shows that the program orders what GPUs do; it says nothing
-of their speed, nor of their kernels' rounding.
-
-**{len(rows)} configurations ({counts} devices), {races} races, {failures} failures.** The largest difference to one process on the CPU, in float64, is
-{worst:.1e} of the largest value of its tensor. torch {version("torch")}, Python {platform.python_version()}, {date}.
-
-{table}"""
+    text = (
+        f"**{len(rows)} configurations ({counts} devices), {races} races, {failures} failures.** "
+        "The largest difference to one process on the CPU, in float64, is "
+        f"{worst:.1e} of the largest value of its tensor. torch {version('torch')}, "
+        f"Python {platform.python_version()}, {date}.\n\n{table}"
+    )
+    return with_sections(PAGE, {"results": text})
 
 
 if __name__ == "__main__":

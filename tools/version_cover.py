@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import plait
-from benchmarks.common.report import RESULTS, ROOT, markdown, read, revision, today
+from benchmarks.common.report import RESULTS, ROOT, markdown, read, revision, today, with_sections
 from plait.parallel.schedules.schedule import SCHEDULES
 from tests.parity import cases
 from tests.pool import Pool, WorkerFailed
@@ -215,53 +215,8 @@ def _record(content: dict[str, Any]) -> None:
     path.write_text(json.dumps(read(path, {}) | content | environment, indent=1) + "\n")
 
 
-HEAD = """# Versions of torch
-
-Plait runs on torch 2.11 to 2.15. The table shows what was run on each release. In every row a small
-Llama trains two steps and saves a checkpoint, and a second engine trains a third step from it. A
-row passes if all losses equal those of one process: within 1e-10 in float64, and within 3e-2 for
-techniques that round (bf16, fp16, 8-bit numbers, PowerSGD).
-
-```bash
-make versions                  # all five releases
-make versions ARGS="2.12.1"    # one release
-```
-
-The processes run on CPUs with gloo. The table says nothing about speed, about GPUs, or about
-techniques that need a GPU, such as offload to host memory. On the oldest and on the newest release
-`make versions` also runs the parity tests and the predictions of memory and traffic; the
-[second table](#tests-on-the-oldest-and-the-newest-release) has the numbers.
-
-"""
-SUITE = """
-## Tests on the oldest and the newest release
-
-`tests/parity` compares every technique with one process in float64. `tests/fake` compares predicted
-bytes of memory and traffic with what a step uses. Skipped tests need a GPU, a package that is not
-installed, or a network.
-
-"""
-DIFFERENCES = """
-## What differs between releases
-
-Plait asks torch what exists and does not compare version numbers. The code is in `plait/_torch`, and
-`tests/unit/test_torch_names.py` runs it on every release.
-
-| torch | difference | what Plait does |
-|---|---|---|
-| 2.11, 2.12 | `all_gather_single` and `reduce_scatter_single` have other names | calls the names that exist |
-| 2.11, 2.12 | process groups written in Python are called by other names | names the methods of its own group accordingly |
-| 2.11, 2.12 | `FSDPModule.reset_iter_state` is missing | resets the state of a failed pass itself |
-| 2.11, 2.12 | `set_reduce_scatter_unused_params` is missing | adds zeros for unused parameters before a reduction |
-| 2.11 | the gradient of an unevenly split parameter is gathered by every rank | keeps the gradient split |
-| 2.11 | tensors in dataclasses that a unit returns are not found | opens dataclasses |
-| 2.15 | `reset_iter_state` drops gradients of earlier micro-batches | keeps them if the step goes on |
-| 2.15 | gradients are packed by dtype for a reduction | compresses them in that order |
-"""
-
-
 def page() -> str:
-    """Return docs/development/versions.md."""
+    """Return docs/development/versions.md with the recorded results."""
     runs = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("torch-*.json"))]
     reasons: dict[str, int] = {}
     rows = []
@@ -273,21 +228,24 @@ def page() -> str:
                 outcome = f"**failed** ({reasons.setdefault(outcome, len(reasons) + 1)})"
             cells.append(outcome)
         rows.append((name, *cells))
-    parts = [HEAD + markdown(("", *(run["torch"] for run in runs)), rows)]
-    parts += [f"{number}. {reason}\n" for reason, number in reasons.items()]
+    notes = "".join(f"\n{number}. {reason}\n" for reason, number in reasons.items())
     suites = [
         (run["torch"], f"`{folder}`", *map(str, counts.values()), run["suite_plait"])
         for run in runs
         for folder, counts in sorted(run.get("suite", {}).items())
     ]
     header = ("torch", "tests", "passed", "failed", "skipped", "revision")
-    parts += [SUITE + markdown(header, suites), DIFFERENCES, "\n## Runs\n\n"]
-    parts += [
+    lines = [
         f"- torch {run['torch']}, Python {run['python']}, revision {run['plait']}, {run['date']}: "
         f"{run['seconds']} s\n"
         for run in runs
     ]
-    return "".join(parts)
+    sections = {
+        "techniques": markdown(("", *(run["torch"] for run in runs)), rows) + notes,
+        "tests": markdown(header, suites),
+        "runs": "".join(lines),
+    }
+    return with_sections(PAGE, sections)
 
 
 def main(arguments: list[str]) -> int:

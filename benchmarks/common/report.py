@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -147,6 +147,14 @@ def with_section(text: str, mark: str, content: str) -> str:
     begin = f"<!-- {mark} -->\n"
     before, rest = text.split(begin)
     return f"{before}{begin}{content}{END}{rest.split(END, 1)[1]}"
+
+
+def with_sections(path: Path, sections: Mapping[str, str]) -> str:
+    """Return the text of a page with the content of these sections, keyed by their marks."""
+    text = path.read_text(encoding="utf-8")
+    for mark, content in sections.items():
+        text = with_section(text, mark, content)
+    return text
 
 
 def write_page(path: Path, text: str, *, check: bool = False) -> int:

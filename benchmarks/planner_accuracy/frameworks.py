@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-from benchmarks.planner_accuracy import runs
-from benchmarks.planner_accuracy.row import Row
 from plait.planner import constants
 from plait.planner.constants import Priors
 from plait.planner.job import ATTENTION, Framework, plait
@@ -131,11 +129,6 @@ def without_name(framework: str) -> str:
             *(match[0] for pattern in _table()["kernels"] if (match := re.search(pattern, lower))),
         ]
     )
-
-
-def read_runs(rows: Sequence[Row]) -> runs.Runs:
-    """Return `runs.read_runs` with rows of every framework priced."""
-    return runs.read_runs(rows, framework_of=framework)
 
 
 def _with_stacks(base: Priors, names: Iterable[str]) -> dict[str, constants.Constant]:

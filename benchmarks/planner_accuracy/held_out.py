@@ -14,10 +14,10 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.planner_accuracy.frameworks import datasheet_priors, read_runs, without_name
+from benchmarks.planner_accuracy.frameworks import datasheet_priors, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
 from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
-from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_seconds
+from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_seconds, read_runs
 from benchmarks.planner_accuracy.widths import Residuals, residuals, scaled, scales_of
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Priors

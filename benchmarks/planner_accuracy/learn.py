@@ -20,12 +20,18 @@ from benchmarks.planner_accuracy.frameworks import (
     STACKS,
     datasheet_priors,
     open_kernels,
-    read_runs,
     unknown,
 )
 from benchmarks.planner_accuracy.grouped_fit import grouped_fit
 from benchmarks.planner_accuracy.predict import source_of
-from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_bytes, measured_seconds
+from benchmarks.planner_accuracy.runs import (
+    Row,
+    choose,
+    costs,
+    measured_bytes,
+    measured_seconds,
+    read_runs,
+)
 from plait.planner import calibrate as fitting
 from plait.planner import constants
 from plait.planner.constants import Priors

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.frameworks import fitted_priors, read_runs
+from benchmarks.planner_accuracy.frameworks import fitted_priors
 from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
 from benchmarks.planner_accuracy.runs import (
     Row,
@@ -24,6 +24,7 @@ from benchmarks.planner_accuracy.runs import (
     costs,
     measured_bytes,
     measured_seconds,
+    read_runs,
 )
 from benchmarks.planner_accuracy.runs import calibrate as fitted_to
 from plait.planner.calibrate import (
@@ -35,7 +36,6 @@ from plait.planner.calibrate import (
     uncalibrated,
 )
 from plait.planner.constants import Priors
-from plait.planner.memory import MOMENTS
 from plait.planner.request import estimate
 from plait.planner.search import NINETY
 
@@ -50,7 +50,6 @@ class Prediction:
     """The prediction for one row. Seconds and bytes; intervals are of 90 %."""
 
     row: int
-    id: str
     source: str
     gpu: str
     framework: str
@@ -63,13 +62,9 @@ class Prediction:
     memory_low: float
     memory_high: float
     """Of `measured_kind`, or of the total where nothing was measured."""
-    device_bytes: float
     fit_probability: float
-    peak: str
     terms: Mapping[str, float]
     memory_terms: Mapping[str, float]
-    assumed: tuple[str, ...]
-    calibrated: bool
     experts: bool
     measured_seconds: float | None
     measured_bytes: float | None
@@ -118,23 +113,14 @@ def evaluate(
         return Evaluation(rows, (), runs.reasons, len(calibrate))
     groups: dict[tuple[str, str] | None, list[int]] = defaultdict(list)
     for index, variant in enumerate(runs.variants):
-        key = _key(rows[variant.row], variant.framework.name, variant.device.name)
+        key = (str(variant.device.name), str(variant.framework.name))
         groups[key if key in fits else None].append(index)
     found: list[Prediction] = []
     for group, indices in groups.items():
-        calibrated = group is not None
-        found += _predict(
-            runs,
-            np.array(indices),
-            fits[group] if group is not None else uncalibrated(priors),
-            calibrated=calibrated,
-        )
+        calibration = uncalibrated(priors) if group is None else fits[group]
+        found += _predict(runs, np.array(indices), calibration)
     found.sort(key=lambda prediction: prediction.row)
     return Evaluation(rows, tuple(found), runs.reasons, len(calibrate))
-
-
-def _key(row: Row, framework: Any, device: Any) -> tuple[str, str]:
-    return (str(device), str(framework))
 
 
 def _calibrations(rows: Sequence[Row], priors: Priors) -> dict[tuple[str, str] | None, Calibration]:
@@ -142,13 +128,12 @@ def _calibrations(rows: Sequence[Row], priors: Priors) -> dict[tuple[str, str] |
     for row in rows:
         one = read_runs([row])
         if one.variants:
-            by[_key(row, one.variants[0].framework.name, one.variants[0].device.name)].append(row)
+            variant = one.variants[0]
+            by[str(variant.device.name), str(variant.framework.name)].append(row)
     return {key: fitted_to(read_runs(group), priors=priors) for key, group in by.items()}
 
 
-def _predict(
-    runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *, calibrated: bool
-) -> list[Prediction]:
+def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -> list[Prediction]:
     assert runs.job is not None
     part = Runs(runs.rows, tuple(runs.variants[i] for i in indices), runs.job.take(indices), {})
     chosen = choose(part, costs(part, calibration))
@@ -178,7 +163,6 @@ def _predict(
         for kind in _KINDS
     }
     device = np.broadcast_to(np.asarray(job.device.memory_bytes, float), shape)
-    moment = np.broadcast_to(result.memory.moment, shape)
     terms = {
         name: np.broadcast_to(np.asarray(value, float), shape)
         for name, value in result.step.terms.items()
@@ -195,7 +179,6 @@ def _predict(
         found.append(
             Prediction(
                 row=row_index,
-                id=row.get("id") or str(row_index + 1),
                 source=source_of(row),
                 gpu=str(part.variants[picks[i]].device.name),
                 framework=str(part.variants[picks[i]].framework.name),
@@ -207,13 +190,9 @@ def _predict(
                 total_bytes=float(memory["total"][i]),
                 memory_low=float(value * np.exp(-NINETY * memory_spread[i])),
                 memory_high=float(value * np.exp(NINETY * memory_spread[i])),
-                device_bytes=float(device[i]),
                 fit_probability=0.5 * (1 + erf(margin / sqrt(2))),
-                peak=MOMENTS[int(moment[i])],
                 terms={name: float(values[i]) for name, values in terms.items()},
                 memory_terms={name: float(values[i]) for name, values in memory_terms.items()},
-                assumed=assumed[i],
-                calibrated=calibrated,
                 experts=bool(np.asarray(job.model.experts)[i] > 0),
                 measured_seconds=measured_seconds(row),
                 measured_bytes=kind[0] if kind else None,

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import read
-from benchmarks.planner_accuracy.frameworks import DATA, fitted_priors, read_runs
+from benchmarks.planner_accuracy.frameworks import DATA, fitted_priors
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate
-from benchmarks.planner_accuracy.row import Row
+from benchmarks.planner_accuracy.runs import Row, read_runs
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts

@@ -6,16 +6,17 @@ What a row leaves open becomes several variants. `NotPriced` has the reason why 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.planner_accuracy.frameworks import framework
 from plait.errors import InputError
 from plait.planner import hardware, models
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, DeviceSpec
-from plait.planner.job import RECOMPUTE, SCHEDULES, Framework, plait
+from plait.planner.job import RECOMPUTE, SCHEDULES, Framework
 
 Row = Mapping[str, str]
 
@@ -40,26 +41,9 @@ class Variant:
     sequence: int
     precision: int
     assumed: tuple[str, ...]
-    own: bool = False
-    """Plait's own blocks, as `job.Job` has it."""
 
 
-FrameworkOf = Callable[..., Framework]
-"""(name as a row has it, states=, precision=, newer=, recent=) to how that framework computes; raises NotPriced where it is not known."""
-
-
-def plait_only(
-    name: str, *, states: str | None, precision: str, newer: bool, recent: bool
-) -> Framework:
-    """Rows that name no framework, or Plait."""
-    if not name.lower().startswith(("plait", "unknown")):
-        raise NotPriced(
-            f"framework {name} is not Plait, and how it computes is not known here; keep the rows that Plait ran"
-        )
-    return plait(precision=precision, pure=states == "pure-16bit")
-
-
-def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) -> list[Variant]:
+def variants_of(index: int, row: Row) -> list[Variant]:
     """Every way to fill in what a row leaves open. Raises NotPriced."""
     model = model_of(row)
     device = device_of(row)
@@ -76,7 +60,7 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
     if sequence is None:
         raise NotPriced("seq_len is not given")
     recent = count_of(row, "year") is None and _is_recent(model, sequence)
-    framework = framework_of(
+    priced = framework(
         name, states=states, precision=PRECISIONS[precision], newer=newer, recent=recent
     )
     layout, assumed = _layout(row, model)
@@ -110,7 +94,7 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
                 "schedule": schedule,
             }
             found.append(
-                Variant(index, model, device, framework, full, sequence, precision, tuple(note))
+                Variant(index, model, device, priced, full, sequence, precision, tuple(note))
             )
     return found
 

@@ -8,19 +8,17 @@ A source is predicted once and then learned from like the others; the score stay
 from __future__ import annotations
 
 import argparse
-import subprocess
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import dumps
+from benchmarks.common.report import dumps, revision
 from benchmarks.planner_accuracy.frameworks import without_name
 from benchmarks.planner_accuracy.predict import evaluate, source_of, summary
 from benchmarks.planner_accuracy.recorded import packed_score
-from benchmarks.planner_accuracy.runs import Row, read_rows
-from plait.cli.options import write_text
+from benchmarks.planner_accuracy.runs import Row
 
-ROOT = Path(__file__).parents[2]
 KEYS = ("time", "time_experts", "memory", "fit")
 
 
@@ -54,37 +52,18 @@ def held(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments.add_argument("rows", type=Path, metavar="ROWS.csv")
-    arguments.add_argument(
-        "--json",
-        type=Path,
-        required=True,
-        metavar="OUT",
-        help="an existing file is kept: a score is made once",
-    )
-    given = arguments.parse_args()
-    if given.json.exists():
-        arguments.error(
-            f"{given.json} exists: these rows were scored, and a second score would not be of rows that nobody has seen"
-        )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    found = {"commit": commit, **score(read_rows(given.rows))}
-    write_text("--json", given.json, dumps(packed_score(found)) + "\n")
-    for tier in ("tier A", "tier B"):
-        for key in KEYS[:3]:
-            if entry := found[tier][key]["all"].get("all"):
-                print(
-                    f"{tier}, {key}: {entry['rows']} rows, median {entry['median']:.1%}, coverage {entry['coverage']:.0%}"
-                )
+    parser.add_argument("rows", type=Path, metavar="ROWS.csv")
+    parser.add_argument("--json", type=Path, required=True, help="a file that does not exist")
+    options = parser.parse_args()
+    if options.json.exists():
+        parser.error(f"{options.json} exists: a second score would not be of unseen rows")
+    with options.rows.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {"commit": revision(), **score(rows)}
+    options.json.write_text(dumps(packed_score(found)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

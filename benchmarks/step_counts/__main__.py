@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.command import command
-from benchmarks.common.report import RESULTS, ROOT, aligned, read, store
+from benchmarks.common.report import RESULTS, ROOT, aligned, read, store, with_sections
 from benchmarks.step_counts import worker
 from benchmarks.step_counts.counting import StepCounts
 from benchmarks.step_counts.layouts import LAYOUTS, Layout
-from benchmarks.step_counts.report import COUNTS, SIDES, page
+from benchmarks.step_counts.report import COUNTS, SIDES, section
 from tests.simulated_device.pool import SimulatedPool
 
 PAGE = ROOT / "docs/development/step_counts.md"
@@ -42,7 +42,8 @@ def main() -> None:
     if not options.quick and not options.layouts:
         layouts = {name: rows[name] for name in LAYOUTS}
         store("step_counts", {"layouts": layouts}, "torch", "transformers")
-        PAGE.write_text(page(read(RESULTS / "step_counts.json")), encoding="utf-8")
+        counts = section(read(RESULTS / "step_counts.json"))
+        PAGE.write_text(with_sections(PAGE, {"counts": counts}), encoding="utf-8")
 
 
 def counted(pool: SimulatedPool, layout: Layout, *, shows: bool) -> dict[str, Any]:

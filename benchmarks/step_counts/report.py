@@ -12,34 +12,9 @@ SIDES = ("plait", "torch")
 AIM = 1.03
 """Most kernels of Plait, as a multiple of those of plain torch."""
 
-_ABOUT = """# Counts per step
 
-This page compares what one training step of Plait asks of a GPU with the same step written by hand in plain torch:
-`DistributedDataParallel`, `fully_shard` with the same units and precision, DTensor tensor parallelism
-(`parallelize_module`) and `Schedule1F1B`. Run it again with
-
-```
-make step-counts
-```
-
-It takes a few minutes, needs a C++ compiler and no GPU, and writes this page.
-
-The model is a Llama of Transformers with 4 layers and an untied head; every step has a fused AdamW, clips at a global
-norm of 1 and sums the logged loss over the ranks. Counts are those of all ranks together, in the fifth step:
-
-- **kernels**: operators on tensors of the device that torch dispatches below autograd. Views and allocations are not
-  counted, and a foreach operator counts once.
-- **copies**: transfers between host and device.
-- **collectives**: calls that reach a NCCL communicator.
-- **waits**: places where the program blocks until the device has reached a point.
-
-Counts say how much is launched. They say nothing about the time that a kernel takes.
-
-"""
-
-
-def page(record: Mapping[str, Any]) -> str:
-    """Return docs/development/step_counts.md for the content of the result file."""
+def section(record: Mapping[str, Any]) -> str:
+    """Return the section `counts` of the page for the content of the result file."""
     layouts = record["layouts"]
     others = [title for name in COUNTS[1:] for title in (name, "torch's")]
     rows = []
@@ -52,7 +27,7 @@ def page(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"{_ABOUT}{table}\n"
+        f"{table}\n"
         f"{within} of {len(rows)} layouts launch at most {AIM} times the kernels of plain torch, which is the aim. "
         f"{_notes(layouts)}Counted on {machine['date'][:10]} with {versions}.\n"
     )

@@ -13,42 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import markdown, today
+from benchmarks.common.report import RESULTS, ROOT, markdown, today, with_sections
 from tools.mutants.catalogue import Mutant
-from tools.mutants.project import ROOT
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where the results of a catalogue are, and how its page begins."""
+    """Where the results of a catalogue are, and the page with their section."""
 
     results: Path
     page: Path
-    about: str
 
 
-DEFECTS = Record(
-    ROOT / "benchmarks/results/mutants.json",
-    ROOT / "docs/development/mutants.md",
-    """# Mutants
-
-Written by `make mutants`; do not edit. Each row is a defect that was planted alone into the sources, with the first test
-of `make test` that failed. For each defect the tests that reach its lines run until the first failure; if none fails, all
-tests run.
-""",
-)
-WAITS = Record(
-    ROOT / "docs/development/waits.json",
-    ROOT / "docs/development/waits.md",
-    """# Waits for a device
-
-Written by `make waits`; do not edit. Each row is a call in the package that orders the work of a
-device, or lets it overlap, and was taken out alone. The tests on the simulated device that reach it
-run until the first failure. Calls that order no work of a device are left out
-(`tools/mutants/waits.py`). `comm-messages-work-wait-2` changes nothing: `is_completed` has found the
-message delivered, and the call raises what failed.
-""",
-)
+DEFECTS = Record(RESULTS / "mutants.json", ROOT / "docs/development/mutants.md")
+WAITS = Record(ROOT / "docs/development/waits.json", ROOT / "docs/development/waits.md")
 TITLES = {
     "fresh": "Planted without knowledge of the tests",
     "known": "Defects that Plait once had, and similar ones",
@@ -110,7 +88,6 @@ def page(
     unfinished = [name for name, outcome in missed.items() if outcome["ran"] != "everything"]
     survivors = missed.keys() - {*by_verify, *unfinished}
     lines = [
-        record.about,
         f"**{len(recorded) - len(missed)} of {len(recorded)} are noticed.** "
         f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. "
         f"Not noticed: {', '.join(name for name in missed if name in survivors) or 'none'}. "
@@ -124,7 +101,7 @@ def page(
             continue
         table = markdown(("defect", "what goes wrong", "noticed by"), rows, right=())
         lines += ["", f"## {title}", "", table.rstrip()]
-    return "\n".join(lines) + "\n"
+    return with_sections(record.page, {"results": "\n".join(lines) + "\n"})
 
 
 def _row(mutant: Mutant, result: dict[str, Any] | None) -> tuple[str, ...]:
