@@ -11,15 +11,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Result:
-    """One test."""
+    """Result of one test."""
 
     test: str
-    """As pytest names it: `tests/a.py::Class::test_name[case]`."""
+    """Node id of pytest: `tests/a.py::Class::test_name[case]`."""
     outcome: str
     """`passed`, `failed` or `skipped`."""
     seconds: float
     properties: dict[str, str]
-    """What the test recorded by `record_property`."""
+    """Values that the test recorded by `record_property`."""
 
 
 def results(paths: Iterable[Path]) -> Iterator[Result]:

@@ -1,4 +1,5 @@
-"""Record test results with other versions of Plait's dependencies, and write docs/development/versions-packages.md.
+"""Record test results with other versions of Plait's dependencies, and write the page
+docs/development/versions-packages.md.
 
     python -m tools.package_versions lowest RESULT.xml ...    record a run of this environment
     python -m tools.package_versions                          write the page only
@@ -45,7 +46,7 @@ def counts(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Plait's dependencies in this environment, keyed by their names in pyproject.toml."""
+    """Return the installed versions of Plait's dependencies, keyed by their names."""
     versions = {}
     for requirement in requirements():
         try:

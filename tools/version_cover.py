@@ -36,7 +36,7 @@ PAGE = ROOT / "docs" / "development" / "versions.md"
 SECONDS = 300
 """A case that takes longer counts as failed."""
 MICRO_BATCHES = 4
-"""Of a step, over all data-parallel ranks."""
+"""Micro-batches per step over all data-parallel ranks."""
 Config = dict[str, Any]
 
 

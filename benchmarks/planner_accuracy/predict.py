@@ -1,7 +1,7 @@
-"""Predicts every row of a table of runs and says how far off it is: by source, GPU and framework, with coverage, regret, fit and no fit.
+"""Predictions of published runs, and their errors by source, GPU and framework.
 
-Nothing of a row's own measurement is read to predict it. Rows given for calibration move the constants of their device and framework, and
-are left out of the report. Rows that cannot be priced are listed with the reason.
+The measurement of a row is not used to predict it. Rows for calibration move the constants of their
+device and framework, and are not predicted. Rows that cannot be priced are listed with the reason.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
 LIKELY = 0.5
-"""Probability from which on a row counts as predicted to fit; chosen on the published rows of which it is known."""
+"""Least probability with which a row counts as predicted to fit."""
 _KINDS = ("allocated", "reserved", "total")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one row. Seconds and bytes; intervals are of 90 %."""
+    """The prediction for one row, with 90 % intervals."""
 
     row: int
     source: str
@@ -61,7 +61,7 @@ class Prediction:
     total_bytes: float
     memory_low: float
     memory_high: float
-    """Of `measured_kind`, or of the total where nothing was measured."""
+    """Ends of the interval are of `measured_kind`, or of the total if nothing was measured."""
     fit_probability: float
     terms: Mapping[str, float]
     memory_terms: Mapping[str, float]
@@ -73,19 +73,19 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Likely enough: a run that dies costs more than a layout that was not tried."""
+        """Whether it is predicted to fit."""
         return self.fit_probability >= LIKELY
 
     @property
     def memory_bytes(self) -> float:
-        """Predicted, of the kind that was measured."""
+        """Predicted bytes of the kind that was measured."""
         named = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
         return named.get(self.measured_kind or "", self.total_bytes)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Predictions, and what could not be predicted."""
+    """Predictions, and the rows that could not be priced."""
 
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
@@ -94,7 +94,7 @@ class Evaluation:
 
 
 def source_of(row: Row) -> str:
-    """A row's source: the prefix of its id, else its `source`."""
+    """Return the source of a row: the prefix of its id, or its `source`."""
     name = (row.get("id") or "").rsplit("-", 1)[0]
     return name or (row.get("source") or "unknown")
 
@@ -102,8 +102,13 @@ def source_of(row: Row) -> str:
 def evaluate(
     rows: Sequence[Row], *, calibrate: Sequence[Row] = (), priors: Priors | None = None
 ) -> Evaluation:
-    """Predict every row from `priors` (by default what ships, and the table of frameworks). `calibrate` are measured rows; those of a row's
-    device and framework move its constants."""
+    """Predict every row.
+
+    Args:
+        rows: Rows of published runs.
+        calibrate: Measured rows that move the constants of their device and framework.
+        priors: Constants. Default: those that ship, and those of the table of frameworks.
+    """
     priors = priors or fitted_priors()
     used = {row["id"] for row in calibrate if row.get("id")}
     rows = tuple(row for row in rows if not (row.get("id") and row["id"] in used))
@@ -216,11 +221,11 @@ _SAME = (
     "precision",
     "framework",
 )
-"""Columns in which layouts that compete with each other agree."""
+"""Columns that are equal in layouts that compete with each other."""
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:
-    """Errors of time and memory by source, GPU and framework, rows with experts apart; ranking; fit and no fit; rows not priced."""
+    """Return errors of time and memory by source, GPU and framework, ranking, fit, and reasons."""
     dense = [p for p in evaluation.predictions if not p.experts]
     experts = [p for p in evaluation.predictions if p.experts]
     ran = [p for p in evaluation.predictions if p.status.lower() == "ok"]
@@ -240,7 +245,7 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def fit_of(predictions: Sequence[Prediction]) -> Confusion:
-    """Fit and no fit of the rows of which it is certain: they ran, or ran out of memory. Crashes may have other causes."""
+    """Count fit and no fit of rows that ran or ran out of memory. Crashes may have other causes."""
     certain = [p for p in predictions if p.status in ("OOM", "ok")]
     return confusion(
         np.array([p.fits for p in certain], dtype=bool),
@@ -249,7 +254,7 @@ def fit_of(predictions: Sequence[Prediction]) -> Confusion:
 
 
 def interval_of_time(p: Prediction) -> tuple[float, float, float, float] | None:
-    """(predicted, measured, low, high), where seconds were measured."""
+    """Return (predicted, measured, low, high) if seconds were measured."""
     return (
         None
         if p.measured_seconds is None
@@ -258,7 +263,7 @@ def interval_of_time(p: Prediction) -> tuple[float, float, float, float] | None:
 
 
 def interval_of_memory(p: Prediction) -> tuple[float, float, float, float] | None:
-    """(predicted, measured, low, high), where bytes were measured."""
+    """Return (predicted, measured, low, high) if bytes were measured."""
     return (
         None
         if p.measured_bytes is None

@@ -33,7 +33,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Runs:
-    """Rows, their variants as one job, and what could not be priced."""
+    """Rows, their variants as one job, and the rows that could not be priced."""
 
     rows: tuple[Row, ...]
     variants: tuple[Variant, ...]
@@ -48,7 +48,7 @@ class Runs:
 
 
 def read_runs(rows: Sequence[Row]) -> Runs:
-    """Everything that can be priced of `rows`, as one job."""
+    """Return the variants of all rows that can be priced as one job."""
     variants: list[Variant] = []
     reasons: dict[int, str] = {}
     for index, row in enumerate(rows):
@@ -62,7 +62,7 @@ def read_runs(rows: Sequence[Row]) -> Runs:
 
 
 def job_of_variants(variants: Sequence[Variant]) -> Job:
-    """One job with an entry a variant."""
+    """Return one job with an entry per variant."""
     return Job(
         model=stack([v.model for v in variants]),
         device=stack([v.device for v in variants]),
@@ -111,7 +111,7 @@ def calibrate(runs: Runs, *, priors: Priors | None = None) -> Calibration:
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Seconds of a step: printed, derived, or from tokens/s."""
+    """Return the seconds of a step: printed, derived, or from tokens/s."""
     for key in ("step_time_s", "derived_step_time_s"):
         value = number_of(row, key)
         if value is not None:
@@ -124,7 +124,7 @@ def measured_seconds(row: Row) -> float | None:
 
 
 def measured_bytes(row: Row) -> tuple[float, str] | None:
-    """(peak bytes, what they are: allocated, reserved, or total with the context)."""
+    """Return peak bytes, and their kind: allocated, reserved, or total with the context."""
     value = number_of(row, "peak_mem_gb")
     if value is None:
         return None

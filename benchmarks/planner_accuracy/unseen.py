@@ -1,8 +1,8 @@
-"""Scores rows that nothing was learned from, once: predictions by the constants that ship, with the commit that they are of.
+"""Score rows that nothing was learned from, once, by the constants that ship.
 
     python -m benchmarks.planner_accuracy.unseen ROWS.csv --json benchmarks/results/planner_unseen_N.json
 
-A source is predicted once and then learned from like the others; the score stays (see `docs/explanation/planner_accuracy.md`).
+The score has the commit of the constants and stays (see `docs/explanation/planner_accuracy.md`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS = ("time", "time_experts", "memory", "fit")
 
 
 def score(rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors of the rows of each tier, and of tier A without the framework's name."""
+    """Return the errors of each tier, and of tier A without the names of frameworks."""
     tiers = {f"tier {tier}": [row for row in rows if row["tier"] == tier] for tier in ("A", "B")}
     tiers["tier A, framework not named"] = [
         {**row, "framework": without_name(row["framework"])} for row in tiers["tier A"]
@@ -36,7 +36,7 @@ def score(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def held(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of tier A of all sets, and the share of them in their intervals, as `plait.planner.constants.interval_coverage` reads it."""
+    """Return the number of rows of tier A and the share in their intervals, for the planner."""
     found: dict[str, tuple[int, float]] = {}
     for key in KEYS[:3]:
         entries = [entry for score in scores if (entry := score["tier A"][key]["all"].get("all"))]

@@ -17,7 +17,7 @@ from statistics import median
 
 from benchmarks.common.command import command
 from benchmarks.common.load import undisturbed
-from benchmarks.common.report import RESULTS, ROOT, facts, say, write
+from benchmarks.common.report import RESULTS, ROOT, facts, say, with_sections, write
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.planner_cpu import report
 from benchmarks.planner_cpu.layouts import CASES, QUICK, Case
@@ -47,11 +47,11 @@ def main() -> int:
     medians = {name: median(values) for name, values in seconds.items()}
     facts_of_run = {"machine": facts("torch", "transformers"), "steps": STEPS}
     result = report.compare(cases, medians) | facts_of_run
-    page = report.markdown(result)
-    print(page)
+    section = report.section(result)
+    print(section)
     if not quick:
         write(RESULTS / "planner_cpu.json", result, digits=7)
-        PAGE.write_text(page, encoding="utf-8")
+        PAGE.write_text(with_sections(PAGE, {"results": section}), encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The ten layouts, each as a configuration of Plait and as the same layout in plain torch."""
+"""The layouts, each as a configuration of Plait and as the name of its peer in plain torch."""
 
 from __future__ import annotations
 

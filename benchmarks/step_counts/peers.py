@@ -1,4 +1,4 @@
-"""The same layouts in plain torch, as its documentation recommends: fused AdamW, foreach clipping, no wait in a step."""
+"""The layouts in plain torch: fused AdamW, foreach clipping, and no wait in a step."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from benchmarks.steps.workload import build_model, optimizer_arguments
 from plait._torch.units import parameter_groups
 
 Step = Callable[[dict[str, Tensor]], object]
-"""One optimizer step on a rank's share of the batch. The result may hold tensors of the device, which are not read."""
+"""One optimizer step on the samples of a rank. Tensors that it returns are not read."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What Plait made sharding units of, and in which precision, so that plain torch does the same."""
+    """Sharding units and precision of Plait, which plain torch uses too."""
 
     units: dict[str, bool]
-    """Names of the modules that are units, children first, and whether their parameters are freed after their forward."""
+    """Names of the modules that are units, children first, and whether they free their parameters
+    after a forward."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -104,7 +105,7 @@ def _data_parallel_step(model: nn.Module, layout: Layout, device: torch.device) 
 
 
 def _plan(layers: int, *, sequence: bool) -> dict[str, Any]:
-    """Return the plan of `parallelize_module` for a Llama of Transformers. Logits stay split over the vocabulary."""
+    """Return the plan for a Llama of Transformers. Logits stay split over the vocabulary."""
     tokens = Shard(1) if sequence else Replicate()
     row = RowwiseParallel(output_layouts=tokens)
     block: dict[str, Any] = {
@@ -214,7 +215,7 @@ def _on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tens
 
 
 def units_of(model: nn.Module) -> dict[str, bool]:
-    """Return the modules of a model that are sharding units, children first, and whether each frees after its forward."""
+    """Return the names of the sharding units, children first, and whether each frees parameters."""
     found = [
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
     ]
