@@ -18,7 +18,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import plait
-from benchmarks.common.report import ROOT, markdown, with_section
+from benchmarks.common.report import ROOT, markdown, with_sections
 from plait._torch.groups import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
@@ -219,10 +219,8 @@ def main() -> None:
         ),
         "times": markdown(("recompute", "blocks keep", "operations", "time"), [*times()], right=()),
     }
-    text = PAGE.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        text = with_section(text, f"tools/memory_tables.py: {name}", table)
-    PAGE.write_text(text, encoding="utf-8")
+    sections = {f"tools/memory_tables.py: {name}": table for name, table in tables.items()}
+    PAGE.write_text(with_sections(PAGE, sections), encoding="utf-8")
 
 
 if __name__ == "__main__":
