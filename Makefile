@@ -61,10 +61,10 @@ simulated: environment
 simulated-docs: environment
 	@mkdir -p $(RESULTS)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device -m "not proof and not gpu" --junitxml=$(RESULTS)/simulated.xml $(ARGS)
-	$(RUN) tools/simulated_table.py $(RESULTS)/simulated.xml
+	PYTHONPATH=src $(RUN) -m tools.simulated_table $(RESULTS)/simulated.xml
 
 waits: environment
-	OMP_NUM_THREADS=1 $(RUN) -m tools.planted_waits $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m tools.mutants --waits $(ARGS)
 
 validate-gpus: environment
 	@mkdir -p $(RESULTS)
@@ -117,13 +117,15 @@ reference-docs: environment
 	PYTHONPATH=src $(RUN) -m tools.reference $(ARGS)
 
 coverage-docs: environment
-	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)
+	PYTHONPATH=src $(RUN) -m tools.coverage $(wildcard $(RESULTS)/*.xml)
 
 model-types: environment
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m tools.model_types $(ARGS)
 
 combinations: environment
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m tools.combinations $(ARGS)
+	@mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "proof or not proof" tests/parity/test_combinations.py --junitxml=$(RESULTS)/combinations.xml $(ARGS)
+	PYTHONPATH=src $(RUN) -m tools.combinations $(RESULTS)/combinations.xml
 
 lock:
 	bash tools/lock.sh $(RUN)

@@ -1,1 +1,1 @@
-"""Measurements a reader can repeat. Not part of the installed package; run from a checkout, `python -m benchmarks.<name>`."""
+"""Measurements that a reader can repeat in a checkout with `python -m benchmarks.NAME`."""

@@ -30,7 +30,7 @@ FIELDS = {
 
 
 def model() -> Any:
-    """The same weights each time."""
+    """Return the model, with the same weights each time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
@@ -64,14 +64,14 @@ def attend(
     scaling: float,
     **__: Any,
 ) -> Any:
-    """Transformers' attention function by hand."""
+    """Compute attention with `all_to_all_single`, as Transformers calls it."""
     query, key, value = (Exchange.apply(x, 1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return Exchange.apply(output, 2, 1).transpose(1, 2).contiguous(), None
 
 
 def by_hand(rank: int, ids: torch.Tensor) -> Step:
-    """A step in plain torch."""
+    """Return a step in plain torch."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("by_hand", attend)
@@ -100,7 +100,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    """Return the steps of all ways on a rank."""
+    """Return the steps of all engines on a rank."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
     ours = {kind: plait_step(model(), ids, {"cp": RANKS, "context": kind}) for kind in KINDS}

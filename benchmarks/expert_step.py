@@ -37,7 +37,7 @@ KINDS = ("eager", "grouped_mm")
 
 
 def model(kind: str = "eager") -> Any:
-    """The same weights each time."""
+    """Return the model, with the same weights each time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
@@ -46,7 +46,7 @@ def model(kind: str = "eager") -> Any:
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks of their experts, or back."""
+    """Sends rows to the ranks of their experts, or back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -63,7 +63,14 @@ class Exchange(torch.autograd.Function):
 def routed(
     module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """A layer of experts, of which `module` has this rank's: [tokens, hidden], [tokens, k], [tokens, k]."""
+    """Compute a layer of experts, of which `module` has those of this rank.
+
+    Args:
+        module: Experts of this rank.
+        hidden: [tokens, hidden].
+        chosen: Experts of each token, [tokens, k].
+        weights: Their weights, [tokens, k].
+    """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=EXPERTS)
@@ -88,7 +95,7 @@ def routed(
 
 
 def by_hand(rank: int, ids: torch.Tensor) -> Step:
-    """A step in plain torch."""
+    """Return a step in plain torch."""
     made = model()
     layers = [layer.mlp.experts for layer in made.model.layers]
     for module in layers:
@@ -129,7 +136,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    """Return the steps of all ways on a rank."""
+    """Return the steps of all engines on a rank."""
     generator = torch.Generator().manual_seed(2 + rank)
     ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
     ours = {f"plait, {kind}": plait_step(model(kind), ids, {"ep": RANKS}) for kind in KINDS}

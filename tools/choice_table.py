@@ -1,6 +1,9 @@
-"""Print the table of docs/explanation/communication.md that says how the chooser sums gradients on clusters as they exist, from their data sheets.
+"""Print the table of docs/explanation/communication.md with the all-reduce algorithms that are
+selected on clusters of data sheets.
 
-Run: PYTHONPATH=src:. python tools/choice_table.py [--write]; tests/unit/comm/test_choose.py holds the document to it.
+    python -m tools.choice_table [--write]
+
+tests/unit/comm/test_choose.py compares the document with it.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ TOPOLOGIES = ROOT / "tests" / "unit" / "comm" / "topologies.json"
 DOCUMENT = ROOT / "docs" / "explanation" / "communication.md"
 MARK = "tools/choice_table.py"
 ON_A_GPU = 2e-11
-"""Seconds a byte to quantise with all of its steps and error feedback: about 30 passes over memory of 1.5 TB/s. Not measured."""
+"""Seconds per byte to quantise with error feedback: about 30 passes over memory of 1.5 TB/s. It is
+not measured."""
 GRADIENTS = (64 * KIB, 100 * MIB, 4 * GIB)
 
 
 def topologies() -> dict[str, GroupLinks]:
-    """By name."""
+    """Return the clusters by name."""
     found = {}
     for one in json.loads(TOPOLOGIES.read_text()):
         network = Link(**one["network"]) if "network" in one else None
@@ -36,7 +40,7 @@ def topologies() -> dict[str, GroupLinks]:
 
 
 def quantised(group: GroupLinks) -> GroupLinks:
-    """The group with one algorithm, the sum of gradients of 8 bits: quantised slices to their owners, and the sums back."""
+    """Return the group with one algorithm: quantised slices to their owners, and the sums back."""
     both = [group.whole.costs[name] for name in ("reduce_scatter", "all_gather")]
     sent = packed_bytes(MIB // 4, 8) / MIB * sum(cost.seconds_per_byte for cost in both)
     cost = Cost(sum(cost.fixed_seconds for cost in both), sent + ON_A_GPU)
@@ -45,7 +49,7 @@ def quantised(group: GroupLinks) -> GroupLinks:
 
 
 def table() -> str:
-    """The table, as markdown."""
+    """Return the table as Markdown."""
     rows = []
     for name, group in topologies().items():
         for gradient_bytes in GRADIENTS:

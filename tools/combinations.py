@@ -1,20 +1,24 @@
-"""Compare every combination of `tests.parity.combinations` with one process; write the deviations and docs/development/combinations.md.
+"""Write docs/development/combinations.md from the results of tests/parity/test_combinations.py.
 
-Run: make combinations, or PYTHONPATH=src python -m tools.combinations [--write | --added]. --write only writes the page. Exit code 1 where
-one deviates by more than 1e-10, or fails.
+    python -m tools.combinations build/results/combinations.xml
+
+`make combinations` runs the tests and this. The tests record the deviation of each combination from
+one process: the largest relative difference of any loss, gradient, norm or parameter.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import markdown, today, write
-from plait.verify.parity import compare, worst
+import torch
+import transformers
+
+from benchmarks.common.report import RESULTS, ROOT, markdown, today, with_sections, write
 from tests.parity.combinations import (
     ADDED_SEED,
     ADVERSARIAL,
@@ -25,98 +29,50 @@ from tests.parity.combinations import (
     sampled,
     sampled_of_added,
 )
-from tests.parity.experts import Case, reference, train
-from tests.pool import Pool, WorkerFailed
+from tests.parity.experts import Case
+from tools import junit
 
-ROOT = Path(__file__).parents[1]
-DATA, PAGE = (
-    ROOT / "benchmarks" / "results" / "combinations.json",
-    ROOT / "docs" / "development" / "combinations.md",
-)
+DATA = RESULTS / "combinations.json"
+PAGE = ROOT / "docs" / "development" / "combinations.md"
 TOLERANCE = 1e-10
 
 
-def deviation(pool: Pool, case: Case) -> float:
-    """The largest relative difference of any loss, gradient, norm, parameter or bias; infinite for a case that fails."""
-    try:
-        results = pool.run(case.world, train, case)
-    except WorkerFailed as failure:
-        print(failure, flush=True)
-        return float("inf")
-    expected, moved = reference(case)
-    found = [worst(compare(expected, trace)) for trace, _ in results]
-    for one in found:
-        if not one.ok(TOLERANCE):
-            print(f"{label(case)}: {one.name}: {one.error}", flush=True)
-    biases = [
-        float((bias - moved[name]).abs().max()) for _, own in results for name, bias in own.items()
-    ]
-    return max(*(one.error for one in found), *biases, 0.0)
+def contents(errors: dict[str, float]) -> dict[str, Any]:
+    """Return the contents of the results file for deviations by the label of the case."""
 
+    def own(cases: list[Case]) -> dict[str, float]:
+        # A case that failed has no deviation.
+        return {label(case): errors.get(label(case), math.inf) for case in cases}
 
-def measure() -> dict[str, Any]:
-    """The contents of the results file."""
-    pool = Pool()
-    try:
-        named = {
-            name: {label(case): deviation(pool, case) for case in group}
-            for name, group in ADVERSARIAL.items()
-        }
-        drawn = _deviations(pool, sampled())
-    finally:
-        pool.close()
-    adversarial = {name: error for group in named.values() for name, error in group.items()}
+    named = {name: own(group) for name, group in ADVERSARIAL.items()}
+    versions = {
+        "date": today(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     return {
         "seed": SEED,
-        **_versions(),
+        **versions,
         "named": {name: [len(group), max(group.values())] for name, group in named.items()},
-        "adversarial": summary(adversarial),
-        "sampled": summary(drawn),
-        "added": measure_added(),
+        "adversarial": summary(own([case for group in ADVERSARIAL.values() for case in group])),
+        "sampled": summary(own(sampled())),
+        "added": {"seed": ADDED_SEED, **versions, "sampled": summary(own(sampled_of_added()))},
     }
 
 
-def measure_added() -> dict[str, Any]:
-    """The part of the results file that is of the second sample."""
-    pool = Pool()
-    try:
-        return {
-            "seed": ADDED_SEED,
-            **_versions(),
-            "sampled": summary(_deviations(pool, sampled_of_added())),
-        }
-    finally:
-        pool.close()
-
-
 def summary(errors: dict[str, float]) -> dict[str, Any]:
-    """Return how many of these combinations are exact and their largest deviation: of all, and of each value of each axis."""
+    """Return how many combinations are exact, and the largest deviation of all and by axis."""
     cases = {label(case): case for case in everything()}
     places: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, error in errors.items():
         for axis, value in features(cases[name]).items():
             places[axis][value].append(error)
     axes = {
-        axis: {value: [len(found), max(found)] for value, found in values.items()}
+        axis: {value: [len(own), max(own)] for value, own in values.items()}
         for axis, values in places.items()
     }
     exact = sum(error <= TOLERANCE for error in errors.values())
     return {"cases": len(errors), "exact": exact, "largest": max(errors.values()), "axes": axes}
-
-
-def _deviations(pool: Pool, cases: list[Case]) -> dict[str, float]:
-    drawn = {}
-    for case in cases:
-        drawn[label(case)] = deviation(pool, case)
-        print(f"{len(drawn)} {drawn[label(case)]:.1e} {label(case)}", flush=True)
-    return drawn
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {"date": today(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def samples(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -125,71 +81,45 @@ def samples(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the text of docs/development/combinations.md."""
-    added, groups = data["added"]["sampled"], samples(data)
+    """Return docs/development/combinations.md with these results."""
+    added = data["added"]["sampled"]
+    groups = samples(data)
     places: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for group in groups:
         for axis, values in group["axes"].items():
             for value, (count, largest) in values.items():
                 places[axis][value].append((count, largest))
-    rows = [
-        [
-            f"{axis}: {value}",
-            str(sum(count for count, _ in found)),
-            f"{max(largest for _, largest in found):.0e}",
-        ]
-        for axis, values in places.items()
-        for value, found in sorted(values.items())
-    ]
+    rows = []
+    for axis, values in places.items():
+        for value, entries in sorted(values.items()):
+            count = sum(number for number, _ in entries)
+            largest = max(error for _, error in entries)
+            rows.append([f"{axis}: {value}", str(count), f"{largest:.0e}"])
     named = [
         [name, str(count), f"{largest:.0e}"] for name, (count, largest) in data["named"].items()
     ]
-    exact, cases = sum(group["exact"] for group in groups), sum(group["cases"] for group in groups)
-    return f"""# Combinations that equal one process
-
-{exact} of {cases} combinations of context, tensor, sequence, pipeline and expert parallelism with ZeRO, recomputation,
-documents, masks, MLPs in tiles, hybrid sharding and files equal one process to {TOLERANCE:g} in float64: losses, every gradient,
-norms, parameters after two steps, and the biases of routers. The largest deviation is {max(group["largest"] for group in groups):.1e}.
-
-{data["sampled"]["cases"]} are drawn by a seed from one space; {added["cases"]} more (largest deviation {added["largest"]:.1e}) by another,
-from what was added to it later: MLPs in tiles, hybrid sharding, and states, parameters and activations in files. The others are named
-for what is hard about them. The reference is plain Transformers and torch in one process, with Transformers' own losses; the global
-balance loss and the z loss, which Transformers does not have, are written in torch. Run on 2, 4 and 8 CPU processes; a combination
-that Plait refuses is not in the space.
-
-Generated by `make combinations` on {data["date"]} from torch {data["torch"]} and Transformers {data["transformers"]}.
-
-## Adversarial
-
-{markdown(["what", "combinations", "largest deviation"], named)}
-## All, by axis
-
-{markdown(["axis: value", "combinations", "largest deviation"], rows)}"""
+    exact = sum(group["exact"] for group in groups)
+    cases = sum(group["cases"] for group in groups)
+    largest = max(group["largest"] for group in groups)
+    parts = [
+        f"{exact} of {cases} are equal to {TOLERANCE:g}, {data['sampled']['cases']} of the first "
+        f"sample and {added['cases']} of the second. The largest deviation is {largest:.1e}. "
+        f"Generated by `make combinations` on {data['date']} with torch {data['torch']} and "
+        f"Transformers {data['transformers']}.\n",
+        "## Adversarial\n",
+        markdown(["what", "combinations", "largest deviation"], named),
+        "## All, by axis\n",
+        markdown(["axis: value", "combinations", "largest deviation"], rows),
+    ]
+    return with_sections(PAGE, {"results": "\n".join(parts)})
 
 
-def main(arguments: list[str]) -> int:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description="Every combination against one process.")
-    parser.add_argument(
-        "--write",
-        action="store_true",
-        help="write the page from what was run before, and run nothing",
-    )
-    parser.add_argument(
-        "--added",
-        action="store_true",
-        help="run the second sample alone, and keep the results of the rest",
-    )
-    options = parser.parse_args(arguments)
-    if options.added:
-        kept = json.loads(DATA.read_text(encoding="utf-8"))
-        write(DATA, {**kept, "added": measure_added()})
-    elif not options.write:
-        write(DATA, measure())
-    data = json.loads(DATA.read_text(encoding="utf-8"))
-    PAGE.write_text(page(data), encoding="utf-8")
-    return 0 if all(group["exact"] == group["cases"] for group in samples(data)) else 1
+def main(paths: list[str]) -> None:
+    results = junit.results(map(Path, paths))
+    recorded = [one.properties for one in results if "deviation" in one.properties]
+    write(DATA, contents({row["case"]: float(row["deviation"]) for row in recorded}))
+    PAGE.write_text(page(json.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

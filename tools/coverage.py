@@ -1,11 +1,12 @@
-"""Write docs/development/coverage.md: every statement of mission.yaml with its command, tests, last result and the levels it passed.
+"""Write docs/development/coverage.md: every statement of mission.yaml with its command and its
+tests, their last results, and the levels that it passed.
 
-    python tools/coverage.py build/results/*.xml     take these pytest results (junit) in, and write the page
-    python tools/coverage.py --check                 fail when the page is not what data and results make, or a named test is gone
+    python -m tools.coverage build/results/*.xml    record these JUnit results, and write the page
+    python -m tools.coverage --check                fail if the page is out of date, or a test is gone
 
-mission.yaml and results.json are in docs/development too. Results stay in results.json until a later run of the same tests replaces
-them, so that a run on a machine with GPUs or of one file does not blank the others. A test that was never run has no result, and a level
-counts only when all its tests ran and none failed.
+mission.yaml and results.json are in docs/development too. A result stays until the same tests run
+again, so that a run of one file does not remove the others. A level counts if all of its tests ran
+and none failed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,9 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.common.report import ROOT, revision
+from tools import junit
+
 LEVELS = {
     "L0": "processes on CPU, float64, equal to one process",
     "L1": "fake ranks: order, bytes and types of collectives equal to hand-written torch",
@@ -31,99 +32,57 @@ LEVELS = {
     "L3": "one real rank of the layout on a GPU, the others fake",
     "L4": "2 to 8 GPUs",
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One statement."""
-
-    id: str
-    statement: str
-    command: str
-    tests: dict[str, list[str]]
-
-
 Results = dict[str, dict[str, Any]]
 """Test, as mission.yaml names it, to counts of outcomes and where they come from."""
 
 
-def rows(path: Path) -> list[Row]:
-    """The statements. Raises ValueError for a row of another form."""
-    found = []
+@dataclass(frozen=True)
+class Statement:
+    """One entry of mission.yaml."""
+
+    id: str
+    text: str
+    command: str
+    tests: dict[str, list[str]]
+    """Tests by level."""
+
+    @property
+    def all_tests(self) -> list[str]:
+        """Tests of all levels."""
+        return [test for tests in self.tests.values() for test in tests]
+
+
+def read(path: Path) -> list[Statement]:
+    """Return the statements. Raises ValueError for an entry of another form."""
+    statements = []
     for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
         unknown = set(entry) - {"id", "statement", "command", "tests"}
-        levels = entry.get("tests", {})
-        if unknown or not set(levels) <= set(LEVELS) or bool(levels) != bool(entry.get("command")):
+        tests = entry.get("tests", {})
+        command = entry.get("command", "")
+        if unknown or not set(tests) <= set(LEVELS) or bool(tests) != bool(command):
             raise ValueError(
-                f"{path}: {entry.get('id')}: id, statement, and either command and tests by level ({', '.join(LEVELS)}) or neither"
+                f"{path}: {entry.get('id')}: an entry has id, statement, and either command and "
+                f"tests by level ({', '.join(LEVELS)}) or neither"
             )
-        found.append(Row(entry["id"], entry["statement"], entry.get("command", ""), levels))
-    return found
+        statements.append(Statement(entry["id"], entry["statement"], command, tests))
+    return statements
 
 
-def outcomes(path: Path) -> dict[str, str]:
-    """pytest's name of every test in a junit file (family xunit1) to passed, failed or skipped."""
-    found = {}
-    for case in ElementTree.parse(path).iter("testcase"):
-        file = case.get("file", "")
-        owner = (
-            case.get("classname", "")
-            .removeprefix(file.removesuffix(".py").replace("/", "."))
-            .strip(".")
-            .replace(".", "::")
-        )
-        name = "::".join(part for part in (file, owner, case.get("name", "")) if part)
-        children = {child.tag for child in case}
-        found[name] = (
-            "failed"
-            if children & {"failure", "error"}
-            else "skipped"
-            if "skipped" in children
-            else "passed"
-        )
-    return found
+def matching(test: str, results: Iterable[junit.Result]) -> list[junit.Result]:
+    """Return the results that a name of a file, a class or a function stands for."""
+    longer = (f"{test}::", f"{test}[")
+    return [one for one in results if one.test == test or one.test.startswith(longer)]
 
 
-def count(test: str, found: dict[str, str]) -> dict[str, int] | None:
-    """Outcomes of the tests that `test` (a file, a class, a function) stands for; None when none ran."""
-    mine = [
-        outcome
-        for name, outcome in found.items()
-        if name == test or name.startswith((f"{test}::", f"{test}["))
-    ]
-    return {kind: mine.count(kind) for kind in ("passed", "failed", "skipped")} if mine else None
+def passed_levels(statement: Statement, results: Results) -> list[str]:
+    """Return the levels of which every test ran and none failed."""
+    passed = {test for test, row in results.items() if row["passed"] and not row["failed"]}
+    return [level for level, tests in statement.tests.items() if tests and passed >= {*tests}]
 
 
-def update(
-    results: Results, names: Iterable[str], found: dict[str, str], source: dict[str, str]
-) -> Results:
-    """The results with those of one run in place of older ones of the same tests."""
-    return {
-        **results,
-        **{
-            name: {**counts, **source}
-            for name in names
-            if (counts := count(name, found)) is not None
-        },
-    }
-
-
-def passed_levels(row: Row, results: Results) -> list[str]:
-    """The levels of which every test ran and none failed."""
-    return [
-        level
-        for level, tests in row.tests.items()
-        if tests
-        and all(
-            test in results and results[test]["passed"] and not results[test]["failed"]
-            for test in tests
-        )
-    ]
-
-
-def page(statements: list[Row], results: Results) -> str:
-    """The text of docs/development/coverage.md."""
-    tested = {test for row in statements for tests in row.tests.values() for test in tests}
+def page(statements: list[Statement], results: Results) -> str:
+    """Return the text of docs/development/coverage.md."""
+    tested = {test for statement in statements for test in statement.all_tests}
     dates = sorted(results[test]["date"] for test in tested & set(results))
     newest = f" The newest result is of {dates[-1]}." if dates else ""
     lines = [
@@ -137,109 +96,89 @@ def page(statements: list[Row], results: Results) -> str:
         "| id | statement | command | tests | last result | passed |",
         "|---|---|---|---|---|---|",
     ]
-    for row in statements:
-        tests = [test for level in row.tests.values() for test in level]
+    for statement in statements:
         cells = [
-            row.id,
-            row.statement,
-            f"`{row.command}`" if row.command else "",
-            "<br>".join(f"`{test}`" for test in tests),
-            "<br>".join(_result(results.get(test)) for test in tests),
-            ", ".join(passed_levels(row, results)),
+            statement.id,
+            statement.text,
+            f"`{statement.command}`" if statement.command else "",
+            "<br>".join(f"`{test}`" for test in statement.all_tests),
+            "<br>".join(_last_result(results.get(test)) for test in statement.all_tests),
+            ", ".join(passed_levels(statement, results)),
         ]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines) + "\n"
 
 
-def _result(result: dict[str, Any] | None) -> str:
-    if result is None:
+def _last_result(row: dict[str, Any] | None) -> str:
+    if row is None:
         return "never run"
     counts = ", ".join(
-        f"{result[kind]} {kind}" for kind in ("failed", "passed", "skipped") if result[kind]
+        f"{row[kind]} {kind}" for kind in ("failed", "passed", "skipped") if row[kind]
     )
-    return f"{counts} ({result['date']}, {result['commit']}, torch {result['torch']}, {result['machine']})"
+    return f"{counts} ({row['date']}, {row['commit']}, torch {row['torch']}, {row['machine']})"
 
 
-def missing(statements: list[Row], root: Path) -> list[str]:
-    """Tests that mission.yaml names and that are not there."""
+def missing(statements: list[Statement], root: Path) -> list[str]:
+    """Return tests of mission.yaml that do not exist."""
     gone = []
-    for row in statements:
-        for test in (test for level in row.tests.values() for test in level):
+    for statement in statements:
+        for test in statement.all_tests:
             file, *names = test.split("[")[0].split("::")
-            text = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else None
-            if text is None or not all(
-                f"def {name}(" in text or f"class {name}" in text for name in names
-            ):
-                gone.append(f"{row.id}: {test}")
+            text = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
+            exist = (f"def {name}(" in text or f"class {name}" in text for name in names)
+            if not text or not all(exist):
+                gone.append(f"{statement.id}: {test}")
     return gone
-
-
-def _time(path: Path) -> str:
-    """When a run began, as a text that sorts."""
-    return next(ElementTree.parse(path).iter("testsuite")).get("timestamp", "")
 
 
 def _source(path: Path) -> dict[str, str]:
     import torch
 
-    suite = next(ElementTree.parse(path).iter("testsuite"))
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    device = (
-        torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
-    )
-    return {
-        "date": suite.get("timestamp", "")[:10],
-        "commit": described or "no commit",
-        "torch": torch.__version__,
-        "machine": device,
-    }
+    machine = f"CPU {platform.machine()}"
+    if torch.cuda.is_available():
+        machine = torch.cuda.get_device_name(0)
+    source = {"date": junit.began(path)[:10], "commit": revision() or "no commit"}
+    return source | {"torch": torch.__version__, "machine": machine}
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Write or check the page; the exit code."""
+    """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "results",
-        nargs="*",
-        type=Path,
-        help="junit files of pytest runs; of a test in several the last run counts",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing; exit with 1 when something is out of date",
-    )
-    given = parser.parse_args(arguments)
+    parser.add_argument("results", nargs="*", type=Path, help="JUnit files of pytest")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
     folder = root / "docs" / "development"
-    statements = rows(folder / "mission.yaml")
-    store, target = folder / "results.json", folder / "coverage.md"
+    store = folder / "results.json"
+    target = folder / "coverage.md"
+    statements = read(folder / "mission.yaml")
     results: Results = json.loads(store.read_text()) if store.exists() else {}
-    wrong = [
-        f"docs/development/mission.yaml names a test that is not there: {test}"
+    problems = [
+        f"docs/development/mission.yaml names a test that does not exist: {test}"
         for test in missing(statements, root)
     ]
-    if given.check:
+    if options.check:
         if not target.exists() or target.read_text(encoding="utf-8") != page(statements, results):
-            wrong.append(
-                "docs/development/coverage.md is not what mission.yaml and results.json make; run `make coverage-docs`"
+            problems.append(
+                "docs/development/coverage.md is not what mission.yaml and results.json make; "
+                "run `make coverage-docs`"
             )
-    elif not wrong:
-        named = [test for row in statements for level in row.tests.values() for test in level]
-        for path in sorted(given.results, key=_time):
-            results = update(results, named, outcomes(path), _source(path))
-        results = {name: results[name] for name in sorted(set(named) & set(results))}
+    elif not problems:
+        names = sorted({test for statement in statements for test in statement.all_tests})
+        for path in sorted(options.results, key=junit.began):  # the last run counts
+            found = list(junit.results([path]))
+            for test in names:
+                own = matching(test, found)
+                if own:
+                    results[test] = junit.counts(own) | _source(path)
+        results = {name: results[name] for name in names if name in results}
         store.write_text(json.dumps(results, indent=1) + "\n")
         target.write_text(page(statements, results), encoding="utf-8")
-    print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)
-    return 1 if wrong else 0
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Makes tests/unit/checkpoint/deepspeed/*: checkpoints of DeepSpeed 0.19.8, ZeRO 1 to 3 on two ranks.
+"""Make tests/unit/checkpoint/deepspeed: checkpoints of DeepSpeed 0.19.8, ZeRO 1 to 3 on two ranks.
 
     pip install torch==2.13.0 deepspeed==0.19.8 && DS_ACCELERATOR=cpu python tools/deepspeed_fixtures.py
 
-In an environment of its own: the project does not need DeepSpeed. The model has a parameter that lies on both ranks, a frozen one, a buffer
-and two parameter groups; `test_import.py` trains it in plain torch and compares.
+The command needs an environment of its own, because the project does not need DeepSpeed. The model
+has a parameter that lies on both ranks, a frozen one, a buffer and two parameter groups.
+`test_import.py` trains it in plain torch and compares.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OUT = Path(__file__).parents[1] / "tests/unit/checkpoint/deepspeed"
 
 
 class Model(torch.nn.Module):
-    """Two groups, a frozen weight, a buffer."""
+    """A model with a frozen weight and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Write docs/reference/devices.md: results of `plait doctor --validate` on real devices.
 
-    python -m tools.devices            read benchmarks/results/devices/*.json and write the page
+    python -m tools.devices            write the page from benchmarks/results/devices/*.json
     python -m tools.devices --add validation.json 2xh100-2026-12-01
                                        add a document to the folder under this name first
     python -m tools.devices --check    fail if the page differs from what the files give
@@ -17,17 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import rounded
+from benchmarks.common.report import RESULTS, ROOT, markdown, rounded, write_page
 from plait.sizes import format_bytes
 from plait.validation.rows import FORMAT, summary_of
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "benchmarks" / "results" / "devices"
+FOLDER = RESULTS / "devices"
 PAGE = ROOT / "docs" / "reference" / "devices.md"
 KERNELS = 5
 """Longest kernels of a profile that a file in the folder has."""
 DIGITS = 7
-"""Of numbers in these files. The page rounds to fewer, and fewer here would change some of them."""
+"""Digits of numbers in these files. The page rounds to fewer; fewer here would change some."""
 
 HEAD = """# Devices
 
@@ -38,6 +37,7 @@ NONE = """
 **There is no result of a real device yet.** The command has run on the simulated CUDA device of the tests only, which has
 no times.
 """
+Document = Mapping[str, Any]
 
 
 class WrongFile(Exception):
@@ -45,15 +45,8 @@ class WrongFile(Exception):
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the documents of a folder by file name.
-
-    Raises:
-        WrongFile: A file is not a document of a real device.
-    """
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        found[path.name] = document_of(path)
-    return found
+    """Return the documents of a folder by file name. Raises WrongFile."""
+    return {path.name: document_of(path) for path in sorted(folder.glob("*.json"))}
 
 
 def document_of(path: Path) -> dict[str, Any]:
@@ -75,8 +68,9 @@ def document_of(path: Path) -> dict[str, Any]:
     return document
 
 
-def add(document: Mapping[str, Any], path: Path) -> None:
-    """Write a document in the form that the folder has: rounded, without indentation, only the longest kernels of a profile."""
+def add(document: Document, path: Path) -> None:
+    """Write a document in the form that the folder has: rounded, without indentation, and with the
+    longest kernels of a profile only."""
     rows = []
     for row in document["rows"]:
         numbers = dict(row["numbers"])
@@ -89,52 +83,37 @@ def add(document: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
-def page(documents: Mapping[str, Mapping[str, Any]]) -> str:
+def page(documents: Mapping[str, Document]) -> str:
     """Return the text of the page."""
     if not documents:
         return HEAD + NONE
-    table = [
-        "| devices | date | Plait | torch | passed | failed | not run |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    table += [_line(document) for document in documents.values()]
-    return (
-        "\n".join(
-            [HEAD, *table, "", *(section(name, document) for name, document in documents.items())]
-        ).rstrip()
-        + "\n"
-    )
+    header = ("devices", "date", "Plait", "torch", "passed", "failed", "not run")
+    rows = []
+    for document in documents.values():
+        counts = (str(document["counts"][name]) for name in ("passed", "failed", "not run"))
+        date = document["at"][:10]
+        torch = document["versions"]["torch"]
+        rows.append((_devices(document), date, _version(document), torch, *counts))
+    sections = [section(name, document) for name, document in documents.items()]
+    return "\n".join([HEAD, markdown(header, rows, right=()), *sections]).rstrip() + "\n"
 
 
-def _devices(document: Mapping[str, Any]) -> str:
+def _devices(document: Document) -> str:
     used = document["devices"][: document["gpus_used"]]
-    kinds = dict.fromkeys(
-        f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in used
-    )
+    kinds = dict.fromkeys(f"{one['name']}, {format_bytes(one['memory_bytes'])}" for one in used)
     return f"{len(used)} x {' and '.join(kinds)}"
 
 
-def _line(document: Mapping[str, Any]) -> str:
-    counts = document["counts"]
-    cells = [
-        _devices(document),
-        document["at"][:10],
-        _version(document),
-        document["versions"]["torch"],
-    ]
-    cells += [str(counts[outcome]) for outcome in ("passed", "failed", "not run")]
-    return f"| {' | '.join(cells)} |"
-
-
-def _version(document: Mapping[str, Any]) -> str:
+def _version(document: Document) -> str:
     plait = document["plait"]
     revision = plait.get("revision")
     if not revision:
         return str(plait["version"])
-    return f"{plait['version']} ({revision[:7]}{', changed' if plait['changed'] else ''})"
+    changed = ", changed" if plait["changed"] else ""
+    return f"{plait['version']} ({revision[:7]}{changed})"
 
 
-def section(name: str, document: Mapping[str, Any]) -> str:
+def section(name: str, document: Document) -> str:
     """Return the section of one machine: its facts and all rows."""
     machine = document["machine"]
     about = [
@@ -144,36 +123,24 @@ def section(name: str, document: Mapping[str, Any]) -> str:
         f"{machine['processor']}, {machine['cores']} cores",
         f"{document['seconds'] / 60:.0f} minutes",
     ]
-    rows = [
-        "| row | result | seconds, of planned | |",
-        "|---|---|---|---|",
-        *map(_row, document["rows"]),
-    ]
-    only = [f"Only the rows {', '.join(document['only'])} were run."] if document["only"] else []
-    return "\n".join(
-        [f"## {_devices(document)}", "", f"`{name}`: {', '.join(about)}.", *only, "", *rows, ""]
-    )
-
-
-def _row(row: Mapping[str, Any]) -> str:
-    text = row["reason"] or summary_of(row["name"], row["numbers"])
-    outcome = f"**{row['outcome']}**" if row["outcome"] == "failed" else row["outcome"]
-    seconds = f"{row['seconds']:.0f} of {row['planned_seconds']:.0f}"
-    return f"| {row['name']}: {row['title']} | {outcome} | {seconds} | {text.replace('|', '/')} |"
+    lines = [f"## {_devices(document)}", "", f"`{name}`: {', '.join(about)}."]
+    if document["only"]:
+        lines.append(f"Only the rows {', '.join(document['only'])} were run.")
+    rows = []
+    for row in document["rows"]:
+        text = row["reason"] or summary_of(row["name"], row["numbers"])
+        outcome = f"**{row['outcome']}**" if row["outcome"] == "failed" else row["outcome"]
+        seconds = f"{row['seconds']:.0f} of {row['planned_seconds']:.0f}"
+        rows.append((f"{row['name']}: {row['title']}", outcome, seconds, text.replace("|", "/")))
+    table = markdown(("row", "result", "seconds, of planned", ""), rows, right=())
+    return "\n".join([*lines, "", table])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if the page differs"
-    )
-    parser.add_argument(
-        "--add",
-        nargs=2,
-        metavar=("FILE", "NAME"),
-        help="add this document to the folder under this name",
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--add", nargs=2, metavar=("FILE", "NAME"), help="add this document")
     options = parser.parse_args(arguments)
     try:
         if options.add:
@@ -183,16 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WrongFile as wrong:
         print(wrong, file=sys.stderr)
         return 2
-    if options.check:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-            return 0
-        print(
-            f"{PAGE.relative_to(ROOT)} differs from what the files give; run python -m tools.devices",
-            file=sys.stderr,
-        )
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return write_page(PAGE, text, check=options.check)
 
 
 if __name__ == "__main__":

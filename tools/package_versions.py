@@ -1,4 +1,5 @@
-"""Record test results with other versions of Plait's dependencies, and write docs/development/versions-packages.md.
+"""Record test results with other versions of Plait's dependencies, and write the page
+docs/development/versions-packages.md.
 
     python -m tools.package_versions lowest RESULT.xml ...    record a run of this environment
     python -m tools.package_versions                          write the page only
@@ -13,7 +14,6 @@ import argparse
 import json
 import platform
 import tomllib
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,30 +21,12 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.common.report import markdown, today
+from benchmarks.common.report import ROOT, markdown, today, with_sections
+from tools import junit
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions" / "packages.json"
 PAGE = ROOT / "docs" / "development" / "versions-packages.md"
 EXTRAS = ("hf", "peft", "trl", "viz")
-INTRODUCTION = """# Versions of Python, Transformers and other packages
-
-Plait needs Python 3.11 and Transformers 5.17, or newer releases. An older Transformers is refused
-with an error that states the installed version and the command that installs a newer one, because
-5.0.0 does not share tied weights in models that are built on the meta device, and with 5.10.1
-Plait computes wrong sizes of KV caches, and wrong tokens of models with dynamic RoPE.
-
-```bash
-make versions-lowest     # tests with the lowest packages that pyproject.toml allows
-make versions-newest     # tests with the newest packages, pre-releases included
-bash tools/packages.sh newest transformers==5.20.0    # the newest packages with one that is fixed
-```
-
-Each command makes a separate environment, and runs the tests of models, generation, the
-configuration, the command line, checkpoints, the quickstart, the Trainer, LoRA, and TRL's SFT and
-DPO trainers. The table has one row per environment; the row of Debian 12 has its Python 3.11.2 with
-the packages of requirements.lock. Releases of torch are on a [separate page](versions.md).
-"""
 
 
 def requirements() -> list[Requirement]:
@@ -56,23 +38,15 @@ def requirements() -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-def counts(results: Iterable[Path]) -> dict[str, Any]:
+def counts(paths: Iterable[Path]) -> dict[str, Any]:
     """Return how many tests passed, failed and were skipped, and the names of those that failed."""
-    outcomes: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
-    for path in results:
-        for case in ElementTree.parse(path).iter("testcase"):
-            if case.find("failure") is not None or case.find("error") is not None:
-                outcomes["failed"] += 1
-                outcomes["failures"].append(f"{case.get('classname')}::{case.get('name')}")
-            elif case.find("skipped") is not None:
-                outcomes["skipped"] += 1
-            else:
-                outcomes["passed"] += 1
-    return outcomes
+    results = list(junit.results(paths))
+    failures = [result.test for result in results if result.outcome == "failed"]
+    return {**junit.counts(results), "failures": failures}
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Plait's dependencies in this environment, keyed by their names in pyproject.toml."""
+    """Return the installed versions of Plait's dependencies, keyed by their names."""
     versions = {}
     for requirement in requirements():
         try:
@@ -82,22 +56,8 @@ def installed() -> dict[str, str]:
     return dict(sorted(versions.items(), key=lambda entry: entry[0].lower()))
 
 
-def page(rows: dict[str, Any]) -> str:
-    """Return the text of the page for the recorded runs `rows`."""
-    runs = []
-    for name, row in rows.items():
-        packages = row["packages"]
-        tests = [row["tests"], *(str(row[outcome]) for outcome in ("passed", "failed", "skipped"))]
-        runs.append(
-            [
-                name,
-                row["date"],
-                row["python"],
-                packages["torch"],
-                packages.get("transformers", ""),
-                *tests,
-            ]
-        )
+def sections(rows: dict[str, Any]) -> dict[str, str]:
+    """Return the sections of the page for the recorded runs `rows`."""
     header = [
         "run",
         "date",
@@ -109,26 +69,29 @@ def page(rows: dict[str, Any]) -> str:
         "failed",
         "skipped",
     ]
-    parts = [INTRODUCTION, markdown(header, runs)]
-
-    # Releases of torch are on another page.
-    bounds = {
-        requirement.name: str(requirement.specifier)
-        for requirement in requirements()
-        if requirement.name != "torch"
-    }
-    sets = [name for name in ("lowest", "newest") if name in rows]
-    versions = []
-    for package, bound in sorted(bounds.items(), key=lambda entry: entry[0].lower()):
-        installed_versions = [rows[name]["packages"].get(package, "") for name in sets]
-        versions.append([f"`{package}`", f"`{bound}`", *installed_versions])
-    parts.append(markdown(["package", "pyproject.toml", *sets], versions))
-
+    runs = []
+    failures = ""
     for name, row in rows.items():
+        packages = row["packages"]
+        versions = [row["python"], packages["torch"], packages.get("transformers", "")]
+        outcomes = [str(row[outcome]) for outcome in ("passed", "failed", "skipped")]
+        runs.append([name, row["date"], *versions, row["tests"], *outcomes])
         if row["failures"]:
-            failures = "\n".join(f"- `{failure}`" for failure in row["failures"])
-            parts.append(f"Failed with {name}:\n\n{failures}")
-    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+            names = "\n".join(f"- `{failure}`" for failure in row["failures"])
+            failures += f"\nFailed with {name}:\n\n{names}\n"
+
+    names = [name for name in ("lowest", "newest") if name in rows]
+    bounds = []
+    by_name = {requirement.name: requirement for requirement in requirements()}
+    for requirement in sorted(by_name.values(), key=lambda one: one.name.lower()):
+        if requirement.name == "torch":  # its releases are on another page
+            continue
+        installed_versions = [rows[name]["packages"].get(requirement.name, "") for name in names]
+        bounds.append([f"`{requirement.name}`", f"`{requirement.specifier}`", *installed_versions])
+    return {
+        "runs": markdown(header, runs) + failures,
+        "packages": markdown(["package", "pyproject.toml", *names], bounds),
+    }
 
 
 def main() -> None:
@@ -153,7 +116,7 @@ def main() -> None:
         }
         rows[arguments.name] = environment | counts(arguments.results)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(rows), encoding="utf-8")
+    PAGE.write_text(with_sections(PAGE, sections(rows)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,103 +1,65 @@
-"""Write docs/development/simulated_device.md: configurations on the simulated device, with their largest difference and races.
+"""Write docs/development/simulated_device.md: configurations on the simulated device, with their
+largest difference and races.
 
-    python tools/simulated_table.py build/results/simulated.xml     take results (junit) of tests/simulated_device, and write the page
+    python -m tools.simulated_table build/results/simulated.xml
 
-The numbers are the tests' own records: each test records what it compared, and the device counts the races.
+The numbers are those that the tests record, and the races that the device counts.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.common.report import ROOT, markdown, with_sections
+from tools import junit
+
 PAGE = ROOT / "docs" / "development" / "simulated_device.md"
+HEADER = ("devices", "configuration", "compared with", "largest difference", "races", "")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One test."""
-
-    configuration: str
-    devices: int
-    compared_with: str
-    difference: float
-    races: int
-    outcome: str
-
-
-def rows(results: Iterable[Path]) -> list[Row]:
-    """Of tests that record a configuration; a test that failed before it did has its name instead."""
-    found = []
-    for path in results:
-        for case in ElementTree.parse(path).iter("testcase"):
-            kept = {
-                entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")
-            }
-            failed = case.find("failure") is not None or case.find("error") is not None
-            if "configuration" not in kept and not failed:
-                continue
-            found.append(
-                Row(
-                    kept.get("configuration", case.get("name", "")),
-                    int(kept.get("devices", 0)),
-                    kept.get("compared with", ""),
-                    float(kept.get("difference", "nan")),
-                    int(kept.get("races", 0)),
-                    "failed" if failed else "passed",
-                )
-            )
-    return sorted(found, key=lambda row: (row.devices, row.configuration))
-
-
-def newest(results: Iterable[Path]) -> str:
-    """Return the date of the last of these runs, or "an unknown date" where no file has one."""
-    suites = (suite for path in results for suite in ElementTree.parse(path).iter("testsuite"))
-    return (
-        max((suite.get("timestamp", "")[:10] for suite in suites), default="") or "an unknown date"
+def page(results: list[junit.Result], date: str) -> str:
+    """Return the page for tests that ran on `date`."""
+    rows = []
+    devices: Counter[int] = Counter()
+    races = 0
+    failures = 0
+    worst = 0.0
+    for result in results:
+        values = result.properties
+        is_failed = result.outcome == "failed"
+        # A test that failed before it recorded anything is listed by its name.
+        if "configuration" not in values and not is_failed:
+            continue
+        count = int(values.get("devices", 0))
+        difference = float(values.get("difference", "nan"))
+        compared_with = values.get("compared with", "")
+        configuration = values.get("configuration", result.test)
+        race_count = values.get("races", "0")
+        cells = [str(count), configuration, compared_with, f"{difference:.1e}", race_count]
+        rows.append((count, configuration, [*cells, result.outcome]))
+        devices[count] += 1
+        races += int(race_count)
+        failures += is_failed
+        if compared_with.startswith("one process") and not math.isnan(difference):
+            worst = max(worst, difference)
+    rows.sort(key=lambda row: row[:2])
+    counts = ", ".join(f"{number} on {count}" for count, number in sorted(devices.items()))
+    table = markdown(HEADER, [cells for *_, cells in rows], right=())
+    text = (
+        f"**{len(rows)} configurations ({counts} devices), {races} races, {failures} failures.** "
+        "The largest difference to one process on the CPU, in float64, is "
+        f"{worst:.1e} of the largest value of its tensor. torch {version('torch')}, "
+        f"Python {platform.python_version()}, {date}.\n\n{table}"
     )
-
-
-def page(found: list[Row], date: str) -> str:
-    """Return the text of the page for tests that ran on `date`."""
-    worst = max(
-        (row.difference for row in found if row.compared_with.startswith("one process")),
-        default=float("nan"),
-    )
-    counts = ", ".join(
-        f"{sum(row.devices == count for row in found)} on {count}"
-        for count in sorted({row.devices for row in found})
-    )
-    lines = [
-        "# On simulated GPUs",
-        "",
-        "Written by `tools/simulated_table.py` from the tests' own records; do not edit. `make simulated` runs the tests and leaves the",
-        "records in `build/results/simulated.xml`; `make simulated-docs` runs more of them and writes this page.",
-        "",
-        "Every row is a training run on devices of the kind `cuda` with NCCL's streams and order of calls, simulated on the CPU",
-        "(`tests/simulated_device`): copies and collectives are deferred until somebody waits for them, memory that was not written holds",
-        "NaN, and two accesses that no wait orders are counted as a race. It shows that the program orders what GPUs do; it says nothing",
-        "of their speed, nor of their kernels' rounding.",
-        "",
-        f"**{len(found)} configurations ({counts} devices), {sum(row.races for row in found)} races, "
-        f"{sum(row.outcome != 'passed' for row in found)} failures.** The largest difference to one process on the CPU, in float64, is",
-        f"{worst:.1e} of the largest value of its tensor. torch {version('torch')}, Python {platform.python_version()}, {date}.",
-        "",
-        "| devices | configuration | compared with | largest difference | races | |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.devices} | {row.configuration} | {row.compared_with} | {row.difference:.1e} | {row.races} | {row.outcome} |"
-        for row in found
-    ]
-    return "\n".join(lines) + "\n"
+    return with_sections(PAGE, {"results": text})
 
 
 if __name__ == "__main__":
     files = [Path(name) for name in sys.argv[1:]]
-    PAGE.write_text(page(rows(files), newest(files)), encoding="utf-8")
+    date = max(map(junit.began, files))[:10]
+    PAGE.write_text(page(list(junit.results(files)), date), encoding="utf-8")

@@ -1,11 +1,11 @@
-"""The tests in two pytest processes side by side, of about the same length.
+"""Run the tests in two concurrent pytest processes of about the same length.
 
-    python tools/tests.py                    all
-    python tools/tests.py -k topology        those of both that pytest's options choose
-    python tools/tests.py tests/unit -x      given paths: one pytest as it is
+    python tools/tests.py                    all tests
+    python tools/tests.py -k topology        the tests of both that pytest's options select
+    python tools/tests.py tests/unit -x      one pytest process for these paths
 
-Lines of the two are printed as they come, each after the name of its part, and the failures of both once more at the end; results go to
-build/results/test-<part>.xml. The exit code is pytest's: that of the part that failed.
+Each line is printed with the name of its part, and the failures of both are repeated at the end.
+Results are written to build/results/test-<part>.xml. The exit code is that of the part that failed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PARTS = {
     "alone": ("tests/unit", "tests/fake", "tests/security", "tests/architecture"),
     "together": ("tests/parity", "tests/reports", "tests/integration"),
 }
-"""Tests in one process, and tests that start processes with as many others as make both parts equally long."""
+"""Tests in one process, and tests that start processes."""
 SEPARATE = ("tests/simulated_device",)
-"""Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
+"""Tests of `make simulated`, which need a compiler and both cores."""
 NOTHING_CHOSEN = 5
-"""pytest's exit code; no failure where the other part has tests."""
+"""Exit code of pytest if no test was selected, which is no failure if the other part has tests."""
 BY_HAND = {
     "--pdb",
     "--trace",
@@ -38,16 +38,16 @@ BY_HAND = {
     "-h",
     "--help",
 }
-"""Options for somebody who sits before it."""
+"""Options for interactive use, with which one pytest process runs."""
 
 
 def is_path(argument: str) -> bool:
-    """Whether pytest would take `argument` as tests to run."""
+    """Return whether pytest takes `argument` as tests to run."""
     return not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists()
 
 
 def command(part: str, paths: tuple[str, ...], arguments: list[str]) -> list[str]:
-    """pytest for a part; a cache each, since `--lf` would find the other's failures."""
+    """Return the command of a part. Each has its own cache, for `--lf`."""
     name = f"-{part}" if part else ""
     places = [
         f"--junitxml={RESULTS / f'test{name}.xml'}",
@@ -57,7 +57,7 @@ def command(part: str, paths: tuple[str, ...], arguments: list[str]) -> list[str
 
 
 def side_by_side(arguments: list[str]) -> int:
-    """Both parts; the exit code."""
+    """Run both parts and return the exit code."""
     running = {
         part: subprocess.Popen(
             command(part, paths, arguments),
@@ -85,7 +85,7 @@ def side_by_side(arguments: list[str]) -> int:
 
 
 def left_out() -> list[str]:
-    """Tests that have a command of their own, and whether this machine can run them."""
+    """Return a line per folder of tests that has its own command."""
     sys.path.insert(0, str(ROOT))
     from tests.simulated_device.build import why_not
 
@@ -98,13 +98,13 @@ def left_out() -> list[str]:
 
 
 def exit_code(codes: list[int]) -> int:
-    """Of all, from those of the parts: a failure of any, or that nothing was chosen in any."""
+    """Return the exit code of both parts: that of a failure, or that no test was selected."""
     failed = [code for code in codes if code not in (0, NOTHING_CHOSEN)]
     return (failed[0] if failed[0] > 0 else 1) if failed else 0 if 0 in codes else NOTHING_CHOSEN
 
 
 def show(part: str, process: subprocess.Popen[str], failures: list[str]) -> None:
-    """Print the lines of a part; keep in `failures` those by which pytest names a test that failed."""
+    """Print the lines of a part, and add those that name a failed test to `failures`."""
     assert process.stdout is not None
     for line in process.stdout:
         sys.stdout.write(f"{part:8} | {line}")
@@ -114,7 +114,7 @@ def show(part: str, process: subprocess.Popen[str], failures: list[str]) -> None
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests; the exit code."""
+    """Run the tests and return the exit code."""
     if BY_HAND & set(arguments) or any(map(is_path, arguments)):
         return subprocess.call(command("", (), arguments), cwd=ROOT)
     return side_by_side(arguments)

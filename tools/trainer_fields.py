@@ -1,6 +1,9 @@
-"""Write the tables of docs/how-to/trainer.md that say what becomes of every field of `TrainingArguments`, `SFTConfig` and `DPOConfig`.
+"""Write the tables of docs/how-to/trainer.md with the effect of every field of
+`TrainingArguments`, `SFTConfig` and `DPOConfig`.
 
-Run: PYTHONPATH=src:. python tools/trainer_fields.py [--write]; tests/unit/hf/test_fields.py holds the document to it.
+    python -m tools.trainer_fields [--write]
+
+tests/unit/hf/test_fields.py compares the document with it.
 """
 
 from __future__ import annotations

@@ -27,15 +27,15 @@ for version; do
     python=$folder/$version/bin/python
     "$python" -c "import torch, pytest, transformers; assert torch.__version__.split('+')[0] == '$version'" 2>/dev/null ||
         make_environment "$folder/$version" "$version" || { failed+=("$version: not installed"); continue; }
-    PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -W ignore tools/version_cover.py || failed+=("$version: see docs/development/versions.md")
+    PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -W ignore -m tools.version_cover || failed+=("$version: see docs/development/versions.md")
     case $version in
         2.11.0 | 2.15.0)
             PYTHONPATH=src OMP_NUM_THREADS=1 "$python" -m pytest -q tests/parity tests/fake \
                 --junitxml="$folder/$version.xml"
-            PYTHONPATH=src "$python" tools/version_cover.py --suite "$folder/$version.xml" ||
+            PYTHONPATH=src "$python" -m tools.version_cover --suite "$folder/$version.xml" ||
                 failed+=("$version: tests failed, see docs/development/versions.md")
             ;;
     esac
-    PYTHONPATH=src "$python" tools/version_cover.py --page
+    PYTHONPATH=src "$python" -m tools.version_cover --page
 done
 ((${#failed[@]} == 0)) || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }

@@ -1,1 +1,1 @@
-"""What every benchmark shares: facts about the machine, foreign load, statistics, tables, worker processes."""
+"""Code of all benchmarks: load of the machine, statistics, results, tables and workers."""

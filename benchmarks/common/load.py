@@ -1,41 +1,41 @@
-"""Who else used the processor while we measured.
+"""How much of the processor other programs used while we measured.
 
-A ratio taken on a shared machine means little without it. The share of foreign work is what the whole machine was busy with (other
-processes, and time the hypervisor gave away) less what our own processes used, over wall time times cores.
+The share of foreign work is the time that the machine was busy (with time that the hypervisor gave
+away) minus the time of our processes, over wall time times cores.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
+from benchmarks.common.workers import WorkerGroup
+
 
 def busy_seconds() -> float:
-    """Processor seconds, over all cores, that were not idle since boot. Stolen time counts: it was not ours."""
+    """Return the processor seconds since boot, over all cores, that were not idle."""
     times = psutil.cpu_times()
-    # The kernel counts a guest's time in `user` as well.
-    return float(sum(times)) - sum(
-        getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice")
-    )
+    # The kernel counts the time of a guest in `user` too.
+    idle = ("idle", "iowait", "guest", "guest_nice")
+    return float(sum(times)) - sum(getattr(times, name, 0.0) for name in idle)
 
 
 def own_seconds(pids: Iterable[int]) -> float:
-    """Processor seconds used by these processes so far, threads included."""
-    used = 0.0
-    for pid in pids:
-        times = psutil.Process(pid).cpu_times()
-        used += times.user + times.system
-    return used
+    """Return the processor seconds that these processes have used, with all threads."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(one.user + one.system for one in times)
 
 
 @dataclass
 class ForeignMeter:
     """Measures the foreign share between `start` and `stop`.
 
-    The kernel counts in hundredths of a second, so intervals below about half a second read coarsely.
+    The kernel counts in hundredths of a second, which is coarse for less than half a second.
     """
 
     pids: tuple[int, ...]
@@ -45,27 +45,57 @@ class ForeignMeter:
 
     def start(self) -> None:
         """Take the first reading."""
-        self._wall, self._busy, self._own = (
-            time.perf_counter(),
-            busy_seconds(),
-            own_seconds(self.pids),
-        )
+        self._wall = time.perf_counter()
+        self._busy = busy_seconds()
+        self._own = own_seconds(self.pids)
 
     def stop(self) -> float:
-        """The foreign share since `start`: 0 is a machine of our own, 1 is every core taken by others."""
+        """Return the foreign share since `start`, from 0 to 1."""
         wall = time.perf_counter() - self._wall
         foreign = (busy_seconds() - self._busy) - (own_seconds(self.pids) - self._own)
         return max(0.0, foreign) / (wall * (psutil.cpu_count() or 1))
 
 
+def undisturbed(
+    group: WorkerGroup,
+    message: Any,
+    *,
+    share: float,
+    repeats: int,
+    wait_seconds: float,
+    timeout_seconds: float,
+) -> Iterator[tuple[float, list[Any]]]:
+    """Ask a group until a turn is undisturbed, and yield the foreign share and answers of each turn.
+
+    Args:
+        group: Workers that are asked.
+        message: What they are asked.
+        share: Largest foreign share of an undisturbed turn.
+        repeats: Turns after the first.
+        wait_seconds: Longest wait for a quiet machine before a turn.
+        timeout_seconds: Longest turn.
+    """
+    for _ in range(1 + repeats):
+        wait_for_quiet(share=share, longest_seconds=wait_seconds)
+        meter = ForeignMeter((*group.pids, os.getpid()))
+        meter.start()
+        answers = group.ask(message, timeout_seconds=timeout_seconds)
+        foreign = meter.stop()
+        yield foreign, answers
+        if foreign <= share:
+            return
+
+
 def wait_for_quiet(*, share: float, longest_seconds: float, window_seconds: float = 0.5) -> bool:
-    """Sleep until the machine is busy less than `share` of a window. False where that did not happen in `longest_seconds`."""
+    """Wait until the machine is busy for at most `share` of a window. False after the limit."""
     deadline = time.perf_counter() + longest_seconds
     cores = psutil.cpu_count() or 1
-    while True:
-        wall, busy = time.perf_counter(), busy_seconds()
+    while share < 1:
+        wall = time.perf_counter()
+        busy = busy_seconds()
         time.sleep(window_seconds)
         if (busy_seconds() - busy) / ((time.perf_counter() - wall) * cores) <= share:
             return True
         if time.perf_counter() > deadline:
             return False
+    return True

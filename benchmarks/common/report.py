@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +39,13 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def revision() -> str:
+    """Return the revision of the sources, as `git describe` names it."""
+    command = ["git", "describe", "--always", "--tags", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def facts(*packages: str) -> dict[str, object]:
@@ -139,6 +147,14 @@ def with_section(text: str, mark: str, content: str) -> str:
     begin = f"<!-- {mark} -->\n"
     before, rest = text.split(begin)
     return f"{before}{begin}{content}{END}{rest.split(END, 1)[1]}"
+
+
+def with_sections(path: Path, sections: Mapping[str, str]) -> str:
+    """Return the text of a page with the content of these sections, keyed by their marks."""
+    text = path.read_text(encoding="utf-8")
+    for mark, content in sections.items():
+        text = with_section(text, mark, content)
+    return text
 
 
 def write_page(path: Path, text: str, *, check: bool = False) -> int:

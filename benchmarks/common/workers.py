@@ -1,7 +1,8 @@
-"""Worker groups of persistent worker processes that wait for their turn.
+"""Groups of persistent worker processes that wait for their turn.
 
-A worker group is one baseline: `ranks` spawned processes with a process group's environment, which take messages from pipes. A waiting
-worker blocks in a read, so that only the worker group whose turn it is computes. Workers write to a log file, shown when one of them fails.
+A worker group is one baseline: spawned processes with the environment of a process group, which
+read messages from pipes. A waiting worker blocks in a read, so that only one group computes. Workers
+write to a log file, which is shown if one of them fails.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any
 
 Handler = Callable[[Any], Any]
 Start = Callable[[Any], Handler]
-"""Called once in the worker with the worker group's argument; returns what answers each message."""
+"""Is called once in the worker with the argument of the group, and returns what answers messages."""
 
 
 class WorkerGroupError(RuntimeError):
-    """A worker failed, died or did not answer. The message ends with what it said last."""
+    """A worker failed, died or did not answer. The message ends with its last output."""
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -36,7 +37,7 @@ def free_port() -> int:
 def _serve(
     start: Start, argument: Any, environment: Mapping[str, str], log: str, pipe: Connection
 ) -> None:
-    """The life of one worker."""
+    """Run one worker until it receives None."""
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)
@@ -95,7 +96,7 @@ class WorkerGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids, by rank."""
+        """Process ids in the order of ranks."""
         return tuple(process.pid for process in self.processes if process.pid is not None)
 
     def ready(self, *, timeout_seconds: float) -> None:
@@ -103,7 +104,7 @@ class WorkerGroup:
         self._collect("ready", timeout_seconds)
 
     def ask(self, message: Any, *, timeout_seconds: float) -> list[Any]:
-        """Send the message to every worker and return their answers by rank. Raises WorkerGroupError."""
+        """Send a message to every worker and return the answers. Raises WorkerGroupError."""
         for pipe in self.pipes:
             pipe.send(message)
         return self._collect("answer", timeout_seconds)
@@ -144,7 +145,7 @@ class WorkerGroup:
         return "\n  its last output:\n    " + "\n    ".join(text) if text else ""
 
     def stop(self, *, patience_seconds: float = 10) -> None:
-        """End the workers: asked first, then killed."""
+        """End the workers, and kill those that do not end in time."""
         for pipe in self.pipes:
             with suppress(OSError):  # it may have ended by itself
                 pipe.send(None)

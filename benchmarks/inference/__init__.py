@@ -1,1 +1,1 @@
-"""Generation within a budget of memory, beside the same model in memory and beside accelerate's offload to disk."""
+"""Generation in memory and within a budget of memory, compared with other libraries."""

@@ -1,8 +1,10 @@
-"""One way to run the model, in a process of its own: `python -m benchmarks.inference.engines FOLDER ENGINE JSON` prints a line of JSON.
+"""One engine in a process of its own, which prints a line of JSON.
 
-All decode the same prompts greedily. `drop` runs a thread that keeps the files out of the kernel's cache, so that every pass over the
-weights reads the disk, for every engine alike. Memory is the process's proportional set size, mapped files included, above what it was with
-everything imported.
+    python -m benchmarks.inference.engines FOLDER ENGINE JSON
+
+All engines decode the same prompts greedily. `drop` keeps the files out of the kernel's page cache,
+so that every pass over the weights reads the disk. Memory is the proportional set size, with mapped
+files, above that of the process after its imports.
 """
 
 from __future__ import annotations
@@ -13,44 +15,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plait.cluster import host_memory
 from plait.inference.deployment import InferenceWork, deploy_streamed, load_model
 from plait.inference.generate import generate
 from plait.inference.source import open_source
 from plait.inference.streamed_model import load_streamed
-from plait.inference.weight_files import (
-    CONCURRENT_READS,
-    MAX_IMAGE_READ_BYTES,
-    FileBlock,
-    FileReader,
-)
+from plait.inference.weight_files import FileBlock, FileReader
 from plait.inference.weight_stream import WeightStream
 
-PLACES = 96 << 20
-"""Bytes of memory for reads that nobody looks at: as many as Plait's places for two layers. What is read into so few that they stay in the
-processor's cache may come faster, and no engine computes there."""
 PROMPT = [11, 42, 7, 300, 5, 66, 128, 9]
+Options = dict[str, Any]
+Run = Callable[[int, int], list[list[int]]]
+"""Takes the number of requests and of new tokens, and returns the new tokens."""
 
 
 def memory_bytes() -> int:
-    """Proportional set size of this process."""
+    """Return the proportional set size of this process."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 @contextmanager
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` again and again beside the body."""
+    """Call `act` repeatedly in a thread, inside the context."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -66,243 +60,153 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def dropped(folder: Path) -> None:
-    """The files of a folder leave the kernel's cache."""
-    for path in folder.rglob("*"):
+def drop_files(folders: list[Path]) -> None:
+    """Remove the weights in these folders from the kernel's page cache."""
+    for path in (path for folder in folders for path in folder.rglob("*")):
         if path.suffix in (".safetensors", ".dat"):
             file = os.open(path, os.O_RDONLY)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
 
 
-def throttled(bytes_per_second: float) -> None:
-    """Reads of streamed weights take as long as at that rate, or longer; a sleep that was too long is made up for."""
-    read, due, turn = FileReader.read_block, [0.0], threading.Lock()
+def throttle(bytes_per_second: float) -> None:
+    """Let reads of streamed weights take as long as at this rate. Long sleeps are made up for."""
+    read = FileReader.read_block
+    turn = threading.Lock()
+    due = 0.0
 
     def slow(self: FileReader, block: FileBlock) -> None:
+        nonlocal due
         with turn:
-            due[0] = end = max(due[0], time.perf_counter() - 0.02) + block.size / bytes_per_second
+            due = max(due, time.perf_counter() - 0.02) + block.size / bytes_per_second
+            end = due
         read(self, block)
         time.sleep(max(0.0, end - time.perf_counter()))
 
     FileReader.read_block = slow  # type: ignore[method-assign]
 
 
-def plait(
-    folder: Path, asked: dict[str, Any]
-) -> tuple[Callable[[int, int], list[list[int]]], WeightStream | None]:
-    """(requests, tokens) -> tokens; and the stream, where weights are streamed."""
+def plait(folder: Path, options: Options) -> tuple[Run, Callable[[], int]]:
+    """Return the generation of Plait, and what counts the bytes that it has streamed."""
     source = open_source(folder)
-    if asked.get("budget"):
-        if asked.get("rate"):
-            throttled(asked["rate"])
-        work = InferenceWork(
-            source, source.model(), tokens=len(PROMPT) + asked["tokens"], requests=asked["requests"]
-        )
-        where = deploy_streamed(work, cpu_budget=asked["budget"])
-        sharded, _ = load_streamed(
-            source, budget_bytes=asked["budget"], other_bytes=where.other_bytes
-        )
+    budget = options.get("budget")
+    if budget:
+        if options.get("rate"):
+            throttle(options["rate"])
+        tokens = len(PROMPT) + options["tokens"]
+        work = InferenceWork(source, source.model(), tokens=tokens, requests=options["requests"])
+        other_bytes = deploy_streamed(work, cpu_budget=budget).other_bytes
+        model, _ = load_streamed(source, budget_bytes=budget, other_bytes=other_bytes)
     else:
-        sharded = load_model(source)
+        model = load_model(source)
+    stream = model.hooks.find(WeightStream)
 
     def run(requests: int, tokens: int) -> list[list[int]]:
-        with (
-            reading(folder / "model.safetensors", asked["reads"] if tokens > 1 else 0)
-            if "reads" in asked
-            else nullcontext()
-        ):
-            return [
-                one.token_ids
-                for one in generate(
-                    sharded, [PROMPT] * requests, max_new_tokens=tokens, temperature=0
-                )
-            ]
+        prompts = [PROMPT] * requests
+        answers = generate(model, prompts, max_new_tokens=tokens, temperature=0)
+        return [answer.token_ids for answer in answers]
 
-    return run, sharded.hooks.find(WeightStream)
+    return run, lambda: 0 if stream is None else stream.bytes_read
 
 
-@cache
-def written(size: int) -> np.ndarray:
-    """Memory whose pages are there."""
-    return host_memory.empty_on_huge_pages((size,), torch.uint8).zero_().numpy()
-
-
-@contextmanager
-def reading(
-    path: Path, count: int, memory: int = PLACES, size: int = MAX_IMAGE_READ_BYTES
-) -> Iterator[None]:
-    """So many bytes of a file are read past the kernel's cache meanwhile, again and again, with as many reads at a time as Plait, as large
-    (or of `size` bytes), into `memory` bytes; nobody looks at them. Ends when all have been read."""
-    file, stretches = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // size
-    places = written(memory)
-
-    def read(index: int) -> None:
-        start = index % (memory // size) * size
-        os.preadv(file, [places[start : start + size]], index % stretches * size)
-
-    with ThreadPoolExecutor(CONCURRENT_READS) as threads:
-        ends = [threads.submit(read, index) for index in range(count // size)]
-        yield
-        for end in ends:
-            end.result()
-    os.close(file)
-
-
-def reads(
-    folder: Path, asked: dict[str, Any]
-) -> tuple[Callable[[int, int], list[list[int]]], None]:
-    """Nothing but `reading`."""
-
-    def run(requests: int, tokens: int) -> list[list[int]]:
-        with reading(
-            folder / "model.safetensors",
-            asked["reads"] if tokens > 1 else 0,
-            *asked.get("into", ()),
-        ):
-            return []
-
-    return run, None
-
-
-def transformers(
-    folder: Path, asked: dict[str, Any]
-) -> tuple[Callable[[int, int], list[list[int]]], None]:
-    """In memory, with accelerate's `cpu_offload`, or with its offload of all layers to disk."""
-    if asked.get("disk"):
+def transformers(folder: Path, options: Options) -> tuple[Run, Callable[[], int]]:
+    """Return the generation in memory, or with accelerate's offload to the host or to disk."""
+    if options.get("disk"):
         from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        places = {
-            "model.embed_tokens": "cpu",
-            "model.norm": "cpu",
-            "model.rotary_emb": "cpu",
-            "lm_head": "cpu",
-        }
-        places |= {
-            f"model.layers.{index}": "disk" for index in range(model.config.num_hidden_layers)
-        }
-        model = load_checkpoint_and_dispatch(
-            model, str(folder / "model.safetensors"), places, offload_folder=asked["disk"]
-        )
+        outside = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+        blocks = [f"model.layers.{index}" for index in range(model.config.num_hidden_layers)]
+        places = dict.fromkeys(outside, "cpu") | dict.fromkeys(blocks, "disk")
+        file = str(folder / "model.safetensors")
+        model = load_checkpoint_and_dispatch(model, file, places, offload_folder=options["disk"])
     else:
         model = AutoModelForCausalLM.from_pretrained(folder)
-        if asked.get("host"):
+        if options.get("host"):
             from accelerate import cpu_offload
 
             cpu_offload(model, execution_device=torch.device("cpu"))
-    model.generation_config.eos_token_id = None
-
-    def run(requests: int, tokens: int) -> list[list[int]]:
-        ids = torch.tensor([PROMPT] * requests)
-        with torch.no_grad():
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return made[:, len(PROMPT) :].tolist()
-
-    return run, None
+    return _transformers_run(model), lambda: 0
 
 
-def deepspeed(
-    folder: Path, asked: dict[str, Any]
-) -> tuple[Callable[[int, int], list[list[int]]], None]:
-    """ZeRO-Inference: stage 3 with parameters offloaded to host memory, or with `disk` to files there, on DeepSpeed's CPU accelerator."""
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ.setdefault("MASTER_PORT", "29611")
+def deepspeed(folder: Path, options: Options) -> tuple[Run, Callable[[], int]]:
+    """Return the generation of ZeRO-Inference: stage 3 with parameters in host memory."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo")
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.generation_config.eos_token_id = None
-    offload = (
-        {"device": "nvme", "nvme_path": asked["disk"]} if asked.get("disk") else {"device": "cpu"}
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "offload_param": offload},
-    }
     engine = library.initialize(model=model, config=config)[0].module.eval()
+    return _transformers_run(engine), lambda: 0
+
+
+def _transformers_run(model: Any) -> Run:
+    model.generation_config.eos_token_id = None
 
     def run(requests: int, tokens: int) -> list[list[int]]:
         ids = torch.tensor([PROMPT] * requests)
+        settings = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
         with torch.no_grad():
-            made = engine.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return made[:, len(PROMPT) :].tolist()
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        answers: list[list[int]] = output[:, len(PROMPT) :].tolist()
+        return answers
 
-    return run, None
+    return run
 
 
-ENGINES: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
-    "plait": plait,
-    "transformers": transformers,
-    "deepspeed": deepspeed,
-    "reads": reads,
-}
+ENGINES = {"plait": plait, "transformers": transformers, "deepspeed": deepspeed}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, engine, asked = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
-        )
-    )
+    folder = Path(sys.argv[1])
+    engine = ENGINES[sys.argv[2]]
+    options: Options = json.loads(sys.argv[3])
+    requests = options["requests"]
+    # A tiny model imports what the modelling code imports when it first runs.
+    tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **tiny))
     base = memory_bytes()
-    peak = [base]
-    places = [Path(place) for place in (folder, asked.get("disk")) if place]
-    dropping = (
-        partial(every, 0.05, lambda: [dropped(place) for place in places])
-        if asked.get("drop")
-        else nullcontext
-    )
-    with every(0.02, lambda: peak.__setitem__(0, max(peak[0], memory_bytes()))):
-        run, streaming = ENGINES[engine](folder, asked)
+    peak = base
+
+    def look() -> None:
+        nonlocal peak
+        peak = max(peak, memory_bytes())
+
+    folders = [Path(name) for name in (folder, options.get("disk")) if name]
+    dropping = nullcontext
+    if options.get("drop"):
+        dropping = partial(every, 0.05, lambda: drop_files(folders))
+    with every(0.02, look):
+        run, bytes_read = engine(folder, options)
         with dropping():
-            run(asked["requests"], 1)
-            tokens, seconds, first, read = run(asked["requests"], asked["tokens"]), [], [], 0
-    with dropping():  # looking at memory takes time, too
-        for _ in range(asked.get("rounds", 3)):
+            run(requests, 1)
+            tokens = run(requests, options["tokens"])
+    seconds = []
+    first_seconds = []
+    read = 0
+    with dropping():  # without looking at memory, which takes time
+        for _ in range(options.get("rounds", 3)):
             began = time.perf_counter()
-            run(asked["requests"], 1)
-            first.append(time.perf_counter() - began)
-            began, before = (
-                time.perf_counter(),
-                streaming.bytes_read if streaming is not None else 0,
-            )
-            assert run(asked["requests"], asked["tokens"]) == tokens
+            run(requests, 1)
+            first_seconds.append(time.perf_counter() - began)
+            before = bytes_read()
+            began = time.perf_counter()
+            assert run(requests, options["tokens"]) == tokens
             seconds.append(time.perf_counter() - began)
-            read = streaming.bytes_read - before if streaming is not None else 0
-    print(
-        json.dumps(
-            {
-                "seconds": min(seconds),
-                "first_seconds": min(first),
-                "tokens": tokens,
-                "peak_bytes": peak[0] - base,
-                "read_bytes": read,
-            }
-        ),
-        flush=True,
-    )
+            read = bytes_read() - before
+    result = {
+        "seconds": min(seconds),
+        "first_seconds": min(first_seconds),
+        "tokens": tokens,
+        "peak_bytes": peak - base,
+        "read_bytes": read,
+    }
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

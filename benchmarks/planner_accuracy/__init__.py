@@ -1,1 +1,1 @@
-"""How far the planner is off, on published runs that it was not fitted to."""
+"""Errors of the planner on published runs that it was not fitted to."""

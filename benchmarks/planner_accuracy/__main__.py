@@ -1,9 +1,9 @@
-"""Measures the planner against published runs and writes the table of the docs.
+"""Compare predictions of the planner with published runs, and write the tables of the docs.
 
-    python -m benchmarks.planner_accuracy            errors with full sources held out, and calibrated on 12 rows: minutes
-    python -m benchmarks.planner_accuracy --learn    learn the constants that ship, from all sources, first
+    python -m benchmarks.planner_accuracy            errors on held-out sources, in minutes
+    python -m benchmarks.planner_accuracy --learn    first learn the shipped constants from all
 
-Nothing runs but arithmetic; the result is the same on every machine.
+No training runs, so the result is the same on every machine.
 """
 
 from __future__ import annotations

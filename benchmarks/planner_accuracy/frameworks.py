@@ -1,10 +1,11 @@
-"""Frameworks whose runs were published (`data/frameworks.yaml`), and what was learned of their kernels' speed (`data/stacks.json`)."""
+"""Frameworks of published runs (`data/frameworks.yaml`), and the learned speeds of their kernels
+(`data/stacks.json`)."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,8 +13,6 @@ from typing import Any
 
 import yaml
 
-from benchmarks.planner_accuracy import runs
-from benchmarks.planner_accuracy.row import Row
 from plait.planner import constants
 from plait.planner.constants import Priors
 from plait.planner.job import ATTENTION, Framework, plait
@@ -21,11 +20,11 @@ from plait.planner.job import ATTENTION, Framework, plait
 DATA = Path(__file__).parent / "data"
 STACKS = DATA / "stacks.json"
 UNKNOWN = ("other", "other-modern")
-"""Entries for frameworks of which nothing is known but what a row says of their kernels."""
+"""Entries for frameworks that are not in the table."""
 _PURE_STEP = 14
-"""Bytes a parameter of an optimizer step with all in 16 bits: gradients are read, weights and two states read and written."""
+"""Bytes per parameter of an optimizer step with all states in 16 bits."""
 _OPEN_WIDTH = 0.2
-"""Of the speed of kernels that a framework's name does not tell."""
+"""Width of the speed of kernels that the name of a framework does not determine."""
 
 
 @cache
@@ -43,8 +42,15 @@ def framework(
     newer: bool = False,
     recent: bool = False,
 ) -> Framework:
-    """The entry that matches `name`; `states` names another recipe of model states than its usual one; `newer`
-    takes the entry that stands for it today, where there is one, and so does a `recent` model for a framework that is known."""
+    """Return the entry that matches a name.
+
+    Args:
+        name: As a table writes it.
+        states: Recipe of model states, if it is not that of the entry.
+        precision: Precision of computation.
+        newer: Whether to use the entry for later releases, if there is one.
+        recent: Whether the model is recent, which selects later releases of known frameworks.
+    """
     lower = name.lower()
     if lower.startswith("plait"):
         return plait(precision=precision, pure=states == "pure-16bit")
@@ -96,7 +102,7 @@ def framework(
 
 
 def unknown(framework: str) -> bool:
-    """Whether no entry but UNKNOWN's matches a name."""
+    """Return whether only an entry of UNKNOWN matches a name."""
     return _entry_of(framework.lower()) in UNKNOWN
 
 
@@ -110,8 +116,11 @@ def _entry_of(lower: str) -> str:
 
 @cache
 def open_kernels() -> frozenset[str]:
-    """Constants of the kernels of frameworks that say little of them: those that are not known, and those around a model and kernels of the
-    user's own. What one source measured says little of the next, so they are fitted beside the others and not learned."""
+    """Return the constants that are fitted with the others and not learned.
+
+    They are those of unknown frameworks, and of those with models and kernels of the user, because
+    what one source measured says little about the next.
+    """
     entries = _table()["frameworks"].items()
     return frozenset(
         f"stack.{name}" for name, entry in entries if name in UNKNOWN or entry.get("own_models")
@@ -119,7 +128,7 @@ def open_kernels() -> frozenset[str]:
 
 
 def without_name(framework: str) -> str:
-    """What `framework` says of its kernels, without who wrote it.
+    """Return what the name of a framework says about its kernels, without the framework.
 
     >>> without_name("torchtitan + torchao, torch.compile")
     'unknown, compile'
@@ -133,11 +142,6 @@ def without_name(framework: str) -> str:
     )
 
 
-def read_runs(rows: Sequence[Row]) -> runs.Runs:
-    """Return `runs.read_runs` with rows of every framework priced."""
-    return runs.read_runs(rows, framework_of=framework)
-
-
 def _with_stacks(base: Priors, names: Iterable[str]) -> dict[str, constants.Constant]:
     found = {f"stack.{name}": constants.of_kernels(name) for name in names}
     for name in open_kernels():
@@ -146,14 +150,14 @@ def _with_stacks(base: Priors, names: Iterable[str]) -> dict[str, constants.Cons
 
 
 def datasheet_priors() -> Priors:
-    """Datasheets and the literature alone, for every framework of the table."""
+    """Return constants of data sheets and of the literature, for every framework of the table."""
     base = constants.datasheet_priors()
     return Priors(_with_stacks(base, _table()["frameworks"]), base.time_spread, base.memory_spread)
 
 
 @cache
 def fitted_priors() -> Priors:
-    """The constants that ship, and those of the table's frameworks."""
+    """Return the constants that ship, and those of the frameworks of the table."""
     shipped = constants.fitted_priors()
     base = Priors(
         _with_stacks(shipped, _table()["frameworks"]), shipped.time_spread, shipped.memory_spread

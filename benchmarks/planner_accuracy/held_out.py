@@ -1,8 +1,8 @@
-"""Errors on rows that nothing was fitted to: full sources held out, and then a calibration on at most 12 of their rows per GPU and
-framework.
+"""Errors on sources that nothing was fitted to, and after a calibration on at most 12 of their rows
+per GPU and framework.
 
-Which rows are measured first is chosen without looking at any measurement: each next one is that whose prediction is least certain given
-those before, as someone with twelve runs to spend would.
+The rows of the calibration are selected without their measurements. Each next one is that with the
+least certain prediction, given those before.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.planner_accuracy.frameworks import datasheet_priors, read_runs, without_name
+from benchmarks.planner_accuracy.frameworks import datasheet_priors, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
 from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
-from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_seconds
+from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_seconds, read_runs
 from benchmarks.planner_accuracy.widths import Residuals, residuals, scaled, scales_of
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Priors
@@ -27,13 +27,16 @@ MOST = 12
 
 @cache
 def learned_without(sources: tuple[str, ...]) -> Priors:
-    """Constants from all published runs but those of `sources`, and of frameworks that these ran, from none. Their widths are those with
-    which intervals hold nine times in ten on the sources that are neither these nor learned from."""
+    """Return constants from all published runs except those of `sources`.
+
+    Kernels of frameworks that these sources ran are not learned. The widths are those with which
+    nine in ten rows of other sources, each held out, are in their intervals.
+    """
     return with_widths_of_others(_medians_without(sources), without=sources)
 
 
 def with_widths_of_others(priors: Priors, *, without: tuple[str, ...] = ()) -> Priors:
-    """`priors` with its widths scaled to what the other sources show, each predicted by constants learned without it."""
+    """Return `priors` with the widths that the other sources need, each held out."""
     others = [names for names in _scored_families() if names != without]
     return scaled(priors, scales_of(_residuals(names) for names in others))
 
@@ -45,7 +48,7 @@ def _scored_families() -> tuple[tuple[str, ...], ...]:
 
 @cache
 def _scored() -> tuple[Row, ...]:
-    """Also those that no constant is learned from: their errors are those of machines that nobody has seen."""
+    """Return the rows that determine widths, with those that no constant is learned from."""
     return tuple(
         row
         for row in rows_of("runs", "unseen_2")
@@ -83,8 +86,13 @@ def _from_all() -> Priors:
 
 
 def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Evaluation:
-    """Predictions of `rows`, each by constants learned without that row's source and what else was measured by the same people. `named`
-    False: nor is anything known of the framework but what the row says of its kernels."""
+    """Predict each row by constants that were learned without its source and related ones.
+
+    Args:
+        rows: Rows of published runs.
+        calibrated: Whether a few rows of each source calibrate the constants for the others.
+        named: Whether the entry of a framework is used, or only what a row says about its kernels.
+    """
     predictions: list[Prediction] = []
     reasons: dict[int, str] = {}
     used = 0
@@ -107,7 +115,7 @@ def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Ev
 
 
 def family(source: str) -> tuple[str, ...]:
-    """Sources that are parts of one."""
+    """Return the sources that the same people measured."""
     families = (
         ("NANO", "NANOBEST"),
         ("NEMO2405", "NEMO2407", "NEMOLC", "DGXC", "DGXC25", "DGXCMOE", "MLPERF", "NMTRON15B"),
@@ -124,7 +132,7 @@ def family(source: str) -> tuple[str, ...]:
 
 
 def first_rows(rows: Sequence[Row], priors: Priors, *, most: int = MOST) -> list[Row]:
-    """At most `most` rows of every GPU and framework to measure first, where at least as many again remain."""
+    """Return at most `most` rows, and half of all, per GPU and framework."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if measured_seconds(row) and row["status"] == "ok":

@@ -1,7 +1,7 @@
-"""Learns the planner's constants from published runs: medians for new machines, and how much to trust them.
+"""Learn the planner's constants from published runs: medians and widths for new machines.
 
-Every source counts about alike, however many rows it has; what one source is slower or faster than the constants say is an offset of its
-own and moves no constant. `learn` can leave sources out, which is how the errors in the docs are measured.
+Every source has about the same weight. A source has an offset that moves no constant. `learn` can
+leave sources out, which the errors in the docs need.
 """
 
 from __future__ import annotations
@@ -20,23 +20,29 @@ from benchmarks.planner_accuracy.frameworks import (
     STACKS,
     datasheet_priors,
     open_kernels,
-    read_runs,
     unknown,
 )
 from benchmarks.planner_accuracy.grouped_fit import grouped_fit
 from benchmarks.planner_accuracy.predict import source_of
-from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_bytes, measured_seconds
+from benchmarks.planner_accuracy.runs import (
+    Row,
+    choose,
+    costs,
+    measured_bytes,
+    measured_seconds,
+    read_runs,
+)
 from plait.planner import calibrate as fitting
 from plait.planner import constants
 from plait.planner.constants import Priors
 from plait.planner.job import Job
 
 _OWN_OFFSET = 0.10
-"""Of what one source is slower or faster than the constants say: wider than what frameworks differ by (`constants.of_kernels`), so that no
-source moves a constant, or becomes its framework's speed, alone."""
+"""Width of the offset of a source. It is wider than the differences of frameworks
+(`constants.of_kernels`), so that no source alone moves a constant."""
 _TIME_NOISE, _MEMORY_NOISE = 0.06, 0.08
 _NOISY = {"NANO": 0.15, "NANOBEST": 0.15}
-"""Weight of sources whose repeated runs differ by more than an order of magnitude."""
+"""Weights of sources whose repeated runs differ by more than an order of magnitude."""
 _UNTRUSTED_MEMORY = {
     "DSSDMA",
     "THUNDER",
@@ -48,12 +54,12 @@ _UNTRUSTED_MEMORY = {
     "DLPMEG",
     "MI325X",
 }
-"""Sources whose memory is contradicted by their own model's size, whose tool is not said, whose pool is XLA's or OneFlow's, or that print
-what a process took and not what it needed."""
+"""Sources whose memory contradicts the size of their model, is of an unknown tool, of the pool of
+XLA or OneFlow, or is what a process reserved."""
 
 
 def rows_of(*names: str) -> list[Row]:
-    """The rows of `runs`, `sweeps`, `oom` or `unseen_2`."""
+    """Return the rows of these tables of `data`."""
     found: list[Row] = []
     for name in names:
         with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
@@ -73,8 +79,13 @@ class _Measured:
 def learn(
     rows: Iterable[Row], *, without: Sequence[str] = (), near: Priors | None = None
 ) -> Priors:
-    """Constants from rows of tiers A and B without experts, of all sources but `without`. `near` is where the search starts: the result
-    is the same, sooner."""
+    """Fit the constants to rows of tiers A and B of models without experts.
+
+    Args:
+        rows: Rows of published runs.
+        without: Sources that are left out.
+        near: Where the search starts. The result is the same, sooner.
+    """
     kept = [
         r
         for r in rows
@@ -83,10 +94,8 @@ def learn(
         and not r["moe"]
         and source_of(r) not in without
     ]
-    kept = [r for r in kept if "limited" not in r["gpu"]]  # to a power that is not said
-    kept = [
-        r for r in kept if not unknown(r["framework"])
-    ]  # whose kernels are not known teach nothing of a device
+    kept = [r for r in kept if "limited" not in r["gpu"]]  # to an unknown power
+    kept = [r for r in kept if not unknown(r["framework"])]
     base = datasheet_priors()
     time, memory = _measured(kept, base)
     names = tuple(name for name in fitting.relevant(base.time_names, time.job) if name != "overall")
@@ -122,7 +131,7 @@ def learn(
         width = constant.width
         if name in found.names:
             index = found.names.index(name)
-            # Half of what separated machines before stays: new machines are not those of the fit. What was not measured stays as wide.
+            # New machines are not those of the fit, so half of the prior width stays.
             width = float(np.hypot(0.5 * constant.width, np.sqrt(found.covariance[index, index])))
         constants[name] = replace(
             constant, median=float(found.rates[name]), width=min(width, constant.width)
@@ -168,7 +177,7 @@ def _weights(sources: np.ndarray) -> np.ndarray:
 
 
 def write(learned: Priors, path: Path) -> None:
-    """As the planner reads it, with the speeds of other frameworks' kernels in a file of their own."""
+    """Write the constants for the planner, and the speeds of other frameworks to `STACKS`."""
     shipped = constants.datasheet_priors().constants
     values = {
         name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()

@@ -1,4 +1,4 @@
-"""How good predictions are: errors, coverage of intervals, regret of the chosen layout, fit and no fit. Numbers in, numbers out."""
+"""Measures of predictions: errors, coverage, regret of the selected layout, and fit or no fit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Errors:
-    """Of predicted over measured - 1."""
+    """Errors: predicted / measured - 1."""
 
     rows: int
     median: float
-    """Of absolute errors, as are mean and p90."""
+    """Median of absolute errors. Mean and p90 are of absolute errors too."""
     mean: float
     p90: float
     bias: float
@@ -25,12 +25,12 @@ class Errors:
     coverage: float
     """Share of rows whose measurement lies in the interval."""
     interval_score: float
-    """Mean over rows of the 90 % interval's width in logarithms, and of 20 times what a measurement lies outside it (Gneiting and Raftery
-    2007, equation 43): intervals that are wide without need score worse, as do those that miss."""
+    """Mean width of the 90 % interval in logarithms, plus 20 times the distance of measurements
+    outside it (Gneiting and Raftery 2007, equation 43)."""
 
 
 def errors(predicted: Array, measured: Array, low: Array, high: Array) -> Errors:
-    """Raises ValueError for no rows."""
+    """Return the errors of predictions with their intervals. Raises ValueError for no rows."""
     if len(predicted) == 0:
         raise ValueError("no rows")
     signed = predicted / measured - 1
@@ -51,13 +51,13 @@ def errors(predicted: Array, measured: Array, low: Array, high: Array) -> Errors
 
 @dataclass(frozen=True)
 class Ranking:
-    """Of groups of layouts that differ in nothing else."""
+    """Ranking in groups of runs that differ in their layout only."""
 
     groups: int
     top3_within_5_percent: float
     """Share of groups in which the best of the predicted top 3 is within 5 % of the best."""
     mean_regret_1: float
-    """Mean of how much slower the layout predicted best is than the best."""
+    """Mean of the relative time that the layout predicted best loses to the best."""
     mean_regret_3: float
     """The same for the best of the predicted top 3."""
     p95_regret_3: float
@@ -66,7 +66,7 @@ class Ranking:
 
 
 def ranking(groups: Sequence[tuple[Array, Array]]) -> Ranking | None:
-    """Of groups of (predicted, measured) with at least four layouts each; None where there are none."""
+    """Rank groups of (predicted, measured) with at least four layouts. None without such a group."""
     first, third, correlations = [], [], []
     for predicted, measured in groups:
         if len(predicted) < 4:
@@ -96,7 +96,7 @@ def _correlation(a: Array, b: Array) -> float:
 
 @dataclass(frozen=True)
 class Confusion:
-    """Whether layouts fit, as predicted and as it was."""
+    """Counts of layouts that fit, predicted and measured."""
 
     out_of_memory: int
     """Rows that ran out of memory."""
@@ -117,7 +117,7 @@ class Confusion:
 
 
 def confusion(fits: NDArray[np.bool_], ran: NDArray[np.bool_]) -> Confusion:
-    """From what was predicted and what happened."""
+    """Count predictions and outcomes."""
     return Confusion(
         int((~ran).sum()), int((fits & ~ran).sum()), int(ran.sum()), int((~fits & ran).sum())
     )

@@ -1,7 +1,7 @@
-"""Predicts every row of a table of runs and says how far off it is: by source, GPU and framework, with coverage, regret, fit and no fit.
+"""Predictions of published runs, and their errors by source, GPU and framework.
 
-Nothing of a row's own measurement is read to predict it. Rows given for calibration move the constants of their device and framework, and
-are left out of the report. Rows that cannot be priced are listed with the reason.
+The measurement of a row is not used to predict it. Rows for calibration move the constants of their
+device and framework, and are not predicted. Rows that cannot be priced are listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.frameworks import fitted_priors, read_runs
+from benchmarks.planner_accuracy.frameworks import fitted_priors
 from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
 from benchmarks.planner_accuracy.runs import (
     Row,
@@ -24,6 +24,7 @@ from benchmarks.planner_accuracy.runs import (
     costs,
     measured_bytes,
     measured_seconds,
+    read_runs,
 )
 from benchmarks.planner_accuracy.runs import calibrate as fitted_to
 from plait.planner.calibrate import (
@@ -35,22 +36,20 @@ from plait.planner.calibrate import (
     uncalibrated,
 )
 from plait.planner.constants import Priors
-from plait.planner.memory import MOMENTS
 from plait.planner.request import estimate
 from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
 LIKELY = 0.5
-"""Probability from which on a row counts as predicted to fit; chosen on the published rows of which it is known."""
+"""Least probability with which a row counts as predicted to fit."""
 _KINDS = ("allocated", "reserved", "total")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one row. Seconds and bytes; intervals are of 90 %."""
+    """The prediction for one row, with 90 % intervals."""
 
     row: int
-    id: str
     source: str
     gpu: str
     framework: str
@@ -62,14 +61,10 @@ class Prediction:
     total_bytes: float
     memory_low: float
     memory_high: float
-    """Of `measured_kind`, or of the total where nothing was measured."""
-    device_bytes: float
+    """Ends of the interval are of `measured_kind`, or of the total if nothing was measured."""
     fit_probability: float
-    peak: str
     terms: Mapping[str, float]
     memory_terms: Mapping[str, float]
-    assumed: tuple[str, ...]
-    calibrated: bool
     experts: bool
     measured_seconds: float | None
     measured_bytes: float | None
@@ -78,19 +73,19 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Likely enough: a run that dies costs more than a layout that was not tried."""
+        """Whether it is predicted to fit."""
         return self.fit_probability >= LIKELY
 
     @property
     def memory_bytes(self) -> float:
-        """Predicted, of the kind that was measured."""
+        """Predicted bytes of the kind that was measured."""
         named = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
         return named.get(self.measured_kind or "", self.total_bytes)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Predictions, and what could not be predicted."""
+    """Predictions, and the rows that could not be priced."""
 
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
@@ -99,7 +94,7 @@ class Evaluation:
 
 
 def source_of(row: Row) -> str:
-    """A row's source: the prefix of its id, else its `source`."""
+    """Return the source of a row: the prefix of its id, or its `source`."""
     name = (row.get("id") or "").rsplit("-", 1)[0]
     return name or (row.get("source") or "unknown")
 
@@ -107,8 +102,13 @@ def source_of(row: Row) -> str:
 def evaluate(
     rows: Sequence[Row], *, calibrate: Sequence[Row] = (), priors: Priors | None = None
 ) -> Evaluation:
-    """Predict every row from `priors` (by default what ships, and the table of frameworks). `calibrate` are measured rows; those of a row's
-    device and framework move its constants."""
+    """Predict every row.
+
+    Args:
+        rows: Rows of published runs.
+        calibrate: Measured rows that move the constants of their device and framework.
+        priors: Constants. Default: those that ship, and those of the table of frameworks.
+    """
     priors = priors or fitted_priors()
     used = {row["id"] for row in calibrate if row.get("id")}
     rows = tuple(row for row in rows if not (row.get("id") and row["id"] in used))
@@ -118,23 +118,14 @@ def evaluate(
         return Evaluation(rows, (), runs.reasons, len(calibrate))
     groups: dict[tuple[str, str] | None, list[int]] = defaultdict(list)
     for index, variant in enumerate(runs.variants):
-        key = _key(rows[variant.row], variant.framework.name, variant.device.name)
+        key = (str(variant.device.name), str(variant.framework.name))
         groups[key if key in fits else None].append(index)
     found: list[Prediction] = []
     for group, indices in groups.items():
-        calibrated = group is not None
-        found += _predict(
-            runs,
-            np.array(indices),
-            fits[group] if group is not None else uncalibrated(priors),
-            calibrated=calibrated,
-        )
+        calibration = uncalibrated(priors) if group is None else fits[group]
+        found += _predict(runs, np.array(indices), calibration)
     found.sort(key=lambda prediction: prediction.row)
     return Evaluation(rows, tuple(found), runs.reasons, len(calibrate))
-
-
-def _key(row: Row, framework: Any, device: Any) -> tuple[str, str]:
-    return (str(device), str(framework))
 
 
 def _calibrations(rows: Sequence[Row], priors: Priors) -> dict[tuple[str, str] | None, Calibration]:
@@ -142,13 +133,12 @@ def _calibrations(rows: Sequence[Row], priors: Priors) -> dict[tuple[str, str] |
     for row in rows:
         one = read_runs([row])
         if one.variants:
-            by[_key(row, one.variants[0].framework.name, one.variants[0].device.name)].append(row)
+            variant = one.variants[0]
+            by[str(variant.device.name), str(variant.framework.name)].append(row)
     return {key: fitted_to(read_runs(group), priors=priors) for key, group in by.items()}
 
 
-def _predict(
-    runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *, calibrated: bool
-) -> list[Prediction]:
+def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -> list[Prediction]:
     assert runs.job is not None
     part = Runs(runs.rows, tuple(runs.variants[i] for i in indices), runs.job.take(indices), {})
     chosen = choose(part, costs(part, calibration))
@@ -178,7 +168,6 @@ def _predict(
         for kind in _KINDS
     }
     device = np.broadcast_to(np.asarray(job.device.memory_bytes, float), shape)
-    moment = np.broadcast_to(result.memory.moment, shape)
     terms = {
         name: np.broadcast_to(np.asarray(value, float), shape)
         for name, value in result.step.terms.items()
@@ -195,7 +184,6 @@ def _predict(
         found.append(
             Prediction(
                 row=row_index,
-                id=row.get("id") or str(row_index + 1),
                 source=source_of(row),
                 gpu=str(part.variants[picks[i]].device.name),
                 framework=str(part.variants[picks[i]].framework.name),
@@ -207,13 +195,9 @@ def _predict(
                 total_bytes=float(memory["total"][i]),
                 memory_low=float(value * np.exp(-NINETY * memory_spread[i])),
                 memory_high=float(value * np.exp(NINETY * memory_spread[i])),
-                device_bytes=float(device[i]),
                 fit_probability=0.5 * (1 + erf(margin / sqrt(2))),
-                peak=MOMENTS[int(moment[i])],
                 terms={name: float(values[i]) for name, values in terms.items()},
                 memory_terms={name: float(values[i]) for name, values in memory_terms.items()},
-                assumed=assumed[i],
-                calibrated=calibrated,
                 experts=bool(np.asarray(job.model.experts)[i] > 0),
                 measured_seconds=measured_seconds(row),
                 measured_bytes=kind[0] if kind else None,
@@ -237,11 +221,11 @@ _SAME = (
     "precision",
     "framework",
 )
-"""Columns in which layouts that compete with each other agree."""
+"""Columns that are equal in layouts that compete with each other."""
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:
-    """Errors of time and memory by source, GPU and framework, rows with experts apart; ranking; fit and no fit; rows not priced."""
+    """Return errors of time and memory by source, GPU and framework, ranking, fit, and reasons."""
     dense = [p for p in evaluation.predictions if not p.experts]
     experts = [p for p in evaluation.predictions if p.experts]
     ran = [p for p in evaluation.predictions if p.status.lower() == "ok"]
@@ -261,7 +245,7 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def fit_of(predictions: Sequence[Prediction]) -> Confusion:
-    """Fit and no fit of the rows of which it is certain: they ran, or ran out of memory. Crashes may have other causes."""
+    """Count fit and no fit of rows that ran or ran out of memory. Crashes may have other causes."""
     certain = [p for p in predictions if p.status in ("OOM", "ok")]
     return confusion(
         np.array([p.fits for p in certain], dtype=bool),
@@ -270,7 +254,7 @@ def fit_of(predictions: Sequence[Prediction]) -> Confusion:
 
 
 def interval_of_time(p: Prediction) -> tuple[float, float, float, float] | None:
-    """(predicted, measured, low, high), where seconds were measured."""
+    """Return (predicted, measured, low, high) if seconds were measured."""
     return (
         None
         if p.measured_seconds is None
@@ -279,7 +263,7 @@ def interval_of_time(p: Prediction) -> tuple[float, float, float, float] | None:
 
 
 def interval_of_memory(p: Prediction) -> tuple[float, float, float, float] | None:
-    """(predicted, measured, low, high), where bytes were measured."""
+    """Return (predicted, measured, low, high) if bytes were measured."""
     return (
         None
         if p.measured_bytes is None

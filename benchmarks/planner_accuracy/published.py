@@ -1,7 +1,8 @@
-"""Layouts that experts trained with, beside the plan for the same model and cluster.
+"""Layouts that experts trained with, compared with the plan for the same model and cluster.
 
-Two questions. Is the published time within the interval that is predicted for that layout, by the framework that ran it, with constants
-that were learned without its source? And what does the plan choose instead, for Plait's own kernels, and which term of the step decides?
+Two questions are answered. Is the published time in the interval that is predicted for that layout
+and framework, with constants that were learned without its source? Which layout does the plan select
+for Plait's kernels instead, and which terms of the step decide?
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import read
-from benchmarks.planner_accuracy.frameworks import DATA, fitted_priors, read_runs
+from benchmarks.planner_accuracy.frameworks import DATA, fitted_priors
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate
-from benchmarks.planner_accuracy.row import Row
+from benchmarks.planner_accuracy.runs import Row, read_runs
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
@@ -30,15 +31,14 @@ from plait.sizes import GIB
 
 @dataclass(frozen=True)
 class Published:
-    """A run that a source prints: a row of `data/runs.csv` or of a set, or its columns. Without a time where a source prints a layout,
-    but no run of it."""
+    """A run of a source: the id of a row of `data`, or its columns. It may have no time."""
 
     model: str
     gpu: str
     row: str | Mapping[str, str]
     source: str
     tflops: float | None = None
-    """Of a GPU, where the source prints that and no seconds."""
+    """TFLOPS per GPU, if the source has no seconds."""
 
 
 def published() -> list[Published]:
@@ -47,7 +47,7 @@ def published() -> list[Published]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every published layout beside the plan."""
+    """Compare every published layout with the plan."""
     table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
     return [
         _beside(one, table[one.row] if isinstance(one.row, str) else dict(one.row))
@@ -61,7 +61,7 @@ def _beside(one: Published, row: Row) -> dict[str, Any]:
     flops = float(model.architecture.model_flops(sequence)) * batch * sequence
     if one.tflops is not None:
         row = {**row, "step_time_s": f"{flops / gpus / one.tflops / 1e12:.3f}"}
-    # A row of the table is predicted without its source; the others are of sources that no constant was learned from.
+    # No constant was learned from the sources of other rows.
     found = (
         left_out([row], calibrated=False)
         if row.get("id")

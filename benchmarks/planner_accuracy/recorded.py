@@ -1,8 +1,9 @@
-"""The result files of the planner's errors: what the page and the tests read, and nothing else.
+"""The result files of the planner's errors, with what the page and the tests read.
 
-benchmarks/results/planner_accuracy.json has the errors, planner_calibrated.json those after calibration on 12 rows, planner_published.json
-the layouts that experts trained with, and planner_unseen_N.json the scores of rows that nobody had looked at. The errors of one group of
-rows are a list in the order of `ERRORS`.
+In benchmarks/results, planner_accuracy.json has the errors, planner_calibrated.json those after
+calibration on 12 rows, planner_published.json the layouts that experts trained with, and
+planner_unseen_N.json the scores of unseen rows. The errors of one group of rows are a list in the
+order of `ERRORS`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ RESULT = ROOT / "benchmarks/results/planner_accuracy.json"
 CALIBRATED = ROOT / "benchmarks/results/planner_calibrated.json"
 PUBLISHED = ROOT / "benchmarks/results/planner_published.json"
 UNSEEN = [ROOT / f"benchmarks/results/planner_unseen_{number}.json" for number in range(1, 8)]
-"""Written once each, by `unseen.py`."""
+"""Files that `unseen.py` writes once each."""
 DIGITS = 7
-"""The page rounds to three digits. Rounding twice would change some of them if fewer digits were stored."""
+"""Stored digits. The page rounds to three, and rounding twice must not change them."""
 ERRORS = tuple(field.name for field in fields(Errors))
 
 

@@ -1,31 +1,33 @@
-"""One row of a table of runs, as many sources write it: names of devices, frameworks and techniques to what can be priced.
+"""One row of a table of published runs as a job that can be priced.
 
-What a row leaves open becomes several variants. `NotPriced` has the reason why a row has no prediction.
+Sources write devices, frameworks and techniques in many ways. What a row leaves open becomes several
+variants. `NotPriced` has the reason why a row has no prediction.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.planner_accuracy.frameworks import framework
 from plait.errors import InputError
 from plait.planner import hardware, models
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import DEVICE_FAMILIES, PRECISIONS, DeviceSpec
-from plait.planner.job import RECOMPUTE, SCHEDULES, Framework, plait
+from plait.planner.job import RECOMPUTE, SCHEDULES, Framework
 
 Row = Mapping[str, str]
 
 _NEW_FAMILIES = ("hopper", "blackwell", "cdna3")
 _STAGES_WITHOUT_LAYERS = 4
-"""Frameworks that cut a model at every module give embedding, norm, head and loss stages of their own."""
+"""Frameworks that cut a model at every module have stages with no layer: embedding, norm, head, loss."""
 
 
 class NotPriced(Exception):
-    """Why a row has no prediction."""
+    """The row has no prediction. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +42,10 @@ class Variant:
     sequence: int
     precision: int
     assumed: tuple[str, ...]
-    own: bool = False
-    """Plait's own blocks, as `job.Job` has it."""
 
 
-FrameworkOf = Callable[..., Framework]
-"""(name as a row has it, states=, precision=, newer=, recent=) to how that framework computes; raises NotPriced where it is not known."""
-
-
-def plait_only(
-    name: str, *, states: str | None, precision: str, newer: bool, recent: bool
-) -> Framework:
-    """Rows that name no framework, or Plait."""
-    if not name.lower().startswith(("plait", "unknown")):
-        raise NotPriced(
-            f"framework {name} is not Plait, and how it computes is not known here; keep the rows that Plait ran"
-        )
-    return plait(precision=precision, pure=states == "pure-16bit")
-
-
-def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) -> list[Variant]:
-    """Every way to fill in what a row leaves open. Raises NotPriced."""
+def variants_of(index: int, row: Row) -> list[Variant]:
+    """Return every way to fill in what a row leaves open. Raises NotPriced."""
     model = model_of(row)
     device = device_of(row)
     precision, states = precision_of(row)
@@ -76,7 +61,7 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
     if sequence is None:
         raise NotPriced("seq_len is not given")
     recent = count_of(row, "year") is None and _is_recent(model, sequence)
-    framework = framework_of(
+    priced = framework(
         name, states=states, precision=PRECISIONS[precision], newer=newer, recent=recent
     )
     layout, assumed = _layout(row, model)
@@ -110,14 +95,13 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
                 "schedule": schedule,
             }
             found.append(
-                Variant(index, model, device, framework, full, sequence, precision, tuple(note))
+                Variant(index, model, device, priced, full, sequence, precision, tuple(note))
             )
     return found
 
 
 def _is_recent(model: Architecture, sequence: int) -> bool:
-    """Whether a model is of 2023 or later: blocks with a gate are Llama's and those after it, and sequences of 8,192 and more are trained
-    with attention that keeps no scores."""
+    """Return whether a model is of 2023 or later: it has gated MLPs or long sequences."""
     return bool(model.gated) or sequence >= 8192
 
 
@@ -161,13 +145,13 @@ def _schedule(row: Row, pp: int, vpp: int) -> int:
 
 
 def count_of(row: Row, key: str) -> int | None:
-    """A whole number of at least 1; None for anything else."""
+    """Return a whole number of at least 1, or None for anything else."""
     number = number_of(row, key)
     return None if number is None else max(round(number), 1)
 
 
 def number_of(row: Row, key: str) -> float | None:
-    """A positive number, with what a table writes behind it ignored (`8192 (packed)`, `128k`); None for anything else."""
+    """Return the positive number at the start (`8192 (packed)`, `128k`), or None."""
     match = re.match(
         r"\s*(\d+(?:[.,]?\d+)*(?:e[+-]?\d+)?)\s*(k?)", str(row.get(key) or ""), re.IGNORECASE
     )
@@ -192,7 +176,7 @@ def _yes(row: Row, key: str) -> bool | None:
 
 
 def model_of(row: Row) -> Architecture:
-    """The model of a row. Raises NotPriced for one that is not modelled, or without its sizes."""
+    """Return the model of a row. Raises NotPriced if it is not modelled, or has no sizes."""
     text = _text(row)
     if "mamba" in text or "hybrid" in (row.get("moe") or ""):
         raise NotPriced(
@@ -248,7 +232,7 @@ def model_of(row: Row) -> Architecture:
 
 
 def _head_dim(row: Row, known: Architecture | None, hidden: int, heads: int) -> int:
-    """As the row has it in a column or beside the model's name, else that of the known model of this width, else what divides it."""
+    """Return the size of a head: of the row, of the known model of this width, or by division."""
     told = re.search(r"head[_ ](?:dim|size) (\d+)", row.get("model_name") or "")
     if (given := count_of(row, "head_dim") or (int(told[1]) if told else None)) is not None:
         return given
@@ -275,7 +259,7 @@ def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> 
 
 
 def device_of(row: Row) -> DeviceSpec:
-    """The device of a row, with the row's network. Raises NotPriced for one that is not in the catalogue."""
+    """Return the device of a row with its network. Raises NotPriced for an unknown device."""
     try:
         found = hardware.device(row.get("gpu") or "")
     except InputError as error:
@@ -294,12 +278,12 @@ def device_of(row: Row) -> DeviceSpec:
 
 
 _EFA_STEP = 100e-6
-"""Seconds. On four nodes of eight an all-reduce of 256 MB reaches half of its bandwidth, of 16 MB an eighth: stas00/ml-engineering, network
-benchmarks."""
+"""Seconds. On four nodes of eight, an all-reduce of 256 MB reaches half of the bandwidth and one of
+16 MB an eighth (stas00/ml-engineering, network benchmarks)."""
 
 
 def network_bandwidth(text: str, per_node: int) -> float | None:
-    """Bytes/s per device that a description of a network means; None where it says nothing of it.
+    """Return the bytes/s per device of a description of a network, or None.
 
     >>> network_bandwidth("8x200Gbps HDR IB per node (Selene)", 8) / 1e9
     25.0
@@ -321,7 +305,7 @@ def network_bandwidth(text: str, per_node: int) -> float | None:
 
 
 def precision_of(row: Row) -> tuple[int, str | None]:
-    """(index into PRECISIONS, another recipe of states than the framework's)."""
+    """Return the index into PRECISIONS, and a recipe of states if it is not the framework's."""
     written = (row.get("precision") or "").lower()
     text = (
         re.sub(r"\(.*?\)", "", written).strip() or written
@@ -382,7 +366,7 @@ def _layout(row: Row, model: Architecture) -> tuple[dict[str, float], list[str]]
 
 
 def _zero(text: str, dp: int) -> tuple[int, int]:
-    """(stage, ranks that share) of what a table says."""
+    """Return the ZeRO stage and the number of ranks that share states."""
     within = re.search(r"within (\d+)", text)
     shard = min(int(within[1]), dp) if within else dp
     if re.search(r"zero-?3|zero\+\+|full_shard|fsdp2|fsdp|gemini", text) and "grad_op" not in text:
@@ -400,7 +384,7 @@ def _zero(text: str, dp: int) -> tuple[int, int]:
 
 
 def _recompute(row: Row, model: Architecture) -> tuple[float, int, float, list[str]]:
-    """(share of layers, index into RECOMPUTE, share of activations offloaded, what was assumed)."""
+    """Return share of layers, index into RECOMPUTE, share of offloaded activations, and notes."""
     text = (row.get("recompute") or "").lower()
     notes: list[str] = []
     offload = 0.5 if "activation offload" in text else 0.0

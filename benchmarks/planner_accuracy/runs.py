@@ -1,31 +1,26 @@
-"""Rows of published or measured runs: a CSV to jobs that can be priced, or for each row the reason why it cannot.
+"""Rows of published runs as one job, or the reason why a row has no prediction.
 
-What a row leaves open (micro-batch, chunks of a stage) is searched: a row becomes several variants, and the fastest that fits counts. How a
-row is read is in `row`.
+What a row leaves open (micro-batch, chunks of a stage) is searched: the row becomes several
+variants, and the fastest that fits counts. `row` reads the columns of a row.
 """
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.planner_accuracy.row import (
-    FrameworkOf,
     NotPriced,
     Row,
     Variant,
     number_of,
-    plait_only,
     variants_of,
 )
-from plait.errors import InputError
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, MeasuredRuns, merged_rates, uncalibrated
 from plait.planner.constants import Priors
@@ -34,12 +29,11 @@ from plait.planner.job import Job, Layouts
 from plait.planner.request import estimate
 
 Array = NDArray[np.float64]
-REQUIRED = ("gpu", "gpus_total", "seq_len")
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Rows, their variants as one job, and what could not be priced."""
+    """Rows, their variants as one job, and the rows that could not be priced."""
 
     rows: tuple[Row, ...]
     variants: tuple[Variant, ...]
@@ -53,39 +47,13 @@ class Runs:
         return np.array([variant.row for variant in self.variants], dtype=np.int64)
 
 
-def read_rows(path: str | Path) -> tuple[Row, ...]:
-    """The rows of a CSV with a header. Raises InputError for what is none."""
-    return tuple(row for _, row in read_table(path))
-
-
-def read_table(path: str | Path) -> tuple[tuple[int, Row], ...]:
-    """(the line where it ends, the row) of a CSV with a header. Raises InputError for what is none."""
-    path = Path(path)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            rows = tuple((reader.line_num, row) for row in reader)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; name a CSV of runs") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: no CSV in UTF-8 ({error})") from None
-    if not rows:
-        raise InputError(f"{path}: holds no rows; a CSV of runs has a header and a row a run")
-    missing = [name for name in REQUIRED if name not in rows[0][1]]
-    if missing:
-        raise InputError(
-            f"{path}: lacks the columns {', '.join(missing)}; it needs at least {', '.join(REQUIRED)} and a model"
-        )
-    return rows
-
-
-def read_runs(rows: Sequence[Row], framework_of: FrameworkOf = plait_only) -> Runs:
-    """Everything that can be priced of `rows`, as one job."""
+def read_runs(rows: Sequence[Row]) -> Runs:
+    """Return the variants of all rows that can be priced as one job."""
     variants: list[Variant] = []
     reasons: dict[int, str] = {}
     for index, row in enumerate(rows):
         try:
-            variants += variants_of(index, row, framework_of)
+            variants += variants_of(index, row)
         except NotPriced as reason:
             reasons[index] = str(reason)
     return Runs(
@@ -94,7 +62,7 @@ def read_runs(rows: Sequence[Row], framework_of: FrameworkOf = plait_only) -> Ru
 
 
 def job_of_variants(variants: Sequence[Variant]) -> Job:
-    """One job with an entry a variant."""
+    """Return one job with an entry per variant."""
     return Job(
         model=stack([v.model for v in variants]),
         device=stack([v.device for v in variants]),
@@ -102,7 +70,6 @@ def job_of_variants(variants: Sequence[Variant]) -> Job:
         layouts=Layouts.of([v.layout for v in variants]),
         sequence=np.array([v.sequence for v in variants]),
         precision=np.array([v.precision for v in variants]),
-        has_exact_blocks=all(v.own for v in variants),
     )
 
 
@@ -131,31 +98,20 @@ def choose(runs: Runs, cost: tuple[Array, Array]) -> dict[int, int]:
 
 
 def calibrate(runs: Runs, *, priors: Priors | None = None) -> Calibration:
-    """Fit the constants to the rows that can be priced and were measured. Raises InputError if there are none."""
-    chosen: dict[int, int] = {}
-    if runs.job is not None:
-        chosen = choose(runs, costs(runs, uncalibrated(priors)))
+    """Fit the constants to the rows that were measured. At least one of them must be priced."""
+    assert runs.job is not None
+    chosen = choose(runs, costs(runs, uncalibrated(priors)))
     seconds = {row: measured_seconds(runs.rows[row]) for row in chosen}
     peaks = {row: measured_bytes(runs.rows[row]) for row in chosen}
     rows = [row for row in chosen if seconds[row] is not None or peaks[row] is not None]
-    if runs.job is None or not rows:
-        reasons = "; ".join(
-            f"row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3]
-        )
-        raise InputError(
-            f"nothing to calibrate on: no row can be priced and has step_time_s, derived_step_time_s or tokens/s ({reasons})"
-        )
     job = runs.job.take(np.array([chosen[row] for row in rows]))
-    times = np.array(
-        [np.nan if seconds[row] is None else seconds[row] for row in rows], dtype=float
-    )
-    return calibration_of.calibrate(
-        MeasuredRuns(job, times, [peaks[row] for row in rows]), priors=priors
-    )
+    times = np.array([seconds[row] for row in rows], dtype=float)  # None becomes NaN
+    measured = MeasuredRuns(job, times, [peaks[row] for row in rows])
+    return calibration_of.calibrate(measured, priors=priors)
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Seconds of a step: printed, derived, or from tokens/s."""
+    """Return the seconds of a step: printed, derived, or from tokens/s."""
     for key in ("step_time_s", "derived_step_time_s"):
         value = number_of(row, key)
         if value is not None:
@@ -168,7 +124,7 @@ def measured_seconds(row: Row) -> float | None:
 
 
 def measured_bytes(row: Row) -> tuple[float, str] | None:
-    """(peak bytes, what they are: allocated, reserved, or total with the context)."""
+    """Return peak bytes, and their kind: allocated, reserved, or total with the context."""
     value = number_of(row, "peak_mem_gb")
     if value is None:
         return None

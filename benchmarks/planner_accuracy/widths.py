@@ -1,6 +1,7 @@
-"""How much wider or narrower the constants' widths must be, that intervals of seconds hold nine times in ten on sources that were left out.
+"""Scales of the widths of constants with which nine in ten rows of held-out sources are in their
+intervals.
 
-From predictions of sources by constants that were learned without them; the widths for a source are from the other sources only.
+A source is predicted by constants that were learned without it. Its widths are from other sources.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from plait.planner.search import NINETY
 Array = NDArray[np.float64]
 COVERAGE = 0.90
 _NARROW = 1e-3
-"""Of a constant's width, where what is left of the interval is the rest alone."""
+"""Scale that removes the share of constants from an interval."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Scales:
     """Factors on widths."""
 
     constants: float = 1.0
-    """Of the constants that were measured; at least 1."""
+    """Factor on constants that were measured, at least 1."""
     kernels: float = 1.0
-    """Of the speed of the kernels of frameworks in the table of which no run was measured; at most 1."""
+    """Factor on the speed of kernels of frameworks without a measured run, at most 1."""
 
 
 _SCALES = tuple(
@@ -41,14 +42,14 @@ _SCALES = tuple(
         (Scales(constants=factor) for factor in np.arange(1.0, 3.0, 0.01)),
     )
 )
-"""From the narrowest to the widest. The rows that show whether intervals hold are of frameworks that were left out with their source, so
-that where they are too wide, it is what is believed of a framework's kernels that is too wide, and not the constants."""
+"""Scales from the narrowest to the widest. Scored rows are of frameworks that were held out with
+their source, so intervals that are too wide come from the kernels and not from other constants."""
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Rows of one family of sources: logarithm of measured over predicted, its deviation by the constants that were measured, by the
-    kernels of a framework that was not, and by all else."""
+    """Rows of one family of sources: the absolute logarithm of measured / predicted, and the parts of
+    its deviation by measured constants, by kernels without a measurement, and by the rest."""
 
     size: Array
     constants: Array
@@ -56,7 +57,7 @@ class Residuals:
     noise: Array
 
     def inside(self, scales: Scales) -> float:
-        """How many rows lie in their intervals."""
+        """Return the number of rows in their intervals."""
         deviation = np.sqrt(
             (scales.constants * self.constants) ** 2
             + (scales.kernels * self.kernels) ** 2
@@ -66,7 +67,7 @@ class Residuals:
 
 
 def residuals(rows: Sequence[Row], priors: Priors) -> Residuals:
-    """Of the seconds of `rows`, predicted by `priors`, which was learned without them."""
+    """Return the residuals of seconds that `priors`, learned without the rows, predicts."""
     narrowed = (Scales(), Scales(constants=_NARROW), Scales(kernels=_NARROW))
     found = [
         [
@@ -94,8 +95,7 @@ def residuals(rows: Sequence[Row], priors: Priors) -> Residuals:
 
 
 def scales_of(families: Iterable[Residuals]) -> Scales:
-    """The least scales with which COVERAGE of the rows lie in their intervals; a family counts as in `learn`, little more the more rows it
-    has."""
+    """Return the least scales with which COVERAGE of the rows, weighted as in `learn`, are inside."""
     parts = [part for part in families if len(part.size)]
     weights = [min(1.0, 40 / len(part.size)) ** 0.7 for part in parts]
     total = sum(weight * len(part.size) for weight, part in zip(weights, parts, strict=True))
@@ -109,8 +109,10 @@ def scales_of(families: Iterable[Residuals]) -> Scales:
 
 
 def scaled(priors: Priors, scales: Scales) -> Priors:
-    """`priors` with the widths of its constants of time times `scales`. A constant of which nothing was measured stays as wide as it was
-    believed to be, but for the kernels of a framework whose other facts are in the table."""
+    """Return `priors` with scaled widths of constants of time.
+
+    A constant without a measurement keeps its width, except for kernels of frameworks of the table.
+    """
     believed = datasheet_priors().constants
     kept = {"stack.plait", *open_kernels()}
     constants = {}

@@ -1,1 +1,1 @@
-"""Is the planner, calibrated on this machine, right about layouts that it has not seen here?"""
+"""Times that the planner, calibrated on this machine, predicts of other layouts."""

@@ -1,5 +1,8 @@
-"""The layouts of the benchmark: those that the planner is calibrated on, and those that it is asked about. Chosen before anything was
-measured; every kind of traffic that is asked about is among the calibrated in another micro-batch, stage or schedule."""
+"""Layouts that the planner is calibrated on, and those whose times it predicts.
+
+They were selected before anything was measured. Every kind of traffic of a predicted layout occurs
+in a calibrated one with another micro-batch, stage or schedule.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One layout on so many processes."""
+    """One layout."""
 
     name: str
     processes: int
     layout: dict[str, Any]
     seen: bool
-    """The planner is calibrated on it."""
+    """Whether the planner is calibrated on it."""
 
 
 def request(processes: int) -> Request:
-    """A Llama of 17 M parameters, 8 sequences of 128 tokens a step, float32."""
+    """Return the request: a Llama of 17 M parameters, 8 sequences of 128 tokens, float32."""
     model = Model(from_config(dict(ON_CPU), source="benchmark"), {"config": dict(ON_CPU)})
     return Request(
         model,

@@ -1,4 +1,4 @@
-"""What runs inside a worker process: an engine for the layout that is asked for, some steps, and the engine closed again."""
+"""The worker: it builds an engine for a layout, times some steps, and closes the engine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from plait.cluster.mesh import build_mesh
 from plait.engine.calibration import time_layout
 
 
-def start(processes: int) -> Callable[[tuple[dict[str, Any], int]], dict[str, list[float]]]:
-    """The process group that all layouts share, and what answers (layout, steps)."""
+def start(processes: int) -> Callable[[tuple[dict[str, Any], int]], list[float]]:
+    """Make the process group of all layouts, and return what answers (layout, steps)."""
     torch.set_num_threads(1)
     mesh = build_mesh(Layout(dp_replicate=processes))
     assert mesh.device.type == "cpu", "this benchmark is about CPU cores"
 
-    def turn(message: tuple[dict[str, Any], int]) -> dict[str, list[float]]:
+    def turn(message: tuple[dict[str, Any], int]) -> list[float]:
         layout, steps = message
-        found = time_layout(request(processes), layout, steps=steps)
-        return {"seconds": list(found.seconds), "processor_seconds": list(found.processor_seconds)}
+        return list(time_layout(request(processes), layout, steps=steps).seconds)
 
     return turn

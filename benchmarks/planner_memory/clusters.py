@@ -1,9 +1,8 @@
-"""Published clusters: the layout that the plan chooses, tried on one rank without its peers."""
+"""The layouts that the plan selects for published clusters, with a dry run of one rank."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,30 +21,26 @@ TRIED = [
     ("llama-2-70b", "a100", 1024, 1024, 4096),
     ("llama-3-405b", "h100", 16384, 2048, 8192),
 ]
-"""Clusters of the published runs; Llama-2's with its published batch of 4 Mi tokens (arXiv 2307.09288), on 1,024 of its GPUs."""
+"""Clusters of published runs. Llama-2 has its published batch of 4 Mi tokens (arXiv 2307.09288)."""
 
 
 def _request(model: str, gpu: str, gpus: int, batch: int, sequence: int) -> Request:
     found = find_model(model, sequence=sequence)
     section, architecture = dict(found.section), found.architecture
-    if (
-        section["config"]["model_type"] == "gpt2"
-    ):  # as the published runs' kernels do: without masks of attention in memory
-        section["config"] = section["config"] | {
-            "attn_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-        }
+    if section["config"]["model_type"] == "gpt2":
+        # The kernels of the published runs keep no masks of attention in memory.
+        dropouts = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
+        section["config"] = section["config"] | dict.fromkeys(dropouts, 0.0)
         architecture = replace(architecture, **dict.fromkeys(DROPOUTS, 0))
     return Request(Model(architecture, section), cluster(gpu, gpus), batch, sequence)
 
 
-def tried(tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """The chosen layout of every cluster, one rank of it run."""
+def tried() -> list[dict[str, Any]]:
+    """Return predicted and dry-run bytes of one rank per cluster."""
     rows = []
     for model, gpu, gpus, batch, sequence in TRIED:
         request = _request(model, gpu, gpus, batch, sequence)
-        # A file's budget in bytes does not say how many blocks it recomputes, so that a dry run has no prediction to be held against.
+        # A budget in bytes does not say how many blocks are recomputed, so nothing is predicted.
         best = next(choice for choice in plan(request, best=50).best if choice.budget is None)
         began = time.perf_counter()
         run = dry_run(request, config_of(request, best))
@@ -54,6 +49,6 @@ def tried(tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
             "predicted": run.predicted["peak"], "dry_run": run.measured.peak, "ratio": run.predicted["peak"] / run.measured.peak,
             "run": run.micro_batches_run, "accumulation": run.accumulation, "seconds": time.perf_counter() - began,
         }  # fmt: skip
-        tell(str(row))
+        print(row, flush=True)
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""Layouts whose predicted peak is held against a dry run: three families, every technique that the planner prices on its own."""
+"""Layouts whose predicted peak is compared with a dry run: three families, and each technique."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.planner.models import Model, from_config
 from plait.planner.request import Request
 
 LENGTH = 320
-"""No size of the models, so that bytes of one are not taken for the other's."""
+"""Tokens per sample. It equals no size of the models, so that no two tensors have equal bytes."""
 _LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096, "hidden_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA, "intermediate_size": 1792, "num_key_value_heads": 8},
@@ -68,10 +68,11 @@ MODELS |= {
         "dropout": 0.1,
     },
 }
-"""Beside CASES: families whose blocks drop, and those with another activation function."""
+"""The last ones are not in CASES: families with dropout, or with another activation function."""
 Case = tuple[str, dict[str, Any], bool]
 CASES: list[Case] = [
-    # (model, what differs from one process without accumulation, whether its vocabulary is small, so that blocks and not the loss count)
+    # Model, differences to one process without accumulation, and whether its vocabulary is small,
+    # so that blocks determine the peak and not the loss.
     ("llama", {"micro": 2}, False),
     ("llama", {"micro": 2}, True),
     ("llama", {"micro": 2, "steps": 3}, False),
@@ -147,12 +148,12 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """Predicted over dry run, of the peak."""
+        """Predicted peak divided by that of the dry run."""
         return self.run.predicted["peak"] / self.run.measured.peak
 
 
 def compare(case: Case) -> list[Compared]:
-    """The only rank, or the first and the last of a pipeline."""
+    """Compare the only rank, or the first and the last of a pipeline."""
     name, what, small = case
     fields = MODELS[name] | ({"vocab_size": 512} if small else {})
     pp, tp, dp = (
@@ -200,7 +201,7 @@ def compare(case: Case) -> list[Compared]:
 
 
 def describe(case: Case) -> str:
-    """A description of a case."""
+    """Return a description of a case."""
     name, what, small = case
     words = [
         f"{key} {value}" if not isinstance(value, bool) else key for key, value in what.items()

@@ -1,1 +1,1 @@
-"""Waits, kernels, copies and collectives of one training step, of Plait beside plain torch."""
+"""Kernels, copies, collectives and waits of one training step of Plait and of plain torch."""

@@ -1,11 +1,12 @@
-"""The ten layouts, each as a configuration of Plait and as the same layout in plain torch."""
+"""The layouts, each as a configuration of Plait and as the name of its peer in plain torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.step_counts.workload import ADAMW, LAYERS, MAX_NORM, SAMPLES
+from benchmarks.steps.plait_entry import configuration
+from benchmarks.steps.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,29 @@ class Layout:
         """Number of ranks with different samples."""
         return self.ranks // (self.parallel.get("tp", 1) * self.parallel.get("pp", 1))
 
+    @property
+    def workload(self) -> Workload:
+        """The model and the samples of a rank."""
+        return Workload(
+            layers=4,
+            hidden=64,
+            intermediate=176,
+            heads=4,
+            vocabulary=256,
+            sequence=32,
+            micro_batches=self.accumulation,
+            ranks=self.ranks,
+            ranks_per_slice=self.ranks // self.data_ranks,
+        )
+
     def configuration(self) -> dict[str, Any]:
         """Return the JSON file that a user of Plait would write."""
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": MAX_NORM,
-            "zero_optimization": {"stage": self.stage},
-            "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-            # The measurement of links at the start would choose by the load of this machine.
-            "parallel": {**self.parallel, "measure_seconds": 0},
-        }
+        # The measurement of links at the start would choose by the load of this machine.
+        config = configuration(self.workload, stage=self.stage, measure_seconds=0, **self.parallel)
         if self.bf16:
             config["bf16"] = {"enabled": True}
         return config
 
-
-_STAGES = {
-    "pipeline": {"schedule": "1f1b", "blocks_per_stage": [LAYERS // 2, LAYERS - LAYERS // 2]}
-}
 
 LAYOUTS = {
     "zero-0": Layout("ZeRO 0, 2 ranks", 2, "replicated", parallel={"dp_replicate": 2}),
@@ -73,7 +78,5 @@ LAYOUTS = {
         "tensor_parallel",
         parallel={"tp": 2, "sequence_parallel": True},
     ),
-    "pp": Layout(
-        "pp 2 (1F1B), 4 micro-batches", 2, "pipeline", parallel={"pp": 2, **_STAGES}, accumulation=4
-    ),
+    "pp": Layout("pp 2 (1F1B), 4 micro-batches", 2, "pipeline", parallel={"pp": 2}, accumulation=4),
 }

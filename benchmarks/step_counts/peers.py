@@ -1,4 +1,4 @@
-"""The same layouts in plain torch, as its documentation recommends: fused AdamW, foreach clipping, no wait in a step."""
+"""The layouts in plain torch: fused AdamW, foreach clipping, and no wait in a step."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.pipeline_step.torch_peers import TP_PLAN, LlamaStage, next_token_loss
 from benchmarks.step_counts.layouts import Layout
-from benchmarks.step_counts.workload import ADAMW, MAX_NORM, SAMPLES, build_model
+from benchmarks.steps.model_parallel_peers import TP_PLAN, LlamaStage, next_token_loss
+from benchmarks.steps.workload import build_model, optimizer_arguments
 from plait._torch.units import parameter_groups
 
 Step = Callable[[dict[str, Tensor]], object]
-"""One optimizer step on a rank's share of the batch. The result may hold tensors of the device, which are not read."""
+"""One optimizer step on the samples of a rank. Tensors that it returns are not read."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What Plait made sharding units of, and in which precision, so that plain torch does the same."""
+    """Sharding units and precision of Plait, which plain torch uses too."""
 
     units: dict[str, bool]
-    """Names of the modules that are units, children first, and whether their parameters are freed after their forward."""
+    """Names of the modules that are units, children first, and whether they free their parameters
+    after a forward."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -46,7 +47,7 @@ class Sharding:
 def replicated(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     """Build DistributedDataParallel."""
     model = DistributedDataParallel(
-        build_model().to(device),
+        build_model(layout.workload).to(device),
         device_ids=[device.index],
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
@@ -56,7 +57,7 @@ def replicated(layout: Layout, sharding: Sharding, device: torch.device) -> Step
 
 def sharded(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     """Build `fully_shard` over one or two mesh dimensions."""
-    model = build_model().to(device)
+    model = build_model(layout.workload).to(device)
     if "dp_replicate" in layout.parallel:
         mesh = init_device_mesh(
             "cuda", (2, layout.ranks // 2), mesh_dim_names=("replicate", "shard")
@@ -75,11 +76,13 @@ def sharded(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
 
 def _data_parallel_step(model: nn.Module, layout: Layout, device: torch.device) -> Step:
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, fused=True, **ADAMW)
+    optimizer = torch.optim.AdamW(parameters, fused=True, **optimizer_arguments(layout.workload))
 
     def step(batch: dict[str, Tensor]) -> object:
         losses = []
-        for part in _micro_batches(batch, layout.accumulation):
+        size = layout.workload.micro_batch
+        for index in range(layout.accumulation):
+            part = {name: rows.narrow(0, index * size, size) for name, rows in batch.items()}
             inputs = _on_device(part, device)
             loss = model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
             if layout.accumulation > 1:
@@ -90,7 +93,7 @@ def _data_parallel_step(model: nn.Module, layout: Layout, device: torch.device) 
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        clip_grads_with_norm_(parameters, MAX_NORM, norm, foreach=True)
+        clip_grads_with_norm_(parameters, layout.workload.clip, norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         # The loss that is logged is that of all ranks.
@@ -102,7 +105,7 @@ def _data_parallel_step(model: nn.Module, layout: Layout, device: torch.device) 
 
 
 def _plan(layers: int, *, sequence: bool) -> dict[str, Any]:
-    """Return the plan of `parallelize_module` for a Llama of Transformers. Logits stay split over the vocabulary."""
+    """Return the plan for a Llama of Transformers. Logits stay split over the vocabulary."""
     tokens = Shard(1) if sequence else Replicate()
     row = RowwiseParallel(output_layouts=tokens)
     block: dict[str, Any] = {
@@ -133,7 +136,7 @@ def _plan(layers: int, *, sequence: bool) -> dict[str, Any]:
 
 def tensor_parallel(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     """Build DTensor tensor parallelism with `parallelize_module`."""
-    model = build_model().to(device)
+    model = build_model(layout.workload).to(device)
     mesh = init_device_mesh("cuda", (layout.ranks,))
     sequence = bool(layout.parallel.get("sequence_parallel"))
     parallelize_module(model, mesh, _plan(model.config.num_hidden_layers, sequence=sequence))
@@ -141,7 +144,9 @@ def tensor_parallel(layout: Layout, sharding: Sharding, device: torch.device) ->
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     # A foreach or fused operator takes DTensors or plain tensors, and not both.
     groups = [group for group in (split, plain) if group]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True, **ADAMW)
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in groups], fused=True, **optimizer_arguments(layout.workload)
+    )
 
     def total_norm() -> Tensor:
         norms = []
@@ -160,7 +165,7 @@ def tensor_parallel(layout: Layout, sharding: Sharding, device: torch.device) ->
             loss.backward()
         norm = total_norm()
         for group in groups:
-            clip_grads_with_norm_(group, MAX_NORM, norm, foreach=True)
+            clip_grads_with_norm_(group, layout.workload.clip, norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach(), norm
@@ -171,13 +176,14 @@ def tensor_parallel(layout: Layout, sharding: Sharding, device: torch.device) ->
 def pipeline(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     """Build torch's 1F1B schedule over two stages."""
     rank = dist.get_rank()
-    first, second = layout.parallel["pipeline"]["blocks_per_stage"]
-    blocks = (range(first), range(first, first + second))[rank]
-    module = LlamaStage(build_model(), blocks=blocks, layers=first + second).to(device)
+    layers = layout.workload.layers
+    first = layout.workload.first_stage
+    blocks = (range(first), range(first, layers))[rank]
+    module = LlamaStage(build_model(layout.workload), blocks=blocks, layers=layers).to(device)
     stage = PipelineStage(module, rank, 2, device)
     schedule = Schedule1F1B(stage, layout.accumulation, loss_fn=next_token_loss)
     parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(parameters, fused=True, **ADAMW)
+    optimizer = torch.optim.AdamW(parameters, fused=True, **optimizer_arguments(layout.workload))
 
     def step(batch: dict[str, Tensor]) -> object:
         inputs = _on_device(batch, device)
@@ -194,19 +200,12 @@ def pipeline(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
         totals = torch.stack([square, loss.detach()])
         dist.all_reduce(totals)
         norm = totals[0].sqrt()
-        clip_grads_with_norm_(parameters, MAX_NORM, norm, foreach=True)
+        clip_grads_with_norm_(parameters, layout.workload.clip, norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         return totals[1], norm
 
     return step
-
-
-def _micro_batches(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    return [
-        {name: tensor.narrow(0, index * SAMPLES, SAMPLES) for name, tensor in batch.items()}
-        for index in range(count)
-    ]
 
 
 def _on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -216,7 +215,7 @@ def _on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tens
 
 
 def units_of(model: nn.Module) -> dict[str, bool]:
-    """Return the modules of a model that are sharding units, children first, and whether each frees after its forward."""
+    """Return the names of the sharding units, children first, and whether each frees parameters."""
     found = [
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
     ]

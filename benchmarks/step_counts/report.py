@@ -8,62 +8,28 @@ from typing import Any
 from benchmarks.common.report import markdown
 
 COUNTS = ("kernels", "copies", "collectives", "waits")
+SIDES = ("plait", "torch")
 AIM = 1.03
 """Most kernels of Plait, as a multiple of those of plain torch."""
 
-_ABOUT = """# Counts per step
 
-This page compares what one training step of Plait asks of a GPU with the same step written by hand in plain torch:
-`DistributedDataParallel`, `fully_shard` with the same units and precision, DTensor tensor parallelism
-(`parallelize_module`) and `Schedule1F1B`. Run it again with
-
-```
-make step-counts
-```
-
-It takes a few minutes, needs a C++ compiler and no GPU, and writes this page.
-
-The model is a Llama of Transformers with 4 layers and an untied head; every step has a fused AdamW, clips at a global
-norm of 1 and sums the logged loss over the ranks. Counts are those of all ranks together, in the fifth step:
-
-- **kernels**: operators on tensors of the device that torch dispatches below autograd. Views and allocations are not
-  counted, and a foreach operator counts once.
-- **copies**: transfers between host and device.
-- **collectives**: calls that reach a NCCL communicator.
-- **waits**: places where the program blocks until the device has reached a point.
-
-Counts say how much is launched. They say nothing about the time that a kernel takes.
-
-"""
-
-
-def page(record: Mapping[str, Any]) -> str:
-    """Return docs/development/step_counts.md for the content of the result file."""
-    now = record["after"]
-    earlier = record.get("before", {"layouts": {}})["layouts"]
-    rows = [_row(row, earlier.get(name)) for name, row in now["layouts"].items()]
-    header = (
-        "layout",
-        "kernels",
-        "torch's",
-        "ratio",
-        "earlier",
-        "copies",
-        "torch's",
-        "collectives",
-        "torch's",
-        "waits",
-        "torch's",
-    )
-    within = sum(ratio(row) <= AIM for row in now["layouts"].values())
-    versions = ", ".join(
-        f"{name} {version}" for name, version in now["machine"]["versions"].items()
-    )
+def section(record: Mapping[str, Any]) -> str:
+    """Return the section `counts` of the page for the content of the result file."""
+    layouts = record["layouts"]
+    others = [title for name in COUNTS[1:] for title in (name, "torch's")]
+    rows = []
+    for row in layouts.values():
+        kernels = (str(row[side]["kernels"]) for side in SIDES)
+        cells = (str(row[side][name]) for name in COUNTS[1:] for side in SIDES)
+        rows.append((row["title"], *kernels, f"{ratio(row):.3f}", *cells))
+    table = markdown(("layout", "kernels", "torch's", "ratio", *others), rows)
+    within = sum(ratio(row) <= AIM for row in layouts.values())
+    machine = record["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"{_ABOUT}{markdown(header, rows)}\n"
+        f"{table}\n"
         f"{within} of {len(rows)} layouts launch at most {AIM} times the kernels of plain torch, which is the aim. "
-        f"*earlier* is the ratio before the step was trimmed. {_notes(now['layouts'])}"
-        f"Counted on {now['machine']['date'][:10]} with {versions}.\n"
+        f"{_notes(layouts)}Counted on {machine['date'][:10]} with {versions}.\n"
     )
 
 
@@ -72,28 +38,14 @@ def ratio(row: Mapping[str, Any]) -> float:
     return float(row["plait"]["kernels"] / row["torch"]["kernels"])
 
 
-def _row(row: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> tuple[str, ...]:
-    ours, theirs = row["plait"], row["torch"]
-    before = f"{ratio(earlier):.3f}" if earlier is not None else ""
-    others = [str(side[name]) for name in COUNTS[1:] for side in (ours, theirs)]
-    return (
-        row["title"],
-        str(ours["kernels"]),
-        str(theirs["kernels"]),
-        f"{ratio(row):.3f}",
-        before,
-        *others,
-    )
-
-
 def _notes(layouts: Mapping[str, Any]) -> str:
     """Explain the waits, where there are some."""
-    said = ""
+    notes = ""
     if any(row["torch"]["waits"] for row in layouts.values()):
-        said += (
+        notes += (
             "The waits of plain torch are Transformers' search for packed sequences in every forward, which Plait leaves out "
             "where a model counts positions itself. "
         )
     if layouts["zero-3-bf16"]["plait"]["waits"]:
-        said += "Plait's wait in bf16 is `bf16.check_grad_overflow`, DeepSpeed's default; `false` removes it. "
-    return said
+        notes += "Plait's wait in bf16 is `bf16.check_grad_overflow`, DeepSpeed's default; `false` removes it. "
+    return notes

@@ -1,4 +1,4 @@
-"""What runs in a worker of the simulated pool: build one side of a layout, take a few steps and count one."""
+"""A worker of the simulated pool: it builds one side of a layout, and counts one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.step_counts import peers
 from benchmarks.step_counts.counting import StepCounts, count_step
 from benchmarks.step_counts.layouts import Layout
 from benchmarks.step_counts.peers import Sharding, Step, units_of
-from benchmarks.step_counts.workload import SAMPLES, batch, build_model
+from benchmarks.steps.workload import batch, build_model
 
 WARM = 4
 """Steps before the counted one: allocations, lazy states and schedules are settled by then."""
@@ -20,7 +20,9 @@ def plait_step(rank: int, world: int, layout: Layout) -> tuple[StepCounts, Shard
     """Count a step of Plait, and return how it was sharded."""
     import plait
 
-    engine = plait.initialize(build_model(), layout.configuration(), loss_fn=plait.causal_lm_loss)
+    engine = plait.initialize(
+        build_model(layout.workload), layout.configuration(), loss_fn=plait.causal_lm_loss
+    )
     shard = engine.sharded.parts.shard
     sharding = Sharding(units_of(engine.model), shard.compute_dtype, shard.reduce_dtype)
     counts = _counted(engine.train_batch, layout, rank)
@@ -35,9 +37,7 @@ def peer_step(rank: int, world: int, layout: Layout, sharding: Sharding) -> Step
 
 
 def _counted(step: Any, layout: Layout, rank: int) -> StepCounts:
-    replica = rank // (layout.ranks // layout.data_ranks)
-    rows = SAMPLES * layout.accumulation
-    batches = [batch(rows, seed=number * layout.data_ranks + replica) for number in range(WARM + 1)]
+    batches = [batch(layout.workload, step=number, rank=rank) for number in range(WARM + 1)]
     for warm in batches[:WARM]:
         step(warm)
     return count_step(lambda: step(batches[WARM]))

@@ -1,1 +1,1 @@
-"""Two nodes joined by a slow link, on one machine: what a training step costs where communication is dear."""
+"""Training steps over a slow link between two network namespaces."""

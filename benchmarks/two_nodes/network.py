@@ -1,7 +1,7 @@
-"""Two network namespaces joined by a veth pair whose rate is set by tc's token bucket. Needs root and iproute2.
+"""Two network namespaces joined by a veth pair whose rate `tc` limits. Needs root and iproute2.
 
-The namespaces' names carry this process's id; whatever an earlier process left (it was killed) is removed first. A worker enters its
-namespace by `enter`, before it opens a socket.
+Their names contain the id of this process. Those that a killed process left are removed first. A
+worker enters its namespace before it opens a socket.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 PREFIX = "plaitlab"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "lab0"
-"""Its name in both namespaces."""
+"""Name of the network interface in both namespaces."""
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")
 
 
 class NoLab(RuntimeError):
-    """The laboratory cannot be set up; the message says what is missing."""
+    """The namespaces cannot be made. The message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +36,27 @@ class Lab:
     nodes: tuple[str, str]
 
     def shape(self, rate: str | None) -> None:
-        """Limit both directions to `rate` (tc's notation, `100mbit`); None removes the limit."""
+        """Limit both directions to a rate such as `100mbit`. None removes the limit."""
         for node in self.nodes:
-            _ip("netns", "exec", node, "tc", "qdisc", "del", "dev", INTERFACE, "root", check=False)
+            reset = f"netns exec {node} tc qdisc del dev {INTERFACE} root"
+            _ip(*reset.split(), check=False)
             if rate is not None:
                 # The bucket holds a few milliseconds, as a switch does; latency bounds the queue.
-                limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
-                _ip(
-                    "netns",
-                    "exec",
-                    node,
-                    "tc",
-                    "qdisc",
-                    "add",
-                    "dev",
-                    INTERFACE,
-                    "root",
-                    "tbf",
-                    *limit,
-                )
+                limit = f"root tbf rate {rate} burst 256kb latency 50ms"
+                _ip(*f"netns exec {node} tc qdisc add dev {INTERFACE} {limit}".split())
 
     def sent_bytes(self) -> tuple[int, int]:
-        """Bytes that each node has put on the wire, counted by the kernel, headers included."""
+        """Return the bytes that each node has sent, as the kernel counts them, with headers."""
         return _sent(self.nodes[0]), _sent(self.nodes[1])
 
 
 @contextmanager
 def lab() -> Iterator[Lab]:
-    """Set up, and remove at the end. Raises NoLab."""
+    """Make the namespaces, and remove them at the end. Raises NoLab."""
     if os.geteuid() != 0:
         raise NoLab(
-            "network namespaces need root: run as root, or in a container with --cap-add NET_ADMIN,SYS_ADMIN"
+            "network namespaces need root: run as root, or in a container with "
+            "--cap-add NET_ADMIN,SYS_ADMIN"
         )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
@@ -77,20 +67,8 @@ def lab() -> Iterator[Lab]:
         for node in nodes:
             _ip("netns", "add", node)
             _ip("-n", node, "link", "set", "lo", "up")
-        _ip(
-            "link",
-            "add",
-            INTERFACE,
-            "netns",
-            nodes[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            INTERFACE,
-            "netns",
-            nodes[1],
-        )
+        ends = [f"{INTERFACE} netns {node}" for node in nodes]
+        _ip(*f"link add {ends[0]} type veth peer name {ends[1]}".split())
         for node, address in zip(nodes, ADDRESSES, strict=True):
             _ip("-n", node, "addr", "add", f"{address}/24", "dev", INTERFACE)
             _ip("-n", node, "link", "set", INTERFACE, "up")

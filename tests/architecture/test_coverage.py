@@ -33,7 +33,8 @@ def project(tmp_path):
 
 
 def test_names_are_pytests(coverage, project):
-    assert coverage.outcomes(project / "run.xml") == {
+    results = coverage.junit.results([project / "run.xml"])
+    assert {result.test: result.outcome for result in results} == {
         "tests/a/test_x.py::test_one[1-a.b]": "passed",
         "tests/a/test_x.py::test_one[2]": "skipped",
         "tests/a/test_x.py::test_one_more": "failed",

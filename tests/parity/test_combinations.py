@@ -21,16 +21,22 @@ NAMED = [
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_what_is_adversarial_equals_one_process(pool, case):
+def test_what_is_adversarial_equals_one_process(pool, record_property, case):
     """Two steps of two micro-batches, clipped."""
-    assert_equal(case, pool.run(case.world, train, case))
+    _compare(pool, record_property, case)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("case", [*sampled(), *sampled_of_added()], ids=label)
-def test_sample_equals_one_process(pool, case):
+def test_sample_equals_one_process(pool, record_property, case):
     """The same, for a part of the space that no person chose."""
-    assert_equal(case, pool.run(case.world, train, case))
+    _compare(pool, record_property, case)
+
+
+def _compare(pool, record_property, case):
+    """Record the deviation for tools.combinations."""
+    record_property("case", label(case))
+    record_property("deviation", assert_equal(case, pool.run(case.world, train, case)))
 
 
 def test_the_page_is_of_these_cases():

@@ -16,19 +16,17 @@ def serve(connection):
     pool, size = Pool(), 0
     while True:
         try:
-            world, function, args, sources, timeout = pickle.loads(connection.recv_bytes())
+            world, function, args, timeout = pickle.loads(connection.recv_bytes())
         except EOFError:
             break
         if world != size:  # workers of one size at a time
             pool.close()
             size = world
         try:
-            found = pool.run(world, observed, function, args, sources, timeout=timeout)
+            found = pool.run(world, observed, function, args, timeout=timeout)
             answer: tuple[bool, Any] = (True, found)
-            if any(seen.failed or (sources and seen.races) for seen in found):
-                pool.discard(
-                    world
-                )  # groups of a rank that failed are of no use, and what was begun without a wait may not be done
+            if any(seen.failed for seen in found):
+                pool.discard(world)  # groups of a rank that failed are of no use
         except WorkerFailed as error:
             answer = (False, str(error))
         connection.send_bytes(pickle.dumps(answer))

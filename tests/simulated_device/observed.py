@@ -8,8 +8,6 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulated_device.planted import changed, reached
-
 LONG = 60
 """Seconds after which a worker says where it is."""
 
@@ -24,22 +22,18 @@ class Seen:
     races: list[str]
     journal: list[dict[str, Any]]
     copies: dict[str, int]
-    reached: frozenset[str]
-    """Names of what was planted and came by."""
 
 
-def observed(rank, world, function, args, sources):
-    """Runs in a worker. `sources`: modules that are changed meanwhile."""
+def observed(rank, world, function, args):
+    """Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     device.clear()
-    reached.clear()
     value, failed, before = None, "", device.copies()
     faulthandler.dump_traceback_later(LONG)
     try:
-        with changed(sources):
-            value = function(rank, world, *args)
+        value = function(rank, world, *args)
     except BaseException:
         failed = traceback.format_exc()
     faulthandler.cancel_dump_traceback_later()
     copies = {way: count - before[way] for way, count in device.copies().items()}
-    return Seen(value, failed, device.races(), device.journal(), copies, frozenset(reached))
+    return Seen(value, failed, device.races(), device.journal(), copies)

@@ -35,12 +35,8 @@ class Record:
 
     devices: int
     races: int
-    reached: frozenset[str]
-    """Of what was planted (see `planted`), what came by on any rank."""
 
 
-PLANTED: dict[str, str] = {}
-"""Modules of the package, by path, that have another source in the workers; see `planted`."""
 RECORDS: list[Record] = []
 """Of every task of all pools, until somebody clears it."""
 
@@ -70,9 +66,7 @@ class SimulatedPool:
             self._start()
         assert self._connection is not None
         try:
-            self._connection.send_bytes(
-                pickle.dumps((world_size, function, args, PLANTED, SECONDS))
-            )
+            self._connection.send_bytes(pickle.dumps((world_size, function, args, SECONDS)))
             if not self._connection.poll(SECONDS + SLACK):
                 self.close()
                 raise WorkerFailed(f"no answer within {SECONDS + SLACK} s")
@@ -82,8 +76,7 @@ class SimulatedPool:
             raise WorkerFailed("the process that starts the workers has ended") from None
         if not answered:
             raise WorkerFailed(found)
-        reached = frozenset().union(*(seen.reached for seen in found))
-        RECORDS.append(Record(world_size, sum(len(seen.races) for seen in found), reached))
+        RECORDS.append(Record(world_size, sum(len(seen.races) for seen in found)))
         return found
 
     def _start(self):

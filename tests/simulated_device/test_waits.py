@@ -1,4 +1,4 @@
-"""What waits for what, one place of the package at a time, in as little as reaches it. `tools/planted_waits` takes each wait out in turn
+"""What waits for what, one place of the package at a time, in as little as reaches it. `make waits` takes each wait out in turn
 and runs these: all but a few must fail then."""
 
 from __future__ import annotations

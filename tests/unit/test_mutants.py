@@ -9,8 +9,8 @@ import pytest
 
 from tools.mutants import report
 from tools.mutants.catalogue import Mutant, check, load
+from tools.mutants.project import ROOT
 from tools.mutants.reach import probed
-from tools.planted.project import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Faults planted in real runs: what a run of Plait does about them, and after how long. See `__main__`."""
+"""Faults that are planted in real runs, and how runs of Plait handle them."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.faults.forks import Notes
-from tools.planted.project import ROOT, environment
+from tools.mutants.project import ROOT, environment
 
 Row = dict[str, Any]
 WORKER = Path(__file__).with_name("worker.py")

@@ -6,8 +6,8 @@ from collections import defaultdict
 from typing import Any
 
 from benchmarks.common.report import RESULTS as FOLDER
-from benchmarks.common.report import markdown
-from tools.planted.project import ROOT
+from benchmarks.common.report import markdown, with_sections
+from tools.mutants.project import ROOT
 
 RESULTS = FOLDER / "faults.json"
 PAGE = ROOT / "docs/development/faults.md"
@@ -17,13 +17,6 @@ FIELDS = {
 }
 """Fields that are stored of parts with many similar rows. Of the other parts all are."""
 Part = dict[str, Any]
-
-ABOUT = """# Faults that were planted
-
-Written by `make faults`; do not edit. [Faults](../how-to/faults.md) says what a user gets. `make faults`
-takes some minutes, `make faults ARGS=nightly` runs the full matrix, `ARGS=release` repeats it, and
-`ARGS="nightly --part saves"` runs one part. All parts use two ranks unless noted.
-"""
 
 
 def stored(name: str, part: Part) -> Part:
@@ -35,14 +28,12 @@ def stored(name: str, part: Part) -> Part:
 
 
 def page(parts: dict[str, Part]) -> str:
-    """Return the page. A part that has not run is left out."""
-    texts = [ABOUT]
-    for name, (title, about, table) in SECTIONS.items():
-        if name in parts:
-            part = parts[name]
-            run = f"{part['size']}, {part['at'][:10]}, torch {part['torch']}, {part['seconds']} s"
-            texts.append(f"## {title}\n\n{about} ({run})\n\n{table(part['rows'])}")
-    return "\n".join(texts)
+    """Return the page with the sections of the parts that have run."""
+    sections = {}
+    for name, part in parts.items():
+        run = f"{part['size']}, {part['at'][:10]}, torch {part['torch']}, {part['seconds']} s"
+        sections[name] = f"Run: {run}.\n\n{SECTIONS[name](part['rows'])}"
+    return with_sections(PAGE, sections)
 
 
 def _table(header: tuple[str, ...], rows: list[list[Any]]) -> str:
@@ -119,36 +110,11 @@ def _most(rows: list[Part], name: str) -> str:
 
 
 SECTIONS = {
-    "ranks": (
-        "A fault of one rank",
-        "A fault in the loss of one rank under `plait launch`, with a timeout of 5 s. The second "
-        "time is from\nthe report to the end of the last process.",
-        _ranks,
-    ),
-    "slow": (
-        "False alarms",
-        "Four healthy ranks on two cores, with stalls of 4 s and a timeout of 5 s.",
-        _slow,
-    ),
-    "restarts": (
-        "Restarts",
-        "`plait train` compared with the same run without disturbance: ranks killed at random "
-        "times, signals to\nthe launcher and to one rank, and a loss that is not finite (compared "
-        "with a run without that batch).",
-        _restarts,
-    ),
-    "saves": (
-        "SIGKILL in saves",
-        "At every call of a save to the file system, half-done writes included, and at random "
-        "times, with one\ntag, two in turn, and a new one per step. Every byte and the state are "
-        "compared with those of an\nundisturbed run.",
-        _saves,
-    ),
-    "damage": (
-        "Damaged checkpoints",
-        "Damaged files, and saves in which any call to the file system fails, once or from then "
-        "on\n(`tests/faulty_files.py`).",
-        _damage,
-    ),
-    "overhead": ("Overhead", "The watchdog and the checks of every step.", _overhead),
+    "ranks": _ranks,
+    "slow": _slow,
+    "restarts": _restarts,
+    "saves": _saves,
+    "damage": _damage,
+    "overhead": _overhead,
 }
+"""Text of each part."""

@@ -22,7 +22,7 @@ from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import WATCH_FOLDER
 from plait.comm import hang, stacks
 from tools.faults.forks import Ranks
-from tools.planted.project import environment
+from tools.mutants.project import environment
 
 Row = dict[str, Any]
 STEPS, EVERY = 160, 10

@@ -1,1 +1,1 @@
-"""Mutation testing with a committed catalogue: which test notices each defect, and how soon."""
+"""Mutation testing: defects are planted one at a time, and tests must notice them."""

@@ -3,14 +3,15 @@
     python -m tools.mutants                 all of them
     python -m tools.mutants A1 wrong-norm   these only; the results of the others stay
     python -m tools.mutants --again         each against the test that noticed it the last time
-    python -m tools.mutants --reaching-only survivors of the tests that reach them stay open
     python -m tools.mutants --survivors     those that no test noticed, against all tests
     python -m tools.mutants --check         only check that every defect applies
+    python -m tools.mutants --waits         take out the waits for a device instead (waits.py)
 
 A mutant runs the tests that reach its lines, first the one that noticed it the last time, and stops
-at the first failure. Survivors run all tests, and then `plait verify`. The command writes
-benchmarks/results/mutants.json and docs/development/mutants.md, and ends with exit code 1 if the
-tests notice fewer than 95 of 100.
+at the first failure. Survivors run all tests, and then `plait verify`. Waits run the tests on the
+simulated device. The results are benchmarks/results/mutants.json and docs/development/mutants.md,
+for waits waits.json and waits.md in docs/development. The exit code is 1 if the tests notice fewer
+than 95 of 100.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from typing import Any
 from tools.mutants import reach, report
 from tools.mutants.catalogue import Mutant, check, load
 from tools.mutants.preloaded import run_pytest, server
-from tools.planted.project import ROOT, ProjectCopy
+from tools.mutants.project import ROOT, ProjectCopy
+from tools.mutants.waits import TESTS, waits
 
 BUILD = ROOT / "build/mutants"
 SIDE_BY_SIDE = 2
-LIMIT_SECONDS = 600.0
-"""Time for the tests that reach one mutant."""
+LIMIT_SECONDS = 1800.0
+"""Time for the tests of one mutant."""
 REQUIRED_SHARE = 0.95
 FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 NO_TESTS = 5
@@ -57,12 +59,14 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="mutants to run; all by default")
     parser.add_argument("--survivors", action="store_true", help="those that no test noticed")
     parser.add_argument("--check", action="store_true", help="run nothing")
-    parser.add_argument("--reaching-only", action="store_true", help="leave survivors open")
     parser.add_argument("--again", action="store_true", help="the test that noticed it, no other")
+    parser.add_argument("--waits", action="store_true", help="waits for a device")
     parser.add_argument("--reached", type=Path, help="file of an earlier run with probes")
     options = parser.parse_args()
 
-    mutants = load()
+    mutants = waits() if options.waits else load()
+    record = report.WAITS if options.waits else report.DEFECTS
+    everything = list(TESTS) if options.waits else ["tests"]
     unknown = sorted(set(options.ids) - {mutant.id for mutant in mutants})
     if unknown:
         names = ", ".join(mutant.id for mutant in mutants)
@@ -72,7 +76,7 @@ def main() -> int:
         print(f"{len(mutants)} mutants apply")
         return 0
 
-    results, _ = report.load()
+    results, _ = report.load(record.results)
     selected = [one for one in mutants if not options.ids or one.id in options.ids]
     tests = None
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -82,15 +86,19 @@ def main() -> int:
         selected = [one for one in selected if "::" in results.get(one.id, {}).get("caught_by", "")]
         tests = {one.id: [results[one.id]["caught_by"]] for one in selected}
     else:
-        lines = options.reached or reach.find(mutants, BUILD, limit_seconds=9 * LIMIT_SECONDS)
+        command = ("-m", "pytest", *TESTS) if options.waits else ("tools/tests.py",)
+        lines = options.reached or reach.find(
+            mutants, BUILD, command, limit_seconds=3 * LIMIT_SECONDS
+        )
         tests = reach.tests_by_mutant(lines)
-    thorough = not (options.reaching_only or options.again)
-    for mutant, outcome in run(selected, results, tests, thorough=thorough):
+    for mutant, outcome in run(selected, results, tests, everything, thorough=not options.again):
         results[mutant.id] = outcome
-        if not outcome["caught_by"] and outcome["ran"] == "everything":
+        if not outcome["caught_by"] and outcome["ran"] == "everything" and not options.waits:
             outcome["verify"] = is_noticed_by_verify(mutant)
-        report.store({one.id: results[one.id] for one in mutants if one.id in results})
-    report.PAGE.write_text(report.page(mutants, *report.load()), encoding="utf-8")
+        current = {one.id: results[one.id] for one in mutants if one.id in results}
+        report.store(current, record.results)
+    page = report.page(mutants, *report.load(record.results), record)
+    record.page.write_text(page, encoding="utf-8")
 
     recorded = [one.id for one in mutants if one.id in results]
     missed = [name for name in recorded if not results[name]["caught_by"]]
@@ -105,6 +113,7 @@ def run(
     mutants: list[Mutant],
     results: dict[str, Outcome],
     tests: dict[str, list[str]] | None,
+    everything: list[str],
     *,
     thorough: bool,
 ) -> Iterator[tuple[Mutant, Outcome]]:
@@ -114,6 +123,7 @@ def run(
         mutants: Mutants to run.
         results: Outcomes of earlier runs. The test that noticed a mutant runs first.
         tests: Tests that reach each mutant, or None to run all tests against each.
+        everything: All tests, as arguments of pytest.
         thorough: Whether survivors of the tests that reach them run all tests.
     """
     context = server()
@@ -130,10 +140,10 @@ def run(
                 last = results.get(mutant.id, {}).get("caught_by", "")
                 # A stable sort: the test that noticed the mutant the last time comes first.
                 reaching = sorted(reaching, key=lambda name: name != last)
-                outcome = test_mutant(mutant, copy, reaching, context, limit_seconds=LIMIT_SECONDS)
+                outcome = UNREACHED | test_mutant(mutant, copy, reaching, context)
             if outcome["caught_by"] or not thorough:
                 return outcome
-            return test_mutant(mutant, copy, None, context, limit_seconds=3 * LIMIT_SECONDS)
+            return test_mutant(mutant, copy, everything, context) | {"ran": "everything"}
         finally:
             copies.put(copy)
 
@@ -149,23 +159,21 @@ def run(
 def test_mutant(
     mutant: Mutant,
     copy: ProjectCopy,
-    tests: list[str] | None,
+    tests: list[str],
     context: ForkServerContext,
-    *,
-    limit_seconds: float,
 ) -> Outcome:
-    """Run `tests` in this order, or all if None, until the first failure.
+    """Run `tests` in this order until the first failure.
 
     Tests that do not end within the limit count as a failure: `make test` would not end either.
     """
     log = BUILD / f"{mutant.id}.log"
     arguments = log.with_suffix(".args")
-    arguments.write_text("\n".join(tests or ["tests"]) + "\n", encoding="utf-8")
+    arguments.write_text("\n".join(tests) + "\n", encoding="utf-8")
     options = ("-x", "-q", "--no-header", "-rfE", "-p", "no:cacheprovider", f"@{arguments}")
     began = time.monotonic()
     with copy.planted(mutant.file, mutant.applied()):
         code, output = run_pytest(
-            context, copy.folder, *options, limit_seconds=limit_seconds, log=log
+            context, copy.folder, *options, limit_seconds=LIMIT_SECONDS, log=log
         )
     failure = FIRST_FAILURE.search(output)
     if code in (0, NO_TESTS):
@@ -174,11 +182,7 @@ def test_mutant(
         caught_by = "(hangs)"
     else:
         caught_by = failure[1] if failure else "(does not start)"
-    return {
-        "caught_by": caught_by,
-        "seconds": round(time.monotonic() - began, 1),
-        "ran": "everything" if tests is None else "reaching",
-    }
+    return {"caught_by": caught_by, "seconds": round(time.monotonic() - began, 1)}
 
 
 VERIFIED = {

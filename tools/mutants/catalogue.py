@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from tools.planted.project import ROOT
+from tools.mutants.project import ROOT
 
 LISTS = Path(__file__).parent / "defects"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.pool import PRELOADED
-from tools.planted.project import environment
+from tools.mutants.project import environment
 
 PACKAGES = [name for name in PRELOADED if name.partition(".")[0] != "plait"]
 

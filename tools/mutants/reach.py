@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.mutants.catalogue import Mutant
-from tools.planted.project import ROOT, ProjectCopy
+from tools.mutants.project import ROOT, ProjectCopy
 
 MARKS = "PLAIT_MUTANT_MARKS"
 """Environment variable with the folder of the files that probes leave."""
@@ -29,8 +29,17 @@ def _probe(mutant):
 """
 
 
-def find(mutants: list[Mutant], build: Path, *, limit_seconds: float) -> Path:
-    """Run all tests with probes, and return a file with one line of JSON per test."""
+def find(
+    mutants: list[Mutant], build: Path, command: tuple[str, ...], *, limit_seconds: float
+) -> Path:
+    """Run all tests with probes, and return a file with one line of JSON per test.
+
+    Args:
+        mutants: Where the probes are.
+        build: Folder of the copy of the project and of the result.
+        command: Arguments of Python that run all tests, and take options of pytest.
+        limit_seconds: Time for all tests.
+    """
     copy = ProjectCopy(build / "probed")
     by_file = defaultdict(list)
     for mutant in mutants:
@@ -43,7 +52,7 @@ def find(mutants: list[Mutant], build: Path, *, limit_seconds: float) -> Path:
     log = build / "probed.log"
     print("which tests reach which mutant: one run of all tests with probes ...", flush=True)
     plugin = ("-p", "tools.mutants.reach")
-    copy.run("tools/tests.py", *plugin, limit_seconds=limit_seconds, log=log, **{MARKS: str(marks)})
+    copy.run(*command, *plugin, limit_seconds=limit_seconds, log=log, **{MARKS: str(marks)})
     if not lines.exists():
         raise SystemExit(f"the tests did not start; {log} says why")
     return lines

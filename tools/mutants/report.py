@@ -1,6 +1,6 @@
-"""Results of the last runs in benchmarks/results/mutants.json, and docs/development/mutants.md.
+"""Results of the last runs, and their pages.
 
-The JSON file has three entries. "date" is the date of the last run. "noticed" maps a test file
+A JSON file has three entries. "date" is the date of the last run. "noticed" maps a test file
 below `tests` to its tests, and a test to the mutants that it was the first to notice. "missed" maps
 the other mutants to what ran, and whether `plait verify` notices them. Grouping by test keeps the
 file below 20 KB.
@@ -9,15 +9,24 @@ file below 20 KB.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import markdown, today
+from benchmarks.common.report import RESULTS, ROOT, markdown, today, with_sections
 from tools.mutants.catalogue import Mutant
-from tools.planted.project import ROOT
 
-RESULTS = ROOT / "benchmarks/results/mutants.json"
-PAGE = ROOT / "docs/development/mutants.md"
+
+@dataclass(frozen=True)
+class Record:
+    """Where the results of a catalogue are, and the page with their section."""
+
+    results: Path
+    page: Path
+
+
+DEFECTS = Record(RESULTS / "mutants.json", ROOT / "docs/development/mutants.md")
+WAITS = Record(ROOT / "docs/development/waits.json", ROOT / "docs/development/waits.md")
 TITLES = {
     "fresh": "Planted without knowledge of the tests",
     "known": "Defects that Plait once had, and similar ones",
@@ -28,10 +37,11 @@ TITLES = {
     "inference": "Inference",
     "standby": "Standby processes",
     "trainer": "Trainer of Transformers",
+    "waits": "Calls",
 }
 
 
-def load(path: Path = RESULTS) -> tuple[dict[str, Any], str]:
+def load(path: Path = DEFECTS.results) -> tuple[dict[str, Any], str]:
     """Return the results keyed by mutant, and the date of the last run. Empty if nothing has run."""
     if not path.exists():
         return {}, ""
@@ -48,7 +58,7 @@ def load(path: Path = RESULTS) -> tuple[dict[str, Any], str]:
     return results, recorded["date"]
 
 
-def store(results: dict[str, Any], path: Path = RESULTS, date: str | None = None) -> None:
+def store(results: dict[str, Any], path: Path = DEFECTS.results, date: str | None = None) -> None:
     """Write results keyed by mutant, as of `date` (default: today)."""
     noticed: dict[str, dict[str, list[str]]] = {}
     missed = {}
@@ -68,7 +78,9 @@ def store(results: dict[str, Any], path: Path = RESULTS, date: str | None = None
     path.write_text(text, encoding="utf-8")
 
 
-def page(mutants: list[Mutant], results: dict[str, Any], date: str) -> str:
+def page(
+    mutants: list[Mutant], results: dict[str, Any], date: str, record: Record = DEFECTS
+) -> str:
     """Return the page for results of which the newest are of `date`."""
     recorded = [mutant.id for mutant in mutants if mutant.id in results]
     missed = {name: results[name] for name in recorded if not results[name]["caught_by"]}
@@ -76,15 +88,7 @@ def page(mutants: list[Mutant], results: dict[str, Any], date: str) -> str:
     unfinished = [name for name, outcome in missed.items() if outcome["ran"] != "everything"]
     survivors = missed.keys() - {*by_verify, *unfinished}
     lines = [
-        "# Mutants",
-        "",
-        "Written by `make mutants`; do not edit. Each row is a defect that was planted alone into "
-        "the sources, with the first test",
-        "of `make test` that failed. For each defect the tests that reach its lines run until the "
-        "first failure; if none fails, all",
-        "tests run.",
-        "",
-        f"**{len(recorded) - len(missed)} of {len(recorded)} are noticed by `make test`.** "
+        f"**{len(recorded) - len(missed)} of {len(recorded)} are noticed.** "
         f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. "
         f"Not noticed: {', '.join(name for name in missed if name in survivors) or 'none'}. "
         "Not noticed by the tests that reach them, and not run against all tests yet: "
@@ -93,9 +97,11 @@ def page(mutants: list[Mutant], results: dict[str, Any], date: str) -> str:
     ]
     for author, title in TITLES.items():
         rows = [_row(one, results.get(one.id)) for one in mutants if one.author == author]
+        if not rows:
+            continue
         table = markdown(("defect", "what goes wrong", "noticed by"), rows, right=())
         lines += ["", f"## {title}", "", table.rstrip()]
-    return "\n".join(lines) + "\n"
+    return with_sections(record.page, {"results": "\n".join(lines) + "\n"})
 
 
 def _row(mutant: Mutant, result: dict[str, Any] | None) -> tuple[str, ...]:

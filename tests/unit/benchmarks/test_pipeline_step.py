@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.pipeline_step import report
-from benchmarks.pipeline_step.__main__ import main
-from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS
-from benchmarks.pipeline_step.plait_entry import configuration
-from benchmarks.pipeline_step.torch_peers import LlamaStage, next_token_loss
-from benchmarks.pipeline_step.workload import Workload, batch
-from benchmarks.training_step import agreement
-from benchmarks.training_step.rounds import Pace, Record
-from benchmarks.training_step.workload import build_model
+from benchmarks.pipeline_step import BENCHMARK
+from benchmarks.steps import report
+from benchmarks.steps.command import main
+from benchmarks.steps.model_parallel_peers import LlamaStage, next_token_loss
+from benchmarks.steps.plait_entry import configuration
+from benchmarks.steps.rounds import Pace, Record
+from benchmarks.steps.workload import Workload, batch, build_model
 from plait.config.resolving.resolve import load, resolve
 
 SMALL = Workload(
@@ -30,7 +28,7 @@ SMALL = Workload(
 
 
 def test_ranks_of_a_slice_share_a_batch_and_slices_do_not():
-    work = Workload(sequence=24, micro_batch=2, micro_batches=3, ranks=4, slices=2)
+    work = Workload(sequence=24, micro_batch=2, micro_batches=3, ranks=4, ranks_per_slice=2)
     seen = [batch(work, step=5, rank=rank)["input_ids"] for rank in range(4)]
     assert seen[0].shape == (6, 24)
     assert (
@@ -59,29 +57,16 @@ def test_the_hand_written_stages_are_the_model():
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_plait_is_configured_for_the_same_work(layout):
-    work = Workload(
-        ranks=layout.ranks,
-        slices=layout.slices,
-        micro_batch=layout.micro_batch,
-        micro_batches=layout.micro_batches,
-        clip=0.5,
-    )
-    plait = next(one for one in layout.baselines if one.name.startswith("plait-"))
-    resolved = resolve(load(configuration(work, **plait.options)), world_size=layout.ranks)
-    assert resolved.layout.dp == layout.slices
-    assert (resolved.batch.micro_batch_size, resolved.batch.accumulation) == (
-        layout.micro_batch,
-        layout.micro_batches,
-    )
+@pytest.mark.parametrize("scene", BENCHMARK.scenes, ids=lambda scene: scene.name)
+def test_plait_is_configured_for_the_same_work(scene):
+    work = Workload(**scene.sizes, clip=0.5)
+    plait = next(one for one in scene.baselines if one.name.startswith("plait-"))
+    resolved = resolve(load(configuration(work, **plait.options)), world_size=work.ranks)
+    assert resolved.layout.dp == work.ranks // work.ranks_per_slice
+    assert resolved.batch.micro_batch_size == work.micro_batch
+    assert resolved.batch.accumulation == work.micro_batches
     assert resolved.gradient_clipping == 0.5
     assert resolved.layout.pp == 1 or resolved.pipeline.blocks_per_stage == (3, 3)
-
-
-def test_every_peer_is_the_reference_of_its_layout():
-    for layout, one in BY_NAME.values():
-        assert one.peer is None or one.peer == layout.baselines[0].name
 
 
 def record(losses, seconds):
@@ -100,8 +85,8 @@ def record(losses, seconds):
     [(1.0, [5.0, 4.0], "within"), (1.2, [5.0, 4.0], "ABOVE"), (1.0, [5.0, 3.0], "DISAGREES")],
 )
 def test_the_report_lists_what_misses_the_target(plait, losses, said):
-    layout = LAYOUTS[0]
-    records = {one.name: record([5.0, 4.0], [1.0, 2.0, None]) for one in layout.baselines}
+    scene = BENCHMARK.scenes[0]
+    records = {one.name: record([5.0, 4.0], [1.0, 2.0, None]) for one in scene.baselines}
     records["plait-1f1b"] = record(losses, [plait, 2 * plait, 3.0])
     machine = {
         "date": "2026-01-01",
@@ -112,22 +97,25 @@ def test_the_report_lists_what_misses_the_target(plait, losses, said):
         "versions": {"torch": "2"},
     }
     found = report.document(
-        layout,
+        BENCHMARK,
+        scene,
         machine=machine,
         workload=SMALL,
         pace=Pace(),
         records=records,
-        agreements=agreement.check(records, reference="torch-1f1b"),
         phases={},
+        skipped={},
     )
     found = json.loads(json.dumps(found))
-    assert found["baselines"]["plait-1f1b"]["ratio"]["median"] == pytest.approx(plait)
-    assert said in report.page([found]) and report.is_good(found) is (said != "DISAGREES")
+    assert found["baselines"]["plait-1f1b"]["ratios"]["raw torch"]["median"] == pytest.approx(plait)
+    assert said in report.page(BENCHMARK, [found]) and report.is_good(found) is (
+        said != "DISAGREES"
+    )
 
 
 def test_a_wrong_argument_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["--layouts", "3d"])
+        main(BENCHMARK, ["--scenes", "3d"])
     assert stopped.value.code == 2 and "invalid choice: '3d'" in capsys.readouterr().err
 
 
@@ -135,4 +123,4 @@ def test_a_wrong_argument_exits_with_2(capsys):
 def test_both_layouts_run_and_agree():
     """Real worker groups, a model of two small blocks."""
     pytest.importorskip("transformers")
-    assert main(["--quick", "--rounds", "1"]) == 0
+    assert main(BENCHMARK, ["--quick"]) == 0

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_accuracy import learn
-from benchmarks.planner_accuracy.frameworks import fitted_priors, framework, read_runs, without_name
+from benchmarks.planner_accuracy.frameworks import fitted_priors, framework, without_name
 from benchmarks.planner_accuracy.predict import evaluate
+from benchmarks.planner_accuracy.runs import read_runs
 from plait.planner import constants
 from plait.planner.job import SCHEDULES, Framework
 from tests.unit.planner.rows import ROW

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.statistics import paired_ratio, spread
-from benchmarks.training_step.rounds import order
+from benchmarks.steps.rounds import order
 
 SECONDS = st.floats(min_value=0.01, max_value=100)
 

@@ -6,19 +6,12 @@ import math
 import pytest
 import torch
 
-from benchmarks.training_step import agreement, deepspeed_peer, report, rounds
-from benchmarks.training_step.__main__ import main
-from benchmarks.training_step.baselines import ALL, BY_NAME
-from benchmarks.training_step.deepspeed_peer import configuration as deepspeed_configuration
-from benchmarks.training_step.plait_entry import configuration as plait_configuration
-from benchmarks.training_step.rounds import Pace, Record
-from benchmarks.training_step.workload import (
-    ALPHABET,
-    Workload,
-    adamw_arguments,
-    batch,
-    build_model,
-)
+from benchmarks.common import load
+from benchmarks.steps import agreement, command, deepspeed_peer, report, rounds
+from benchmarks.steps.plait_entry import configuration
+from benchmarks.steps.rounds import Pace, Record
+from benchmarks.steps.workload import ALPHABET, Workload, batch, build_model
+from benchmarks.training_step import BENCHMARK
 
 SMALL = Workload(layers=2, hidden=32, intermediate=48, heads=2, vocabulary=256, sequence=24)
 
@@ -45,21 +38,19 @@ def test_a_batch_depends_on_step_and_rank_only():
     )
 
 
-def test_all_baselines_get_the_same_optimizer():
-    expected = {k: v for k, v in adamw_arguments(SMALL).items() if k != "fused"} | {
-        "betas": list(SMALL.betas)
-    }
-    for made in (deepspeed_configuration(SMALL, stage=2), plait_configuration(SMALL, stage=2)):
-        assert made["optimizer"] == {"type": "AdamW", "params": expected}
-        assert (
-            made["gradient_clipping"] == SMALL.clip
-            and made["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
-        )
+def test_plait_gets_the_hyperparameters_of_the_workload():
+    config = configuration(SMALL, stage=2)
+    assert config["optimizer"]["params"]["betas"] == list(SMALL.betas)
+    assert config["gradient_clipping"] == SMALL.clip
+    assert config["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
 
 
 def test_every_comparison_names_a_baseline():
-    named = {other for one in ALL for other in (one.peer, one.rival) if other}
-    assert named <= set(BY_NAME)
+    for scene in BENCHMARK.scenes:
+        names = {one.name for one in scene.baselines}
+        for one in scene.baselines:
+            assert {*one.against.values()} <= names
+            assert {*one.against} <= {*BENCHMARK.columns}
 
 
 def record(losses, norms=(1.0, 1.0), seconds=(1.0, 1.0)):
@@ -87,57 +78,60 @@ def record(losses, norms=(1.0, 1.0), seconds=(1.0, 1.0)):
     ],
 )
 def test_a_baseline_that_computes_something_else_is_found(losses, norms, holds):
-    assert agreement.compare(record(losses, norms), record([5.0, 4.0])).holds is holds
+    assert agreement.compare(record(losses, norms), record([5.0, 4.0]))["holds"] is holds
 
 
 def test_late_steps_may_drift_but_not_far():
     reference = record([5.0] * 20, [1.0] * 20)
-    assert agreement.compare(record([5.0] * 19 + [5.01], [1.0] * 20), reference).holds
-    assert not agreement.compare(record([5.0] * 19 + [5.1], [1.0] * 20), reference).holds
+    assert agreement.compare(record([5.0] * 19 + [5.01], [1.0] * 20), reference)["holds"]
+    assert not agreement.compare(record([5.0] * 19 + [5.1], [1.0] * 20), reference)["holds"]
 
 
-def document(**changes):
-    records = {
-        "ddp": record([5.0, 4.0], seconds=[1.0, 2.0, None]),
-        "plait-0": record([5.0, 4.0], seconds=[1.1, 2.2, 3.0]),
-        "fsdp-kept": Record(failure="fsdp-kept: rank 0 died"),
+def document(stage=0, **records):
+    machine = {
+        "date": "2026-01-01",
+        "cpu": "a cpu",
+        "cores": 2,
+        "memory_bytes": 2**34,
+        "python": "3.11",
+        "versions": {"torch": "2"},
     }
-    arguments = {
-        "stage": 0,
-        "machine": {
-            "date": "2026-01-01",
-            "cpu": "a cpu",
-            "cores": 2,
-            "memory_bytes": 2**34,
-            "python": "3.11",
-            "versions": {"torch": "2"},
-        },
-        "workload": SMALL,
-        "pace": Pace(),
-        "baselines": BY_NAME,
-        "records": records,
-        "agreements": agreement.check(records, reference="ddp"),
-        "phases": {},
-        "skipped": {"deepspeed-1": "deepspeed is not installed"},
-    }
-    return report.document(**{**arguments, **changes})
+    found = report.document(
+        BENCHMARK,
+        BENCHMARK.scenes[stage],
+        machine=machine,
+        workload=SMALL,
+        pace=Pace(),
+        records={name.replace("_", "-"): record for name, record in records.items()},
+        phases={},
+        skipped={"deepspeed-0": "deepspeed is not installed"},
+    )
+    return json.loads(json.dumps(found))
 
 
 def test_the_report_pairs_rounds_and_survives_json():
-    found = json.loads(json.dumps(document()))
+    found = document(
+        ddp=record([5.0, 4.0], seconds=[1.0, 2.0, None]),
+        plait_0=record([5.0, 4.0], seconds=[1.1, 2.2, 3.0]),
+    )
     ratios = found["baselines"]["plait-0"]["ratios"]
-    assert ratios["ddp"]["median"] == pytest.approx(1.1) and ratios["ddp"]["count"] == 2
-    assert ratios["raw_torch"] == ratios["ddp"] and "deepspeed" not in ratios
-    assert "1.100 [1.100, 1.100]" in report.page([found])
+    assert ratios["DDP"]["median"] == pytest.approx(1.1) and ratios["DDP"]["count"] == 2
+    assert ratios["raw torch"] == ratios["DDP"] and "DeepSpeed" not in ratios
+    assert "1.100 [1.100, 1.100]" in report.page(BENCHMARK, [found])
 
 
 def test_nobody_is_left_out_silently():
-    page = report.page([document()])
-    assert "deepspeed-1 was left out: deepspeed is not installed" in page
+    failed = Record(failure="fsdp-kept: rank 0 died")
+    found = document(2, ddp=record([5.0, 4.0]), fsdp_kept=failed)
+    page = report.page(BENCHMARK, [found])
+    assert "deepspeed-0 was left out: deepspeed is not installed" in page
     assert "fsdp-kept failed: fsdp-kept: rank 0 died" in page
-    records = {"ddp": record([5.0, 4.0]), "plait-0": record([5.0, 3.0])}
-    wrong = document(records=records, agreements=agreement.check(records, reference="ddp"))
-    assert "plait-0 DISAGREES" in report.page([wrong]) and "agree: by" not in report.page([wrong])
+    assert not report.is_good(found)
+
+
+def test_an_engine_that_disagrees_is_named():
+    page = report.page(BENCHMARK, [document(ddp=record([5.0, 4.0]), plait_0=record([5.0, 3.0]))])
+    assert "plait-0 DISAGREES" in page and "agree: by" not in page
 
 
 class FakeTeam:
@@ -162,11 +156,12 @@ class FakeTeam:
 
 def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
     shares = iter([0.5, 0.0, 0.5, 0.5, 0.0])
-    monkeypatch.setattr(rounds.ForeignMeter, "start", lambda self: None)
-    monkeypatch.setattr(rounds.ForeignMeter, "stop", lambda self: next(shares))
-    monkeypatch.setattr(rounds, "wait_for_quiet", lambda **_: True)
+    monkeypatch.setattr(load.ForeignMeter, "start", lambda self: None)
+    monkeypatch.setattr(load.ForeignMeter, "stop", lambda self: next(shares))
+    monkeypatch.setattr(load, "wait_for_quiet", lambda **_: True)
     pace = Pace(rounds=3, steps=1, warm=1, repeats=1)
-    (seen,) = rounds.run({"ddp": FakeTeam()}, BY_NAME, pace=pace, say=lambda _: None).values()
+    baselines = {"ddp": BENCHMARK.scenes[0].baselines[0]}
+    (seen,) = rounds.run({"ddp": FakeTeam()}, baselines, pace=pace).values()
     assert seen.seconds == [2.0, None, 2.0]  # the slower rank's; round 2 stayed disturbed
     assert (
         seen.losses == [0.5] * 10
@@ -175,7 +170,7 @@ def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
 
 def test_a_wrong_argument_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["--baselines", "dpp"])
+        command.main(BENCHMARK, ["--baselines", "dpp"])
     assert stopped.value.code == 2 and "invalid choice: 'dpp'" in capsys.readouterr().err
 
 

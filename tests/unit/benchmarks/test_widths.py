@@ -7,10 +7,10 @@ from benchmarks.planner_accuracy.frameworks import (
     datasheet_priors,
     fitted_priors,
     framework,
-    read_runs,
     without_name,
 )
 from benchmarks.planner_accuracy.learn import rows_of
+from benchmarks.planner_accuracy.runs import read_runs
 from benchmarks.planner_accuracy.widths import Residuals, Scales, residuals, scaled, scales_of
 
 

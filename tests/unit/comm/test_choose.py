@@ -176,7 +176,7 @@ def test_small_messages_through_a_buffer_are_not_merged():
 
 
 def test_the_document_has_the_table_of_now():
-    """`python tools/choice_table.py --write`."""
+    """`python -m tools.choice_table --write`."""
     text = DOCUMENT.read_text()
     assert written(text) == text
 

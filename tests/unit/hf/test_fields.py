@@ -40,7 +40,7 @@ def test_every_field_is_known():
 
 def test_document():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert text == written(text), "run PYTHONPATH=src:. python tools/trainer_fields.py --write"
+    assert text == written(text), "run python -m tools.trainer_fields --write"
 
 
 REFUSED: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from benchmarks.context_kernels.counts import kernels_by_hand, kernels_of_layer
+from benchmarks.context_kernels import kernels_by_hand, kernels_of_layer
 from plait.parallel.context.kinds import Kind
 
 

@@ -1,7 +1,7 @@
-"""Raw torch, written by hand for this one model: a pipeline of two stages, and two-dimensional parallelism.
+"""Model parallelism in plain torch, written by hand for this one model.
 
-Everyone uses the fused AdamW and one foreach pass for clipping. What has to cross ranks besides (the norm, and with it the loss) crosses
-in one all-reduce.
+Both engines use the fused AdamW and clip in one foreach pass. The norm and the loss cross ranks in
+one all-reduce.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.pipeline_step.workload import Workload
-from benchmarks.training_step.baselines import Step
-from benchmarks.training_step.workload import adamw_arguments, build_model
+from benchmarks.steps.baselines import Step
+from benchmarks.steps.workload import Workload, build_model, optimizer_arguments
 
 
 class LlamaStage(nn.Module):
-    """Some consecutive blocks of a Llama, the embedding before the first of them, the norm and the head after the last."""
+    """Consecutive blocks of a Llama, with the embedding before its first and the head after its last."""
 
     def __init__(self, model: nn.Module, *, blocks: range, layers: int) -> None:
         super().__init__()
@@ -51,19 +50,23 @@ class LlamaStage(nn.Module):
             hidden = layer(
                 hidden, attention_mask=None, position_embeddings=embeddings, position_ids=positions
             )
-        return (
-            hidden if self.norm is None or self.lm_head is None else self.lm_head(self.norm(hidden))
-        )
+        if self.norm is None or self.lm_head is None:
+            return hidden
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy; `logits` [batch, seq, vocab], `labels` [batch, seq] int64. Shifting the labels leaves the logits uncopied."""
+    """Return the mean cross entropy of logits [batch, seq, vocab] and labels [batch, seq] int64.
+
+    Shifting the labels, and not the logits, avoids a copy of the logits.
+    """
     targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def one_f_one_b(workload: Workload) -> Step:
-    """torch's 1F1B runtime over two stages."""
+    """Build torch's 1F1B schedule over two stages."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     blocks = (range(workload.first_stage), range(workload.first_stage, workload.layers))[rank]
@@ -71,7 +74,7 @@ def one_f_one_b(workload: Workload) -> Step:
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, workload.micro_batches, loss_fn=next_token_loss)
     parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(parameters, **adamw_arguments(workload))
+    optimizer = torch.optim.AdamW(parameters, fused=True, **optimizer_arguments(workload))
 
     def step(batch: dict[str, Tensor]) -> tuple[float, float]:
         losses: list[Tensor] = []
@@ -79,15 +82,12 @@ def one_f_one_b(workload: Workload) -> Step:
             schedule.step(batch["input_ids"], return_outputs=False)
         else:
             schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
-        square = (
-            get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True) ** 2
-        )
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
         loss = torch.stack(losses).mean() if losses else torch.zeros(())
-        totals = torch.stack([square, loss])
+        totals = torch.stack([norm**2, loss])
         dist.all_reduce(totals)
         norm = totals[0].sqrt()
-        if workload.clip > 0:
-            clip_grads_with_norm_(parameters, workload.clip, norm, foreach=True)
+        clip_grads_with_norm_(parameters, workload.clip, norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         return totals[1].item(), norm.item()
@@ -96,7 +96,7 @@ def one_f_one_b(workload: Workload) -> Step:
 
 
 TP_PLAN = {
-    # Without these two, every column-split layer would all-reduce the gradient of the input they share on its own.
+    # Without these two, every column-split layer would all-reduce the gradient of its input.
     "self_attn": PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": Replicate()},
         desired_input_kwarg_layouts={"hidden_states": Replicate()},
@@ -113,11 +113,10 @@ TP_PLAN = {
 
 
 def two_dimensional(workload: Workload) -> Step:
-    """Tensor parallelism inside pairs of ranks and `fully_shard` with parameters kept (ZeRO 2) across pairs; logits stay split."""
+    """Build tensor parallelism in pairs of ranks, and `fully_shard` (ZeRO 2) across the pairs."""
     dist.init_process_group("gloo")
-    mesh = init_device_mesh(
-        "cpu", (workload.slices, workload.ranks // workload.slices), mesh_dim_names=("dp", "tp")
-    )
+    pairs = (workload.ranks // workload.ranks_per_slice, workload.ranks_per_slice)
+    mesh = init_device_mesh("cpu", pairs, mesh_dim_names=("dp", "tp"))
     model = build_model(workload)
     blocks = list(model.get_submodule("model.layers").children())
     ends = {
@@ -129,14 +128,14 @@ def two_dimensional(workload: Workload) -> Step:
         parallelize_module(block, mesh["tp"], TP_PLAN)
         fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
-    # Split over both axes, and norms, which are split over dp only: torch takes the norm of one mesh at a time, and updates so too.
+    # Norm weights are split over dp only. A foreach or fused operator takes tensors of one mesh.
     groups: dict[int, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [{"params": members} for members in groups.values()], **adamw_arguments(workload)
-    )
+    parameter_groups = [{"params": members} for members in groups.values()]
+    arguments = optimizer_arguments(workload)
+    optimizer = torch.optim.AdamW(parameter_groups, fused=True, **arguments)
 
     def total_norm() -> Tensor:
         norms = []
@@ -151,9 +150,8 @@ def two_dimensional(workload: Workload) -> Step:
             loss = next_token_loss(model(batch["input_ids"]).logits, batch["labels"])
             loss.backward()
         norm = total_norm()
-        if workload.clip > 0:
-            for members in groups.values():
-                clip_grads_with_norm_(members, workload.clip, norm, foreach=True)
+        for members in groups.values():
+            clip_grads_with_norm_(members, workload.clip, norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         value = loss.full_tensor() if isinstance(loss, DTensor) else loss

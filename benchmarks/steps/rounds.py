@@ -1,20 +1,19 @@
-"""The interleaved rounds: every baseline takes a turn in every round, in an order that rotates, while all others wait.
+"""Rounds in which every baseline has one turn, in an order that rotates, while all others wait.
 
-A turn during which other programs used more of the machine than allowed is repeated; where it stays disturbed it is left out of the
-statistics and counted, never averaged in.
+A turn during which other programs used more of the machine than allowed is repeated. If it is
+disturbed every time, it is counted and left out of the statistics.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 
-from benchmarks.common.load import ForeignMeter, wait_for_quiet
+from benchmarks.common.load import undisturbed
+from benchmarks.common.report import say
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
-from benchmarks.training_step.baselines import Baseline
-
-Say = Callable[[str], None]
+from benchmarks.steps.baselines import Baseline
 
 
 @dataclass(frozen=True)
@@ -37,27 +36,27 @@ class Record:
     """All that was seen of one baseline."""
 
     seconds: list[float | None] = field(default_factory=list)
-    """Seconds a step, one entry a round; None where no turn of that round was undisturbed."""
+    """Seconds per step, one entry per round, or None if all turns of the round were disturbed."""
     processor_seconds: list[float] = field(default_factory=list)
-    """Processor seconds a step and rank, of every turn: what the step costs where nobody waits. Foreign work hardly moves it."""
+    """Processor seconds per step and rank, of every turn. Foreign work hardly changes them."""
     foreign: list[float] = field(default_factory=list)
     """Foreign share of every turn, repeated ones included."""
     losses: list[float] = field(default_factory=list)
-    """Mean over ranks, by step index."""
+    """Mean over ranks, for each step."""
     norms: list[float | None] = field(default_factory=list)
-    """None where the baseline does not tell it."""
+    """Gradient norms, for each step."""
     peak_bytes: int = 0
     """Largest resident size of a rank, libraries included."""
     failure: str | None = None
 
     @property
     def clean(self) -> list[float]:
-        """Seconds a step of the undisturbed turns."""
+        """Seconds per step of the undisturbed turns."""
         return [value for value in self.seconds if value is not None]
 
 
 def order(names: Sequence[str], *, index: int) -> list[str]:
-    """The order of round `index`: rotated, and turned around every other time, so that nobody always follows the same one."""
+    """Return the order of round `index`: rotated, and reversed in every other round."""
     shift = (index // 2) % len(names)
     rotated = [*names[shift:], *names[:shift]]
     return rotated[::-1] if index % 2 else rotated
@@ -68,9 +67,8 @@ def run(
     baselines: Mapping[str, Baseline],
     *,
     pace: Pace,
-    say: Say,
 ) -> dict[str, Record]:
-    """All rounds. A worker group that fails is stopped and noted in its record; the others go on."""
+    """Run all rounds. A worker group that fails is stopped, and the others continue."""
     records = {name: Record() for name in worker_groups}
     for index in range(pace.rounds):
         for name in order(list(worker_groups), index=index):
@@ -91,29 +89,25 @@ def run(
 
 def _turn(worker_group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace) -> None:
     value = None
-    for _ in range(1 + pace.repeats):
-        wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
-        meter = ForeignMeter((*worker_group.pids, os.getpid()))
-        meter.start()
-        answers = worker_group.ask(
-            ("turn", {"warm": pace.warm, "steps": pace.steps}),
-            timeout_seconds=pace.turn_timeout_seconds,
-        )
-        record.foreign.append(meter.stop())
+    for share, answers in undisturbed(
+        worker_group,
+        ("turn", {"warm": pace.warm, "steps": pace.steps}),
+        share=pace.foreign_share,
+        repeats=pace.repeats,
+        wait_seconds=pace.wait_seconds,
+        timeout_seconds=pace.turn_timeout_seconds,
+    ):
+        record.foreign.append(share)
         by_rank = [answer["losses"] for answer in answers]
-        record.losses += (
-            by_rank[0]
-            if baseline.loss_is_global
-            else [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
-        )
+        if baseline.loss_is_global:
+            record.losses += by_rank[0]
+        else:
+            record.losses += [mean(losses) for losses in zip(*by_rank, strict=True)]
         record.norms += answers[0]["norms"]
-        record.processor_seconds.append(
-            sum(answer["processor_seconds"] for answer in answers) / len(answers)
-        )
+        record.processor_seconds.append(mean(answer["processor_seconds"] for answer in answers))
         record.peak_bytes = max([record.peak_bytes, *(answer["peak_bytes"] for answer in answers)])
-        if record.foreign[-1] <= pace.foreign_share:
+        if share <= pace.foreign_share:
             value = max(answer["seconds"] for answer in answers)
-            break
     record.seconds.append(value)
 
 

@@ -1,25 +1,31 @@
-"""Counts of the kernels of one attention layer, forward and backward, from fake tensors, which need no device.
+"""Kernels of one attention layer with context parallelism, compared with a ring written by hand.
 
-A kernel is an operator that computes or moves data: views and allocations are none, and a send with its receive is one.
+    python -m benchmarks.context_kernels [--quick]
+
+It counts forward and backward from fake tensors, and prints the table of
+docs/how-to/context-parallelism.md. A kernel is an operator that computes or moves data: views and
+allocations are none, and a send with its receive is one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.common.command import command
+from benchmarks.common.report import markdown
 from plait._torch.operators import FakeTensorMode, TorchDispatchMode
 from plait.parallel.context.kernel import AttentionRule, Kernel
 from plait.parallel.context.kinds import Kind, SequenceLayout, SequencePlacement, attention
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 32
-"""Of Llama-3-8B."""
-ALLOCATIONS = (
+"""Sizes of Llama-3-8B."""
+ALLOCATIONS = [
     "empty",
     "empty_like",
     "empty_strided",
@@ -27,7 +33,9 @@ ALLOCATIONS = (
     "new_empty_strided",
     "detach",
     "device",
-)
+]
+CASES = {8192: (2, 4, 8), 32768: (2, 8, 32), 131072: (8, 32), 1048576: (8, 32)}
+"""Degrees of context parallelism, by the number of tokens."""
 
 
 class CountKernels(TorchDispatchMode):
@@ -57,10 +65,10 @@ def kernels_of_layer(
 
     Args:
         kind: How queries see the keys of other ranks.
-        tokens: Of the full sequence.
+        tokens: Length of the full sequence.
         ranks: Degree of context parallelism.
         rank: This rank.
-        window: Of the layer.
+        window: Sliding window of the layer, in tokens.
         kernel: What computes attention.
     """
     layout = SequenceLayout(ranks, rank, zigzag=kind != "ulysses")
@@ -103,7 +111,7 @@ def _counted(
 
 
 class RingByHand(torch.autograd.Function):
-    """Ring attention with zigzag chunks for causal attention without documents, as lean as it can be written in torch.
+    """Causal ring attention with zigzag chunks, with as few kernels as torch allows.
 
     A step is one call of FlashAttention, one merge of five element-wise operators, and one message.
     """
@@ -215,3 +223,22 @@ def _flash_backward(
         x.transpose(1, 2)
         for x in backward(*tensors, log_sum_exp, None, None, *lengths, 0.0, causal, random, random)
     ]
+
+
+def main() -> None:
+    quick = command("context_kernels", __doc__).parse_args().quick
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    rows = []
+    for tokens, degrees in CASES.items():
+        for ranks in degrees[: 1 if quick else None]:
+            counts = {kind: kernels_of_layer(kind, tokens, ranks, 0).total() for kind in kinds}
+            by_hand = kernels_by_hand(tokens, ranks, 0).total()
+            columns = [ranks, by_hand, *counts.values()]
+            all_layers = f"{counts['ring'] * LAYERS:,}"
+            rows.append([f"{tokens:,}", *map(str, columns), all_layers])
+    header = ["tokens", "cp", "ring by hand", *kinds, f"ring, {LAYERS} layers"]
+    print(markdown(header, rows, right=()))
+
+
+if __name__ == "__main__":
+    main()

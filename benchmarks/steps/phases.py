@@ -1,9 +1,8 @@
-"""Where the time of a step goes, seen from outside and the same way for every baseline.
+"""Where the time of a step goes, measured from outside in the same way for every baseline.
 
-Forward is the call of the root module, backward the call into autograd, optimizer the step of the innermost `torch.optim.Optimizer`;
-the rest of the step (clipping, gathering updated parameters, bookkeeping) is `other`. In each phase the main thread is either busy or
-waiting, which here means waiting for a collective or for a core that a communication thread holds. Nothing is recorded inside the
-timed rounds: the clock is attached for a turn of its own.
+Forward is the call of the model, backward the call into autograd, and optimizer the step of the
+innermost `torch.optim.Optimizer`. The rest of the step is `other`. The main thread is busy, or it
+waits for a collective or for a core. The clock is not attached in timed rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ PHASES = ("forward", "backward", "optimizer", "other")
 
 
 class Clock:
-    """Seconds of wall time and of main-thread processor time a phase, summed over steps."""
+    """Seconds of wall time and of processor time of the main thread per phase."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)
@@ -31,7 +30,7 @@ class Clock:
         self._open: list[tuple[str, float, float]] = []
 
     def begin(self, phase: str) -> None:
-        """Enter a phase. Phases may nest: the inner one's time is not counted in the outer one."""
+        """Enter a phase. The time of an inner phase is not counted in the outer one."""
         self._settle()
         self._open.append((phase, time.perf_counter(), time.thread_time()))
 
@@ -69,9 +68,8 @@ def _attached(clock: Clock, is_root: Callable[[nn.Module], bool]) -> Iterator[No
     backward = torch.autograd.backward
     handles = [
         module_hooks.register_module_forward_pre_hook(before),
-        module_hooks.register_module_forward_hook(
-            after, always_call=True
-        ),  # a pipeline stage may leave by an exception
+        # A pipeline stage may be left by an exception.
+        module_hooks.register_module_forward_hook(after, always_call=True),
         optimizer_hooks.register_optimizer_step_pre_hook(lambda *_: clock.begin("optimizer")),
         optimizer_hooks.register_optimizer_step_post_hook(lambda *_: clock.end()),
     ]
@@ -84,24 +82,31 @@ def _attached(clock: Clock, is_root: Callable[[nn.Module], bool]) -> Iterator[No
             handle.remove()
 
 
-def measure(step: Callable[[], object], *, steps: int, roots: Collection[str]) -> dict[str, float]:
-    """Milliseconds a step: `<phase>` wall time and `<phase> waiting` for each of PHASES, `total`, and `threads`, the processor time of
-    all other threads of this process. `roots` are the class names that a model may have."""
+def measure(step: Callable[[], object], *, steps: int, models: Collection[str]) -> dict[str, float]:
+    """Run some steps, and return milliseconds per step.
+
+    Args:
+        step: One training step.
+        steps: Number of steps.
+        models: Class names of the modules whose call is a forward.
+
+    Returns:
+        `<phase>` and `<phase> waiting` for each of PHASES, `total`, and `threads`, the processor
+        time of all other threads of this process.
+    """
     clock = Clock()
-    names = {*roots, *(f"FSDP{root}" for root in roots)}
-    wall, busy, process = time.perf_counter(), time.thread_time(), time.process_time()
+    names = {*models, *(f"FSDP{model}" for model in models)}
+    wall = time.perf_counter()
+    busy = time.thread_time()
+    process = time.process_time()
     with _attached(clock, lambda module: type(module).__name__ in names):
         for _ in range(steps):
             clock.begin("other")
             step()
             clock.end()
-    wall, busy, process = (
-        time.perf_counter() - wall,
-        time.thread_time() - busy,
-        time.process_time() - process,
-    )
-    found = {"total": wall, "threads": process - busy}
+    other_threads = time.process_time() - process - (time.thread_time() - busy)
+    seconds = {"total": time.perf_counter() - wall, "threads": other_threads}
     for phase in PHASES:
-        found[phase] = clock.wall[phase]
-        found[f"{phase} waiting"] = clock.wall[phase] - clock.busy[phase]
-    return {name: 1000 * seconds / steps for name, seconds in found.items()}
+        seconds[phase] = clock.wall[phase]
+        seconds[f"{phase} waiting"] = clock.wall[phase] - clock.busy[phase]
+    return {name: 1000 * value / steps for name, value in seconds.items()}

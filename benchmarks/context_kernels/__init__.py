@@ -1,1 +1,0 @@
-"""Kernels that attention launches under context parallelism, beside a ring written by hand."""

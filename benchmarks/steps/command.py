@@ -1,0 +1,222 @@
+"""The command of a benchmark of training steps. For each scene it starts the workers, runs the
+rounds, and prints and writes the result.
+
+Exit code 0 if every baseline was measured and agreed, 1 if one failed, disagreed or never had an
+undisturbed turn, 2 for a wrong argument. A ratio above the target is reported and is no failure. A
+scene that is measured alone replaces its own result only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common.command import command
+from benchmarks.common.load import wait_for_quiet
+from benchmarks.common.report import RESULTS, facts, say, write
+from benchmarks.common.workers import WorkerGroup, WorkerGroupError
+from benchmarks.steps import deepspeed_peer, report, rounds
+from benchmarks.steps.baselines import Baseline, Benchmark, Scene
+from benchmarks.steps.rounds import Pace, Record
+from benchmarks.steps.worker import start
+from benchmarks.steps.workload import Workload
+
+PACKAGES = ("torch", "transformers", "deepspeed", "plait")
+START_SECONDS = 600.0
+LIBRARIES_BYTES = 400 * 2**20
+"""Memory of a worker before it has a model."""
+COPIES = 7
+"""Parameters, gradients, two moments, buckets or gathered parameters, and activations, in units of
+the parameters' bytes."""
+QUICK_SIZES = {
+    "layers": 2,
+    "hidden": 128,
+    "intermediate": 352,
+    "heads": 4,
+    "vocabulary": 512,
+    "sequence": 64,
+}
+QUICK_PACE = Pace(rounds=2, steps=1, foreign_share=1.0, wait_seconds=0.0)
+"""Nothing waits for a quiet machine, because the numbers mean nothing."""
+
+
+def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
+    """Run the command of a benchmark and return its exit code."""
+    options = _parse(benchmark, arguments)
+    pace = Pace(rounds=options.rounds, steps=options.steps)
+    if options.quick:
+        pace = QUICK_PACE
+    scenes = [scene for scene in benchmark.scenes if scene.name in options.scenes]
+    names = {*options.baselines, *(scene.baselines[0].name for scene in scenes)}
+    chosen = [[one for one in scene.baselines if one.name in names] for scene in scenes]
+    skipped = unavailable([one for baselines in chosen for one in baselines])
+    good = True
+    with tempfile.TemporaryDirectory(prefix=f"{benchmark.name}_") as logs:
+        for scene, baselines in zip(scenes, chosen, strict=True):
+            sizes = {**scene.sizes, **(QUICK_SIZES if options.quick else {})}
+            found = measure(
+                benchmark,
+                scene,
+                [one for one in baselines if one.name not in skipped],
+                workload=Workload(**sizes),
+                pace=pace,
+                logs=Path(logs),
+                skipped={one.name: skipped[one.name] for one in baselines if one.name in skipped},
+            )
+            good = good and found is not None and report.is_good(found)
+            if found is None:
+                continue
+            print(report.terminal(found), flush=True)
+            if not options.quick:
+                _write(benchmark, options.output, found)
+    return 0 if good else 1
+
+
+def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Namespace:
+    scenes = [scene.name for scene in benchmark.scenes]
+    # A baseline may be in several scenes.
+    names = list(dict.fromkeys(one.name for scene in benchmark.scenes for one in scene.baselines))
+    parser = command(benchmark.name, __doc__)
+    parser.add_argument("--scenes", nargs="+", choices=scenes, default=scenes)
+    parser.add_argument("--baselines", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=Pace.rounds)
+    parser.add_argument("--steps", type=int, default=Pace.steps, help="timed steps of a turn")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args(arguments)
+
+
+def unavailable(baselines: Sequence[Baseline]) -> dict[str, str]:
+    """Return the baselines that cannot run here, with the reason, and print them."""
+    skipped = {
+        one.name: f"{one.requires} is not installed (pip install '.[bench]')"
+        for one in baselines
+        if one.is_missing
+    }
+    deepspeed = [
+        one.name for one in baselines if one.requires == "deepspeed" and one.name not in skipped
+    ]
+    if deepspeed:
+        say("compiling DeepSpeed's operators (a minute the first time)")
+        problem = deepspeed_peer.prepare()
+        if problem:
+            skipped |= dict.fromkeys(deepspeed, problem)
+    for name, reason in skipped.items():
+        say(f"{name} is left out: {reason}")
+    return skipped
+
+
+def measure(
+    benchmark: Benchmark,
+    scene: Scene,
+    baselines: Sequence[Baseline],
+    *,
+    workload: Workload,
+    pace: Pace,
+    logs: Path,
+    skipped: Mapping[str, str],
+) -> dict[str, Any] | None:
+    """Run the rounds of a scene. Returns `report.document`, or None if nothing can be compared."""
+    by_name = {one.name: one for one in baselines}
+    say(f"{scene.title}: {', '.join(by_name)}")
+    problem = _too_large(len(by_name), workload)
+    if problem:
+        say(f"{scene.title} is left out: {problem}")
+        return None
+    groups: dict[str, WorkerGroup] = {}
+    try:
+        failures = start_groups(by_name, groups, workload=workload, logs=logs)
+        if baselines[0].name not in groups:
+            say(f"{scene.title} is left out: the reference, {baselines[0].name}, did not start")
+            return None
+        records = rounds.run(groups, by_name, pace=pace)
+        records |= {name: Record(failure=reason) for name, reason in failures.items()}
+        return report.document(
+            benchmark,
+            scene,
+            machine=facts(*PACKAGES),
+            workload=workload,
+            pace=pace,
+            records=records,
+            phases=_phases(groups, records, pace=pace),
+            skipped=skipped,
+        )
+    finally:
+        stop_groups(groups)
+
+
+def _too_large(groups: int, workload: Workload) -> str | None:
+    needed = groups * workload.ranks * (LIBRARIES_BYTES + 4 * COPIES * workload.parameters)
+    free = psutil.virtual_memory().available
+    if needed <= free:
+        return None
+    return (
+        f"{groups} worker groups of {workload.ranks} ranks need about {needed / 2**30:.1f} GiB of "
+        f"memory, and {free / 2**30:.1f} GiB are free; name fewer --baselines"
+    )
+
+
+def start_groups(
+    baselines: Mapping[str, Baseline],
+    groups: dict[str, WorkerGroup],
+    *,
+    workload: Workload,
+    logs: Path,
+) -> dict[str, str]:
+    """Start the workers one baseline after the other into `groups`, and return the failures."""
+    failures = {}
+    environment = {**deepspeed_peer.ENVIRONMENT, "OMP_NUM_THREADS": str(workload.threads)}
+    for name, baseline in baselines.items():
+        group = WorkerGroup(
+            name,
+            ranks=workload.ranks,
+            start=start,
+            argument=(baseline, workload),
+            logs=logs,
+            environment=environment,
+        )
+        groups[name] = group
+        try:
+            group.ready(timeout_seconds=START_SECONDS)
+        except WorkerGroupError as error:
+            failures[name] = f"did not start: {error}"
+            stop_groups({name: groups.pop(name)})
+            say(f"{name} {failures[name]}")
+    return failures
+
+
+def stop_groups(groups: Mapping[str, WorkerGroup]) -> None:
+    """End all workers, and remove what DeepSpeed leaves behind."""
+    for group in groups.values():
+        group.stop()
+    deepspeed_peer.clean(ports=[group.port for group in groups.values()])
+
+
+def _phases(
+    groups: Mapping[str, WorkerGroup], records: dict[str, Record], *, pace: Pace
+) -> dict[str, list[dict[str, float]]]:
+    """Return milliseconds per phase, by baseline and rank, of every group that still runs."""
+    phases = {}
+    for name, group in groups.items():
+        if records[name].failure:
+            continue
+        wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
+        message = ("phases", {"warm": 1, "steps": pace.steps})
+        try:
+            phases[name] = group.ask(message, timeout_seconds=pace.turn_timeout_seconds)
+        except WorkerGroupError as error:
+            records[name].failure = str(error)
+    return phases
+
+
+def _write(benchmark: Benchmark, folder: Path, found: dict[str, Any]) -> None:
+    results = folder / benchmark.name
+    write(results / f"{found['scene']}.json", found, digits=7)
+    paths = [results / f"{scene.name}.json" for scene in benchmark.scenes]
+    measured = [json.loads(path.read_text()) for path in paths if path.exists()]
+    (folder / f"{benchmark.name}.md").write_text(report.page(benchmark, measured))

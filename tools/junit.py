@@ -1,0 +1,55 @@
+"""Results of tests in the JUnit files of `pytest --junitxml` (family xunit1)."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one test."""
+
+    test: str
+    """Node id of pytest: `tests/a.py::Class::test_name[case]`."""
+    outcome: str
+    """`passed`, `failed` or `skipped`."""
+    seconds: float
+    properties: dict[str, str]
+    """Values that the test recorded by `record_property`."""
+
+
+def results(paths: Iterable[Path]) -> Iterator[Result]:
+    """Yield all results. A file that was skipped as a whole has an empty name."""
+    for path in paths:
+        for case in ElementTree.parse(path).iter("testcase"):
+            children = {child.tag for child in case}
+            outcome = "passed"
+            if children & {"failure", "error"}:
+                outcome = "failed"
+            elif "skipped" in children:
+                outcome = "skipped"
+            entries = ((one.get("name", ""), one.get("value", "")) for one in case.iter("property"))
+            seconds = float(case.get("time", "0"))
+            yield Result(_name(case), outcome, seconds, dict(entries))
+
+
+def _name(case: ElementTree.Element) -> str:
+    file = case.get("file", "")
+    module = file.removesuffix(".py").replace("/", ".")
+    owner = case.get("classname", "").removeprefix(module).strip(".").replace(".", "::")
+    return "::".join(part for part in (file, owner, case.get("name", "")) if part)
+
+
+def counts(found: Iterable[Result]) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped."""
+    counter = Counter(result.outcome for result in found)
+    return {outcome: counter[outcome] for outcome in ("passed", "failed", "skipped")}
+
+
+def began(path: Path) -> str:
+    """Return when a run began, as a text that sorts, or an empty one."""
+    return next(ElementTree.parse(path).iter("testsuite")).get("timestamp", "")
