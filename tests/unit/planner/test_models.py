@@ -51,7 +51,7 @@ def parameter_count(config):
 )
 def test_counts_are_those_of_transformers(name):
     found = replace(named(name), layers=2)
-    positions = 128 if name == "gpt2" else 0
+    positions = 1024 if name == "gpt2" else 0
     config = to_config(found, positions=128)
     assert parameter_count(config) == replace(found, positions=positions).parameters
 
