@@ -39,22 +39,17 @@ def test_a_batch_depends_on_step_and_rank_only():
     assert torch.equal(first["input_ids"], batch(SMALL, step=3, rank=1)["input_ids"])
     for other in (batch(SMALL, step=4, rank=1), batch(SMALL, step=3, rank=0)):
         assert not torch.equal(first["input_ids"], other["input_ids"])
-    assert (
-        first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence)
-        and int(first["input_ids"].max()) < ALPHABET
-    )
+    assert first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence)
+    assert int(first["input_ids"].max()) < ALPHABET
 
 
 def test_all_baselines_get_the_same_optimizer():
-    expected = {k: v for k, v in adamw_arguments(SMALL).items() if k != "fused"} | {
-        "betas": list(SMALL.betas)
-    }
+    expected = {**adamw_arguments(SMALL), "betas": list(SMALL.betas)}
+    expected.pop("fused", None)
     for made in (deepspeed_configuration(SMALL, stage=2), plait_configuration(SMALL, stage=2)):
         assert made["optimizer"] == {"type": "AdamW", "params": expected}
-        assert (
-            made["gradient_clipping"] == SMALL.clip
-            and made["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
-        )
+        assert made["gradient_clipping"] == SMALL.clip
+        assert made["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
 
 
 def test_every_comparison_names_a_baseline():
@@ -63,14 +58,9 @@ def test_every_comparison_names_a_baseline():
 
 
 def record(losses, norms=(1.0, 1.0), seconds=(1.0, 1.0)):
-    return Record(
-        seconds=list(seconds),
-        foreign=[0.0] * len(seconds),
-        processor_seconds=[0.9],
-        losses=list(losses),
-        norms=list(norms),
-        peak_bytes=2**30,
-    )
+    numbers = {"losses": list(losses), "norms": list(norms), "peak_bytes": 2**30}
+    foreign = [0.0] * len(seconds)
+    return Record(seconds=list(seconds), foreign=foreign, processor_seconds=[0.9], **numbers)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +92,10 @@ def document(**changes):
         "plait-0": record([5.0, 4.0], seconds=[1.1, 2.2, 3.0]),
         "fsdp-kept": Record(failure="fsdp-kept: rank 0 died"),
     }
+    machine = {"date": "2026-01-01", "cpu": "a cpu", "cores": 2, "memory_bytes": 2**34, "python": "3.11", "versions": {"torch": "2"}}  # fmt: skip
     arguments = {
         "stage": 0,
-        "machine": {
-            "date": "2026-01-01",
-            "cpu": "a cpu",
-            "cores": 2,
-            "memory_bytes": 2**34,
-            "python": "3.11",
-            "versions": {"torch": "2"},
-        },
+        "machine": machine,
         "workload": SMALL,
         "pace": Pace(),
         "baselines": BY_NAME,
@@ -141,22 +125,16 @@ def test_nobody_is_left_out_silently():
 
 
 class FakeTeam:
-    """Answers turns without processes."""
+    """Team that answers turns without processes."""
 
     pids = ()
 
     def ask(self, message, *, timeout_seconds):
         _, arguments = message
         count = arguments["warm"] + arguments["steps"]
+        shared = {"processor_seconds": 1.0, "norms": [1.0] * count, "peak_bytes": 1}
         return [
-            {
-                "seconds": 1.0 + rank,
-                "processor_seconds": 1.0,
-                "losses": [float(rank)] * count,
-                "norms": [1.0] * count,
-                "peak_bytes": 1,
-            }
-            for rank in (0, 1)
+            {"seconds": 1.0 + rank, "losses": [float(rank)] * count, **shared} for rank in (0, 1)
         ]
 
 
@@ -167,10 +145,10 @@ def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
     monkeypatch.setattr(rounds, "wait_for_quiet", lambda **_: True)
     pace = Pace(rounds=3, steps=1, warm=1, repeats=1)
     (seen,) = rounds.run({"ddp": FakeTeam()}, BY_NAME, pace=pace, say=lambda _: None).values()
-    assert seen.seconds == [2.0, None, 2.0]  # the slower rank's; round 2 stayed disturbed
-    assert (
-        seen.losses == [0.5] * 10
-    )  # every step counts for agreement, disturbed or not: mean over ranks
+    # Seconds are the slower rank's. Round 2 stayed disturbed.
+    assert seen.seconds == [2.0, None, 2.0]
+    # The mean over ranks of every step counts for agreement, disturbed or not.
+    assert seen.losses == [0.5] * 10
 
 
 def test_a_wrong_argument_exits_with_2(capsys):
@@ -184,12 +162,9 @@ def test_a_wrong_argument_exits_with_2(capsys):
     [
         ("pass", None),
         ("raise OSError('no compiler')", "do not compile: OSError: no compiler"),
-        (
-            "import time; time.sleep(60)",
-            "took more than 2 s; a build that was killed leaves a file named `lock`",
-        ),
+        ("import time; time.sleep(60)", "took more than 2 s; a build that was killed leaves a file named `lock`"),
     ],
-)
+)  # fmt: skip
 def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected):
     monkeypatch.setattr(deepspeed_peer, "_COMPILE", program)
     problem = deepspeed_peer.prepare(timeout_seconds=2 if "sleep" in program else 60)
@@ -197,14 +172,9 @@ def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected
 
 
 def test_only_shared_memory_of_this_run_is_removed(monkeypatch, tmp_path):
-    old, new, other = (
-        tmp_path / name
-        for name in (
-            "deepspeed_allreduce_buffer_0_host_1234_0",
-            "deepspeed_allreduce_buffer_0_host_5678_0",
-            "torch_5678_0",
-        )
-    )
+    prefix = "deepspeed_allreduce_buffer_0_host_"
+    names = (f"{prefix}1234_0", f"{prefix}5678_0", "torch_5678_0")
+    old, new, other = (tmp_path / name for name in names)
     for path in (old, new, other):
         path.touch()
     monkeypatch.setattr(deepspeed_peer, "SHARED_MEMORY", tmp_path)
