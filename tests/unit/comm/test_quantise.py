@@ -148,9 +148,8 @@ def test_a_run_of_other_length():
         Segment(18, True),
         Segment(6, False),
     )
-    with pytest.raises(
-        ModelError, match=r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"
-    ):
+    words = r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"
+    with pytest.raises(ModelError, match=words):
         Packing.for_rows(segments, 8, numel=13)
 
 

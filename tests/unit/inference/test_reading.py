@@ -136,9 +136,8 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(make, monkeypatch):
     path = parts[0].stored.path
     os.truncate(path, 5000)
     dropped(path)
-    with pytest.raises(
-        CheckpointError, match=r"weights ends at byte 5,000, before the end of a tensor"
-    ):
+    words = r"weights ends at byte 5,000, before the end of a tensor"
+    with pytest.raises(CheckpointError, match=words):
         reader.read(parts)
 
     def failing(*_):
@@ -167,8 +166,6 @@ def test_a_file_that_is_written_to(make, keeps):
     os.utime(
         path.with_name("first"), ns=(0, 1)
     )  # the kernel's clock may not have gone on since it was made
-    with pytest.raises(
-        CheckpointError,
-        match=f"^{path} was written to while layers were streamed .*; wait until it is complete",
-    ):
+    words = f"^{path} was written to while layers were streamed .*; wait until it is complete"
+    with pytest.raises(CheckpointError, match=words):
         reader.read(parts[:1])

@@ -109,24 +109,20 @@ def test_the_least_length():
 
 
 def test_a_configuration_of_another_kind():
-    with pytest.raises(
-        InputError,
-        match="generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary",
-    ):
+    words = "generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary"
+    with pytest.raises(InputError, match=words):
         settings_of(Model(), {}, "greedy")
 
 
 def test_what_would_change_tokens_and_is_not_supported():
-    with pytest.raises(
-        InputError, match="the model's generation_config: num_beams = 4 is not supported"
-    ):
+    words = "the model's generation_config: num_beams = 4 is not supported"
+    with pytest.raises(InputError, match=words):
         settings_of(Model(num_beams=4), {})
     assert settings_of(
         Model(num_beams=4, num_return_sequences=2), {"num_beams": 1, "num_return_sequences": 1}
     ) == settings_of(Model(), {})
-    with pytest.raises(
-        InputError, match="num_beams = 4 is not supported by generate; leave it out, or give 1"
-    ):
+    words = "num_beams = 4 is not supported by generate; leave it out, or give 1"
+    with pytest.raises(InputError, match=words):
         settings_of(Model(), {"num_beams": 4})
     with pytest.raises(InputError, match="generation_config: guidance_scale = 2.0"):
         settings_of(Model(), {}, {"guidance_scale": 2.0})

@@ -68,10 +68,8 @@ def test_rules_that_do_not_fit_are_refused(rules, message):
 
 
 def test_a_user_s_plan_without_known_styles_is_refused():
-    with pytest.raises(
-        ModelError,
-        match=r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean colwise\?",
-    ):
+    words = r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean colwise\?"
+    with pytest.raises(ModelError, match=words):
         rules_for(stack(), user={"head": "columnwise"})
     with pytest.raises(ModelError, match=r"parallel.plan is empty; .* leave it out"):
         rules_for(stack(), user={})
@@ -141,10 +139,8 @@ def test_names_of_transformers_4_are_understood():
     ("kind", "style"), [("olmoe", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")]
 )
 def test_unsupported_styles_are_refused_by_family_and_name(kind, style):
-    with pytest.raises(
-        ModelError,
-        match=rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1",
-    ):
+    words = rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1"
+    with pytest.raises(ModelError, match=words):
         rules_for(family(kind, device="meta"))
 
 

@@ -33,10 +33,8 @@ def test_uninitialised_tensors_are_named(buffer, name):
     """Instead of training on whatever the memory held."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Computed(buffer=buffer))
-    with pytest.raises(
-        ModelError,
-        match=rf"{name} was not initialised: Computed computes it only in its constructor",
-    ):
+    words = rf"{name} was not initialised: Computed computes it only in its constructor"
+    with pytest.raises(ModelError, match=words):
         initialise(model)
 
 

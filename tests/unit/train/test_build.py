@@ -96,9 +96,8 @@ BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 32, "num_h
     ],
 )
 def test_a_bidirectional_model_is_refused(tokenizer, fields):
-    with pytest.raises(
-        ConfigError, match="lets tokens attend to the later tokens.*plait.hf.Trainer"
-    ):
+    words = "lets tokens attend to the later tokens.*plait.hf.Trainer"
+    with pytest.raises(ConfigError, match=words):
         build_model(ModelSection(config=fields), tokenizer, positions=64)
 
 

@@ -117,9 +117,8 @@ def test_all_ranks_refuse_together():
     needed = [rank.least()[0] for rank in ranks]
     technique = Recompute(mode="budget", budget_bytes=needed[1], sequence_length=8)
     for rank in (0, 1):
-        with pytest.raises(
-            ConfigError, match="rank 0 of the pipeline holds .* up to 2 micro-batches are in flight"
-        ) as caught:
+        words = "rank 0 of the pipeline holds .* up to 2 micro-batches are in flight"
+        with pytest.raises(ConfigError, match=words) as caught:
             technique.solved(ranks, rank=rank)
         assert len(caught.value.problems) == 1
     enough = technique.model_copy(update={"budget_bytes": needed[0]})

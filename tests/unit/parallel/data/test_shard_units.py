@@ -32,9 +32,8 @@ def test_a_parameter_of_two_blocks():
     """torch before 2.13 would shard the parameter twice."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    with pytest.raises(
-        ModelError, match=r"0\.weight and 1\.weight share one parameter .* \(0 and 1\)"
-    ):
+    words = r"0\.weight and 1\.weight share one parameter .* \(0 and 1\)"
+    with pytest.raises(ModelError, match=words):
         shard_units(
             Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True
         )
@@ -69,10 +68,10 @@ BLOCKS = ("layers.0", "layers.1", "layers.2")
 
 
 def test_what_is_sharded_together_is_of_one_dtype():
-    with pytest.raises(
-        ModelError,
-        match=r"^layers.0.phase is complex64 and layers.0.weight float32, .*\(layers.0\).*ZeRO stage 0",
-    ):
+    words = (
+        r"^layers.0.phase is complex64 and layers.0.weight float32, .*\(layers.0\).*ZeRO stage 0"
+    )
+    with pytest.raises(ModelError, match=words):
         refuse_several_dtypes(Waves(), BLOCKS)
     for layer in (model := Waves()).layers:
         layer.phase.requires_grad_(False)
@@ -123,9 +122,8 @@ def model_with(library, kind):
 
 def test_bitsandbytes():
     model = model_with("bitsandbytes", "Params4bit")
-    with pytest.raises(
-        ModelError, match="weight is Params4bit of bitsandbytes.*neither split nor moved"
-    ):
+    words = "weight is Params4bit of bitsandbytes.*neither split nor moved"
+    with pytest.raises(ModelError, match=words):
         refuse_quantised(model, moved=True, cast=False, several=True)
     refuse_quantised(model, moved=False, cast=True, several=True)
 

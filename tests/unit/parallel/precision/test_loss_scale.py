@@ -93,9 +93,8 @@ def test_overflow_at_the_minimum_has_a_remedy():
     scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1))
     scaler.update(True)
     before = scaler.state
-    with pytest.raises(
-        LossScaleError, match=r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16"
-    ) as error:
+    words = r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16"
+    with pytest.raises(LossScaleError, match=words) as error:
         scaler.update(True)
     assert scaler.state == before
     assert error.value.exit_code == 1
