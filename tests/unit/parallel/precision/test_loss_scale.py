@@ -71,21 +71,18 @@ def scales(scaler, overflows):
     return found
 
 
-@example(  # an overflow is forgiven, the scale doubles, and another is forgiven then
-    policy=LossScale(
-        initial_scale_power=8, window=1, hysteresis=2, consecutive_hysteresis=False, minimum=1.0
-    ),
-    overflows=[True, False, False, True, True, True],
+FORGIVEN_TWICE = LossScale(
+    initial_scale_power=8, window=1, hysteresis=2, consecutive_hysteresis=False, minimum=1.0
 )
+
+
+# An overflow is forgiven, the scale doubles, and then another overflow is forgiven.
+@example(policy=FORGIVEN_TWICE, overflows=[True, False, False, True, True, True])
 @given(policy=POLICIES, overflows=OVERFLOWS)
 def test_sequence_is_deepspeeds(policy, overflows):
-    theirs = DeepSpeedScaler(
-        2**policy.initial_scale_power,
-        policy.window,
-        policy.minimum,
-        policy.hysteresis,
-        policy.consecutive_hysteresis,
-    )
+    first = 2**policy.initial_scale_power
+    allowances = (policy.hysteresis, policy.consecutive_hysteresis)
+    theirs = DeepSpeedScaler(first, policy.window, policy.minimum, *allowances)
     assert scales(LossScaler(policy), overflows) == scales(theirs, overflows)
 
 
@@ -146,14 +143,8 @@ def test_a_state_of_something_else_is_refused():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"static": -1},
-        {"static": float("nan")},
-        {"window": 0},
-        {"hysteresis": 0},
-        {"minimum": 0},
-        {"initial_scale_power": 127},
-        {"initial_scale_power": 2, "minimum": 8},
-        {"windw": 5},
+        {"static": -1}, {"static": float("nan")}, {"window": 0}, {"hysteresis": 0}, {"minimum": 0},
+        {"initial_scale_power": 127}, {"initial_scale_power": 2, "minimum": 8}, {"windw": 5},
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(wrong):
