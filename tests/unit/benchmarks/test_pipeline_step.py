@@ -17,27 +17,16 @@ from benchmarks.training_step.rounds import Pace, Record
 from benchmarks.training_step.workload import build_model
 from plait.config.resolving.resolve import load, resolve
 
-SMALL = Workload(
-    layers=3,
-    hidden=32,
-    intermediate=48,
-    heads=2,
-    vocabulary=256,
-    sequence=24,
-    micro_batch=1,
-    micro_batches=2,
-)
+SIZES = {"layers": 3, "hidden": 32, "intermediate": 48, "heads": 2, "vocabulary": 256}
+SMALL = Workload(**SIZES, sequence=24, micro_batch=1, micro_batches=2)
 
 
 def test_ranks_of_a_slice_share_a_batch_and_slices_do_not():
     work = Workload(sequence=24, micro_batch=2, micro_batches=3, ranks=4, slices=2)
     seen = [batch(work, step=5, rank=rank)["input_ids"] for rank in range(4)]
     assert seen[0].shape == (6, 24)
-    assert (
-        torch.equal(seen[0], seen[1])
-        and torch.equal(seen[2], seen[3])
-        and not torch.equal(seen[0], seen[2])
-    )
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
+    assert not torch.equal(seen[0], seen[2])
     assert work.tokens_per_step == 2 * 6 * 23
 
 
@@ -46,35 +35,23 @@ def test_the_hand_written_stages_are_the_model():
     model = build_model(SMALL)
     ids = batch(SMALL, step=0, rank=0)
     expected = model(input_ids=ids["input_ids"], labels=ids["labels"]).loss
-    stages = [
-        LlamaStage(model, blocks=range(2), layers=3),
-        LlamaStage(model, blocks=range(2, 3), layers=3),
-    ]
+    stages = [LlamaStage(model, blocks=blocks, layers=3) for blocks in (range(2), range(2, 3))]
     found = next_token_loss(nn.Sequential(*stages)(ids["input_ids"]), ids["labels"])
     torch.testing.assert_close(found, expected)
-    names = [[name for name, _ in stage.named_children()] for stage in stages]
-    assert names == [
-        ["embed_tokens", "layers", "rotary_emb"],
-        ["layers", "rotary_emb", "norm", "lm_head"],
-    ]
+    first, last = ([name for name, _ in stage.named_children()] for stage in stages)
+    assert first == ["embed_tokens", "layers", "rotary_emb"]
+    assert last == ["layers", "rotary_emb", "norm", "lm_head"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_plait_is_configured_for_the_same_work(layout):
-    work = Workload(
-        ranks=layout.ranks,
-        slices=layout.slices,
-        micro_batch=layout.micro_batch,
-        micro_batches=layout.micro_batches,
-        clip=0.5,
-    )
+    names = ("ranks", "slices", "micro_batch", "micro_batches")
+    work = Workload(**{name: getattr(layout, name) for name in names}, clip=0.5)
     plait = next(one for one in layout.baselines if one.name.startswith("plait-"))
     resolved = resolve(load(configuration(work, **plait.options)), world_size=layout.ranks)
     assert resolved.layout.dp == layout.slices
-    assert (resolved.batch.micro_batch_size, resolved.batch.accumulation) == (
-        layout.micro_batch,
-        layout.micro_batches,
-    )
+    assert resolved.batch.micro_batch_size == layout.micro_batch
+    assert resolved.batch.accumulation == layout.micro_batches
     assert resolved.gradient_clipping == 0.5
     assert resolved.layout.pp == 1 or resolved.pipeline.blocks_per_stage == (3, 3)
 
@@ -85,14 +62,9 @@ def test_every_peer_is_the_reference_of_its_layout():
 
 
 def record(losses, seconds):
-    return Record(
-        seconds=seconds,
-        foreign=[0.0] * len(seconds),
-        processor_seconds=[0.9],
-        losses=losses,
-        norms=[1.0, 1.0],
-        peak_bytes=2**30,
-    )
+    numbers = {"losses": losses, "norms": [1.0, 1.0], "peak_bytes": 2**30}
+    foreign = [0.0] * len(seconds)
+    return Record(seconds=seconds, foreign=foreign, processor_seconds=[0.9], **numbers)
 
 
 @pytest.mark.parametrize(
@@ -103,23 +75,10 @@ def test_the_report_lists_what_misses_the_target(plait, losses, said):
     layout = LAYOUTS[0]
     records = {one.name: record([5.0, 4.0], [1.0, 2.0, None]) for one in layout.baselines}
     records["plait-1f1b"] = record(losses, [plait, 2 * plait, 3.0])
-    machine = {
-        "date": "2026-01-01",
-        "cpu": "a cpu",
-        "cores": 2,
-        "memory_bytes": 2**34,
-        "python": "3.11",
-        "versions": {"torch": "2"},
-    }
-    found = report.document(
-        layout,
-        machine=machine,
-        workload=SMALL,
-        pace=Pace(),
-        records=records,
-        agreements=agreement.check(records, reference="torch-1f1b"),
-        phases={},
-    )
+    machine = {"date": "2026-01-01", "cpu": "a cpu", "cores": 2, "memory_bytes": 2**34, "python": "3.11", "versions": {"torch": "2"}}  # fmt: skip
+    agreements = agreement.check(records, reference="torch-1f1b")
+    results = {"records": records, "agreements": agreements, "phases": {}}
+    found = report.document(layout, machine=machine, workload=SMALL, pace=Pace(), **results)
     found = json.loads(json.dumps(found))
     assert found["baselines"]["plait-1f1b"]["ratio"]["median"] == pytest.approx(plait)
     assert said in report.page([found]) and report.is_good(found) is (said != "DISAGREES")
