@@ -8,8 +8,8 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def two_ranks():
 
 
 def test_after_backward():
-    """Called once, after the last gradient."""
+    """The callback runs once, after the last gradient."""
     x = torch.ones(2, requires_grad=True)
     order = []
     x.register_hook(lambda grad: passes.after_backward(lambda: order.append("after")))
@@ -64,7 +64,7 @@ def test_after_backward():
 
 def test_keeps_graph():
     x = torch.ones(1, requires_grad=True)
-    y, found = x * x, list[bool]()
+    y, found = x * x, []
     y.register_hook(lambda grad: found.append(passes.keeps_graph()))
     y.backward(retain_graph=True)
     y.backward()
@@ -72,7 +72,7 @@ def test_keeps_graph():
 
 
 def test_graph_task():
-    """One number in a backward, another one in a backward inside of it, none outside."""
+    """A backward has a number, a backward inside of it has another one, and there is none outside."""
     x, found = torch.ones(2, requires_grad=True), []
 
     def inner(grad):
@@ -91,7 +91,7 @@ def test_graph_task():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_reset_failed_step(keep):
-    """After an exception in a forward all units are sharded, and earlier gradients stay if asked to.
+    """After an exception in a forward all units are sharded. Earlier gradients stay on request.
 
     The earlier micro-batches leave gradients of shards, and gradients that are not reduced.
     """
@@ -101,7 +101,7 @@ def test_reset_failed_step(keep):
     model(torch.ones(2, 4)).sum().backward()
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 4)).sum().backward()
-    reduced = [p.grad.to_local().clone() for p in model.parameters()]  # type: ignore[union-attr]
+    reduced = [p.grad.to_local().clone() for p in model.parameters()]
     unreduced = units.unsharded_gradient_bytes(model)
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 5))
@@ -112,7 +112,7 @@ def test_reset_failed_step(keep):
     if keep:
         assert units.unsharded_gradient_bytes(model) == unreduced
         for p, gradient in zip(model.parameters(), reduced, strict=True):
-            assert torch.equal(p.grad.to_local(), gradient)  # type: ignore[union-attr]
+            assert torch.equal(p.grad.to_local(), gradient)
     units.drop_gradients(model)
     assert not units.unsharded_gradient_bytes(model)
     assert not units.has_unreduced(units.sharded_modules(model))
@@ -143,23 +143,20 @@ def test_backward_was_interrupted():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_reset_partial_reductions(keep):
-    """Sums over the shards that wait for the sum over the replicas stay if asked to."""
+    """Sums over the shards that wait for the sum over the replicas stay on request."""
     model = sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(False)
     model(torch.ones(2, 4)).sum().backward()
-    groups = [
-        group for unit in units.sharded_modules(model) for group in units.parameter_groups(unit)
-    ]
-    partial = [group._partial_reduce_output for group in groups]
-    assert all(output is not None for output in partial) and units.has_unreduced(
-        units.sharded_modules(model)
-    )
+    groups = units.all_parameter_groups(model)
+    outputs = [group._partial_reduce_output for group in groups]
+    assert all(output is not None for output in outputs)
+    assert units.has_unreduced(units.sharded_modules(model))
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 5))
     passes.reset_failed_step(model, keep_gradients=keep)
     if keep:
-        assert [group._partial_reduce_output for group in groups] == partial
+        assert [group._partial_reduce_output for group in groups] == outputs
     else:
         units.drop_gradients(model)
         assert not units.has_unreduced(units.sharded_modules(model))
@@ -196,7 +193,7 @@ def test_wait_for_offloaded_gradients():
 
 
 def test_has_gradient_hooks():
-    """Either kind."""
+    """Hooks on the gradient and hooks after its accumulation both count."""
     one, other, plain = (nn.Parameter(torch.ones(2)) for _ in range(3))
     one.register_hook(lambda gradient: gradient)
     other.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -204,7 +201,7 @@ def test_has_gradient_hooks():
 
 
 def sharded(mesh=None):
-    """A block and a root, 3 rows over 2 ranks, or over the last dimension of `mesh`."""
+    """A block and a root with 3 rows over 2 ranks, or over the last dimension of `mesh`."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
     mesh = mesh or init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
@@ -215,16 +212,15 @@ def test_sharded_state():
     """Units, gathered copies and unsharded gradients are found and measured."""
     model = sharded()
     assert len(units.sharded_modules(model)) == 2
-    assert units.gathered_parameters(model[0]) == []  # type: ignore[index, arg-type]
+    assert units.gathered_parameters(model[0]) == []
     assert units.unsharded_parameter_bytes(model) == 0
-    model.set_requires_gradient_sync(False)  # type: ignore[operator]
-    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
     model(torch.ones(1, 4)).sum().backward()
-    pairs = units.gathered_parameters(model[0])  # type: ignore[index, arg-type]
+    pairs = units.gathered_parameters(model[0])
     assert [tuple(unsharded.shape) for _, unsharded in pairs] == [(3, 4), (3,)]
-    assert units.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4), (
-        "padded to whole rows a rank"
-    )
+    # Rows are padded, so that each rank has equally many.
+    assert units.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4)
     assert units.unsharded_gradient_bytes(model) == 4 * (3 * 4 + 3 + 4 * 3 + 4)
     units.reduce_unused_parameters(model)
 
@@ -242,7 +238,7 @@ class Envelope:
 
 
 class ReturnsObject(nn.Module):
-    """Returns tensors in an object, some of them in a list, as pytrees do not open it."""
+    """Returns tensors in an object that pytrees do not open, some of them in a list."""
 
     def __init__(self, kind):
         super().__init__()
@@ -270,7 +266,7 @@ def test_outputs_in_objects(nested, kind):
     model, mesh = ReadsObject(kind), init_device_mesh("cpu", (2,))
     fully_shard(model.inner, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    seen: list[str] = []
+    seen = []
     for unit in units.sharded_modules(model):
         ignored_changes.watch_shards(unit)
         gathering.on_shard_reads(unit, lambda when: seen.append(when[0]), lambda: None)
@@ -291,14 +287,14 @@ def test_outputs_in_objects(nested, kind):
 
 def recorded(unit):
     """Return the list that inputs of the unit's reduce-scatters are added to."""
-    inputs: list[torch.Tensor] = []
+    inputs = []
 
     class Recorded(AllToAllReduceScatter):
-        def __call__(self, output_tensor, input_tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+        def __call__(self, output_tensor, input_tensor, *args, **kwargs):
             inputs.append(input_tensor.clone())
             super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
-    unit.set_custom_reduce_scatter(Recorded())  # type: ignore[operator]
+    unit.set_custom_reduce_scatter(Recorded())
     return inputs
 
 
@@ -312,7 +308,7 @@ class HalfUsed(nn.Module):
 
 
 def test_zeros_are_reduced_for_unused_parameters():
-    """B2: a unit reduces zeros for what a backward did not reach."""
+    """B2: a unit reduces zeros for parameters that a backward did not reach."""
     unit = HalfUsed()
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
     units.reduce_unused_parameters(unit)
@@ -320,16 +316,14 @@ def test_zeros_are_reduced_for_unused_parameters():
     unit(torch.ones(1, 3)).sum().backward()
     # The fake group need not write the output of a reduce-scatter, so its numbers say nothing.
     assert all(p.grad is not None for p in unit.parameters())
-    assert [buffer.count_nonzero() for buffer in reduced] == [
-        unit.used.weight.numel() + unit.used.bias.numel()
-    ]
+    used = unit.used.weight.numel() + unit.used.bias.numel()
+    assert [buffer.count_nonzero() for buffer in reduced] == [used]
 
 
 def test_windows_and_locals():
-    """The last rank of an uneven split."""
-    tensor = distribute_tensor(
-        torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
-    )
+    """This is the last rank of an uneven split."""
+    rows, mesh = torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(rows, mesh, [Shard(0)], src_data_rank=None)
     assert dtensor.local_window(tensor) == (slice(3, 5), slice(0, 3))
     assert torch.equal(dtensor.local_tensor(tensor), torch.arange(9.0, 15.0).view(2, 3))
     plain = torch.ones(2)
@@ -338,27 +332,22 @@ def test_windows_and_locals():
 
 def test_grouped_by_device_and_dtype():
     """The order of the groups does not depend on that of the tensors."""
-    wide, narrow, far = (
-        torch.ones(2, dtype=torch.float64),
-        torch.ones(0),
-        torch.ones(1, device="meta"),
-    )
-    assert operators.grouped_by_device_and_dtype([wide, narrow, far, narrow, wide]) == [
-        [1, 3],
-        [0, 4],
-        [2],
-    ]
-    assert operators.grouped_by_device_and_dtype([far, wide, narrow]) == [[2], [1], [0]]
+    wide, narrow = torch.ones(2, dtype=torch.float64), torch.ones(0)
+    far = torch.ones(1, device="meta")
+    grouped = operators.grouped_by_device_and_dtype
+    assert grouped([wide, narrow, far, narrow, wide]) == [[1, 3], [0, 4], [2]]
+    assert grouped([far, wide, narrow]) == [[2], [1], [0]]
 
 
 def test_kernels_for_many_tensors():
-    """Norms, products in place, and a product with more digits than its tensors have (also on GPUs, where a 0-dimensional factor would be
-    rounded to them)."""
+    """Norms, in-place products, and a product with more digits than its tensors have.
+
+    On GPUs a 0-dimensional factor would be rounded to the tensors' dtype.
+    """
     tensors = [torch.ones(2), torch.ones(3)]
     operators.foreach_mul_(tensors, 3.0)
-    assert [float(norm) for norm in operators.foreach_norm(tensors, 2.0)] == pytest.approx(
-        [18**0.5, 27**0.5]
-    )
+    norms = [float(norm) for norm in operators.foreach_norm(tensors, 2.0)]
+    assert norms == pytest.approx([18**0.5, 27**0.5])
     halves = [torch.full((2,), 48.0, dtype=torch.float16)]
     operators.foreach_unscale_(halves, torch.zeros(()), torch.tensor(2.0**-26))
     assert halves[0].tolist() == [48 * 2.0**-26] * 2, "2^-26 is 0 in float16"
@@ -370,7 +359,7 @@ def test_function_modes_that_are_on():
             seen.append(operators.function_modes())
             return func(*args, **(kwargs or {}))
 
-    seen: list[list[Any]] = []
+    seen = []
     assert not operators.function_modes()
     with Mode() as mode:
         assert operators.function_modes() == [mode]
@@ -379,7 +368,7 @@ def test_function_modes_that_are_on():
 
 
 def test_transforms_of_torch_func():
-    """A parameter that a forward inside of jvp makes or changes is one of the model's."""
+    """A parameter that a forward inside of jvp creates or changes is one of the model's."""
 
     def forward(x):
         with operators.outside_of_transforms():
@@ -388,7 +377,7 @@ def test_transforms_of_torch_func():
             frozen.requires_grad_(True)
         return (found[0] * frozen * x).sum()
 
-    found, frozen = list[nn.Parameter](), torch.ones(2)
+    found, frozen = [], torch.ones(2)
     output, _ = torch.func.jvp(forward, (torch.ones(2),), (torch.ones(2),))
     output.backward()
     assert found[0].grad is not None
@@ -409,7 +398,7 @@ def test_failed_operators_of_fake_tensors_are_not_logged(caplog):
 
 
 def test_custom_reduce_scatter():
-    """`fully_shard` calls it in place of the collective."""
+    """`fully_shard` calls the custom reduce-scatter instead of the collective."""
     assert issubclass(AllToAllReduceScatter, units.ReduceScatter)
     model = sharded()
     inputs = [recorded(module) for module in units.sharded_modules(model)]
@@ -422,7 +411,7 @@ def test_unused_parameters_of_accumulated_steps():
     """Gradients are reduced in float32 where micro-batches of bfloat16 use different parameters."""
     unit = HalfUsed()
     unit.late = nn.Linear(3, 3)
-    unit.forward = lambda x, late: unit.late(x) if late else unit.used(x)  # type: ignore[method-assign]
+    unit.forward = lambda x, late: unit.late(x) if late else unit.used(x)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     units.reduce_unused_parameters(unit)
@@ -446,45 +435,43 @@ def test_order_of_reduced_gradients(own_dtype):
     for name, size in sizes.items():
         unit.register_parameter(name, nn.Parameter(torch.ones(size)))
     if own_dtype and hasattr(torch.Tensor, "grad_dtype"):
-        unit.second.grad_dtype = torch.float64  # type: ignore[union-attr]
-    unit.fourth.requires_grad_(False)  # type: ignore[operator]
-    unit.forward = lambda: (  # type: ignore[method-assign]
+        unit.second.grad_dtype = torch.float64
+    unit.fourth.requires_grad_(False)
+    unit.forward = lambda: (
         unit.first.sum() * 1 + unit.second.sum() * 2 + unit.third.sum() * 3 + unit.fourth.sum()
     )
     fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
-    sent = recorded(unit)  # type: ignore[arg-type]
+    sent = recorded(unit)
     unit().backward()
     runs = torch.unique_consecutive(sent[0].view(2, -1)[0], return_counts=True)[1].tolist()
-    shapes = [numel for _, numel, trainable in units.reduced_shapes(unit) if trainable]  # type: ignore[arg-type]
+    shapes = [numel for _, numel, trainable in units.reduced_shapes(unit) if trainable]
     assert shapes == runs
     if not own_dtype:
-        assert units.reduced_shapes(unit) == units.gathered_shapes(unit)  # type: ignore[arg-type]
-    gathered = [(dimensions, numel) for dimensions, numel, _ in units.gathered_shapes(unit)]  # type: ignore[arg-type]
+        assert units.reduced_shapes(unit) == units.gathered_shapes(unit)
+    gathered = [(dimensions, numel) for dimensions, numel, _ in units.gathered_shapes(unit)]
     assert gathered == [(2, 3), (1, 2), (2, 5), (2, 3)]
 
 
 def test_schedule_actions():
-    """Torch's generators run on a stand-in; overlapped pairs are taken apart, idle slots left out."""
-    zbv = pipelining.schedule_actions(
-        "ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1
-    )
-    assert zbv[0] == [(0, "F", 0), (3, "F", 0), (3, "I", 0), (3, "W", 0), (0, "I", 0), (0, "W", 0)]
-    looped = pipelining.schedule_actions(
-        "ScheduleLoopedBFS", pp=2, stages_per_rank=2, microbatches=1
-    )
-    assert looped[1] == [(1, "F", 0), (3, "F", 0), (3, "B", 0), (1, "B", 0)]
-    dual = pipelining.schedule_actions("ScheduleDualPipeV", pp=2, stages_per_rank=2, microbatches=4)
-    assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}, (
-        "pairs are two actions"
-    )
-    with pytest.raises(ValueError, match="multiple of the number of rounds"):
-        pipelining.schedule_actions(
-            "ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11
+    """Torch's generators run on a stand-in. Overlapped pairs become two actions, and idle slots are left out."""
+
+    def actions(name, *, pp=2, microbatches=1):
+        return pipelining.schedule_actions(
+            name, pp=pp, stages_per_rank=2, microbatches=microbatches
         )
+
+    zbv = [(0, "F", 0), (3, "F", 0), (3, "I", 0), (3, "W", 0), (0, "I", 0), (0, "W", 0)]
+    assert actions("ScheduleZBVZeroBubble")[0] == zbv
+    looped = [(1, "F", 0), (3, "F", 0), (3, "B", 0), (1, "B", 0)]
+    assert actions("ScheduleLoopedBFS")[1] == looped
+    dual = actions("ScheduleDualPipeV", microbatches=4)
+    assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}
+    with pytest.raises(ValueError, match="multiple of the number of rounds"):
+        actions("ScheduleInterleaved1F1B", pp=4, microbatches=11)
 
 
 def test_a_forward_that_is_left_and_a_late_reduction():
-    """The root's hooks are set on what came instead of its output, and gradients that were kept are reduced when told."""
+    """The root's hooks are set on another tensor than its output, and kept gradients are reduced on request."""
     model = sharded()
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
@@ -508,7 +495,7 @@ def test_a_forward_that_is_left_and_a_late_reduction():
 
 
 def test_a_backward_starts_behind_an_unknown_object():
-    """The root's parameters, freed after another backward, are gathered again."""
+    """The root's parameters, which another backward freed, are gathered again."""
     model = sharded()
     model.register_forward_hook(lambda module, args, output: SimpleNamespace(inner=output))
     first, second = (
@@ -523,7 +510,7 @@ def test_a_backward_starts_behind_an_unknown_object():
 
 
 def test_fake_tensors_and_their_storages():
-    """Sizes without memory; views share a key."""
+    """Fake tensors have sizes without memory. Views share a key."""
     with operators.FakeTensorMode():
         tensor = torch.empty(1 << 40)
     assert tensor.untyped_storage().nbytes() == 1 << 42
@@ -533,30 +520,27 @@ def test_fake_tensors_and_their_storages():
 
 
 def test_operators_by_name():
-    """All overloads at once."""
+    """A name gives all overloads at once."""
     assert operators.operator_named("aten.mm") is torch.ops.aten.mm
-    assert operators.operator_named("aten.no_such") is None
-    assert operators.operator_named("no_such.mm") is None
-    assert operators.operator_named("mm") is None
+    for name in ("aten.no_such", "no_such.mm", "mm"):
+        assert operators.operator_named(name) is None
 
 
 def test_gathered_buffers():
-    """Those of every unit, once it is gathered."""
+    """Every unit has buffers once it is gathered."""
     model = sharded()
     assert all(not t.untyped_storage().nbytes() for t in units.unsharded_parameters(model))
     model(torch.ones(1, 4))
-    held = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in units.unsharded_parameters(model)
-    }
-    assert sum(held.values()) == units.unsharded_parameter_bytes(model) > 0
+    storages = [t.untyped_storage() for t in units.unsharded_parameters(model)]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}
+    assert sum(sizes.values()) == units.unsharded_parameter_bytes(model) > 0
 
 
 def test_fake_tensors_and_a_collective_that_is_not_carried_out():
-    """A dispatch mode outside the fake one answers for the collective, and nobody waits."""
+    """A dispatch mode outside the fake one answers for the collective, so that nothing waits."""
 
     class NoCollectives(operators.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "c10d":
                 return args[0], groups.finished_work()
             return func(*args, **(kwargs or {}))
@@ -570,12 +554,12 @@ def test_fake_tensors_and_a_collective_that_is_not_carried_out():
 
 @pytest.mark.parametrize("assigns", [False, True])
 def test_writes_to_gathered_parameters(assigns):
-    """Also if `load_state_dict(assign=True)` replaces the parameters after the units are known."""
+    """Writes are seen, also if `load_state_dict(assign=True)` replaces the parameters after the units are known."""
     model = sharded()
-    writes = ignored_changes.GatheredWrites(model)  # type: ignore[arg-type]
+    writes = ignored_changes.GatheredWrites(model)
     if assigns:
         model.load_state_dict(model.state_dict(), assign=True)
-    model[0].register_forward_pre_hook(lambda module, _: module.weight.data.mul_(0.5))  # type: ignore[index]
+    model[0].register_forward_pre_hook(lambda module, _: module.weight.data.mul_(0.5))
     model(torch.ones(1, 4)).sum().backward()
     for module in units.sharded_modules(model):
         module.reshard()
@@ -596,76 +580,68 @@ def test_default_allocation():
 
 
 def test_custom_all_gather():
-    """`fully_shard` asks it for the output and calls it in place of the collective."""
+    """`fully_shard` asks it for the output and calls it instead of the collective."""
     calls = []
 
     class Counted(units.AllGather):
-        def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]
+        def allocate(self, size, *, dtype, device):
             calls.append(("allocate", tuple(size)))
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):
             calls.append(("gather", input_tensor.numel()))
 
     model = sharded()
     for module in units.sharded_modules(model):
         module.set_custom_all_gather(Counted())
     model(torch.ones(1, 4))
-    assert calls == [("allocate", (16,)), ("gather", 8), ("allocate", (20,)), ("gather", 10)], (
-        "the root first, rows padded to both ranks"
-    )
+    # The root comes first. Rows are padded to both ranks.
+    assert calls == [("allocate", (16,)), ("gather", 8), ("allocate", (20,)), ("gather", 10)]
 
 
 def test_timeout_of_a_group():
-    """gloo's, in seconds."""
+    """gloo's timeout is in seconds. If torch passes it to new groups, `copy_timeout` is not needed any more."""
     dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77)
-    )
+    timeout = timedelta(seconds=77)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
     assert groups.timeout_of(dist.group.WORLD) == 77.0
     other = dist.new_group([0])
-    assert groups.timeout_of(other) != 77.0, (
-        "torch gives new groups the first one's time: copy_timeout is not needed any more"
-    )
+    assert groups.timeout_of(other) != 77.0
     groups.copy_timeout(other, dist.group.WORLD)
     assert groups.timeout_of(other) == 77.0
 
 
 def test_shard_buffers():
-    """Replaced in place: parameters stay, padding too, and the next forward gathers from the new ones."""
+    """Buffers are replaced in place: parameters and padding stay, and the next forward gathers from the new buffers."""
     model = sharded()
     unit = units.sharded_modules(model)[1]
-    before = [p.detach().to_local().clone() for p in unit.parameters()]  # type: ignore[attr-defined, union-attr]
+    before = [p.detach().to_local().clone() for p in unit.parameters()]
     names = [id(p) for p in model.parameters()]
-    assert [buffer.numel() for buffer in units.shard_buffers(unit)] == [2 * 4, 2], (
-        "the second of two ranks has one row of three"
-    )
+    # The second of two ranks has one row of three.
+    assert [buffer.numel() for buffer in units.shard_buffers(unit)] == [2 * 4, 2]
     made = []
-    units.replace_shard_buffers(unit, lambda buffer: made.append(buffer.clone()) or made[-1])  # type: ignore[func-returns-value]
+    units.replace_shard_buffers(unit, lambda buffer: made.append(buffer.clone()) or made[-1])
     assert names == [id(p) for p in model.parameters()]
     model(torch.ones(1, 4))
     unit.reshard()
-    for buffer, now, parameter, was in zip(
-        made, units.shard_buffers(unit), unit.parameters(), before, strict=True
-    ):  # type: ignore[attr-defined]
-        assert now is buffer
+    buffers = zip(made, units.shard_buffers(unit), strict=True)
+    assert all(current is buffer for buffer, current in buffers)
+    for buffer, parameter, value in zip(made, unit.parameters(), before, strict=True):
         assert parameter.to_local().data_ptr() == buffer.data_ptr()
-        assert torch.equal(parameter.to_local(), was)
+        assert torch.equal(parameter.to_local(), value)
 
 
 def test_bytes_of_storages():
-    """Each once, of a DTensor this rank's part."""
+    """Each storage counts once, and of a DTensor this rank's part."""
     plain = torch.ones(6)
     mesh = init_device_mesh("cpu", (2,))
     split = distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
-    assert (
-        storage.storage_bytes([plain, plain[:2], split])
-        == 6 * 4 + split.to_local().untyped_storage().nbytes()
-    )
+    local = split.to_local().untyped_storage().nbytes()
+    assert storage.storage_bytes([plain, plain[:2], split]) == 6 * 4 + local
 
 
 def test_on_resize():
-    """What `fully_shard` does to free and to take memory is told, and only inside."""
+    """The callback sees how `fully_shard` frees and takes memory, only inside the context."""
     tensor, seen = torch.ones(4), []
     with storage.on_resize(lambda storage: seen.append(storage.nbytes())):
         tensor.untyped_storage().resize_(0)
@@ -675,7 +651,7 @@ def test_on_resize():
 
 
 def test_around_shape_inference():
-    """Entered when a DTensor's operator is tried on its whole shape, and not after."""
+    """The context is entered when a DTensor's operator is tried on its full shape, and not after."""
     from contextlib import contextmanager
 
     entered = []
@@ -696,33 +672,33 @@ def test_around_shape_inference():
 
 
 def test_process_group_of():
-    """The group of a collective's arguments, boxed or by name."""
+    """The group is found in a collective's arguments, boxed or by name."""
     group = dist.group.WORLD
-    assert group is not None
     assert groups.process_group_of((torch.ones(1), group.boxed())).size() == 2
     assert groups.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name
 
 
 def test_splits_named_alike():
-    """By their ranks, a number and their order; torch's own names follow from the groups that a process is in."""
+    """Names follow from ranks, a number and their order. torch's own follow from the groups that a process is in."""
     naming = distributed_c10d._hash_ranks_to_str
     torchs = naming([0, 1])
+
+    def name():
+        return distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
+
     with groups.consistent_split_names(3):
-        first, second = (
-            distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2)
-        )
+        first, second = name(), name()
     with groups.consistent_split_names(3):
-        again = distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
+        again = name()
     assert first == again and len({first, second, torchs}) == 3
     assert distributed_c10d._hash_ranks_to_str is naming
+    # Groups of the same ranks need different names.
     dist.new_group([0, 1])
-    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, (
-        "groups of the same ranks need names of their own"
-    )
+    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs
 
 
 def test_storage_tracker_counts_resizes():
-    """What existed, what appears, and what is resized in place."""
+    """The tracker counts existing storages, new ones, and those that are resized in place."""
     existing = torch.zeros(100)
     tracker = StorageTracker()
     tracker.track_external(existing)
@@ -732,9 +708,8 @@ def test_storage_tracker_counts_resizes():
         made.untyped_storage().resize_(0)
         del made
         torch.zeros(10).add_(1)
-    assert (
-        tracker.peak_bytes("cpu") == 4 * 150
-    )  # torch looks at the next operator, not at the resize
+    # torch looks at the next operator, and not at the resize.
+    assert tracker.peak_bytes("cpu") == 4 * 150
     with tracker:
         made = torch.zeros(50)
         made.untyped_storage().resize_(4 * 300)
@@ -743,7 +718,7 @@ def test_storage_tracker_counts_resizes():
 
 
 def test_delivered_at_once():
-    """A message to a rank that does not exist is complete inside. Since torch 2.15 it always is."""
+    """A message to a rank that does not exist is complete inside the context. Since torch 2.15 it always is."""
     work = dist.isend(torch.zeros(2), 0)
     assert work is not None
     before = work.is_completed()
@@ -763,7 +738,7 @@ def test_begin_sharded():
 
 
 def test_runs_forward():
-    """From the begin of the root's forward to its end."""
+    """It is true from the beginning of the root's forward to its end."""
     model = sharded()
     running = []
     *_, block = units.sharded_modules(model)
@@ -773,19 +748,16 @@ def test_runs_forward():
 
 
 def test_reads_of_shards_are_told():
-    """Once a gather, with its moment; not for a unit that is whole already. The shards of the block are what the gather reads."""
-    told: list[object] = []
+    """Each gather is reported once, with its moment. A unit that is gathered already is not reported."""
+    told = []
     model = sharded()
     for index, unit in enumerate(units.sharded_modules(model)):
-        gathering.on_shard_reads(
-            unit,
-            lambda when, index=index: told.append((index, *when)),
-            lambda index=index: told.append(index),
-        )
+        before = partial(lambda index, when: told.append((index, *when)), index)
+        gathering.on_shard_reads(unit, before, partial(told.append, index))
     output = model(torch.ones(1, 4))
     assert told == [(0, "forward", True), 0, (1, "forward", True), 1]
     told.clear()
-    model.set_requires_all_reduce(False)  # type: ignore[operator]
+    model.set_requires_all_reduce(False)
     output.sum().backward()
     assert told == [], "kept from the forward"
     for unit in units.sharded_modules(model):
@@ -800,22 +772,19 @@ def test_reads_of_shards_are_told():
 
 
 def test_gather_in_place():
-    """A unit computes with what it is told, in training and in evaluation; torch copies and frees nothing."""
+    """A unit computes with the given tensors, in training and in evaluation. torch copies and frees nothing."""
     model = sharded()
-    told: list[tuple[int, str]] = []
-    wholes = []
+    told, wholes = [], []
     for index, unit in enumerate(units.sharded_modules(model)):
-        whole = [
-            torch.from_numpy(np.arange(2 * buffer.numel(), dtype=np.float32))
-            for buffer in units.shard_buffers(unit)
-        ]  # not torch's
+        sizes = [2 * buffer.numel() for buffer in units.shard_buffers(unit)]
+        # NumPy's memory, which torch cannot free.
+        whole = [torch.from_numpy(np.arange(size, dtype=np.float32)) for size in sizes]
         rows = iter([tensor.view(2, -1)[1] for tensor in whole])
-        units.replace_shard_buffers(unit, lambda buffer, rows=rows: next(rows))  # type: ignore[misc]
-        told_by = [
-            lambda word=word, index=index: told.append((index, word))
-            for word in ("begin", "finish", "give back")
-        ]
-        gathering.gather_in_place(unit, whole, *told_by)  # type: ignore[arg-type]
+        units.replace_shard_buffers(unit, lambda buffer, rows=rows: next(rows))
+        words = ("begin", "finish", "give back")
+        gathering.gather_in_place(
+            unit, whole, *(partial(told.append, (index, word)) for word in words)
+        )
         wholes.append(whole)
     gathered = [(0, "begin"), (0, "finish"), (1, "begin"), (1, "finish")]
     x = torch.ones(1, 4)
@@ -833,9 +802,8 @@ def test_gather_in_place():
     weight += 1
     with torch.no_grad():
         changed = model(x)
-    assert torch.equal(
-        changed, (x @ weight.view(4, 4)[:3].T + bias[:3]) @ root_weight.view(4, 3).T + root_bias
-    )
+    block = x @ weight.view(4, 4)[:3].T + bias[:3]
+    assert torch.equal(changed, block @ root_weight.view(4, 3).T + root_bias)
     for unit in units.sharded_modules(model):
         unit.reshard()
         unit.reshard()
@@ -851,14 +819,13 @@ def test_gather_in_place():
 
 
 class Ends(nn.Module):
-    """An embedding and a head, and the gathered bytes at four points of a pass."""
+    """An embedding and a head that record the gathered bytes at four points of a pass."""
 
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
         self.scale = nn.Parameter(torch.ones(4))
-        self.reads = False
-        self.held: list[int] = []
+        self.reads, self.held = False, []
 
     def forward(self, ids):
         self.held.append(units.unsharded_parameter_bytes(self))
@@ -872,13 +839,13 @@ class Ends(nn.Module):
 
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 def test_follow_root():
-    """An embedding is gathered with the root and freed after its forward, a head after its backward. An embedding that other code reads
-    stays gathered, also where another forward has freed it, and both are reduced."""
+    """An embedding is gathered with the root and freed after its forward, a head is freed after its backward.
+
+    An embedding that other code reads stays gathered, also where another forward has freed it. Both are reduced.
+    """
     model = Ends()
-    embed, head = (
-        fully_shard(module, reshard_after_forward=module is model.embed)
-        for module in (model.embed, model.head)
-    )
+    embed = fully_shard(model.embed, reshard_after_forward=True)
+    head = fully_shard(model.head, reshard_after_forward=False)
     root = fully_shard(model, reshard_after_forward=False)
     gathering.follow_root(root, embeddings=[embed], heads=[head])
     table, layer, scale = 4 * 8 * 4, 4 * (8 * 4 + 8), 4 * 4
@@ -903,7 +870,7 @@ def test_follow_root():
 
 
 class Skips(nn.Sequential):
-    """Leaves out the blocks that it is told."""
+    """Leaves out the given blocks."""
 
     def forward(self, hidden, skipped=()):
         for index, block in enumerate(self):
@@ -913,8 +880,10 @@ class Skips(nn.Sequential):
 
 @pytest.mark.parametrize("skipped", [(), (1,), (0, 2), (0, 1, 2)])
 def test_unit_order(skipped):
-    """Whatever is skipped, units are gathered from the first to the last and reduced from the last to the first. Stage 3 records what is
-    used."""
+    """Whatever is skipped, units are gathered from the first to the last and reduced from the last to the first.
+
+    Stage 3 records what is used.
+    """
     for is_fixed in (True, False):
         model = Skips(*(nn.Linear(4, 4) for _ in range(3)))
         for block in model:
@@ -932,15 +901,13 @@ def test_unit_order(skipped):
             for module in (*model, root):
                 module.reshard()
             if is_fixed:
-                assert names == [
-                    *(f"gathering of {index}" for index in range(3)),
-                    *(f"reduction of {index}" for index in (2, 1, 0)),
-                ]
+                gathered = [f"gathering of {index}" for index in range(3)]
+                assert names == [*gathered, *(f"reduction of {index}" for index in (2, 1, 0))]
         assert (digests[0] == digests[1]) == (is_fixed or not skipped)
 
 
 def test_watch_shards():
-    """What shards cannot see is refused in the forward of its unit, and gathering in inference mode serves training."""
+    """A change that shards cannot see is refused in the forward of its unit. Gathering in inference mode serves training."""
     model = sharded()
     for unit in units.sharded_modules(model):
         ignored_changes.watch_shards(unit)
@@ -949,7 +916,7 @@ def test_watch_shards():
     model(torch.ones(1, 4)).sum().backward()
     for module in units.sharded_modules(model):
         module.reshard()
-    shard = model[0].weight  # type: ignore[index]
+    shard = model[0].weight
     with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
         shard.full_tensor().square().sum().backward()
     with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
@@ -964,7 +931,7 @@ def test_watch_shards():
 
 
 def test_sum_before_reading():
-    """A number that is read of a partial sum is the sum: a fake group's is this rank's part, and the collective is what is seen."""
+    """Reading a number of a partial sum reduces it. A fake group's sum is this rank's part, so the test sees the collective."""
     dtensor.sum_before_reading()
     mesh = init_device_mesh("cpu", (2,))
     total = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).sum()
@@ -978,7 +945,7 @@ def test_sum_before_reading():
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gradients_of_uneven_splits(dim):
-    """A gradient is split and laid out as its parameter is, without communication."""
+    """A gradient is split and laid out like its parameter, without communication."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     dtensor.keep_uneven_gradients_split()
@@ -1000,7 +967,7 @@ def test_gradients_of_uneven_splits(dim):
 
 
 def test_zero_grad_tells_its_observers():
-    """After the gradients are zeroed, for subclasses too, and for as long as the observer lives."""
+    """Observers are called after the gradients are zeroed, for subclasses too, and as long as they live."""
 
     class Observer:
         def after_zero_grad(self, owner, *, set_to_none):
@@ -1044,7 +1011,7 @@ def test_zero_grad_tells_its_observers():
 
 
 def test_forget_meshes():
-    """An operator's result is of the mesh of the first call with such a mesh, until that is forgotten."""
+    """An operator's result has the mesh of the first call with such a mesh, until that is forgotten."""
     meshes = [init_device_mesh("cpu", (2,)) for _ in range(3)]
     whole = torch.arange(8.0)
     one, two, three = (
@@ -1056,19 +1023,13 @@ def test_forget_meshes():
 
 
 def test_what_a_module_owns():
-    """Dictionaries in place; a copy of the rest has its own; a Linear's hooks, by kind, as they come and go."""
+    """Dictionaries are those in place, a copy of the rest is independent, and hooks are found by kind."""
     norm = nn.BatchNorm1d(2)
     norm.register_buffer("seen", torch.ones(1), persistent=False)
-    assert modules.direct_parameters(norm).keys() == {
-        "weight",
-        "bias",
-    } and not modules.direct_children(norm)
-    assert modules.direct_buffers(norm).keys() == {
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-        "seen",
-    }
+    assert modules.direct_parameters(norm).keys() == {"weight", "bias"}
+    assert not modules.direct_children(norm)
+    buffers = {"running_mean", "running_var", "num_batches_tracked", "seen"}
+    assert modules.direct_buffers(norm).keys() == buffers
     assert [modules.is_persistent(norm, name) for name in ("running_mean", "seen")] == [True, False]
     modules.direct_buffers(norm)["seen"] = torch.zeros(1)
     assert not norm.seen.any()
@@ -1076,10 +1037,8 @@ def test_what_a_module_owns():
     assert tensors.keys() == {"weight", "bias"} | modules.direct_buffers(norm).keys()
     children["added"] = nn.Identity()
     assert state["eps"] == norm.eps and not modules.direct_children(norm)
-    registries = [
-        modules.hooks_of(norm, kind)
-        for kind in ("forward_pre", "forward", "backward_pre", "backward")
-    ]
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    registries = [modules.hooks_of(norm, kind) for kind in kinds]
     norm.register_forward_pre_hook(print)
     norm.register_forward_hook(print)
     norm.register_full_backward_pre_hook(print)
@@ -1090,15 +1049,12 @@ def test_what_a_module_owns():
 
 
 def test_modules_of_torch():
-    """Those that drop out, hide their initialisation, or were compiled."""
-    assert all(
-        issubclass(kind, modules.DROPOUTS) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
-    )
-    assert (
-        modules.reset_method(nn.MultiheadAttention(2, 1))
-        and modules.reset_method(nn.Linear(1, 1))
-        and not modules.reset_method(nn.ReLU())
-    )
+    """Modules that drop out, hide their initialisation, or were compiled are recognised."""
+    for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout):
+        assert issubclass(kind, modules.DROPOUTS)
+    for module in (nn.MultiheadAttention(2, 1), nn.Linear(1, 1)):
+        assert modules.reset_method(module)
+    assert not modules.reset_method(nn.ReLU())
     layer = nn.Linear(1, 1)
     assert not modules.is_compiled(layer)
     layer.compile(backend="eager")
@@ -1106,39 +1062,32 @@ def test_modules_of_torch():
 
 
 def test_writes_and_views():
-    """Counted, and known."""
+    """Writes are counted, and views are known."""
     tensor = torch.ones(4)
     before = storage.version_of(tensor)
     tensor.add_(1)
     assert storage.version_of(tensor) == before + 1
     assert [storage.is_view(x) for x in (tensor, tensor[:2])] == [False, True]
-    assert (
-        storage.storage_id(tensor.untyped_storage())
-        == storage.storage_key(tensor[2:])
-        != storage.storage_key(torch.ones(4))
-    )
+    assert storage.storage_id(tensor.untyped_storage()) == storage.storage_key(tensor[2:])
+    assert storage.storage_key(tensor) != storage.storage_key(torch.ones(4))
 
 
 def test_names_and_schemas_of_operators():
-    """Of an overload: its name alone, and what it writes to."""
+    """An overload has a name, and a schema that says what it writes to."""
     assert operators.operator_name(torch.ops.c10d.allreduce_.default) == "allreduce_"
-    written = [
-        argument.alias_info.is_write
-        for argument in operators.schema_of(torch.ops.aten.add_.Tensor).arguments
-        if argument.alias_info
-    ]
-    assert written == [True] and operators.schema_of(torch.ops.aten.add_.Tensor).is_mutable
+    schema = operators.schema_of(torch.ops.aten.add_.Tensor)
+    aliases = [argument.alias_info for argument in schema.arguments]
+    assert [alias.is_write for alias in aliases if alias] == [True] and schema.is_mutable
 
 
 def test_flattened():
-    """One axis for all ranks of a mesh."""
-    assert groups.flatten_mesh(
-        init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    ).shape == (2,)
+    """A flattened mesh has one dimension for all of its ranks."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    assert groups.flatten_mesh(mesh).shape == (2,)
 
 
 def test_scale_rates():
-    """Those of the schedules inside of another one too."""
+    """Schedules inside of another one are scaled too."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
     inner = [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0) for _ in range(2)]
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
@@ -1147,7 +1096,7 @@ def test_scale_rates():
 
 
 def test_started_by():
-    """The agent's handler takes the process that it is given, and starts one where it is given none."""
+    """The agent's handler takes the process that it is given, and starts one if it is given none."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
     given = subprocess.Popen([sys.executable, "-c", ""])
@@ -1174,49 +1123,36 @@ def test_started_by():
     ids=str,
 )
 def test_flash_attention_has_the_shapes_of_its_reference(band):
-    """The operator for CUDA, on meta: outputs, log-sum-exp and gradients have the shapes and dtypes that the tests' reference has."""
-    shapes = {"query": (2, 4, 10, 20), "key": (2, 2, 13, 20), "value": (2, 2, 13, 12)}
-    found = []
+    """On meta, the CUDA operator's outputs, log-sum-exp and gradients have the shapes and dtypes of the tests' reference."""
+    shapes, found = ((2, 4, 10, 20), (2, 2, 13, 20), (2, 2, 13, 12)), []
     with fused_attention.registered("CPU"):
         for device in ("meta", "cpu"):
-            query, key, value = (
-                torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes.values()
-            )
-            output, log_sum_exp = attention.FLASH.forward((query, key, value), band, 0.5)
-            gradients = attention.FLASH.backward(
-                (query, key, value), attention.Softmax(output, output, log_sum_exp), band, 0.5
-            )
-            found.append(
-                [(x.shape, x.dtype, x.stride()) for x in (output, log_sum_exp)]
-                + [(x.shape, x.dtype) for x in gradients]
-            )
+            inputs = [torch.zeros(size, dtype=torch.bfloat16, device=device) for size in shapes]
+            output, log_sum_exp = attention.FLASH.forward(inputs, band, 0.5)
+            softmax = attention.Softmax(output, output, log_sum_exp)
+            gradients = attention.FLASH.backward(inputs, softmax, band, 0.5)
+            outputs = [(x.shape, x.dtype, x.stride()) for x in (output, log_sum_exp)]
+            found.append(outputs + [(x.shape, x.dtype) for x in gradients])
     assert found[0] == found[1]
     assert found[0][1][:2] == ((2, 4, 10), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_efficient_attention_has_the_shapes_of_its_reference(dtype):
-    """The same; the log-sum-exp that the operator returns is padded to 32 queries."""
+    """The operator's log-sum-exp is padded to 32 queries."""
     found, raw = [], []
+    band = attention.Band(None, 0)
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention
     with fused_attention.registered("CPU"):
         for device in ("meta", "cpu"):
-            query, key = (torch.zeros(2, 4, 10, 20, dtype=dtype, device=device) for _ in range(2))
-            value = torch.zeros(2, 4, 10, 12, dtype=dtype, device=device)
-            aligned = [
-                torch.zeros(*x.shape[:3], 24, dtype=dtype, device=device) for x in (query, key)
+            inputs = [
+                torch.zeros(2, 4, 10, width, dtype=dtype, device=device) for width in (20, 20, 12)
             ]
-            raw.append(
-                torch.ops.aten._scaled_dot_product_efficient_attention(
-                    *aligned, aligned[1], None, True, 0.0, True, scale=0.5
-                )[1].shape
-            )
-            output, log_sum_exp = attention.EFFICIENT.forward(
-                (query, key, value), attention.Band(None, 0), 0.5
-            )
+            aligned = [torch.zeros(2, 4, 10, 24, dtype=dtype, device=device)] * 3
+            raw.append(operator(*aligned, None, True, 0.0, True, scale=0.5)[1].shape)
+            output, log_sum_exp = attention.EFFICIENT.forward(inputs, band, 0.5)
             softmax = attention.Softmax(output, output, log_sum_exp)
-            gradients = attention.EFFICIENT.backward(
-                (query, key, value), softmax, attention.Band(None, 0), 0.5
-            )
+            gradients = attention.EFFICIENT.backward(inputs, softmax, band, 0.5)
             found.append([(x.shape, x.dtype) for x in (output, log_sum_exp, *gradients)])
     assert found[0] == found[1] and raw == [(2, 4, 32)] * 2
 
@@ -1226,16 +1162,12 @@ def test_kernels_that_a_device_lacks_are_named(monkeypatch):
     monkeypatch.setattr(attention, "_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
     with fused_attention.registered("CUDA"):
-        assert (
-            attention.why_not_flash(device, torch.bfloat16, 128)
-            == attention.why_not_efficient(torch.float32)
-            == ""
-        )
+        assert attention.why_not_flash(device, torch.bfloat16, 128) == ""
+        assert attention.why_not_efficient(torch.float32) == ""
         assert "float32" in attention.why_not_flash(device, torch.float32, 128)
         assert "not 264" in attention.why_not_flash(device, torch.bfloat16, 264)
-        assert "float64" in attention.why_not_efficient(
-            torch.float64
-        ) and "float64" in attention.why_not_flex(torch.float64, 64)
+        assert "float64" in attention.why_not_efficient(torch.float64)
+        assert "float64" in attention.why_not_flex(torch.float64, 64)
         assert "not 8" in attention.why_not_flex(torch.bfloat16, 8)
         torch.backends.cuda.enable_flash_sdp(False)
         try:
@@ -1252,28 +1184,28 @@ def test_kernels_that_a_device_lacks_are_named(monkeypatch):
 
 
 def test_attention_of_cpus_computes_parts():
-    """The backward takes the output and the log-sum-exp of a softmax over more keys: gradients of both halves are those of the whole."""
+    """The backward takes the output and the log-sum-exp of a softmax over more keys. Gradients of both halves are those of all keys."""
     torch.manual_seed(0)
-    query, key, value = (
-        torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)
-    )
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.5)
-    gradients = torch.autograd.grad(expected, (query, key, value), torch.ones_like(expected))
+    inputs = [torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    query, key, value = inputs
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, scale=0.5)
+    gradients = torch.autograd.grad(expected, inputs, torch.ones_like(expected))
     with torch.no_grad():
-        output, log_sum_exp = attention.CPU.forward((query, key, value), attention.Band(), 0.5)
+        output, log_sum_exp = attention.CPU.forward(inputs, attention.Band(), 0.5)
         softmax = attention.Softmax(torch.ones_like(output), output, log_sum_exp)
-        halves = [
-            attention.CPU.backward((query, *tensors), softmax, attention.Band(), 0.5)
-            for tensors in zip(key.split(3, 2), value.split(3, 2), strict=True)
-        ]
-    torch.testing.assert_close(halves[0][0] + halves[1][0], gradients[0])
-    for mine, right in zip(zip(*halves, strict=True), gradients, strict=True):
-        if right is not gradients[0]:
-            torch.testing.assert_close(torch.cat(mine, 2), right)
+        queries, keys, values = zip(
+            *(
+                attention.CPU.backward((query, *tensors), softmax, attention.Band(), 0.5)
+                for tensors in zip(key.split(3, 2), value.split(3, 2), strict=True)
+            ),
+            strict=True,
+        )
+    actual = (sum(queries), torch.cat(keys, 2), torch.cat(values, 2))
+    torch.testing.assert_close(actual, gradients)
 
 
 def test_views_know_what_they_are_views_of():
-    """Through several views, with and without gradients."""
+    """The base is found through several views, with and without gradients."""
     tensor = torch.zeros(2, 1, 6)
     with torch.no_grad():
         assert operators.view_base(tensor[:, 0]) is tensor

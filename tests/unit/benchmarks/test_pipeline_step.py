@@ -15,27 +15,16 @@ from benchmarks.steps.rounds import Pace, Record
 from benchmarks.steps.workload import Workload, batch, build_model
 from plait.config.resolving.resolve import load, resolve
 
-SMALL = Workload(
-    layers=3,
-    hidden=32,
-    intermediate=48,
-    heads=2,
-    vocabulary=256,
-    sequence=24,
-    micro_batch=1,
-    micro_batches=2,
-)
+SIZES = {"layers": 3, "hidden": 32, "intermediate": 48, "heads": 2, "vocabulary": 256}
+SMALL = Workload(**SIZES, sequence=24, micro_batch=1, micro_batches=2)
 
 
 def test_ranks_of_a_slice_share_a_batch_and_slices_do_not():
     work = Workload(sequence=24, micro_batch=2, micro_batches=3, ranks=4, ranks_per_slice=2)
     seen = [batch(work, step=5, rank=rank)["input_ids"] for rank in range(4)]
     assert seen[0].shape == (6, 24)
-    assert (
-        torch.equal(seen[0], seen[1])
-        and torch.equal(seen[2], seen[3])
-        and not torch.equal(seen[0], seen[2])
-    )
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
+    assert not torch.equal(seen[0], seen[2])
     assert work.tokens_per_step == 2 * 6 * 23
 
 
@@ -44,17 +33,12 @@ def test_the_hand_written_stages_are_the_model():
     model = build_model(SMALL)
     ids = batch(SMALL, step=0, rank=0)
     expected = model(input_ids=ids["input_ids"], labels=ids["labels"]).loss
-    stages = [
-        LlamaStage(model, blocks=range(2), layers=3),
-        LlamaStage(model, blocks=range(2, 3), layers=3),
-    ]
+    stages = [LlamaStage(model, blocks=blocks, layers=3) for blocks in (range(2), range(2, 3))]
     found = next_token_loss(nn.Sequential(*stages)(ids["input_ids"]), ids["labels"])
     torch.testing.assert_close(found, expected)
-    names = [[name for name, _ in stage.named_children()] for stage in stages]
-    assert names == [
-        ["embed_tokens", "layers", "rotary_emb"],
-        ["layers", "rotary_emb", "norm", "lm_head"],
-    ]
+    first, last = ([name for name, _ in stage.named_children()] for stage in stages)
+    assert first == ["embed_tokens", "layers", "rotary_emb"]
+    assert last == ["layers", "rotary_emb", "norm", "lm_head"]
 
 
 @pytest.mark.parametrize("scene", BENCHMARK.scenes, ids=lambda scene: scene.name)
@@ -70,14 +54,9 @@ def test_plait_is_configured_for_the_same_work(scene):
 
 
 def record(losses, seconds):
-    return Record(
-        seconds=seconds,
-        foreign=[0.0] * len(seconds),
-        processor_seconds=[0.9],
-        losses=losses,
-        norms=[1.0, 1.0],
-        peak_bytes=2**30,
-    )
+    numbers = {"losses": losses, "norms": [1.0, 1.0], "peak_bytes": 2**30}
+    foreign = [0.0] * len(seconds)
+    return Record(seconds=seconds, foreign=foreign, processor_seconds=[0.9], **numbers)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,14 @@ from plait.planner.job import RECOMPUTE, SCHEDULES
 from tests.unit.planner.rows import ROW
 
 
-def layout(**changes):
+def variants(**changes):
     runs = read_runs([{**ROW, **changes}])
     assert not runs.reasons, runs.reasons
-    return runs.variants[0].layout
+    return runs.variants
+
+
+def layout(**changes):
+    return variants(**changes)[0].layout
 
 
 def reason(**changes):
@@ -21,16 +25,8 @@ def reason(**changes):
 
 
 def test_a_complete_row_is_read():
-    at = layout()
-    assert (at["tp"], at["pp"], at["sp"], at["dp_shard"], at["stage"], at["accumulation"]) == (
-        2,
-        2,
-        1,
-        4,
-        1,
-        16,
-    )
-    assert at["schedule"] == SCHEDULES.index("1f1b")
+    degrees = {"tp": 2, "pp": 2, "sp": 1, "dp_shard": 4, "stage": 1, "accumulation": 16}
+    assert layout().items() >= (degrees | {"schedule": SCHEDULES.index("1f1b")}).items()
 
 
 @pytest.mark.parametrize(
@@ -63,9 +59,8 @@ def test_sharding_as_tables_write_it(text, stage, shard):
     ],
 )
 def test_precision_as_tables_write_it(text, name):
-    assert read_runs([{**ROW, "gpu": "B200", "precision": text}]).variants[
-        0
-    ].precision == PRECISIONS.index(name)
+    variant = variants(gpu="B200", precision=text)[0]
+    assert variant.precision == PRECISIONS.index(name)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_precision_as_tables_write_it(text, name):
     ],
 )
 def test_width_of_a_head(changes, width):
-    assert read_runs([{**ROW, **changes}]).variants[0].model.head_dim == width
+    assert variants(**changes)[0].model.head_dim == width
 
 
 @pytest.mark.parametrize(
@@ -100,10 +95,10 @@ def test_recomputation_as_tables_write_it(text, kind, share):
 
 
 def test_what_is_left_open_is_tried():
-    runs = read_runs([{**ROW, "micro_batch": "", "vpp": ""}])
-    assert {v.layout["micro_batch"] for v in runs.variants} == {1, 2, 4, 8, 16}
-    assert {v.layout["vpp"] for v in runs.variants} == {1, 2, 4}
-    assert any("micro_batch 4" in v.assumed for v in runs.variants)
+    tried = variants(micro_batch="", vpp="")
+    assert {v.layout["micro_batch"] for v in tried} == {1, 2, 4, 8, 16}
+    assert {v.layout["vpp"] for v in tried} == {1, 2, 4}
+    assert any("micro_batch 4" in v.assumed for v in tried)
 
 
 @pytest.mark.parametrize(
@@ -129,57 +124,21 @@ def test_rows_that_cannot_be_priced_say_why(changes, expected):
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("8", 8),
-        ("8.0", 8),
-        ("8192 (packed)", 8192),
-        ("128k", 131072),
-        ("1,024", 1024),
-        ("2e3", 2000),
-        ("", None),
-        ("n/a", None),
-        ("0", None),
-        ("-4", None),
-        ("nan", None),
-        ("inf", None),
-        ("1.2.3", None),
+        ("8", 8), ("8.0", 8), ("8192 (packed)", 8192), ("128k", 131072), ("1,024", 1024), ("2e3", 2000),
+        *((text, None) for text in ("", "n/a", "0", "-4", "nan", "inf", "1.2.3")),
     ],
-)
+)  # fmt: skip
 def test_numbers_as_tables_write_them(text, number):
     assert count_of({"x": text}, "x") == number
 
 
 def test_a_known_model_needs_no_sizes():
-    runs = read_runs(
-        [
-            {
-                **ROW,
-                "model_name": "DeepSeekV3 (tokendrop)",
-                "n_layers": "",
-                "hidden": "",
-                "n_heads": "",
-                "moe": "256/8",
-                "tp": "1",
-                "pp": "1",
-                "ep": "8",
-                "gpus_total": "64",
-            }
-        ]
-    )
-    assert int(runs.variants[0].model.experts) == 256
-    cut = read_runs(
-        [
-            {
-                **ROW,
-                "model_name": "deepseekv3 truncated to 4 layers",
-                "n_layers": "4",
-                "hidden": "",
-                "n_heads": "",
-                "tp": "1",
-                "pp": "1",
-            }
-        ]
-    )
-    assert int(cut.variants[0].model.layers) == 4
+    unknown = {"n_layers": "", "hidden": "", "n_heads": "", "tp": "1", "pp": "1"}
+    experts = {"moe": "256/8", "ep": "8", "gpus_total": "64"}
+    full = variants(**unknown, **experts, model_name="DeepSeekV3 (tokendrop)")
+    assert int(full[0].model.experts) == 256
+    cut = variants(**unknown | {"n_layers": "4"}, model_name="deepseekv3 truncated to 4 layers")
+    assert int(cut[0].model.layers) == 4
 
 
 @pytest.mark.parametrize(
@@ -209,27 +168,21 @@ def test_schedules_are_read_from_names():
 
 def test_measurements_and_their_units():
     assert measured_seconds({"derived_step_time_s": "3"}) == 3
-    assert measured_seconds(
-        {"tokens_per_s_per_gpu": "1000", "global_batch": "10", "seq_len": "1000", "gpus_total": "5"}
-    ) == pytest.approx(2)
+    rate = {"tokens_per_s_per_gpu": "1000", "global_batch": "10", "seq_len": "1000", "gpus_total": "5"}  # fmt: skip
+    assert measured_seconds(rate) == pytest.approx(2)
     assert measured_seconds({"step_time_s": "n/a"}) is None
-    assert measured_bytes({"peak_mem_gb": "10", "mem_def": "torch max reserved, GiB -> GB"}) == (
-        10e9,
-        "reserved",
-    )
-    assert measured_bytes(
-        {
-            "peak_mem_gb": "10",
-            "mem_def": "max over ranks of torch max_memory_allocated, GiB -> GB (reserved 70 GiB)",
-        }
-    ) == (10e9, "allocated")
-    assert measured_bytes({"peak_mem_gb": "10", "mem_def": "nvidia-smi snapshot GB"})[1] == "total"
+    allocated = "max over ranks of torch max_memory_allocated, GiB -> GB (reserved 70 GiB)"
+    for definition, kind in (
+        ("torch max reserved, GiB -> GB", "reserved"),
+        (allocated, "allocated"),
+        ("nvidia-smi snapshot GB", "total"),
+    ):
+        assert measured_bytes({"peak_mem_gb": "10", "mem_def": definition}) == (10e9, kind)
     assert measured_bytes({"peak_mem_gb": ""}) is None
 
 
 def test_many_rows_are_one_job():
-    runs = read_runs(
-        [{**ROW, "id": str(i), "gpu": gpu} for i, gpu in enumerate(("H100", "A100-80GB", "B200"))]
-    )
+    gpus = ("H100", "A100-80GB", "B200")
+    runs = read_runs([{**ROW, "id": str(i), "gpu": gpu} for i, gpu in enumerate(gpus)])
     assert runs.job is not None and np.array_equal(runs.owner, [0, 1, 2])
     assert len(set(runs.job.device.memory_bandwidth)) == 3

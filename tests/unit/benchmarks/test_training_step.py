@@ -32,10 +32,8 @@ def test_a_batch_depends_on_step_and_rank_only():
     assert torch.equal(first["input_ids"], batch(SMALL, step=3, rank=1)["input_ids"])
     for other in (batch(SMALL, step=4, rank=1), batch(SMALL, step=3, rank=0)):
         assert not torch.equal(first["input_ids"], other["input_ids"])
-    assert (
-        first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence)
-        and int(first["input_ids"].max()) < ALPHABET
-    )
+    assert first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence)
+    assert int(first["input_ids"].max()) < ALPHABET
 
 
 def test_plait_gets_the_hyperparameters_of_the_workload():
@@ -54,14 +52,9 @@ def test_every_comparison_names_a_baseline():
 
 
 def record(losses, norms=(1.0, 1.0), seconds=(1.0, 1.0)):
-    return Record(
-        seconds=list(seconds),
-        foreign=[0.0] * len(seconds),
-        processor_seconds=[0.9],
-        losses=list(losses),
-        norms=list(norms),
-        peak_bytes=2**30,
-    )
+    numbers = {"losses": list(losses), "norms": list(norms), "peak_bytes": 2**30}
+    foreign = [0.0] * len(seconds)
+    return Record(seconds=list(seconds), foreign=foreign, processor_seconds=[0.9], **numbers)
 
 
 @pytest.mark.parametrize(
@@ -135,22 +128,16 @@ def test_an_engine_that_disagrees_is_named():
 
 
 class FakeTeam:
-    """Answers turns without processes."""
+    """Team that answers turns without processes."""
 
     pids = ()
 
     def ask(self, message, *, timeout_seconds):
         _, arguments = message
         count = arguments["warm"] + arguments["steps"]
+        shared = {"processor_seconds": 1.0, "norms": [1.0] * count, "peak_bytes": 1}
         return [
-            {
-                "seconds": 1.0 + rank,
-                "processor_seconds": 1.0,
-                "losses": [float(rank)] * count,
-                "norms": [1.0] * count,
-                "peak_bytes": 1,
-            }
-            for rank in (0, 1)
+            {"seconds": 1.0 + rank, "losses": [float(rank)] * count, **shared} for rank in (0, 1)
         ]
 
 
@@ -179,12 +166,9 @@ def test_a_wrong_argument_exits_with_2(capsys):
     [
         ("pass", None),
         ("raise OSError('no compiler')", "do not compile: OSError: no compiler"),
-        (
-            "import time; time.sleep(60)",
-            "took more than 2 s; a build that was killed leaves a file named `lock`",
-        ),
+        ("import time; time.sleep(60)", "took more than 2 s; a build that was killed leaves a file named `lock`"),
     ],
-)
+)  # fmt: skip
 def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected):
     monkeypatch.setattr(deepspeed_peer, "_COMPILE", program)
     problem = deepspeed_peer.prepare(timeout_seconds=2 if "sleep" in program else 60)
@@ -192,14 +176,9 @@ def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected
 
 
 def test_only_shared_memory_of_this_run_is_removed(monkeypatch, tmp_path):
-    old, new, other = (
-        tmp_path / name
-        for name in (
-            "deepspeed_allreduce_buffer_0_host_1234_0",
-            "deepspeed_allreduce_buffer_0_host_5678_0",
-            "torch_5678_0",
-        )
-    )
+    prefix = "deepspeed_allreduce_buffer_0_host_"
+    names = (f"{prefix}1234_0", f"{prefix}5678_0", "torch_5678_0")
+    old, new, other = (tmp_path / name for name in names)
     for path in (old, new, other):
         path.touch()
     monkeypatch.setattr(deepspeed_peer, "SHARED_MEMORY", tmp_path)

@@ -15,9 +15,8 @@ from benchmarks.planner_accuracy.widths import Residuals, Scales, residuals, sca
 
 
 def _rows(size, *, constants=0.1, kernels=0.0, noise=0.0):
-    return Residuals(
-        np.abs(size), *(np.full(len(size), value) for value in (constants, kernels, noise))
-    )
+    parts = (np.full(len(size), value) for value in (constants, kernels, noise))
+    return Residuals(np.abs(size), *parts)
 
 
 def test_the_scale_covers_nine_in_ten():
@@ -27,9 +26,8 @@ def test_the_scale_covers_nine_in_ten():
 
 def test_only_widths_of_kernels_become_narrower():
     drawn = np.random.default_rng(0).normal(0, 0.1, 4000)
-    assert scales_of([_rows(drawn, constants=0.06, kernels=0.16)]) == Scales(
-        kernels=pytest.approx(0.5, rel=0.1)
-    )
+    scales = scales_of([_rows(drawn, constants=0.06, kernels=0.16)])
+    assert scales == Scales(kernels=pytest.approx(0.5, rel=0.1))
     narrow = scales_of([_rows(drawn, noise=0.2)])
     assert narrow.constants == 1.0
 
@@ -48,42 +46,26 @@ def test_residuals_divide_an_interval_into_three_parts():
     assert len(found.size) == 31 and (found.constants > 0).all() and not found.kernels.any()
     assert (found.noise >= priors.time_spread - 1e-9).all()
     wider = residuals(rows, scaled(priors, Scales(constants=2.0)))
-    assert wider.constants == pytest.approx(
-        2 * found.constants, rel=0.01
-    ) and wider.noise == pytest.approx(found.noise, rel=1e-3)
+    assert wider.constants == pytest.approx(2 * found.constants, rel=0.01)
+    assert wider.noise == pytest.approx(found.noise, rel=1e-3)
     quiet = residuals(rows, replace(priors, time_spread=0.0))
-    assert (
-        quiet.constants == pytest.approx(found.constants, rel=0.01)
-        and (quiet.noise < found.noise).all()
-    )
-    believed = replace(
-        priors,
-        constants={
-            **priors.constants,
-            "stack.simumax": datasheet_priors().constants["stack.simumax"],
-        },
-    )
+    assert quiet.constants == pytest.approx(found.constants, rel=0.01)
+    assert (quiet.noise < found.noise).all()
+    stack = datasheet_priors().constants["stack.simumax"]
+    believed = replace(priors, constants={**priors.constants, "stack.simumax": stack})
     unmeasured = residuals(rows, believed)
-    assert (unmeasured.kernels > datasheet_priors().constants["stack.simumax"].width / 3).all()
+    assert (unmeasured.kernels > stack.width / 3).all()
     halved = residuals(rows, scaled(believed, Scales(kernels=0.5)))
-    assert halved.constants == pytest.approx(
-        np.hypot(unmeasured.constants, unmeasured.kernels / 2), rel=0.01
-    )
+    expected = np.hypot(unmeasured.constants, unmeasured.kernels / 2)
+    assert halved.constants == pytest.approx(expected, rel=0.01)
 
 
 def test_widths_of_plait_and_unnamed_frameworks_stay():
+    shipped = datasheet_priors().constants
     narrowed = scaled(datasheet_priors(), Scales(kernels=0.5)).constants
-    for name in (
-        "stack.plait",
-        "stack.other",
-        "stack.other-modern",
-        "stack.torch-fsdp",
-        "stack.deepspeed",
-    ):
-        assert narrowed[name].width == datasheet_priors().constants[name].width
-    assert (
-        narrowed["stack.nanotron"].width == datasheet_priors().constants["stack.nanotron"].width / 2
-    )
+    for name in ("plait", "other", "other-modern", "torch-fsdp", "deepspeed"):
+        assert narrowed[f"stack.{name}"].width == shipped[f"stack.{name}"].width
+    assert narrowed["stack.nanotron"].width == shipped["stack.nanotron"].width / 2
 
 
 def test_a_framework_without_its_name_keeps_its_kernels():
@@ -97,34 +79,16 @@ def test_a_framework_without_its_name_keeps_its_kernels():
 
 
 def test_a_recent_model_has_the_kernels_of_its_time():
-    assert (
-        framework("DeepSpeed", recent=True).name == "deepspeed-modern"
-        and framework("Megatron-LM", recent=True).name == "megatron-modern"
-    )
-    assert (
-        framework("DeepSpeed, unfused attention", recent=True).attention
-        == framework("DeepSpeed").attention
-        != framework("x").attention
-    )
-    assert (
-        framework("unknown", recent=True).name == "other"
-    )  # who knows no framework knows no kernels
+    assert framework("DeepSpeed", recent=True).name == "deepspeed-modern"
+    assert framework("Megatron-LM", recent=True).name == "megatron-modern"
+    unfused = framework("DeepSpeed, unfused attention", recent=True).attention
+    assert unfused == framework("DeepSpeed").attention != framework("x").attention
+    # Kernels of an unknown framework are unknown.
+    assert framework("unknown", recent=True).name == "other"
     row = {
-        "model_name": "x",
-        "n_layers": "2",
-        "hidden": "512",
-        "n_heads": "8",
-        "gated_mlp": "n",
-        "gpu": "A100-80GB-SXM",
-        "gpus_total": "8",
-    }
-    row |= {
-        "tp": "1",
-        "pp": "1",
-        "global_batch": "8",
-        "framework": "DeepSpeed",
-        "zero_or_fsdp": "ZeRO-3",
-    }
+        "model_name": "x", "n_layers": "2", "hidden": "512", "n_heads": "8", "gated_mlp": "n", "gpu": "A100-80GB-SXM",
+        "gpus_total": "8", "tp": "1", "pp": "1", "global_batch": "8", "framework": "DeepSpeed", "zero_or_fsdp": "ZeRO-3",
+    }  # fmt: skip
     for changes, name in (
         ({}, "deepspeed"),
         ({"seq_len": "8192"}, "deepspeed-modern"),

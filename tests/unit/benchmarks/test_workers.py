@@ -27,10 +27,8 @@ def test_answers_come_by_rank_until_the_team_is_stopped(tmp_path):
 def test_an_exception_is_told_with_its_traceback(tmp_path):
     one = worker_group(tmp_path, operator.attrgetter("join"), ",")
     one.ready(timeout_seconds=60)
-    with pytest.raises(
-        WorkerGroupError,
-        match="(?s)worker_group: rank . failed.*TypeError: can only join an iterable",
-    ):
+    words = "(?s)worker_group: rank . failed.*TypeError: can only join an iterable"
+    with pytest.raises(WorkerGroupError, match=words):
         one.ask(3, timeout_seconds=60)
     one.stop()
 

@@ -38,16 +38,14 @@ def test_the_newest_and_then_older_ones(three):
 
 
 def test_latest_that_was_put_back_by_hand(three):
-    """A user goes back to an older one; what came after is not loaded."""
+    """A user returns to an older checkpoint. Later ones are not loaded."""
     put(three, "d", {}, sequence=4)
     older = (three / "LATEST").read_text()
     put(three, "e", {}, sequence=5)
     (three / "LATEST").write_text(older)
     assert tags(three) == ["d", "c", "b", "a"]
-    assert (
-        "names d, which is loaded, although e is newer and complete"
-        in candidates(three)[0].notes[0]
-    )
+    note = candidates(three)[0].notes[0]
+    assert "names d, which is loaded, although e is newer and complete" in note
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "no JSON", "another tag", "another hash"])
@@ -89,7 +87,7 @@ def test_where_nothing_is_left(tmp_path):
 
 
 def test_one_that_was_being_replaced(three):
-    """The process died between the two renames: the old one counts, until the new one is in place."""
+    """The process died between the two renames. The old one counts until the new one is in place."""
     (three / "c").rename(three / ".c.replaced")
     put(three, ".c.tmp", {}, sequence=4, named=False)
     assert tags(three) == ["c", "b", "a"] and not candidates(three)[0].notes
@@ -110,12 +108,10 @@ def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path):
     path = put(tmp_path, "a", {}, named=False)
     (path / "manifest.json").unlink()
     (path / "manifest.sha256").unlink()
+    words = "LATEST is missing, and no checkpoint there is complete; a cannot be read"
     for name in ("manifest.json", "manifest.sha256", "00000.json", "00000.safetensors"):
         (path / name).write_text("x")
-        with pytest.raises(
-            CheckpointError,
-            match="LATEST is missing, and no checkpoint there is complete; a cannot be read",
-        ):
+        with pytest.raises(CheckpointError, match=words):
             find_checkpoint(tmp_path)
         (path / name).unlink()
 
@@ -127,11 +123,8 @@ def test_files_and_links_that_a_kill_left_are_deleted_too(three):
     (three / "a").rename(three / "elsewhere" / "a")
     (three / "a").symlink_to(three / "elsewhere" / "a", target_is_directory=True)
     assert prune(three, keep=2) == [".LATEST.7.tmp", ".x.tmp", "a"]
-    assert (
-        tags(three) == ["c", "b"]
-        and (three / "elsewhere" / "a").exists()
-        and not list(three.glob(".*"))
-    )
+    assert tags(three) == ["c", "b"] and (three / "elsewhere" / "a").exists()
+    assert not list(three.glob(".*"))
 
 
 def test_pruning_keeps_one_whose_successor_is_incomplete(three):
@@ -144,18 +137,14 @@ def test_pruning_keeps_one_whose_successor_is_incomplete(three):
 
 
 def test_the_users_copies_and_notes_are_kept(three):
-    """A copy under another name, a copy of the newest, and a checkpoint with a file of the user's."""
+    """These are a copy under another name, a copy of the newest, and a checkpoint with a file of the user's."""
     shutil.copytree(three / "a", three / "best-model-do-not-delete")
     shutil.copytree(three / "c", three / "c-copy")
     (three / "b" / "notes.txt").write_text("the good one")
     put(three, "d", {}, sequence=4)
     remove_old(three, keep=1)
-    assert {path.name for path in three.iterdir() if path.is_dir()} == {
-        "best-model-do-not-delete",
-        "c-copy",
-        "b",
-        "d",
-    }
+    folders = {path.name for path in three.iterdir() if path.is_dir()}
+    assert folders == {"best-model-do-not-delete", "c-copy", "b", "d"}
     assert tags(three)[0] == "d"
 
 

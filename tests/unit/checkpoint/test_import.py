@@ -46,7 +46,7 @@ def no_group_is_left():
 
 
 class Canary:
-    """Pickled, it makes a folder where it is unpickled."""
+    """Pickled, it creates a folder where it is unpickled."""
 
     def __init__(self, place):
         self.place = place
@@ -88,7 +88,7 @@ def trained():
 
 
 def run_in_this_process(command, **_):
-    """Stands for `subprocess.run`, without the seconds that a process takes to start. One test takes the process."""
+    """Stand in for `subprocess.run`, without the seconds that a process takes to start. One test starts the process."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         convert.main(*command[3:])
     return SimpleNamespace(stdout=said.getvalue(), stderr="", returncode=0)
@@ -100,24 +100,22 @@ def in_this_process(source, out, monkeypatch):
 
 
 def compare(out, *, rtol):
-    """With what plain torch has computed."""
+    """Compare a converted checkpoint with what plain torch computes."""
     model, optimizer = trained()
-    found = open_checkpoint(place_of(out))
-    verify(found, lambda done, of: None)
-    reader = Reader(found)
-    wanted = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    checkpoint = open_checkpoint(place_of(out))
+    verify(checkpoint, lambda done, of: None)
+    reader = Reader(checkpoint)
+    expected = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, states in optimizer.state.items():
-        at = f"optimizer.state.{names[parameter]}"
-        wanted |= {f"{at}.{key}": value for key, value in states.items()}
-    assert set(reader.tensors) == set(wanted)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(
-            reader.read(name), tensor.detach(), rtol=rtol, atol=1e-7, msg=name
-        )
-    groups = found.manifest.metadata["optimizer"]["groups"]
+        prefix = f"optimizer.state.{names[parameter]}"
+        expected |= {f"{prefix}.{key}": value for key, value in states.items()}
+    assert set(reader.tensors) == set(expected)
+    tensors = {name: reader.read(name) for name in expected}
+    torch.testing.assert_close(tensors, expected, rtol=rtol, atol=1e-7)
     decays = {
-        tuple(group["params"]): exact.decode(group["now"]["weight_decay"]) for group in groups
+        tuple(group["params"]): exact.decode(group["now"]["weight_decay"])
+        for group in checkpoint.manifest.metadata["optimizer"]["groups"]
     }
     assert decays == {("first.bias",): 0.0, ("first.weight", "last.weight"): 0.1}
     other = Model()
@@ -138,7 +136,7 @@ def test_deepspeed(tmp_path, monkeypatch, stage):
 
 
 def test_the_command_line(tmp_path):
-    """With the process that reads."""
+    """The command starts the process that reads."""
     arguments = [str(MADE / "zero3"), "--out", str(tmp_path / "out"), "--tag", "theirs"]
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.output
@@ -162,9 +160,8 @@ def test_advice(tmp_path, monkeypatch, capsys):
     shutil.copytree(MADE / "zero1", "zero1")
     model, optimizer = trained()
     optimizer = torch.optim.AdamW(optimizer.param_groups)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config={"train_batch_size": 4}
-    )
+    config = {"train_batch_size": 4}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     with pytest.raises(CheckpointError, match="was written by DeepSpeed") as error:
         engine.load_checkpoint("zero1")
     run = command(capsys)
@@ -190,10 +187,13 @@ def test_a_bad_file_on_the_command_line(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists() and not (tmp_path / "other").exists()
 
 
+def save_in_torchs_format(folder):
+    weights, states = get_state_dict(*trained())
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder, no_dist=True)
+
+
 def test_torch_distributed_checkpoint(tmp_path, monkeypatch):
-    model, optimizer = trained()
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_in_torchs_format(tmp_path / "dcp")
     in_this_process(tmp_path / "dcp", tmp_path / "out", monkeypatch)
     compare(tmp_path / "out", rtol=0)
 
@@ -231,16 +231,14 @@ def test_enums_of_python_3_11_0(tmp_path, monkeypatch):
     torch.save({"zero_stage": ZeroStageEnum.gradients}, tmp_path / "states.pt")
     assert read_torch(tmp_path / "states.pt")["zero_stage"].args == (2,)
 
-    model, optimizer = trained()
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_in_torchs_format(tmp_path / "dcp")
     assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
     in_this_process(tmp_path / "dcp", tmp_path / "out", monkeypatch)
     compare(tmp_path / "out", rtol=0)
 
 
 def test_any_other_getattr_is_refused(tmp_path):
-    """No attribute of anything but the listed members of the listed enums, in either protocol."""
+    """Only the listed members of the listed enums are read, in every protocol."""
     hostile = [
         Attribute(_MEM_FORMAT_ENCODING, "__class__"),
         Attribute(_MEM_FORMAT_ENCODING, "mro"),
@@ -264,22 +262,12 @@ def test_any_other_getattr_is_refused(tmp_path):
     assert read_pickle(tmp_path / "plain") is not getattr
 
 
-KINDS = (
-    "metadata",
-    "item",
-    "optimizer states",
-    "model states",
-    "compressed",
-    "latest above",
-    "path above",
-    "cut",
-    "none",
-)
+KINDS = ("metadata", "item", "optimizer states", "model states", "compressed", "latest above", "path above", "cut", "none")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_made_to_do_harm(tmp_path, monkeypatch, kind):
-    """Nothing is executed; a message."""
+    """Nothing is executed, and a message names the file."""
     source, canary = tmp_path / "source", tmp_path / "executed"
     if kind in ("metadata", "item", "path above"):
         dcp.save({"model": {"x": torch.ones(3)}, "y": "text"}, checkpoint_id=source, no_dist=True)

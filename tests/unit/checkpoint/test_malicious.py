@@ -1,17 +1,13 @@
-"""Files that somebody made to do harm, hashes included: nothing of them is executed, nothing is written beside them, and every command and
-load ends with a message and an exit code."""
-
-from __future__ import annotations
+"""Malicious checkpoints, hashes included: nothing of them is executed, nothing is written next to them, and every command and load ends
+with a message and an exit code."""
 
 import hashlib
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +22,9 @@ from plait.cluster.mesh import build_mesh
 from plait.errors import PlaitError
 from plait.hashing import sha256_of
 
-Json = dict[str, Any]
-
 
 class Canary:
-    """Pickled, it makes a folder where it is unpickled."""
+    """Pickled, it creates a folder where it is unpickled."""
 
     def __init__(self, place):
         self.place = place
@@ -42,28 +36,21 @@ class Canary:
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
     folder = tmp_path_factory.mktemp("honest") / "run"
-    facts = {
-        "global_steps": 1,
-        "skipped_steps": 0,
-        "client_state": {},
-        "scheduler": None,
-        "optimizer": {"groups": [], "values": {}},
-    }
+    optimizer = {"groups": [], "values": {}}
+    counts = {"global_steps": 1, "skipped_steps": 0}
+    facts = {**counts, "client_state": {}, "scheduler": None, "optimizer": optimizer}
     tensors = {"model.weight": torch.randn(4, 6), "model.bias": torch.randn(4)}
+    parts = {"tensors": tensors, "rank_tensors": {}, "values": {}, "metadata": facts}
     mesh = build_mesh(Layout())
     for tag in ("one", "two"):
-        write(
-            snapshot(
-                folder, tag, mesh=mesh, tensors=tensors, rank_tensors={}, values={}, metadata=facts
-            )
-        )
-    if dist.is_initialized():  # other tests of this process make their own
+        write(snapshot(folder, tag, mesh=mesh, **parts))
+    if dist.is_initialized():  # other tests of this process create their own
         dist.destroy_process_group()
     return folder
 
 
 def rehash(folder):
-    """All hashes of `two` say what is there now."""
+    """Write the hashes of the files that `two` has now."""
     at = folder / "two"
     manifest = json.loads((at / "manifest.json").read_text())
     ranks = manifest.get("ranks") if isinstance(manifest, dict) else None
@@ -76,7 +63,7 @@ def rehash(folder):
 
 
 def edited(file, edit):
-    """A change of a JSON file."""
+    """Return a function that changes a JSON file."""
 
     def change(folder):
         path = folder / "two" / file
@@ -89,7 +76,7 @@ def edited(file, edit):
 
 
 def text(file, content):
-    """Another text in a file."""
+    """Return a function that replaces the text of a file."""
 
     def change(folder):
         (folder / "two" / file).write_text(content)
@@ -102,7 +89,7 @@ def text(file, content):
 
 
 def raw(file, content):
-    """Other bytes in a file; the list says their hashes."""
+    """Return a function that changes the bytes of a file and lists their hashes."""
 
     def change(folder):
         path, listed = folder / "two" / file, folder / "two" / "00000.json"
@@ -121,7 +108,7 @@ def raw(file, content):
 
 
 def header(edit):
-    """Another header of the safetensors file, of the same length where it fits."""
+    """Return a function that changes the header of the safetensors file, to the same length where it fits."""
 
     def content(data):
         length = int.from_bytes(data[:8], "little")
@@ -173,7 +160,7 @@ def sparse(name):
 DEEP = "[" * 100_000
 BOMB = '{"format":2,"tag":"two","metadata":' + '{"a":' * 50_000
 BIG = 1 << 60
-CASES: dict[str, Callable[[Path], None]] = {
+CASES = {
     "tag above": edited("manifest.json", lambda found: found.update(tag="../../outside")),
     "tag absolute": edited("manifest.json", lambda found: found.update(tag="/etc/passwd")),
     "tag empty": edited("manifest.json", lambda found: found.update(tag="")),
@@ -232,10 +219,11 @@ CASES: dict[str, Callable[[Path], None]] = {
     "checkpoint a link": link("two", "/"),
     "checkpoint a circle": link("two", "two"),
     "leftover a link": link(".two.tmp", "/"),
-    "LATEST above": lambda folder: (folder / "LATEST").write_text(
-        '{"tag": "../../etc", "manifest_sha256": ""}'
-    ),  # type: ignore[dict-item, return-value]
+    "LATEST above": lambda folder: (folder / "LATEST").write_text('{"tag": "../../etc", "manifest_sha256": ""}'),
 }  # fmt: skip
+
+
+COMMANDS = ("ls RUN", "verify RUN", "verify RUN/two", "diff RUN/one RUN/two", "export RUN/two --out OUT", "prune RUN --keep 1")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -246,22 +234,15 @@ def test_nothing_but_a_message(honest, tmp_path, capsys, case):
     CASES[case](folder)
     before = sorted(path.name for path in tmp_path.rglob("*") if "run" not in path.parts)
     codes = {}
-    for command in (
-        "ls RUN",
-        "verify RUN",
-        "verify RUN/two",
-        "diff RUN/one RUN/two",
-        "export RUN/two --out OUT",
-        "prune RUN --keep 1",
-    ):
+    for command in COMMANDS:
         arguments = command.replace("RUN", str(folder)).replace("OUT", f"{tmp_path}/out").split()
         with pytest.raises(SystemExit) as ended:
             main(arguments if arguments[0] == "export" else ["checkpoint", *arguments])
         code = codes[arguments[0]] = ended.value.code
-        said = capsys.readouterr().err
-        assert code in (0, 1, 2, 4) and "Traceback" not in said, (command, code, said)
-        told = said.startswith("plait: ") or command.startswith("ls")
-        assert code in (0, 1) or told, (command, said)
+        message = capsys.readouterr().err
+        assert code in (0, 1, 2, 4) and "Traceback" not in message, (command, code, message)
+        is_named = message.startswith("plait: ") or command.startswith("ls")
+        assert code in (0, 1) or is_named, (command, message)
         if command == "verify RUN" and folder.exists():
             for verify in ("full", "off"):
                 with suppress(PlaitError):

@@ -16,9 +16,8 @@ def test_degrees_of_no_layout(tmp_path):
         edited = json.dumps(json.loads((path / "manifest.json").read_text()) | {"degrees": degrees})
         (path / "manifest.json").write_text(edited)
         (path / "manifest.sha256").write_text(sha256_of(edited))
-        with pytest.raises(
-            CheckpointError, match=r"manifest.json is not a valid Manifest of Plait: degrees"
-        ):
+        words = r"manifest.json is not a valid Manifest of Plait: degrees"
+        with pytest.raises(CheckpointError, match=words):
             read_manifest(path)
 
 
@@ -30,7 +29,6 @@ def test_records_of_no_tensor(tmp_path):
         tensor = {"dtype": "float32", "shape": [2, 3], "cuts": [], "stages": [0], **record}
         text = json.dumps({"shards": shards, "tensors": {"x": tensor}})
         (tmp_path / "00000.json").write_text(text)
-        with pytest.raises(
-            CheckpointError, match=r"00000.json is not a valid RankManifest of Plait: tensors.x"
-        ):
+        words = r"00000.json is not a valid RankManifest of Plait: tensors.x"
+        with pytest.raises(CheckpointError, match=words):
             read_json(RankManifest, tmp_path / "00000.json")

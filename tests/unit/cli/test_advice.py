@@ -132,17 +132,15 @@ VARIABLES = """
 
 def test_launchers_variables(monkeypatch):
     def placed(line):
+        variables = dict(word.partition("=")[::2] for word in line.replace("nothing", "").split())
+        gpus = int(variables.pop("GPUS", 0))
+        start = topology.init_method if "meets" in variables else topology.discover
         with monkeypatch.context() as changed:
-            variables = dict(
-                word.partition("=")[::2] for word in line.replace("nothing", "").split()
-            )
-            gpus = int(variables.pop("GPUS", 0))
             changed.setattr(topology, "device_count", lambda: gpus)
             changed.setattr(topology.accelerator, "capacity_bytes", lambda index: 1)
             if "GROUP" in variables:
                 group = variables.pop("GROUP").split("/")
                 changed.setattr(topology, "_existing_group", lambda: (*map(int, group), "gloo"))
-            start = topology.init_method if "meets" in variables else topology.discover
             for name, value in variables.items():
                 changed.setenv(name, value)
             start()
@@ -257,11 +255,8 @@ PLANS = """
 def test_plans():
     def planned(text):
         path, value = parse_override(text)
-        tree = {
-            "train_batch_size": 8,
-            "model": {"config": SMALL},
-            "parallel": {"tp": "auto", "pp": 1},
-        }
+        parallel = {"tp": "auto", "pp": 1}
+        tree = {"train_batch_size": 8, "model": {"config": SMALL}, "parallel": parallel}
         if value == "":
             del tree[path[0]]
             examined = examine(read(tree), [])

@@ -74,10 +74,10 @@ def test_nothing_open_is_left_alone(file):
 
 
 def test_too_late_or_too_little_is_refused(file):
-    with pytest.raises(
-        InputError,
-        match=r"parallel\.tp, zero_optimization\.stage = .auto. is planned before processes are started",
-    ):
+    words = (
+        r"parallel\.tp, zero_optimization\.stage = .auto. is planned before processes are started"
+    )
+    with pytest.raises(InputError, match=words):
         refuse_auto(file, [])
     with pytest.raises(ConfigError, match="train_batch_size"):
         planned(file, "train_batch_size=null")

@@ -19,9 +19,7 @@ def run(*arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["config", *arguments])
     output = capsys.readouterr()
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code, output.out, output.err
+    return ended.value.code, output.out, output.err
 
 
 @pytest.fixture
@@ -38,10 +36,8 @@ def test_explain_in_a_pipe_prints_aligned_lines(file, capsys):
     assert lines[0] == f"keys of {file}"
     assert lines[2].split()[:3] == ["zero_optimization.overlap_comm", "true", "ignored"]
     assert "resolved for 8 processes (set the number with --world-size)" in lines
-    assert any(
-        line.split()[:2] == ["parallel.dp_shard", "4"] and "derived: 8 processes" in line
-        for line in lines
-    )
+    [shards] = [line for line in lines if line.split()[:2] == ["parallel.dp_shard", "4"]]
+    assert "derived: 8 processes" in shards
     columns = {line.index("supported") for line in lines[1:5] if "supported" in line}
     assert len(columns) == 1
     assert not any(line != line.rstrip() for line in lines)
@@ -75,9 +71,8 @@ def test_a_wrong_file_shows_its_keys_and_every_problem(file, capsys):
     code, out, err = run("explain", file, *wrong, capsys=capsys)
     assert code == 2
     assert "zero_optimization.stage" in out
-    assert (
-        "parallel.dp_shard" in out and "gradient_accumulation_steps" not in out
-    )  # E4: what can be resolved is shown beside it
+    # E4: the values that can be resolved are shown as well.
+    assert "parallel.dp_shard" in out and "gradient_accumulation_steps" not in out
     assert "train_batch_size = 9: micro 4 x dp 1 = 4 and 9 % 4 = 1; use 8 or 12" in err
     assert "data_parallel_size = 3" in err
     assert "Traceback" not in err
@@ -115,7 +110,7 @@ def test_schema(capsys):
 
 
 def test_megatrons_flags_become_a_file(tmp_path, capsys):
-    """E8: the file says what the flags say, WSD included; `plait train -- FLAGS` names the command that writes it."""
+    """E8: the file has the meaning of the flags, WSD included. `plait train -- FLAGS` names the command that writes it."""
     from plait.config.convert.conversion import load_foreign
     from plait.config.resolving.resolve import load
 
@@ -128,7 +123,7 @@ def test_megatrons_flags_become_a_file(tmp_path, capsys):
     assert end.value.code == 2 and "exists" in capsys.readouterr().err
     read, meant = load(file), load_foreign(flags)
     assert read.model_dump() == meant.model_dump()
-    assert read.scheduler is not None and read.scheduler.params["wsd_decay_steps"] == 10
+    assert read.scheduler.params["wsd_decay_steps"] == 10
     with pytest.raises(SystemExit) as end:
         main(["train", "--", *flags])
     assert end.value.code == 2 and "plait config convert" in capsys.readouterr().err
@@ -187,9 +182,8 @@ def test_without_out_the_file_is_on_standard_output(accelerate, capsys):
 
 def test_inconvertible_keys_are_listed_and_nothing_is_written(accelerate, capsys):
     out = accelerate.with_name("run.json")
-    accelerate.write_text(
-        ACCELERATE.replace("num_processes", "num_procesess").replace("bf16", "fp8")
-    )
+    text = ACCELERATE.replace("num_processes", "num_procesess").replace("bf16", "fp8")
+    accelerate.write_text(text)
     code, table, err = run("convert", str(accelerate), "--out", str(out), capsys=capsys)
     assert code == 2 and not out.exists()
     assert "refused: unknown key of Accelerate" in table

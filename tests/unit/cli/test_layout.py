@@ -1,29 +1,16 @@
 """`plait layout`: grid, split and bytes from shapes alone."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
 from tests.unit.cli import commands
 
-FILE: dict[str, Any] = {
-    "zero_optimization": {"stage": 3},
-    "parallel": {"tp": 2},
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 64,
-            "intermediate_size": 101,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 201,
-        }
-    },
-}
+MODEL = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 101, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 201,
+}  # fmt: skip
+FILE = {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}, "model": {"config": MODEL}}
 
 
 def run(folder, line=""):
@@ -33,7 +20,7 @@ def run(folder, line=""):
 
 
 def test_report(tmp_path, capsys):
-    """For programs."""
+    """`--json` prints a report for programs."""
     assert run(tmp_path, "--nnodes 2 --nproc-per-node 2 --json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["layout"]["tp"] == 2 and report["layout"]["dp_shard"] == 2
@@ -49,7 +36,7 @@ def test_report(tmp_path, capsys):
 
 
 def test_lines_and_warning(tmp_path, capsys):
-    """For people: a tensor parallel group across nodes is said."""
+    """A tensor parallel group that spans nodes is reported."""
     assert run(tmp_path, "--nnodes 2 --nproc-per-node 1") == 0
     shown = capsys.readouterr().out
     assert "parallel.tp = 2: 1 of 1 tensor parallel groups span nodes" in shown
@@ -58,13 +45,13 @@ def test_lines_and_warning(tmp_path, capsys):
 
 
 def test_wrong_input(tmp_path, capsys):
-    """Heads, before any process."""
+    """Head counts are checked before any process starts."""
     assert run(tmp_path, "--set parallel.tp=3") == 2
     assert "num_attention_heads is 4 and 4 % 3 != 0" in capsys.readouterr().err
 
 
 def test_the_peak_of_a_step(tmp_path, capsys):
-    """By kind, with its moment, for every stage of a pipeline."""
+    """Peaks are shown by kind, with their moment, for every stage of a pipeline."""
     pipeline = "--nproc-per-node 4 --set parallel.pp=2 --set gradient_accumulation_steps=2"
     assert run(tmp_path, f"{pipeline} --peak --sequence-length 64 --json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -75,16 +62,12 @@ def test_the_peak_of_a_step(tmp_path, capsys):
         assert peak["kinds"]["activations"] > 0
     assert run(tmp_path, "--peak --sequence-length 64") == 0
     shown = capsys.readouterr().out
-    for words in (
-        "activations of all micro-batches in flight",
-        "timeline point",
-        "peak of optimizer step",
-    ):
+    for words in ("activations of all micro-batches in flight", "timeline point", "peak of optimizer step"):  # fmt: skip
         assert words in shown
 
 
 def test_what_is_in_files(tmp_path, capsys):
-    """Parameters alone, and with the states."""
+    """Files may hold parameters alone, or states as well."""
     zero = "--set zero_optimization.stage=3 --nproc-per-node 4"
     params, states = (
         f" --set zero_optimization.{name}.device=nvme --set zero_optimization.{name}.nvme_path=a"
@@ -96,28 +79,24 @@ def test_what_is_in_files(tmp_path, capsys):
         found.append(json.loads(capsys.readouterr().out)["memory"])
     memory, shards, rest, everything = found
     assert "files" not in memory
-    assert shards["files"] == shards["step_buffers"] == memory["parameters"], (
-        "the pool's default is larger than this model"
-    )
+    # The pool's default is larger than this model.
+    assert shards["files"] == shards["step_buffers"] == memory["parameters"]
     assert shards["files"] + rest["files"] == everything["files"]
     assert run(tmp_path, zero + params) == 0
     assert "of these, in files" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
         ("", "predicted with --peak"),
         ("--peak", "the file has no data.sequence_length; pass --sequence-length too"),
-        (
-            "--set zero_optimization.offload_optimizer.device=cpu --nproc-per-node 4 --peak --sequence-length 64",
-            "not modelled yet: zero_optimization.offload_optimizer",
-        ),
+        ("--set zero_optimization.offload_optimizer.device=cpu --nproc-per-node 4 --peak --sequence-length 64", "not modelled yet: zero_optimization.offload_optimizer"),
     ],
-)
-def test_no_peak_is_said_with_its_reason(options, said, tmp_path, capsys):
+)  # fmt: skip
+def test_no_peak_is_said_with_its_reason(options, words, tmp_path, capsys):
     assert run(tmp_path, options) == 0
-    assert said in capsys.readouterr().out
+    assert words in capsys.readouterr().out
 
 
 def test_a_public_model_by_the_name_that_plan_has(tmp_path, capsys, monkeypatch):
@@ -128,7 +107,7 @@ def test_a_public_model_by_the_name_that_plan_has(tmp_path, capsys, monkeypatch)
 
 
 def test_hundreds_of_ranks_are_shown_in_short(tmp_path, capsys):
-    """E11."""
+    """E11: long tables are shortened."""
     assert run(tmp_path, "--nnodes 16 --nproc-per-node 16") == 0
     shown = capsys.readouterr().out
     assert "9 more machines, in the same order" in shown and "... 8 more ..." in shown

@@ -107,7 +107,7 @@ def test_names_are_listed(capsys):
 
 
 def test_a_file_written_by_hand_is_not_replaced(tmp_path, capsys):
-    """E5: one that a plan wrote is, until somebody works on it."""
+    """E5: a file that a plan wrote is replaced, until somebody edits it."""
     out = tmp_path / "run.json"
     out.write_text('{"train_batch_size": 8}')
     plan = f"{SMALL_PLAN} --out {out}"
@@ -120,7 +120,7 @@ def test_a_file_written_by_hand_is_not_replaced(tmp_path, capsys):
 
 
 def test_neighbours_are_one_table(capsys):
-    """E11: a row each; two that are the same layout are not explained twice."""
+    """E11: each neighbour has a row, and equal layouts are not explained twice."""
     assert run(f"{SMALL_PLAN} --fix pp=1 --why neighbours") == 0
     shown = capsys.readouterr().out
     section = shown[shown.index("one step away") :].split("\n\n")[0].splitlines()
@@ -139,12 +139,10 @@ def test_machines_and_their_gpus_stand_for_the_world_size(capsys):
 def notes(capsys, file, sequence, **config):
     """Return the notes of a plan for a small Llama."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
-    file.write_text(
-        json.dumps({"model_type": "llama", **sizes, "max_position_embeddings": 64, **config})
-    )
-    assert (
-        run("plan --gpu h100 --world-size 1 --batch 1 --json --model", file, "--seq", sequence) == 0
-    )
+    config = {"model_type": "llama", **sizes, "max_position_embeddings": 64, **config}
+    file.write_text(json.dumps(config))
+    command = "plan --gpu h100 --world-size 1 --batch 1 --json --model"
+    assert run(command, file, "--seq", sequence) == 0
     return " ".join(json.loads(capsys.readouterr().out)["notes"])
 
 
@@ -159,7 +157,7 @@ def test_a_model_that_training_refuses_is_told(tmp_path, capsys):
 
 
 def test_dropout_is_counted(tmp_path, capsys):
-    """Its masks, and the product that a block computes again for them: without a note that they are not."""
+    """Dropout's masks and the product that a block computes again for them are counted, so no note says that they are not."""
     file = tmp_path / "config.json"
     sizes = {"n_layer": 2, "n_embd": 1024, "n_head": 16, "vocab_size": 512, "n_positions": 1024}
     found = {}
@@ -176,13 +174,7 @@ def test_dropout_is_counted(tmp_path, capsys):
 
 def test_a_file_that_training_refuses_is_not_planned(tmp_path, capsys):
     file, out = tmp_path / "file.json", tmp_path / "out.json"
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}  # fmt: skip
     model = {"config": {"model_type": "llama", **sizes}}
     tree = {"train_batch_size": 8, "model": model, "data": {"sequence_length": 64}}
     command = f"plan --gpu h100 --world-size 8 --out {out} {file}"

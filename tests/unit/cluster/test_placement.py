@@ -54,9 +54,8 @@ def test_the_batch_index_ignores_model_axes():
 
 def test_degrees_below_one_are_refused():
     """With the field, the value and the remedy."""
-    with pytest.raises(
-        ConfigError, match=r"parallel\.tp = 0: the degree of an axis is at least 1; use 1"
-    ):
+    words = r"parallel\.tp = 0: the degree of an axis is at least 1; use 1"
+    with pytest.raises(ConfigError, match=words):
         Layout(tp=0)
     with pytest.raises(IndexError):
         Layout(tp=2).coordinates(2)
@@ -104,9 +103,8 @@ def test_data_parallel_crosses_before_tensor_parallel():
 
 def test_wider_than_a_node_is_refused():
     """With the widest degree that fits."""
-    with pytest.raises(
-        ConfigError, match=r"parallel\.tp = 8: the largest machine has 4 devices, .*; use 4"
-    ):
+    words = r"parallel\.tp = 8: the largest machine has 4 devices, .*; use 4"
+    with pytest.raises(ConfigError, match=words):
         refuse_wider_than_a_node(Layout(tp=8), machines(4, 4))
     refuse_wider_than_a_node(Layout(dp_shard=2, tp=4), machines(4, 4))
 

@@ -1,7 +1,6 @@
-from __future__ import annotations
-
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,39 +21,22 @@ from plait.cluster.topology import (
 )
 from plait.errors import ConfigError
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-}
-DEEPSPEED = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_SIZE": "4",
-    "CROSS_RANK": "1",
-    "CROSS_SIZE": "2",
-}
-OPENMPI = {
-    f"OMPI_COMM_WORLD_{name}": value
-    for name, value in (
-        ("RANK", "5"),
-        ("SIZE", "8"),
-        ("LOCAL_RANK", "1"),
-        ("LOCAL_SIZE", "4"),
-        ("NODE_RANK", "1"),
-    )
-}
-MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-SRUN = {
-    "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-}  # fmt: skip
-NAMES = {
-    name for variables in (TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN) for name in variables
-} | {"MASTER_ADDR", "MASTER_PORT"}
+
+def variables_of(text, prefix=""):
+    return {prefix + name: value for name, value in (word.split("=") for word in text.split())}
+
+
+TORCHRUN = variables_of("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1")
+DEEPSPEED = variables_of("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4 CROSS_RANK=1 CROSS_SIZE=2")
+OPENMPI = variables_of("RANK=5 SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4 NODE_RANK=1", "OMPI_COMM_WORLD_")
+MPICH = variables_of("PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4")
+SRUN = variables_of(
+    "JOB_ID=4242 STEP_ID=0 PROCID=5 NTASKS=8 STEP_NUM_TASKS=8 LOCALID=1 NODEID=1 "
+    "STEP_NODELIST=gpu[007-008] STEP_TASKS_PER_NODE=4(x2)",
+    "SLURM_",
+)
+LAUNCHERS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "openmpi": OPENMPI, "mpich": MPICH, "srun": SRUN}  # fmt: skip
+NAMES = {"MASTER_ADDR", "MASTER_PORT"}.union(*LAUNCHERS.values())
 
 
 @pytest.fixture(autouse=True)
@@ -75,20 +57,12 @@ def _gpus(monkeypatch, count):
 
 class TestPlace:
     def test_without_a_launcher_it_is_one_process(self):
-        assert place() == RankInfo(
-            rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0
-        )
+        assert place() == RankInfo(0, 1, 0, 1, 0)
 
-    @pytest.mark.parametrize(
-        "variables",
-        [TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN],
-        ids=["torchrun", "deepspeed", "openmpi", "mpich", "srun"],
-    )
-    def test_every_launcher_gives_the_same_place(self, monkeypatch, variables):
-        _set(monkeypatch, variables)
-        assert place() == RankInfo(
-            rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1
-        )
+    @pytest.mark.parametrize("launcher", LAUNCHERS)
+    def test_every_launcher_gives_the_same_place(self, monkeypatch, launcher):
+        _set(monkeypatch, LAUNCHERS[launcher])
+        assert place() == RankInfo(5, 8, 1, 4, 1)
 
     @pytest.mark.parametrize(
         "outer",
@@ -110,12 +84,9 @@ class TestPlace:
         assert place() == RankInfo()
 
     def test_uneven_srun(self, monkeypatch):
-        uneven = {
-            "SLURM_PROCID": "4",
-            "SLURM_STEP_NUM_TASKS": "6",
-            "SLURM_LOCALID": "0",
-            "SLURM_STEP_TASKS_PER_NODE": "4,2",
-        }
+        uneven = variables_of(
+            "PROCID=4 STEP_NUM_TASKS=6 LOCALID=0 STEP_TASKS_PER_NODE=4,2", "SLURM_"
+        )
         _set(monkeypatch, SRUN | uneven)
         assert place() == RankInfo(4, 6, 0, 2, 1)
 
@@ -133,9 +104,7 @@ class TestPlace:
             ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "9"}, "OMPI_COMM_WORLD_RANK = 9", "OMPI_COMM_WORLD_SIZE = 8"),
         ],
     )  # fmt: skip
-    def test_contradictions_are_refused_with_variable_and_value(
-        self, monkeypatch, variables, named, words
-    ):
+    def test_contradictions_are_refused_with_variable_and_value(self, monkeypatch, variables, named, words):  # fmt: skip
         _set(monkeypatch, variables)
         with pytest.raises(ConfigError) as caught:
             place()
@@ -150,9 +119,7 @@ class TestPlace:
             (1, 3, 4, RankInfo(3, 4, 0, 1, 3)),  # one GPU a machine: one process a machine
         ],
     )
-    def test_rank_and_size_alone_where_only_one_answer_is_possible(
-        self, monkeypatch, gpus, rank, world, expected
-    ):
+    def test_rank_and_size_alone_where_only_one_answer_is_possible(self, monkeypatch, gpus, rank, world, expected):  # fmt: skip
         _gpus(monkeypatch, gpus)
         _set(monkeypatch, {"RANK": str(rank), "WORLD_SIZE": str(world)})
         assert place() == expected
@@ -160,28 +127,23 @@ class TestPlace:
     def test_rank_and_size_alone_are_refused_without_a_known_gpu(self, monkeypatch):
         _gpus(monkeypatch, 8)
         _set(monkeypatch, {"RANK": "3", "WORLD_SIZE": "16"})
-        with pytest.raises(
-            ConfigError,
-            match="LOCAL_RANK: not set, and 16 processes cannot all be on this machine with its 8 GPUs",
-        ):
+        words = (
+            "LOCAL_RANK: not set, and 16 processes cannot all be on this machine with its 8 GPUs"
+        )
+        with pytest.raises(ConfigError, match=words):
             place()
 
     @given(nodes=st.integers(1, 64), per_node=st.integers(1, 16), data=st.data())
     def test_any_torchrun_world(self, nodes, per_node, data):
         node, local = data.draw(st.integers(0, nodes - 1)), data.draw(st.integers(0, per_node - 1))
-        rank = node * per_node + local
-        variables = {
-            "RANK": rank,
-            "WORLD_SIZE": nodes * per_node,
-            "LOCAL_RANK": local,
-            "LOCAL_WORLD_SIZE": per_node,
-        }
-        found = claim({name: str(value) for name, value in variables.items()})
-        assert found is not None
-        # Without GROUP_RANK (DeepSpeed's older versions) the node follows from the ranks.
-        assert topology._complete(found, 0) == RankInfo(
-            rank, nodes * per_node, local, per_node, node
+        rank, world = node * per_node + local, nodes * per_node
+        found = claim(
+            variables_of(
+                f"RANK={rank} WORLD_SIZE={world} LOCAL_RANK={local} LOCAL_WORLD_SIZE={per_node}"
+            )
         )
+        # Without GROUP_RANK (DeepSpeed's older versions) the node follows from the ranks.
+        assert topology._complete(found, 0) == RankInfo(rank, world, local, per_node, node)
 
 
 class TestExistingGroup:
@@ -198,10 +160,10 @@ class TestExistingGroup:
     @pytest.mark.usefixtures("group")
     def test_variables_that_contradict_it_are_refused(self, monkeypatch):
         _set(monkeypatch, TORCHRUN)
-        with pytest.raises(
-            ConfigError,
-            match="the launcher says rank 5 of 8, but the existing gloo process group says rank 0 of 1",
-        ):
+        words = (
+            "the launcher says rank 5 of 8, but the existing gloo process group says rank 0 of 1"
+        )
+        with pytest.raises(ConfigError, match=words):
             place()
 
     def test_a_fake_group_of_any_size_has_one_device(self, monkeypatch):
@@ -223,15 +185,8 @@ class TestInitMethod:
     def test_srun_needs_no_variables_and_every_task_agrees(self, monkeypatch):
         methods = set()
         for rank in range(8):
-            _set(
-                monkeypatch,
-                {
-                    **SRUN,
-                    "SLURM_PROCID": str(rank),
-                    "SLURM_LOCALID": str(rank % 4),
-                    "SLURM_NODEID": str(rank // 4),
-                },
-            )
+            place = variables_of(f"PROCID={rank} LOCALID={rank % 4} NODEID={rank // 4}", "SLURM_")
+            _set(monkeypatch, SRUN | place)
             methods.add(init_method())
         assert methods == {"tcp://gpu007:19694"}
 
@@ -247,15 +202,11 @@ class TestInitMethod:
 
 
 def test_first_host_of_a_slurm_list():
-    for text, host in {
-        "gpu[007-012,020],cpu1": "gpu007",
-        "one": "one",
-        "a,b": "a",
-        "r1n[3,5]-ib": "r1n3-ib",
-        "n[1-2],m[1-2]": "n1",
-        "rack[1-2]node[1-4],x": "rack1node1",
-    }.items():
-        assert first_host(text) == host
+    hosts = variables_of(
+        "gpu[007-012,020],cpu1=gpu007 one=one a,b=a r1n[3,5]-ib=r1n3-ib n[1-2],m[1-2]=n1 "
+        "rack[1-2]node[1-4],x=rack1node1"
+    )
+    assert {text: first_host(text) for text in hosts} == hosts
 
 
 @given(st.lists(st.tuples(st.integers(1, 32), st.integers(1, 5)), min_size=1, max_size=6))
@@ -276,27 +227,21 @@ class TestDiscover:
         assert found.nodes == (Node(socket.gethostname(), 1),)
         assert found.device_type == "cpu"
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        assert found.memory_bytes is not None
         assert 0 < found.memory_bytes <= physical
 
     def test_processes_share_the_memory_of_a_machine(self, monkeypatch):
         _gpus(monkeypatch, 0)
-        whole = discover().memory_bytes
+        all_bytes = discover().memory_bytes
         _set(monkeypatch, {**TORCHRUN, "WORLD_SIZE": "8"})
         found = discover()
-        assert whole is not None
-        assert found.memory_bytes == whole // 4
+        assert found.memory_bytes == all_bytes // 4
         assert found.nodes == (Node("node0", 4), Node(socket.gethostname(), 4))
         assert found.world_size == 8
 
     def test_gpus(self, monkeypatch):
         _gpus(monkeypatch, 3)
-        sizes = [80, 40, 80]
-        monkeypatch.setattr(
-            torch.cuda,
-            "get_device_properties",
-            lambda index: type("P", (), {"total_memory": sizes[index]}),
-        )
+        sizes = [SimpleNamespace(total_memory=size) for size in (80, 40, 80)]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
         assert discover() == Topology((Node(socket.gethostname(), 3),), "cuda", 40)
 
     def test_uneven_machines_are_refused(self, monkeypatch):
@@ -324,13 +269,10 @@ class TestThreads:
             os.sched_setaffinity(0, before)
 
     def test_default_processes(self, monkeypatch):
-        _gpus(monkeypatch, 8)
-        assert default_processes() == 8
-        _gpus(monkeypatch, 0)
-        monkeypatch.setattr(topology, "cpu_count", lambda: 64)
-        assert default_processes() == 2
-        monkeypatch.setattr(topology, "cpu_count", lambda: 1)
-        assert default_processes() == 1
+        for gpus, cores, expected in ((8, 1, 8), (0, 64, 2), (0, 1, 1)):
+            _gpus(monkeypatch, gpus)
+            monkeypatch.setattr(topology, "cpu_count", lambda cores=cores: cores)
+            assert default_processes() == expected
 
 
 @pytest.mark.parametrize(
@@ -342,23 +284,23 @@ class TestThreads:
     ],
 )
 def test_groups_meet_where_the_launcher_implies(monkeypatch, variables, expected):
-    """B3: the default group is made at the meeting point that is known, and refused by name where none is."""
+    """B3: the default group is created at the known meeting point, and refused by name without one."""
     _set(monkeypatch, variables)
     _gpus(monkeypatch, 0)
-    asked: list[str] = []
-    monkeypatch.setattr(
-        process_groups,
-        "rendezvous",
-        lambda method, *_, **__: iter([(asked.append(method) or dist.HashStore(), 0, 2)]),
-    )
+    results = []
+
+    def rendezvous(method, *_, **__):
+        results.append(method)
+        return iter([(dist.HashStore(), 0, 2)])
+
+    monkeypatch.setattr(process_groups, "rendezvous", rendezvous)
     monkeypatch.setattr(process_groups, "_stores", {})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     # The other ranks, for whose files it would wait, do not exist.
     monkeypatch.setattr(mesh, "check_open_files", lambda *_: None)
+    device, timeout = torch.device("cpu"), mesh.DEFAULT_TIMEOUT
     try:
-        mesh._make_default_group(
-            place(), torch.device("cpu"), mesh.DEFAULT_TIMEOUT, host_tensors=False
-        )
+        mesh._make_default_group(place(), device, timeout, host_tensors=False)
     except ConfigError as error:
-        asked.append(str(error))
-    assert len(asked) == 1 and asked[0].startswith(expected)
+        results.append(str(error))
+    assert len(results) == 1 and results[0].startswith(expected)

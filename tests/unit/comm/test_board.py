@@ -28,10 +28,8 @@ def test_a_limit_of_the_size_of_files(in_memory, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(
-            InputError,
-            match=f"^ulimit -f: processes may write at most 4,096 bytes to a file, .* {BYTES:,} bytes, .*unlimited$",
-        ):
+        words = f"^ulimit -f: processes may write at most 4,096 bytes to a file, .* {BYTES:,} bytes, .*unlimited$"
+        with pytest.raises(InputError, match=words):
             Board(rank=0, timeout_seconds=5, path=None if in_memory else tmp_path / "board")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -44,8 +42,6 @@ def test_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        InputError,
-        match=r": no space for .* \(No space left on device\); free some space, or set TMPDIR",
-    ):
+    words = r": no space for .* \(No space left on device\); free some space, or set TMPDIR"
+    with pytest.raises(InputError, match=words):
         Board(rank=0, timeout_seconds=5, path=tmp_path / "board")

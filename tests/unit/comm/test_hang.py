@@ -26,11 +26,9 @@ class TestBoard:
         own.progress(7, hang.FORWARD)
         wait = Wait("all-gather", "dp_shard", 12.5, 4, "[8] float32", (1, 3), (0, 1, 2, 3))
         own.wait(wait)
-        own.heartbeat(
-            [Wait("all-reduce", "tp", 11.0, 9, "[2] int64", None, (2, 3))], line="a.py:3", seen=14.0
-        )
+        reduction = Wait("all-reduce", "tp", 11.0, 9, "[2] int64", None, (2, 3))
+        own.heartbeat([reduction], line="a.py:3", seen=14.0)
         found = read_board(tmp_path / "board")
-        assert found is not None
         assert (found.rank, found.step, found.phase) == (2, 7, hang.FORWARD)
         assert (found.timeout_seconds, found.line) == (TIMEOUT, "a.py:3")
         assert found.waits[0] == replace(wait, seen=math.inf)
@@ -39,7 +37,7 @@ class TestBoard:
         own.phase(hang.UPDATE)
         own.heartbeat()
         found = read_board(tmp_path / "board")
-        assert found is not None and (found.step, found.phase, found.waits) == (7, hang.UPDATE, ())
+        assert (found.step, found.phase, found.waits) == (7, hang.UPDATE, ())
         own.close()
 
     def test_without_a_path_nothing_is_left(self):
@@ -55,8 +53,7 @@ class TestBoard:
         own.wait(wait)
         own.heartbeat([wait] * 3, line="a.py:3")
         found = read_board(tmp_path / "board")
-        assert found is not None and found.line == "a.py:3"
-        assert found.waits[0].operation == "all-reduce"
+        assert found.line == "a.py:3" and found.waits[0].operation == "all-reduce"
         own.close()
 
     def test_a_file_that_is_no_board(self, tmp_path):
@@ -74,69 +71,49 @@ class TestFind:
         assert hang.find_hang(unseen, NOW) is None
 
     def test_the_rank_that_did_not_begin_is_late(self):
-        ranks = {
-            0: reading(0, reduce(5, 0, 1, 2)),
-            1: reading(1),
-            2: reading(2, reduce(5, 0, 1, 2)),
-        }
+        wait = reduce(5, 0, 1, 2)
+        ranks = {0: reading(0, wait), 1: reading(1), 2: reading(2, wait)}
         found = hang.find_hang(ranks, NOW)
-        assert found is not None and found.late == (1,)
+        assert found.late == (1,)
         assert hang.describe_cause(found, ranks) == (
             "rank 1 is stuck in step 3, backward: ranks 0, 2 have waited 5.5 s in all-reduce over dp_shard (number 5, [1000] float32) at "
             "train.py:33; the timeout is 5 s"
         )
 
     def test_a_rank_that_waits_for_another_is_not_the_cause(self):
-        ranks = {
-            0: reading(0, reduce(5, 0, 1)),
-            1: reading(1, reduce(2, 1, 2, axis="tp")),
-            2: reading(2),
-        }
-        found = hang.find_hang(ranks, NOW)
-        assert found is not None and found.late == (2,)
+        first, second = reduce(5, 0, 1), reduce(2, 1, 2, axis="tp")
+        ranks = {0: reading(0, first), 1: reading(1, second), 2: reading(2)}
+        assert hang.find_hang(ranks, NOW).late == (2,)
 
     def test_what_the_wait_itself_knows_comes_first(self):
-        """Shared memory shows who is missing; torch's record of the same moment does not."""
-        ranks = {
-            0: reading(0, reduce(5, 0, 1, 2), reduce(9, 0, 1, 2, missing=(2,))),
-            1: reading(1),
-            2: reading(2),
-        }
-        found = hang.find_hang(ranks, NOW)
-        assert found is not None and found.late == (2,)
+        """Shared memory shows who is missing. torch's record of the same moment does not."""
+        waits = (reduce(5, 0, 1, 2), reduce(9, 0, 1, 2, missing=(2,)))
+        ranks = {0: reading(0, *waits), 1: reading(1), 2: reading(2)}
+        assert hang.find_hang(ranks, NOW).late == (2,)
 
     def test_ranks_that_wait_for_each_other(self):
-        ranks = {
-            0: reading(0, reduce(5, 0, 1)),
-            1: reading(1, reduce(3, 0, 1, axis="tp"), line="other.py:8"),
-        }
+        other = reading(1, reduce(3, 0, 1, axis="tp"), line="other.py:8")
+        ranks = {0: reading(0, reduce(5, 0, 1)), 1: other}
         found = hang.find_hang(ranks, NOW)
-        assert found is not None and not found.late
+        assert not found.late
         text = hang.describe_cause(found, ranks)
-        assert text.startswith(
-            "the ranks wait for each other in different collectives: rank 0 for 5.5 s in all-reduce over dp_shard"
-        )
-        assert (
-            "rank 1 for 5.5 s in all-reduce over tp (number 3, [1000] float32) at other.py:8"
-            in text
-        )
+        start = "the ranks wait for each other in different collectives: rank 0 for 5.5 s in all-reduce over dp_shard"
+        assert text.startswith(start)
+        words = "rank 1 for 5.5 s in all-reduce over tp (number 3, [1000] float32) at other.py:8"
+        assert words in text
 
     def test_a_rank_that_has_ended(self):
-        """By sys.exit, before the launcher saw it: no process is there that could be stuck."""
+        """The rank left by sys.exit before the launcher saw it, so no process is stuck."""
         ranks = {0: reading(0, reduce(5, 0, 1)), 1: reading(1)}
-        found = hang.find_hang(ranks, NOW)
-        assert found is not None
-        assert hang.describe_cause(found, ranks, ended=[1]).startswith(
-            "rank 1 has ended in step 3, backward: rank 0 has waited 5.5 s in all-reduce"
-        )
+        cause = hang.describe_cause(hang.find_hang(ranks, NOW), ranks, ended=[1])
+        words = "rank 1 has ended in step 3, backward: rank 0 has waited 5.5 s in all-reduce"
+        assert cause.startswith(words)
 
     def test_another_machine(self):
         ranks = {0: reading(0, reduce(5, 0, 1))}
-        found = hang.find_hang(ranks, NOW)
-        assert found is not None
-        assert hang.describe_cause(found, ranks).startswith(
-            "rank 1, on another machine or ended, is stuck: rank 0 has waited"
-        )
+        cause = hang.describe_cause(hang.find_hang(ranks, NOW), ranks)
+        words = "rank 1, on another machine or ended, is stuck: rank 0 has waited"
+        assert cause.startswith(words)
 
 
 @pytest.mark.parametrize(

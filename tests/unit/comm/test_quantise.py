@@ -32,7 +32,7 @@ def test_error_is_at_most_half_a_scale(bits):
 
 
 def test_where_another_dtype_is_the_default():
-    """Of `torch.empty` without one: states and sums would be twice as large."""
+    """`torch.empty` without a dtype would make states and sums twice as large."""
     codes, scales = quantise(rows_of(BLOCK), 8)
     torch.set_default_dtype(torch.float64)
     try:
@@ -70,30 +70,22 @@ def test_packing(given_, bits, dtype):
     made = packing(given_, bits)
     rows = rows_of(sum(numel for numel, _ in given_), dtype=dtype)
     packed = made.pack(rows)
+    sizes = [packed_bytes(n, bits) if matrix else n * dtype.itemsize for n, matrix in given_]
     assert packed.shape == (3, made.row_bytes(dtype))
-    assert made.row_bytes(dtype) == sum(
-        packed_bytes(n, bits) if matrix else n * dtype.itemsize for n, matrix in given_
-    )
+    assert made.row_bytes(dtype) == sum(sizes)
     back = made.unpack(packed, dtype)
     assert back.shape == rows.shape and back.dtype == dtype
-    sums = made.unpack_sum(packed, dtype)
-    at = 0
+    sums, at, is_bf16 = made.unpack_sum(packed, dtype), 0, dtype == torch.bfloat16
     for numel, matrix in given_:
         a, b = rows[:, at : at + numel], back[:, at : at + numel]
         if not matrix:
             assert torch.equal(a, b)
         elif numel:
-            bound = a.float().abs().max() / {8: 127, 4: 7}[bits] * 0.51 + (
-                0.01 if dtype == torch.bfloat16 else 0
-            )
-            assert ((a - b).abs() <= bound + a.abs() * 0.01 * (dtype == torch.bfloat16)).all()
+            bound = a.float().abs().max() / {8: 127, 4: 7}[bits] * 0.51 + 0.01 * is_bf16
+            assert ((a - b).abs() <= bound + a.abs() * 0.01 * is_bf16).all()
         at += numel
-    torch.testing.assert_close(
-        sums.double(),
-        back.double().sum(0),
-        rtol=0.02,
-        atol=0.05 if dtype == torch.bfloat16 else 1e-5,
-    )
+    tolerances = {"rtol": 0.02, "atol": 0.05 if is_bf16 else 1e-5}
+    torch.testing.assert_close(sums.double(), back.double().sum(0), **tolerances)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -142,27 +134,24 @@ def test_an_overflow_does_not_stay_in_the_error():
 
 
 def test_a_run_of_other_length():
-    """Larger shards of the same parameters, and a run that the segments do not describe."""
+    """A rank may have larger shards of the same parameters. Segments that do not describe a run are refused."""
     segments = [Segment(6, True), Segment(2, False)]
-    assert Packing.for_rows(segments, 8, numel=24).segments == (
-        Segment(18, True),
-        Segment(6, False),
-    )
-    with pytest.raises(
-        ModelError, match=r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"
-    ):
+    longer = Packing.for_rows(segments, 8, numel=24).segments
+    assert longer == (Segment(18, True), Segment(6, False))
+    words = r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"
+    with pytest.raises(ModelError, match=words):
         Packing.for_rows(segments, 8, numel=13)
 
 
 class Quantising(nn.Module):
-    """As a unit's weights are gathered while the module around it runs."""
+    """Module that quantises in its forward, as a unit's weights are gathered while the module around it runs."""
 
     def forward(self, x):
         return quantise(x, 8)
 
 
 def test_verification_in_float64_reads_the_same():
-    """It leaves out casts to narrower dtypes in a model's forward; a scale of float64 would be read as two numbers."""
+    """Verification leaves out casts to narrower dtypes in a model's forward. A float64 scale would be read as two numbers."""
     x = torch.randn(2, BLOCK, dtype=torch.float64)
     module = Quantising()
     expected = module(x)

@@ -1,10 +1,7 @@
 """What `plait.compat.deepspeed` refuses, in one process and without a group."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from plait.errors import ConfigError, InputError
 from tests.parity.trainers import launched
 
 MODEL = nn.Linear(2, 2)
-CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}
+CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}
 
 
 @pytest.mark.parametrize(
@@ -75,11 +72,10 @@ def test_no_batch_size_and_unknown_keys():
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_parts_of_sequences_and_experts(axis):
-    """Before the first forward, whose error would name calls that this engine has not."""
+    """The refusal comes before the first forward, whose error would name calls that this engine does not have."""
+    config = {**CONFIG, "train_batch_size": 2, "parallel": {axis: 2}}
     with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*engine.train_batch"), launched(0, 2):
-        deepspeed.initialize(
-            model=MODEL, config={**CONFIG, "train_batch_size": 2, "parallel": {axis: 2}}
-        )
+        deepspeed.initialize(model=MODEL, config=config)
 
 
 def test_which_configuration():
@@ -97,11 +93,8 @@ def test_missing_names():
     """`hasattr` answers, and the error says what to use."""
     assert not hasattr(deepspeed, "moe") and not hasattr(deepspeed, "whatever")
     error = missing("engine", "to", METHODS)
-    assert (
-        isinstance(error, AttributeError)
-        and isinstance(error, InputError)
-        and "engine.device" in str(error)
-    )
+    assert isinstance(error, AttributeError) and isinstance(error, InputError)
+    assert "engine.device" in str(error)
 
 
 def test_parameters_without_an_engine_are_left_alone():
@@ -128,7 +121,7 @@ class Gpt(nn.Module):
 
 
 def test_what_a_constructor_sets_is_not_lost_under_zero_init():
-    """Weights on meta are drawn later, by methods that run again; what runs in a constructor alone is refused."""
+    """Weights on meta are drawn later, by methods that run again. Writes that happen only in a constructor are refused."""
     with deepspeed.zero.Init():
         repeated, alone, scaled = Gpt(config={}), Gpt(), Gpt(config={}, scaled=True)
     refuse_lost_writes(repeated)
@@ -151,9 +144,8 @@ def test_arguments_of_scripts():
 
 
 def test_a_pipeline_module_changes_the_configuration():
-    resolved = _resolve_config(
-        CONFIG, deepspeed.PipelineModule([MODEL], num_stages=1, activation_checkpoint_interval=1)
-    )
+    module = deepspeed.PipelineModule([MODEL], num_stages=1, activation_checkpoint_interval=1)
+    resolved = _resolve_config(CONFIG, module)
     assert (resolved.layout.pp, resolved.recompute.mode) == (1, "full")
 
 
@@ -163,11 +155,8 @@ def test_what_scripts_import():
     from plait.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from plait.compat.deepspeed.utils import RepeatingLoader, log_dist
 
-    assert (
-        comm.get_local_rank() == 0
-        and not comm.is_initialized()
-        and get_accelerator() is deepspeed.get_accelerator()
-    )
+    assert comm.get_local_rank() == 0 and not comm.is_initialized()
+    assert get_accelerator() is deepspeed.get_accelerator()
     assert torch.device(get_accelerator().device_name(0)).type == get_accelerator().device_name()
     with pytest.raises(InputError, match="torch.Stream"):
         get_accelerator().Stream()

@@ -10,27 +10,20 @@ FULL = {"recompute": {"mode": "full"}}
 
 
 def test_a_budget_is_a_mode():
-    made = resolved(
-        {"parallel": {"recompute": {"budget_gib": 1.5}}, "data": {"sequence_length": 64}}
-    )
-    assert (made.recompute.mode, made.recompute.budget_bytes, made.recompute.sequence_length) == (
-        "budget",
-        3 * 2**29,
-        64,
-    )
-    assert (
-        made.sources["parallel.recompute.mode"] == "derived: parallel.recompute.budget_gib is given"
-    )
+    recompute = {"recompute": {"budget_gib": 1.5}}
+    made = resolved({"parallel": recompute, "data": {"sequence_length": 64}})
+    assert (made.recompute.mode, made.recompute.budget_bytes) == ("budget", 3 * 2**29)
+    assert made.recompute.sequence_length == 64
+    source = "derived: parallel.recompute.budget_gib is given"
+    assert made.sources["parallel.recompute.mode"] == source
     assert made.sources["parallel.recompute.sequence_length"] == "derived: data.sequence_length"
 
 
 def test_cpu_checkpointing_is_offload_of_inputs():
     made = resolved({"activation_checkpointing": {"cpu_checkpointing": True}, "parallel": FULL})
     assert (made.activation_offload.fraction, made.activation_offload.device) == (1.0, "cpu")
-    assert (
-        made.sources["parallel.activation_offload.fraction"]
-        == "file: activation_checkpointing.cpu_checkpointing"
-    )
+    source = "file: activation_checkpointing.cpu_checkpointing"
+    assert made.sources["parallel.activation_offload.fraction"] == source
 
 
 CONTRADICTIONS = """
@@ -63,11 +56,8 @@ CONTRADICTIONS = """
 
 
 def check_contradiction(row):
-    text = (
-        row[0]
-        .replace("OPT", "zero_optimization.offload_optimizer")
-        .replace("PARAM", "zero_optimization.offload_param")
-    )
+    text = row[0].replace("OPT", "zero_optimization.offload_optimizer")
+    text = text.replace("PARAM", "zero_optimization.offload_param")
     with pytest.raises(ConfigError, match=row[1]):
         resolved(written(text))
 
@@ -110,10 +100,8 @@ def test_where_shards_are(zero, device, with_states, said):
     assert (offload.device, offload.with_states) == (device, with_states)
     if device == "nvme" and not with_states:
         assert (offload.path, offload.pool_bytes) == ("a", 5 * 9 * 4)
-    values = {
-        value.name: value.value
-        for value in explain({**BATCH, "zero_optimization": zero}, world_size=4).values
-    }
+    values = explain({**BATCH, "zero_optimization": zero}, world_size=4).values
+    values = {value.name: value.value for value in values}
     assert values["zero_optimization.offload_param.device"] == said
 
 
@@ -121,12 +109,9 @@ def test_published_keys_without_a_meaning_are_noted():
     from plait.config.resolving.explain import explain
 
     section = {**IN_FILES, "max_in_cpu": 1e9, "pin_memory": True}
-    rows = {
-        row.path: row
-        for row in explain(
-            {**BATCH, "zero_optimization": {"stage": 3, "offload_param": section}}, world_size=4
-        ).keys
-    }
+    zero = {"stage": 3, "offload_param": section}
+    keys = explain({**BATCH, "zero_optimization": zero}, world_size=4).keys
+    rows = {row.path: row for row in keys}
     for name, meaning in (
         ("max_in_cpu", "all shards are in files"),
         ("pin_memory", "need no pinned memory"),

@@ -1,9 +1,6 @@
 """A text that is read as it is needed: its sequences are those of the prepared text, on any number of ranks, from any position."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +21,11 @@ KINDS = ["disk", "parquet", "jsonl"]
 
 
 def texts(count=150):
-    """Of 1 to 40 letters, all different."""
-    draw = np.random.default_rng(3)
+    """Texts of 1 to 40 letters, all different."""
+    lengths = np.random.default_rng(3).integers(0, 38, count)
     return [
-        f"{number}" + "abcdefghij"[number % 10] * int(draw.integers(0, 38))
-        for number in range(count)
+        f"{number}" + "abcdefghij"[number % 10] * int(length)
+        for number, length in enumerate(lengths)
     ]
 
 
@@ -41,7 +38,7 @@ def conversations(count=60):
 
 
 def written(folder, rows, kind):
-    """A data set that the library opens."""
+    """Write a data set that the library opens, and return its folder."""
     place, half = folder / kind, len(rows) // 2
     place.mkdir(parents=True)
     if kind == "disk":
@@ -56,23 +53,19 @@ def written(folder, rows, kind):
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
-    """Prepares rows, in either way."""
+    """A function that prepares rows, read at once or streamed."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     tokenizer().save_pretrained(tmp_path / "tokenizer")
-    places: dict[str, str] = {}
+    places = {}
 
     def opens(rows, *, kind="disk", fraction=0.1, **settings):
         if kind not in places:
             places[kind] = written(tmp_path, rows, kind)
-        given: dict[str, Any] = {
-            "validation_fraction": fraction,
-            "tokenizer": str(tmp_path / "tokenizer"),
-            "sequence_length": LENGTH,
-        }
-        section = DataSection(source="datasets", paths=(places[kind],), **{**given, **settings})
-        return prepare(
-            section, cache=tmp_path / "cache", model_tokenizer=None, report=lambda _: None
-        )
+        settings = {"tokenizer": str(tmp_path / "tokenizer"), "sequence_length": LENGTH, **settings}
+        paths = {"source": "datasets", "paths": (places[kind],)}
+        section = DataSection(**paths, validation_fraction=fraction, **settings)
+        cache = tmp_path / "cache"
+        return prepare(section, cache=cache, model_tokenizer=None, report=lambda _: None)
 
     return opens
 
@@ -98,7 +91,7 @@ def assert_equal(found, wanted):
 @pytest.mark.parametrize("packing", [None, "documents"])
 @pytest.mark.parametrize("form", ["text", "chat"])
 def test_one_block_is_the_prepared_text(opened, form, packing):
-    """Bit by bit, in both epochs, with what is held out."""
+    """All bits are equal, in both epochs and for the held-out documents."""
     rows = rows_of(texts()) if form == "text" else conversations()
     whole = opened(rows, format=form, packing=packing)
     streamed = opened(rows, format=form, packing=packing, streaming=True)
@@ -111,32 +104,27 @@ def test_one_block_is_the_prepared_text(opened, form, packing):
 
 @pytest.mark.parametrize("packing", [None, "documents"])
 def test_every_epoch_has_each_training_document_once(opened, packing):
-    """In several blocks, against the documents themselves."""
-    found = texts()
-    data = opened(rows_of(found), streaming=True, buffer_sequences=30, packing=packing)
-    loader, epochs = loader_of(data), 2
-    kept: list[int] = []
-    while (state := loader.state())["epoch"] < epochs and len(kept) < 10**6:
+    """The tokens of several blocks are those of the documents."""
+    documents = texts()
+    data = opened(rows_of(documents), streaming=True, buffer_sequences=30, packing=packing)
+    loader, epochs, tokens = loader_of(data), 2, []
+    while (state := loader.state())["epoch"] < epochs and len(tokens) < 10**6:
         assert state["block"] < 10
-        kept += [int(token) for token in loader.at(state["position"])["input_ids"].flatten()]
-    expected = [
-        token
-        for text in found
-        if not is_held_out(text, 0.1)
-        for token in tokenizer()(text)["input_ids"]
-    ]
+        tokens += loader.at(state["position"])["input_ids"].flatten().tolist()
+    trained = [text for text in documents if not is_held_out(text, 0.1)]
+    expected = [token for text in trained for token in tokenizer()(text)["input_ids"]]
     ends = tokenizer().eos_token_id
-    seen = np.bincount([token for token in kept if token != ends], minlength=257)
-    wanted = np.bincount(expected, minlength=257) * epochs
+    counts = np.bincount([token for token in tokens if token != ends], minlength=257)
+    difference = counts - np.bincount(expected, minlength=257) * epochs
     # The last batch of the loop may have begun the epoch after these; `documents` leaves out what is one token alone.
-    assert 0 <= (seen - wanted).max() <= BATCH * LENGTH
-    assert (wanted - seen).max() <= (0 if packing is None else epochs * len(found))
-    assert state["block"] >= 0 and loader.sequences.buffer * LENGTH < len(expected)  # type: ignore[attr-defined]
+    assert 0 <= difference.max() <= BATCH * LENGTH
+    assert -difference.min() <= (0 if packing is None else epochs * len(documents))
+    assert state["block"] >= 0 and loader.sequences.buffer * LENGTH < len(expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_from_every_position_on_any_number_of_ranks(opened, kind):
-    """Within blocks, at their ends and over those of epochs; what is kept passes through a checkpoint's metadata."""
+    """Positions are within blocks, at their ends and over those of epochs. The state passes through a checkpoint's metadata."""
     data = opened(rows_of(texts()), kind=kind, streaming=True, buffer_sequences=20)
     loader, wanted, states = loader_of(data), [], []
     for step in range(56):
@@ -174,14 +162,13 @@ def test_a_text_that_has_changed_is_refused(opened, tmp_path):
     assert state["block"]
     for file in (tmp_path / "jsonl").iterdir():
         file.write_text(file.read_text().replace('"text": "', '"text": "another '))
-    with pytest.raises(
-        CheckpointError, match="the text has changed: the checkpoint continues after 120 seq"
-    ):
+    words = "the text has changed: the checkpoint continues after 120 seq"
+    with pytest.raises(CheckpointError, match=words):
         loader_of(data).restore(state)
 
 
 @pytest.mark.parametrize(
-    ("rows", "settings", "said"),
+    ("rows", "settings", "words"),
     [
         ([{"text": "abc"}, {"text": None}], {}, "row 1: 'text' holds a NoneType and not a string"),
         ([{"words": "abc"}], {}, "row 0: has no field 'text'; it has 'words'; set data.field"),
@@ -191,13 +178,13 @@ def test_a_text_that_has_changed_is_refused(opened, tmp_path):
         ([{"messages": []}], {"format": "chat"}, "row 0: 'messages' is not a list with messages"),
     ],
 )
-def test_rows_that_cannot_be_read_are_refused_before_the_run(opened, rows, settings, said):
-    with pytest.raises(InputError, match=said):
+def test_rows_that_cannot_be_read_are_refused_before_the_run(opened, rows, settings, words):
+    with pytest.raises(InputError, match=words):
         opened(rows, streaming=True, fraction=0.0, **settings)
 
 
 def test_a_row_that_cannot_be_read_later(opened):
-    """Named by its number in the pass, also after a run went on."""
+    """The message names its number in the pass, also in a resumed run."""
     data = opened([*rows_of(texts(200)), {"text": None}], streaming=True, buffer_sequences=20)
     loader = loader_of(data)
     batches(loader, 0, 10)
@@ -208,10 +195,9 @@ def test_a_row_that_cannot_be_read_later(opened):
 
 
 def test_a_text_of_nothing_later_does_not_turn_for_ever(opened):
-    """Each document has an end-of-text token alone, and a block never has a sequence."""
-    data = opened(
-        [{"text": ""}] * 300, streaming=True, packing=None, buffer_sequences=1, fraction=0.0
-    )
+    """Each document is an end-of-text token alone, and a block never has a sequence."""
+    settings = {"streaming": True, "packing": None, "buffer_sequences": 1, "fraction": 0.0}
+    data = opened([{"text": ""}] * 300, **settings)
     broken = data.loader(1, 0, dp_rank=0, dp_size=1)
     assert broken.at(0)["input_ids"].shape == (1, LENGTH)  # joined, they are one
     object.__setattr__(data.train, "make_sequences", lambda stream, length, padding: [])
@@ -220,26 +206,21 @@ def test_a_text_of_nothing_later_does_not_turn_for_ever(opened):
 
 
 def test_it_needs_a_tokenizer(tmp_path):
-    section = DataSection(
-        source="datasets", paths=(written(tmp_path, rows_of(texts()), "disk"),), streaming=True
-    )
-    with pytest.raises(
-        InputError, match=r"none is trained on a text that is not kept; set data.tokenizer"
-    ):
+    paths = (written(tmp_path, rows_of(texts()), "disk"),)
+    section = DataSection(source="datasets", paths=paths, streaming=True)
+    words = r"none is trained on a text that is not kept; set data.tokenizer"
+    with pytest.raises(InputError, match=words):
         prepare(section, cache=tmp_path, model_tokenizer=None, report=lambda _: None)
 
 
-def test_settings_that_do_not_go_together():
-    for section, said in (
-        (
-            {"source": "jsonl", "streaming": True},
-            '`streaming` belongs to source "datasets", not "jsonl"',
-        ),
-        (
-            {"source": "datasets", "buffer_sequences": 7},
-            "`buffer_sequences` is read only with `streaming`",
-        ),
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"source": "jsonl", "streaming": True}, '`streaming` belongs to source "datasets", not "jsonl"'),
+        ({"source": "datasets", "buffer_sequences": 7}, "`buffer_sequences` is read only with `streaming`"),
         ({"source": "datasets", "streaming": True, "buffer_sequences": 0}, "buffer_sequences"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            load({"train_batch_size": 1, "data": {"paths": ["a"], **section}})
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_together(section, words):
+    with pytest.raises(ConfigError, match=words):
+        load({"train_batch_size": 1, "data": {"paths": ["a"], **section}})

@@ -1,9 +1,6 @@
-"""Conversations and instructions as tokens: what is scored is what Transformers says of a template that marks it."""
-
-from __future__ import annotations
+"""Conversations and instructions as tokens: the scored tokens are those that Transformers marks."""
 
 import json
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -26,17 +23,12 @@ CHAT = [
 
 def test_what_is_scored_is_what_transformers_says():
     made = tokenizer()
-    ids, scored = encoder(made, "chat", scored="answers")(
-        row_text({"messages": CHAT}, "chat", where="row")
-    )
-    theirs = made.apply_chat_template(
-        CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    text = row_text({"messages": CHAT}, "chat", where="row")
+    ids, scored = encoder(made, "chat", scored="answers")(text)
+    marks = {"return_dict": True, "return_assistant_tokens_mask": True}
+    theirs = made.apply_chat_template(CHAT, tokenize=True, **marks)
     assert (ids, [int(one) for one in scored]) == (theirs["input_ids"], theirs["assistant_masks"])
-    everything = encoder(made, "chat", scored="all")(
-        row_text({"messages": CHAT}, "chat", where="row")
-    )
-    assert everything == (ids, [True] * len(ids))
+    assert encoder(made, "chat", scored="all")(text) == (ids, [True] * len(ids))
 
 
 def test_instructions():
@@ -52,7 +44,7 @@ def test_instructions():
 
 
 @pytest.mark.parametrize(
-    ("form", "row", "said"),
+    ("form", "row", "words"),
     [
         ("chat", {"text": "x"}, "has no field 'messages'; it has 'text'"),
         ("chat", {"messages": []}, "is not a list with messages"),
@@ -72,28 +64,24 @@ def test_instructions():
         ("instruct", {"instruction": "x", "output": "x", "system": 3}, "'system' holds a int"),
     ],
 )  # fmt: skip
-def test_a_row_that_is_none(form, row, said):
-    with pytest.raises(InputError, match=said) as error:
+def test_a_row_that_is_none(form, row, words):
+    with pytest.raises(InputError, match=words) as error:
         row_text(row, form, where="a.jsonl, line 3")
     assert str(error.value).startswith("a.jsonl, line 3: ")
 
 
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-WITH_TOOLS = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ '(slow)' if slowly }}"
-    + TEMPLATE
-)
+TOOL_NAMES = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+WITH_TOOLS = TOOL_NAMES + "{{ '(slow)' if slowly }}" + TEMPLATE
 
 
-def encoded(made, row, form="chat", **settings):
+def encoded(made, row, form="chat", *, scored="answers", **settings):
     """The text of a row's tokens, and of those that are scored."""
-    ids, scored = encoder(made, form, scored=settings.pop("scored", "answers"), **settings)(
-        row_text(row, form, where="row")
-    )
-    return made.decode(ids), made.decode(
-        [token for token, counts in zip(ids, scored, strict=True) if counts]
-    )
+    encode = encoder(made, form, scored=scored, **settings)
+    ids, marks = encode(row_text(row, form, where="row"))
+    scored_ids = [token for token, counts in zip(ids, marks, strict=True) if counts]
+    return made.decode(ids), made.decode(scored_ids)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -105,22 +93,19 @@ def test_tools_and_settings_of_a_row_are_used(packed):
         row |= {"tools": json.dumps(TOOLS), "chat_template_kwargs": settings, "id": None}
     text, scored = encoded(made, row)
     assert text.startswith("[weather](slow)<user>") and scored == "Yes.</s>"
-    theirs = made.apply_chat_template(
-        CHAT[1:3], tools=TOOLS, slowly=True, tokenize=True, return_dict=True
-    )
+    options = {"tools": TOOLS, "slowly": True, "tokenize": True, "return_dict": True}
+    theirs = made.apply_chat_template(CHAT[1:3], **options)
     assert text == made.decode(theirs["input_ids"])
 
 
 def test_calls_of_tools_need_no_content():
     calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if 'tool_calls' in message %}*{% endif %}{% endfor %}"
-    row = {
-        "messages": [
-            {"role": "user", "content": "?", "tool_calls": None},
-            {"role": "assistant", "content": None, "tool_calls": calls},
-        ]
-    }
-    assert encoded(tokenizer(template), row)[0] == "<user>?<assistant>*"
+    messages = [
+        {"role": "user", "content": "?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    assert encoded(tokenizer(template), {"messages": messages})[0] == "<user>?<assistant>*"
 
 
 def test_what_a_template_does_not_read_is_refused():
@@ -142,10 +127,8 @@ def test_an_answer_of_weight_0_is_not_scored(marks):
 
 def test_system_and_history_of_an_instruction():
     row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
-    assert encoded(tokenizer(), row, "instruct") == (
-        "<system>s<user>a<assistant>b</s><user>c<assistant>d</s>",
-        "b</s>d</s>",
-    )
+    text = ("<system>s<user>a<assistant>b</s><user>c<assistant>d</s>", "b</s>d</s>")
+    assert encoded(tokenizer(), row, "instruct") == text
     with pytest.raises(InputError, match="has no place for 'system'"):
         encoded(tokenizer(None), row, "instruct")
     empty = {"instruction": "c", "output": "d", "system": "", "history": []}
@@ -157,14 +140,13 @@ def test_system_and_history_of_an_instruction():
 )
 def test_a_merge_over_the_edge_of_an_answer(template):
     made = tokenizer(template, merges=["= 4"])
-    text, scored = encoded(made, {"prompt": "2+2=", "completion": "4"}, "instruct")
+    row = {"prompt": "2+2=", "completion": "4"}
+    text, scored = encoded(made, row, "instruct")
     assert text.startswith("2+2=4") and scored.startswith("4")
-    ids, _ = encoder(made, "instruct", scored="answers")(
-        row_text({"prompt": "2+2=", "completion": "4"}, "instruct", where="row")
-    )
-    assert ids[:4] == made("2+2=", add_special_tokens=False)["input_ids"], (
-        "the prompt's tokens are those that it has alone"
-    )
+    encode = encoder(made, "instruct", scored="answers")
+    ids, _ = encode(row_text(row, "instruct", where="row"))
+    # The prompt's tokens are those that it has alone.
+    assert ids[:4] == made("2+2=", add_special_tokens=False)["input_ids"]
 
 
 THINKS = (
@@ -175,7 +157,7 @@ THINKS = (
 
 
 def test_templates_that_think():
-    """As Qwen3's, which leaves out earlier thinking, and as R1's, which asks for it and never writes it."""
+    """Qwen3's template leaves out earlier thinking. R1's asks for it and never writes it."""
     assert encoded(tokenizer(THINKS), {"messages": CHAT[1:]})[1] == "(thinks)No, it is night.</s>"
     (caution,) = template_warnings(tokenizer(THINKS), append_end_of_text=False)
     assert "only the last answer is scored" in caution
@@ -190,34 +172,24 @@ def test_templates_with_a_clock():
     assert encoded(tokenizer(dated), {"messages": CHAT[1:3]})[0].startswith("26 Jul 2024<user>")
     (caution,) = template_warnings(tokenizer(dated), append_end_of_text=False)
     assert "every row has 26 Jul 2024" in caution
+    hour = "{% set form = '%H' %}{{ strftime_now(form) }}" + TEMPLATE
     with pytest.raises(InputError, match="reads the clock"):
-        encoded(
-            tokenizer("{% set form = '%H' %}{{ strftime_now(form) }}" + TEMPLATE),
-            {"messages": CHAT},
-        )
+        encoded(tokenizer(hour), {"messages": CHAT[1:3]})
 
 
 def test_a_template_that_ends_no_turn(tmp_path):
     endless = TEMPLATE.replace("</s>", "\n")
     (caution,) = template_warnings(tokenizer(endless), append_end_of_text=False)
-    assert (
-        "the chat template of the tokenizer ends an answer without" in caution
-        and "data.append_end_of_text" in caution
-    )
-    assert not template_warnings(tokenizer(), append_end_of_text=False) and not template_warnings(
-        tokenizer(endless), append_end_of_text=True
-    )
-    text, scored = encoded(tokenizer(endless), {"messages": CHAT}, append_end_of_text=True)
+    assert "the chat template of the tokenizer ends an answer without" in caution
+    assert "data.append_end_of_text" in caution
+    assert not template_warnings(tokenizer(), append_end_of_text=False)
+    assert not template_warnings(tokenizer(endless), append_end_of_text=True)
+    row = {"messages": CHAT}
+    text, scored = encoded(tokenizer(endless), row, append_end_of_text=True)
     assert text.endswith("night.\n</s>") and scored.endswith("night.\n</s>")
-    assert encoded(tokenizer(), {"messages": CHAT}, append_end_of_text=True) == encoded(
-        tokenizer(), {"messages": CHAT}
-    )
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
-    section: dict[str, Any] = {
-        "source": "jsonl",
-        "paths": (str(tmp_path / "a.jsonl"),),
-        "format": "chat",
-    }
+    assert encoded(tokenizer(), row, append_end_of_text=True) == encoded(tokenizer(), row)
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    section = {"source": "jsonl", "paths": (str(tmp_path / "a.jsonl"),), "format": "chat"}
     assert not prepared(tmp_path, **section).warnings
 
 
@@ -235,9 +207,8 @@ def test_templates_that_cannot_be_used():
 
 def prepared(folder, **section):
     tokenizer().save_pretrained(folder / "tokenizer")
-    data = DataSection(
-        tokenizer=str(folder / "tokenizer"), validation_fraction=0, sequence_length=128, **section
-    )
+    section |= {"validation_fraction": 0, "sequence_length": 128}
+    data = DataSection(tokenizer=str(folder / "tokenizer"), **section)
     return prepare(data, cache=folder / "cache", model_tokenizer=None, report=lambda _: None)
 
 
@@ -246,50 +217,40 @@ def test_jsonl_and_data_sets_give_the_same(tmp_path, packing):
     rows = [{"messages": CHAT[: 3 + 2 * (number % 2)], "id": number} for number in range(6)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
+    settings = {"format": "chat", "packing": packing, "ignored_columns": ("id",)}
     found, other = (
-        prepared(
-            tmp_path,
-            source=source,
-            paths=(str(tmp_path / name),),
-            format="chat",
-            packing=packing,
-            ignored_columns=("id",),
-        )
+        prepared(tmp_path, source=source, paths=(str(tmp_path / name),), **settings)
         for source, name in (("jsonl", "a.jsonl"), ("datasets", "set"))
     )
     everything = list(range(len(found.train)))
-    ours, theirs = found.train.take(everything), other.train.take(everything)  # type: ignore[arg-type]
+    ours, theirs = found.train.take(everything), other.train.take(everything)
     assert all((ours[name] == theirs[name]).all() for name in ours)
     assert ("position_ids" in ours) == (packing == "documents")
     scored = ours["labels"][ours["labels"] != IGNORED].tolist()
     text = found.tokenizer.decode(scored)
     assert text.count("Yes.</s>") == 6 and text.count("No, it is night.</s>") == 3
     assert len(text) == 6 * 8 + 3 * 20
-    assert found.identity["data.format"].startswith("chat, scored: answers") and found.identity[
-        "data.packing"
-    ] == (packing or "left out")
+    assert found.identity["data.format"].startswith("chat, scored: answers")
+    assert found.identity["data.packing"] == (packing or "left out")
 
 
-def test_what_the_loss_is_of_has_a_cache_of_its_own(tmp_path):
+def test_each_choice_of_scored_tokens_has_a_cache(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "2 + 2 = ", "completion": "4"}) + "\n")
     section = {"source": "jsonl", "paths": (str(tmp_path / "a.jsonl"),), "format": "instruct"}
-    counted = [
+    answers, everything = (
         int((prepared(tmp_path, **section, scored=what).train.take([0])["labels"] != IGNORED).sum())
         for what in ("answers", "all")
-    ]  # type: ignore[list-item]
-    assert counted[0] < counted[1]
+    )
+    assert answers < everything
 
 
 def test_sections_that_contradict_themselves():
-    for section, said in (
+    for section, words in (
         ({"source": "files", "format": "chat"}, 'set `source` to "jsonl" or "datasets"'),
         ({"source": "jsonl", "format": "chat", "field": "talk"}, "columns have fixed names"),
-        (
-            {"source": "jsonl", "format": "preference"},
-            "use TRL's DPOTrainer, wrapped by plait.hf.wrap",
-        ),
+        ({"source": "jsonl", "format": "preference"}, "use TRL's DPOTrainer, wrapped by plait.hf"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=words):
             DataSection(paths=["x"], **section)
 
 
@@ -302,8 +263,7 @@ def test_a_model_from_scratch_needs_a_tokenizer(tmp_path):
 
 def test_half_of_a_character_is_refused():
     chat = {"messages": [{"role": "user", "content": "a\udfff"}]}
+    words = r"rows.jsonl, line 3: holds '\\udfff', half of a character"
     for form, row in (("chat", chat), ("instruct", {"prompt": "a", "completion": "\udfff"})):
-        with pytest.raises(
-            InputError, match=r"rows.jsonl, line 3: holds '\\udfff', half of a character"
-        ):
+        with pytest.raises(InputError, match=words):
             row_text(row, form, where="rows.jsonl, line 3")

@@ -27,9 +27,8 @@ def test_files_are_sorted_and_each_counts_once(tmp_path):
     names = "hdbgecaf"
     _write(tmp_path, **{name: f"text {name}" for name in names})
     paths = (f"{tmp_path}/*.txt", f"{tmp_path}/b.txt", str(tmp_path))
-    assert _documents(tmp_path / "cache", source="files", paths=paths) == [
-        f"text {name}" for name in sorted(names)
-    ]
+    documents = _documents(tmp_path / "cache", source="files", paths=paths)
+    assert documents == [f"text {name}" for name in sorted(names)]
 
 
 def test_a_folder_means_the_text_files_below_it(tmp_path):
@@ -45,9 +44,8 @@ def test_the_fingerprint_follows_the_content(tmp_path):
     before = _fingerprint(cache, **section)
     assert _fingerprint(cache, **section) == before
     os.utime(tmp_path / "a.txt", ns=(1, 1))
-    assert _fingerprint(cache, **section) == before, (
-        "the same bytes under another time are the same text"
-    )
+    # The same bytes with another time are the same text.
+    assert _fingerprint(cache, **section) == before
     _write(tmp_path, a="onf")
     assert _fingerprint(cache, **section) != before
     _write(tmp_path, a="onet", b="wo")
@@ -57,10 +55,9 @@ def test_the_fingerprint_follows_the_content(tmp_path):
 @pytest.mark.parametrize("path", ["missing.txt", "*.nothing", "empty"])
 def test_a_path_that_names_nothing_is_refused_by_name(tmp_path, path):
     (tmp_path / "empty").mkdir()
+    section = DataSection(source="files", paths=(str(tmp_path / path),))
     with pytest.raises(InputError, match=r"data\.paths"):
-        open_corpus(
-            DataSection(source="files", paths=(str(tmp_path / path),)), cache=tmp_path / "cache"
-        )
+        open_corpus(section, cache=tmp_path / "cache")
 
 
 def test_bytes_that_are_not_utf8_name_file_and_place(tmp_path):
@@ -71,10 +68,8 @@ def test_bytes_that_are_not_utf8_name_file_and_place(tmp_path):
 
 def test_json_lines_give_their_field(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two", "text": "no"}\n')
-    assert _documents(tmp_path / "cache", source="jsonl", paths=(str(tmp_path),), field="body") == [
-        "one",
-        "two",
-    ]
+    section = {"source": "jsonl", "paths": (str(tmp_path),), "field": "body"}
+    assert _documents(tmp_path / "cache", **section) == ["one", "two"]
 
 
 def test_a_bad_line_is_named(tmp_path):
@@ -103,9 +98,8 @@ def test_the_standard_library_is_the_same_every_time(tmp_path):
 @pytest.fixture
 def dataset(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict(
-        {"text": ["one", "two"], "title": ["1", "2"], "other": [1, 2]}
-    )
+    columns = {"text": ["one", "two"], "title": ["1", "2"], "other": [1, 2]}
+    rows = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "set")
     return tmp_path / "set"
 

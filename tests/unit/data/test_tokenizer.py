@@ -1,7 +1,5 @@
 """Tokenizers that are trained, read from a folder, and refused; and the whole way from a `data` section to sequences."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.config.schema.sections import DataSection
@@ -9,6 +7,7 @@ from plait.data.prepare import prepare
 from plait.data.text import Corpus, open_corpus
 from plait.data.tokenizer import (
     END_OF_TEXT,
+    is_held_out,
     load_tokenizer,
     tokenizer_digest,
     train_tokenizer,
@@ -21,17 +20,16 @@ pytest.importorskip("tokenizers")
 TEXT = "def add(a, b):\n    return a + b  # größer, 你好 🙂\n\n\nclass Number:\n    value = 1\n"
 
 
+def section_of(paths, **fields):
+    fields = {"vocab_size": 300, "sequence_length": 16, "validation_fraction": 0.2, **fields}
+    return DataSection(source="files", paths=(str(paths),), **fields)
+
+
 @pytest.fixture
 def files(tmp_path):
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(TEXT * 3 + str(number))
-    return DataSection(
-        source="files",
-        paths=(f"{tmp_path}/*.txt",),
-        vocab_size=300,
-        sequence_length=16,
-        validation_fraction=0.2,
-    )
+    return section_of(f"{tmp_path}/*.txt")
 
 
 def _silent(_):
@@ -55,41 +53,33 @@ def test_a_trained_tokenizer_gives_every_text_back(tmp_path, files):
 
 
 def test_held_out_text_does_not_train_the_tokenizer(tmp_path):
-    section = DataSection(
-        source="files", paths=("unused",), vocab_size=400, validation_fraction=0.5
-    )
+    section = section_of("unused", vocab_size=400, validation_fraction=0.5)
     documents = [f"{number} " + "zebra" * 50 for number in range(40)]
-    from plait.data.tokenizer import is_held_out
-
-    held = [
-        document.replace("zebra", "quokka")
-        for document in documents
-        if is_held_out(document.replace("zebra", "quokka"), 0.5)
-    ]
-    seen = [document for document in documents if not is_held_out(document, 0.5)]
-    corpus = Corpus("made up", "1", "data.paths", lambda: iter([*seen, *held]))
-    words = load_tokenizer(
-        train_tokenizer(corpus, section, cache=tmp_path, report=_silent)
-    ).get_vocab()
+    others = [document.replace("zebra", "quokka") for document in documents]
+    held_out = [document for document in others if is_held_out(document, 0.5)]
+    trained = [document for document in documents if not is_held_out(document, 0.5)]
+    corpus = Corpus("made up", "1", "data.paths", lambda: iter([*trained, *held_out]))
+    folder = train_tokenizer(corpus, section, cache=tmp_path, report=_silent)
+    words = load_tokenizer(folder).get_vocab()
     assert any("zebra" in word for word in words)
     assert not any("quokka" in word for word in words)
 
 
 def test_text_without_a_letter_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    section = DataSection(source="files", paths=(str(tmp_path / "empty.txt"),))
+    section = section_of(tmp_path / "empty.txt")
     with pytest.raises(InputError, match="no text to train on"):
         prepared(section, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "words"),
     [("missing", "there is no such file or folder"), ("broken", "no tokenizer can be read")],
 )
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, place, said):
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, place, words):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match=rf"data\.tokenizer.*{said}"):
+    with pytest.raises(InputError, match=rf"data\.tokenizer.*{words}"):
         load_tokenizer(tmp_path / place)
 
 
@@ -104,7 +94,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
 
 
 def test_work_is_told_once_and_cached(tmp_path, files):
-    said: list[str] = []
+    said = []
     first = prepare(files, cache=tmp_path / "cache", model_tokenizer=None, report=said.append)
     assert [line.split()[0] for line in said] == ["training", "tokenising"]
     second = prepare(files, cache=tmp_path / "cache", model_tokenizer=None, report=said.append)
@@ -115,12 +105,9 @@ def test_work_is_told_once_and_cached(tmp_path, files):
 
 
 def test_a_tokenizer_of_ones_own_is_used(tmp_path, files):
-    other = train_tokenizer(
-        open_corpus(files, cache=tmp_path),
-        files.model_copy(update={"vocab_size": 280}),
-        cache=tmp_path,
-        report=_silent,
-    )
+    corpus = open_corpus(files, cache=tmp_path)
+    smaller = files.model_copy(update={"vocab_size": 280})
+    other = train_tokenizer(corpus, smaller, cache=tmp_path, report=_silent)
     found = prepared(files, tmp_path, model="/nowhere", tokenizer=str(other))
     assert vocabulary_size(found.tokenizer) == 280
     file = prepared(files, tmp_path, tokenizer=str(other / "tokenizer.json"))
@@ -130,18 +117,11 @@ def test_a_tokenizer_of_ones_own_is_used(tmp_path, files):
 
 def test_one_long_document_gives_its_end_for_validation(tmp_path):
     (tmp_path / "book.txt").write_text(TEXT * 200)
-    section = DataSection(
-        source="files",
-        paths=(str(tmp_path / "book.txt"),),
-        vocab_size=300,
-        sequence_length=32,
-        validation_fraction=0.1,
-    )
-    whole = prepared(section, tmp_path, validation_fraction=0.0)
+    book = tmp_path / "book.txt"
+    section = section_of(book, sequence_length=32, validation_fraction=0.1)
+    every = prepared(section, tmp_path, validation_fraction=0.0).train.stream.tokens.tolist()
     found = prepared(section, tmp_path)
     assert "the last 10 % of the text" in found.validation_note
-    assert [
-        *found.train.stream.tokens,
-        *found.validation.stream.tokens,
-    ] == whole.train.stream.tokens.tolist()
-    assert 0.1 <= len(found.validation.stream.tokens) / len(whole.train.stream.tokens) < 0.12
+    held_out = found.validation.stream.tokens
+    assert [*found.train.stream.tokens, *held_out] == every
+    assert 0.1 <= len(held_out) / len(every) < 0.12

@@ -1,10 +1,7 @@
 """The dry run against torch's own hooks and against a block counted by hand."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,21 +19,19 @@ from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from tests.parity import cases
 
+ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)
+
 
 def stage(model, *, blocks, **more):
-    """The one stage of a model in one process."""
+    """The stage of a model in one process."""
     return rank_activations(Parts(model, blocks), mesh=ONE, **more)[0].stages[0]
 
 
-ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
-
-
 def saved_by_hooks(model, batch):
-    """Bytes of the distinct storages that autograd saves for backward, as its own hooks see them, parameters and batch left out."""
-    known = {
-        t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *batch.values())
-    }
-    seen: dict[int, Any] = {}
+    """Bytes of the distinct storages that autograd saves for backward, as its hooks see them, without parameters and batch."""
+    tensors = (*model.parameters(), *model.buffers(), *batch.values())
+    known = {tensor.untyped_storage()._cdata for tensor in tensors}
+    seen = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -50,19 +45,20 @@ def saved_by_hooks(model, batch):
     return sum(storage.nbytes() for storage in seen.values())
 
 
+def zeros(samples, length):
+    return {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(samples, length).items()}  # fmt: skip
+
+
 @pytest.mark.parametrize("cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox"])
 def test_equals_torchs_saved_tensor_hooks(kind, recompute, cache):
-    """Real tensors on one side, fake ones on the other. Under full recompute the hooks see the inputs of the blocks."""
+    """One side has real tensors, the other fake ones. Under full recompute the hooks see the inputs of the blocks."""
     model = cases.build(kind, tied=False, dtype=torch.float32, device="cpu")
-    model.config.use_cache = cache  # type: ignore[union-attr]
-    blocks = find_blocks(model)
-    batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
-    found = stage(model, blocks=blocks, batch=batch).modes[recompute]  # type: ignore[index]
+    model.config.use_cache = cache
+    blocks, batch = find_blocks(model), zeros(2, 12)
+    found = stage(model, blocks=blocks, batch=batch).modes[recompute]
     if recompute == "full":
-        from plait.parallel.parts import Parts
-
         Recompute(mode="full").apply(Parts(model=model, blocks=blocks), ONE)
     alive = sum(found.saved) + found.outside + found.head
     # Alive, and not saved: what a loss returns, and the count of its targets.
@@ -94,27 +90,28 @@ class Model(nn.Module):
 
 
 def test_by_hand():
-    """A block saves its input and the rectified product; recomputed, its input. The head saves its input and the loss the
-    log-probabilities."""
+    """A block saves its input and the rectified product, or its input alone with recompute.
+
+    The head saves its input and the loss the log-probabilities.
+    """
     with torch.device("meta"):
         model = Model()
     tokens = 3 * 5
-    found = stage(model, blocks=("blocks.0", "blocks.1", "blocks.2"), batch=token_batch(3, 5))
-    assert found.modes["none"].saved == (4 * tokens * (6 + 10),) * 3
-    assert found.modes["full"].saved == (4 * tokens * 6,) * 3
-    assert found.modes["selective"].saved == (4 * tokens * (6 + 10),) * 3, (
-        "the first product of two"
-    )
-    assert found.modes["none"].outside == 0
+    blocks = ("blocks.0", "blocks.1", "blocks.2")
+    modes = stage(model, blocks=blocks, batch=token_batch(3, 5)).modes
+    none, full = modes["none"], modes["full"]
+    assert none.saved == (4 * tokens * (6 + 10),) * 3
+    assert full.saved == (4 * tokens * 6,) * 3
+    # Selective recompute keeps the first product of two.
+    assert modes["selective"].saved == (4 * tokens * (6 + 10),) * 3
+    assert none.outside == 0
     labels, scalars = 8 * tokens, 8
-    assert found.modes["none"].head - 4 * tokens * (6 + 7) in range(
-        labels, labels + 4 * scalars + 8 * tokens
-    )
+    rest = none.head - 4 * tokens * (6 + 7)
+    assert rest in range(labels, labels + 4 * scalars + 8 * tokens)
     forward = 2 * tokens * (3 * 2 * 6 * 10 + 6 * 7)
-    assert found.modes["none"].flops == 3 * forward
-    assert found.modes["full"].flops - 3 * forward == 2 * tokens * 3 * 6 * 10, (
-        "the second product is not needed again"
-    )
+    assert none.flops == 3 * forward
+    # The second product is not needed again.
+    assert full.flops - 3 * forward == 2 * tokens * 3 * 6 * 10
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -130,14 +127,13 @@ def test_a_model_that_looks_at_values_is_refused():
 def test_other_losses_and_batches():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     loss = per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
-    found = stage(
-        model, blocks=("0", "1", "2"), batch=(torch.ones(2, 4), torch.ones(2, 4)), loss_fn=loss
-    )
+    batch = (torch.ones(2, 4), torch.ones(2, 4))
+    found = stage(model, blocks=("0", "1", "2"), batch=batch, loss_fn=loss)
     assert found.modes["none"].saved == (0, 32, 32), "the first block's input is the batch"
 
 
 def test_a_budget_in_the_engine():
-    """Between everything and nothing, and what is held is what was promised."""
+    """The budget needs some recompute. The measured bytes are the promised ones."""
     from tests.measured.memory import measure_activations
 
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
@@ -145,19 +141,13 @@ def test_a_budget_in_the_engine():
     (facts,) = rank.stages
     budget = rank.peak_bytes(("none", "none")) - 1
     section = {"budget_gib": budget / 2**30, "sequence_length": 12}
-    engine = plait.initialize(
-        model,
-        {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": section}},
-        loss_fn=plait.causal_lm_loss,
-    )
+    config = {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": section}}
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     try:
         modes = engine.parts.recompute_modes
         assert set(modes) != {"none"}
         assert rank.peak_bytes(modes) <= budget
-        batch = {
-            name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()
-        }
-        held = measure_activations(engine, batch)
+        held = measure_activations(engine, zeros(2, 12))
         assert held["activations"] == facts.saved(modes)
         assert held["activations"] + held["logits"] + facts.restored(modes) <= budget
     finally:
@@ -165,33 +155,33 @@ def test_a_budget_in_the_engine():
 
 
 def test_the_published_formulas_of_llama():
-    """Bytes a token and block, bfloat16: 8h + 2gh + 2f + 4a where attention and every second product are kept (torchtitan's choice), 2h
-    where the input alone is; h width, g share of key-value heads, f width of the MLP, a heads (Korthikanti et al. 2205.05198, section 5,
-    for a block without biases, dropout or a whole softmax)."""
+    """Bytes per token and block in bfloat16 are 8h + 2gh + 2f + 4a if attention and every second product are kept (torchtitan's choice).
+
+    They are 2h if only the input is kept. h is the width, g the share of key-value heads, f the width of the MLP, a the number of heads
+    (Korthikanti et al. 2205.05198, section 5, for a block without biases, dropout or an unfused softmax).
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     h, f, a, kv, layers, tokens = 512, 1792, 8, 2, 2, 256
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=h,
-        intermediate_size=f,
-        num_hidden_layers=layers,
-        num_attention_heads=a,
-        num_key_value_heads=kv,
-    )
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": h,
+        "intermediate_size": f,
+        "num_hidden_layers": layers,
+    }
+    config = LlamaConfig(**sizes, num_attention_heads=a, num_key_value_heads=kv)
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = stage(
-        model, blocks=find_blocks(model), batch=token_batch(1, tokens), compute_dtype=torch.bfloat16
-    ).modes
+    batch, dtype = token_batch(1, tokens), torch.bfloat16
+    found = stage(model, blocks=find_blocks(model), batch=batch, compute_dtype=dtype).modes
     selective = 8 * h + 2 * h * kv // a + 2 * f + 4 * a
     assert found["selective"].saved == (tokens * selective,) * layers
     assert found["full"].saved == (tokens * 2 * h,) * layers
 
 
 class JITFunction:
-    """Stands for Triton's, which is not installed with torch for CPUs."""
+    """Stand-in for Triton's class, which is not installed with torch for CPUs."""
 
     __name__ = "norm_kernel"
 
@@ -217,16 +207,15 @@ class CallsTriton(nn.Module):
 
 
 def test_triton_kernels_are_refused(monkeypatch):
-    """A kernel that gets a tensor without memory writes to address 0, and the device is lost to the process."""
+    """A kernel that gets a tensor without memory writes to address 0, after which the process cannot use the device."""
     module = ModuleType("triton.runtime.jit")
-    module.JITFunction = JITFunction  # type: ignore[attr-defined]
+    module.JITFunction = JITFunction
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", module)
     launch = JITFunction.run
     model = CallsTriton()
     batch = token_batch(2, 12)
-    with pytest.raises(
-        ModelError, match="CallsTriton cannot be run without data: the Triton kernel norm_kernel"
-    ):
+    words = "CallsTriton cannot be run without data: the Triton kernel norm_kernel"
+    with pytest.raises(ModelError, match=words):
         stage(model, blocks=("layers.0", "layers.1"), batch=batch)
     assert JITFunction.run is launch
     model(torch.zeros(2, 12, dtype=torch.int64))  # a real tensor has memory

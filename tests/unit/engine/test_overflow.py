@@ -25,9 +25,8 @@ def test_a_bf16_step_that_is_not_finite_changes_nothing(checked):
         if checked:
             assert engine.train_batch(iter([torch.full((2, 4), float("inf"))])).skipped
         else:
-            with pytest.raises(
-                NumbersError, match="the loss of rank 0 is not finite; the gradient of `weight`"
-            ):
+            words = "the loss of rank 0 is not finite; the gradient of `weight`"
+            with pytest.raises(NumbersError, match=words):
                 engine.train_batch(iter([torch.full((2, 4), float("inf"))]))
         assert all(
             torch.equal(p, old) for p, old in zip(engine.model.parameters(), before, strict=True)

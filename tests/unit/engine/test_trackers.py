@@ -1,10 +1,7 @@
 """Trackers of a training loop of one's own: the files and the libraries that record it."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +16,12 @@ from plait.errors import ConfigError, InputError
 from plait.hf.loop_settings import resolved_of
 from tests.parity.trainers import launched_alone
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
 }
+CSV_JOB = {"enabled": True, "job_name": "job"}
 STEPS = 3
 
 
@@ -50,11 +48,14 @@ def train(config):
     return losses
 
 
+def rows_of(file):
+    with open(file, newline="") as stream:
+        return list(csv.reader(stream))
+
+
 def test_csv_files_of_a_deepspeed_script(tmp_path):
-    config = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "job"}}
-    losses = train(config)
-    with open(tmp_path / "logs" / "job" / "train_loss.csv", newline="") as stream:
-        rows = list(csv.reader(stream))
+    losses = train({**CONFIG, "csv_monitor": {**CSV_JOB, "output_path": "logs"}})
+    rows = rows_of(tmp_path / "logs" / "job" / "train_loss.csv")
     assert rows[0] == ["step", "loss"]
     assert [int(step) for step, _ in rows[1:]] == [1, 2, 3]
     assert [float(loss) for _, loss in rows[1:]] == pytest.approx(losses)
@@ -63,15 +64,15 @@ def test_csv_files_of_a_deepspeed_script(tmp_path):
 
 
 def test_csv_files_of_full_steps(tmp_path):
-    config = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": "", "job_name": "job"}}
-    loss_fn = plait.per_sample(lambda output, batch: output.square().sum())
-    engine = plait.initialize(
-        nn.Linear(3, 1), config, loss_fn=loss_fn, forward=lambda model, batch: model(batch)
-    )
+    config = {**CONFIG, "csv_monitor": {**CSV_JOB, "output_path": ""}}
+    calls = {
+        "loss_fn": plait.per_sample(lambda output, batch: output.square().sum()),
+        "forward": lambda model, batch: model(batch),
+    }
+    engine = plait.initialize(nn.Linear(3, 1), config, **calls)
     losses = [float(engine.train_batch(torch.ones(4, 3)).loss) for _ in range(2)]
     engine.close()
-    with open(tmp_path / "job" / "train_loss.csv", newline="") as stream:
-        rows = list(csv.reader(stream))
+    rows = rows_of(tmp_path / "job" / "train_loss.csv")
     assert [float(loss) for _, loss in rows[1:]] == pytest.approx(losses)
 
 
@@ -81,9 +82,7 @@ def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with launched_alone():
-        losses = train(
-            {**CONFIG, "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "job"}}
-        )
+        losses = train({**CONFIG, "tensorboard": {**CSV_JOB, "output_path": "logs"}})
     events = EventAccumulator(str(tmp_path / "logs" / "job"))
     events.Reload()
     scalars = events.Scalars("train/loss")
@@ -103,9 +102,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("section", "package"),
-    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
-)
+    ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)  # fmt: skip
 def test_a_missing_library(section, package, monkeypatch):
     """The library may be installed here, so its absence is simulated."""
 
@@ -122,19 +120,19 @@ def test_a_missing_library(section, package, monkeypatch):
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path):
     folder = tmp_path / "job"
-    config = {**CONFIG, "csv_monitor": {"enabled": True, "job_name": "job"}}
+    config = {**CONFIG, "csv_monitor": CSV_JOB}
     engine = plait.initialize(nn.Linear(3, 1), config)
     folder.rmdir()
     folder.touch()
+
+    words = "a tracker failed at step 1, and the run continues without it"
 
     def steps():
         for _ in range(4):
             engine.backward(engine(torch.ones(2, 3)).mean())
             engine.step()
 
-    with pytest.warns(
-        UserWarning, match="a tracker failed at step 1, and the run continues without it"
-    ):
+    with pytest.warns(UserWarning, match=words):
         steps()
     assert engine.global_steps == 2
     engine.close()
@@ -148,11 +146,9 @@ def test_a_tracker_that_fails_at_the_end(monkeypatch):
         ended.append(tracker)
         raise ConnectionError("the server is gone")
 
-    # A library's server that is gone, without the library.
+    # This simulates a library whose server is gone.
     monkeypatch.setattr(trackers.CsvTracker, "finish", finish)
-    section = {"enabled": True, "job_name": "job"}
-    model = nn.Linear(3, 1)
-    engine = plait.initialize(model, {**CONFIG, "csv_monitor": section})
+    engine = plait.initialize(nn.Linear(3, 1), {**CONFIG, "csv_monitor": CSV_JOB})
     with pytest.warns(UserWarning, match="a tracker failed at the end of the run: the server is"):
         engine.close()
     assert len(ended) == 1
@@ -161,34 +157,32 @@ def test_a_tracker_that_fails_at_the_end(monkeypatch):
 def test_a_tracker_that_cannot_start():
     Path("job").touch()
     with pytest.raises(InputError, match=r"starting the trackers: .*job"):
-        plait.initialize(
-            nn.Linear(3, 1), {**CONFIG, "csv_monitor": {"enabled": True, "job_name": "job"}}
-        )
+        plait.initialize(nn.Linear(3, 1), {**CONFIG, "csv_monitor": CSV_JOB})
+
+
+def settings_of(**sections):
+    specs = resolve(load({**CONFIG, **sections}), world_size=1).trackers
+    return {spec.name: spec.settings for spec in specs}
 
 
 def test_defaults_of_a_file_with_a_run():
-    sections = {"csv_monitor": {"enabled": True}, "wandb": {"enabled": True}}
-    settings = {
-        spec.name: spec.settings
-        for spec in resolve(
-            load({**CONFIG, **sections, "run": {"folder": "f"}}), world_size=1
-        ).trackers
-    }
+    on, run = {"enabled": True}, {"folder": "f"}
+    settings = settings_of(csv_monitor=on, wandb=on, run=run)
     assert settings["csv_monitor"] == {"output_path": "f", "job_name": "csv_monitor"}
     assert settings["wandb"]["project"] == "plait"
-    sections = {"csv_monitor": {"enabled": True, "output_path": "o"}}
-    (spec,) = resolve(load({**CONFIG, **sections, "run": {"folder": "f"}}), world_size=1).trackers
-    assert spec.settings == {"output_path": "o", "job_name": "csv_monitor"}
-    (spec,) = resolve(load({**CONFIG, **sections}), world_size=1).trackers
-    assert spec.settings == {"output_path": "o", "job_name": "DeepSpeedJobName"}
+    monitor = {"enabled": True, "output_path": "o"}
+    for more, name in (({"run": run}, "csv_monitor"), ({}, "DeepSpeedJobName")):
+        settings = settings_of(csv_monitor=monitor, **more)
+        assert settings == {"csv_monitor": {"output_path": "o", "job_name": name}}
 
 
 def test_explain_lists_what_is_honoured():
-    tree: dict[str, Any] = {
+    tree = {
+        "train_batch_size": 1,
         "wandb": {"enabled": True, "project": "x"},
         "comet": {"api_key": "hunter2", "samples_log_interval": 5},
+        "tensorboard": {"enabled": False, "job_name": "x"},
     }
-    tree |= {"train_batch_size": 1, "tensorboard": {"enabled": False, "job_name": "x"}}
     found = explain(tree)
     rows = {row.key: (row.status.value, row.meaning) for row in found.keys}
     assert rows["wandb.enabled"][0] == rows["wandb.project"][0] == "supported"

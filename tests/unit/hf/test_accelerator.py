@@ -52,7 +52,7 @@ def test_arguments(arguments, words):
 
 
 def test_batches_that_are_not_dispatched():
-    """Every process reads its own, as with Plait."""
+    """Every process reads its own batches, as with Plait."""
     Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
 
 
@@ -97,17 +97,11 @@ def test_layouts_without_a_loss_to_call(monkeypatch, axis):
 def test_the_file_of_a_deepspeed_plugin():
     """DeepSpeed need not be installed."""
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=3)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=3, deepspeed_plugin=plugin, mixed_precision="bf16"
-    )
-    assert (
-        accelerator.resolved.data_parallel.stage == 2
-        and accelerator.resolved.batch.accumulation == 3
-    )
-    assert (
-        accelerator.resolved.precision.compute == "bfloat16"
-        and accelerator.mixed_precision == "bf16"
-    )
+    options = {"gradient_accumulation_steps": 3, "mixed_precision": "bf16"}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **options)
+    resolved = accelerator.resolved
+    assert (resolved.data_parallel.stage, resolved.batch.accumulation) == (2, 3)
+    assert resolved.precision.compute == "bfloat16" and accelerator.mixed_precision == "bf16"
 
 
 def test_what_is_prepared():
@@ -167,9 +161,8 @@ def test_a_norm_that_contradicts_the_file():
         accelerator.backward(model(torch.ones(1, 2)).sum())
     before = model.weight.detach().clone()
     optimizer.step()
-    assert float((model.weight.detach() - before).norm()) == pytest.approx(
-        0.1 * 0.3 * (2 / 3) ** 0.5, rel=1e-4
-    )
+    change = float((model.weight.detach() - before).norm())
+    assert change == pytest.approx(0.1 * 0.3 * (2 / 3) ** 0.5, rel=1e-4)
     accelerator.free_memory()
 
 

@@ -1,10 +1,8 @@
-"""What becomes of every field of TrainingArguments."""
-
-from __future__ import annotations
+"""Every field of TrainingArguments is supported, noted or refused."""
 
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -43,7 +41,7 @@ def test_document():
     assert text == written(text), "run python -m tools.trainer_fields --write"
 
 
-REFUSED: dict[str, Any] = {
+REFUSED = {
     "optim": "adafactor",
     "bf16_full_eval": True,
     "use_liger_kernel": True,
@@ -58,28 +56,30 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def test_fsdp_in_a_file(tmp_path):
-    """As Transformers reads it; what is no such file is refused by name."""
+@pytest.fixture
+def args(tmp_path):
+    """A function that makes arguments of the Trainer."""
+    return partial(arguments, TrainingArguments, str(tmp_path))
+
+
+def test_fsdp_in_a_file(tmp_path, args):
+    """The file is read as by Transformers. What is no such file is refused by name."""
     (tmp_path / "fsdp.json").write_text('{"fsdp_reshard_after_forward": false}')
-    args = arguments(
-        TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json")
-    )
-    assert (args.fsdp, args.fsdp_config) == (True, {"fsdp_reshard_after_forward": False})
-    assert (
-        settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)[1].data_parallel.stage
-        == 2
-    )
+    made = args(fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"))
+    assert (made.fsdp, made.fsdp_config) == (True, {"fsdp_reshard_after_forward": False})
+    _, resolved = settings_of(fsdp_config_of(made), made, world_size=2, hidden_size=32)
+    assert resolved.data_parallel.stage == 2
     (tmp_path / "fsdp.json").write_text("[1]")
-    for name, said in (
+    for name, words in (
         ("fsdp.json", "holds a list and not an object"),
         ("none.json", "cannot be read as a JSON file"),
     ):
-        with pytest.raises(InputError, match=f"{name}.*{said}"):
-            arguments(TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / name))
+        with pytest.raises(InputError, match=f"{name}.*{words}"):
+            args(fsdp=True, fsdp_config=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "section", "said"),
+    ("fsdp", "section", "words"),
     [
         ("hybrid_shard", {"version": 1}, "set parallel.dp_shard"),
         ("full_shards", {}, "is not an option of fsdp"),
@@ -87,102 +87,81 @@ def test_fsdp_in_a_file(tmp_path):
         (True, {"activation_checkpointing": True}, RECOMPUTE),
     ],
 )
-def test_fsdp_that_cannot_be_honoured(tmp_path, fsdp, section, said):
-    args = arguments(
-        TrainingArguments, str(tmp_path), fsdp=fsdp, fsdp_config=section, **{RECOMPUTE: True}
-    )
-    with pytest.raises(ConfigError, match=said):
-        settings_of(fsdp_config_of(args), args, world_size=2, hidden_size=32)
+def test_fsdp_that_cannot_be_honoured(args, fsdp, section, words):
+    made = args(fsdp=fsdp, fsdp_config=section, **{RECOMPUTE: True})
+    with pytest.raises(ConfigError, match=words):
+        settings_of(fsdp_config_of(made), made, world_size=2, hidden_size=32)
 
 
-def test_fsdp_of_another_trainer(tmp_path):
+def test_fsdp_of_another_trainer(args):
     import transformers
 
-    args = arguments(TrainingArguments, str(tmp_path), fsdp=True)
     with pytest.raises((InputError, ValueError), match="plait.hf|distributed training"):
-        transformers.Trainer(model=model(), args=args, train_dataset=samples())
+        transformers.Trainer(model=model(), args=args(fsdp=True), train_dataset=samples())
 
 
-def test_refused(tmp_path):
-    """All at once, each with its reason, before there is a process group."""
+def test_refused(args):
+    """All fields are refused at once, each with its reason, before there is a process group."""
     for name, value in REFUSED.items():
-        problems, _ = examined(
-            arguments(TrainingArguments, str(tmp_path), **{name: value}), Layout()
-        )
+        problems, _ = examined(args(**{name: value}), Layout())
         assert [problem.field for problem in problems] == [f"TrainingArguments.{name}"]
         assert problems[0].rule and problems[0].remedy
-    with pytest.raises(
-        ConfigError,
-        match=r"use_liger_kernel.*\n?.*save_on_each_node|save_on_each_node.*\n?.*use_liger_kernel",
-    ):
-        Trainer(
-            model(),
-            arguments(
-                TrainingArguments, str(tmp_path), use_liger_kernel=True, save_on_each_node=True
-            ),
-        )
+    words = r"use_liger_kernel.*\n?.*save_on_each_node|save_on_each_node.*\n?.*use_liger_kernel"
+    with pytest.raises(ConfigError, match=words):
+        Trainer(model(), args(use_liger_kernel=True, save_on_each_node=True))
 
 
-def test_checkpoints_that_could_not_be_written_or_read(tmp_path):
-    """Before the first step, because the end of the training would be too late."""
+def test_checkpoints_that_could_not_be_written_or_read(tmp_path, args):
+    """They are refused before the first step, because the end of the training would be too late."""
     saves = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
     best = {**saves, "load_best_model_at_end": True}
-    weights = arguments(TrainingArguments, str(tmp_path), **best, save_only_model=True)
+    weights = args(**best, save_only_model=True)
     with pytest.raises(ConfigError, match=r"load_best_model_at_end.*save_only_model=False"):
         Trainer(model(), weights, eval_dataset=samples())
-    assert examined(arguments(TrainingArguments, str(tmp_path), **best), Layout()) == ([], [])
+    assert examined(args(**best), Layout()) == ([], [])
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
-    in_files = arguments(TrainingArguments, str(tmp_path), **saves)
-    trainer = Trainer(model(), in_files, plait_config=config, eval_dataset=samples())
+    trainer = Trainer(model(), args(**saves), plait_config=config, eval_dataset=samples())
     with pytest.raises(ConfigError, match="save_strategy.*keeps the parameters in files"):
         trainer.train()
     assert trainer.engine is None
 
 
-def test_streams_of_trl_are_taken(tmp_path):
+def test_streams_of_trl_are_taken(args):
     """TRL's DPOTrainer sets dispatch_batches=False for an iterable data set."""
-    args = arguments(
-        TrainingArguments, str(tmp_path), accelerator_config={"dispatch_batches": False}
-    )
-    Trainer(model(), args)
-    args = arguments(
-        TrainingArguments, str(tmp_path), accelerator_config={"dispatch_batches": True}
-    )
+    Trainer(model(), args(accelerator_config={"dispatch_batches": False}))
     with pytest.raises(ConfigError, match="accelerator_config"):
-        Trainer(model(), args)
+        Trainer(model(), args(accelerator_config={"dispatch_batches": True}))
 
 
-def test_plain_arguments_are_taken(tmp_path):
-    assert examined(arguments(TrainingArguments, str(tmp_path)), Layout()) == ([], [])
+def test_plain_arguments_are_taken(tmp_path, args):
+    assert examined(args(), Layout()) == ([], [])
     assert examined(arguments(Seq2SeqTrainingArguments, str(tmp_path)), Layout(tp=2)) == ([], [])
 
 
-def test_only_where_processes_share_a_batch(tmp_path):
+def test_only_where_processes_share_a_batch(args):
     given = {"neftune_noise_alpha": 5.0, "train_sampling_strategy": "batch_rebalance"}
-    args = arguments(TrainingArguments, str(tmp_path), **given)
-    problems, _ = examined(args, Layout(tp=2))
+    problems, _ = examined(args(**given), Layout(tp=2))
     assert {problem.field.rpartition(".")[2] for problem in problems} == set(given)
     (problem,) = examined(args, Layout(dp_shard=2))[0]
     assert problem.value == "batch_rebalance" and problem.remedy == 'use "group_by_length"'
 
 
-def test_noted(tmp_path):
-    _, notes = examined(arguments(TrainingArguments, str(tmp_path), ddp_bucket_cap_mb=5), Layout())
-    assert len(notes) == 1 and "parallel.bucket_mib" in notes[0]
+def test_noted(args):
+    [note] = examined(args(ddp_bucket_cap_mb=5), Layout())[1]
+    assert "parallel.bucket_mib" in note
 
 
 def settings(source, folder, *, world=2, **given):
-    return settings_of(
-        source, arguments(TrainingArguments, str(folder), **given), world_size=world, hidden_size=32
-    )[1]
+    made = arguments(TrainingArguments, str(folder), **given)
+    return settings_of(source, made, world_size=world, hidden_size=32)[1]
 
 
 def test_auto_is_filled(tmp_path):
-    """By Transformers' rule, with the data-parallel ranks in place of all processes; what the file leaves out too."""
+    """Values follow Transformers' rule, also for missing keys, with the data-parallel ranks in place of all processes."""
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     rates = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-    text: Any = {
+    text = {
         **dict.fromkeys((*sizes, "gradient_clipping"), "auto"),
         "bf16": {"enabled": "auto"},
         "parallel": {"tp": 2},
@@ -198,24 +177,18 @@ def test_auto_is_filled(tmp_path):
     assert (bare.batch.train_batch_size, bare.gradient_clipping, bare.seed) == (8, 0.5, 42)
     assert bare.precision.compute is not None
     for name in recompute_fields(TrainingArguments):
-        recompute = settings(
-            {}, tmp_path, **{name: True, f"{name}_kwargs": {"every_n_layers": 2}}
-        ).recompute
+        fields = {name: True, f"{name}_kwargs": {"every_n_layers": 2}}
+        recompute = settings({}, tmp_path, **fields).recompute
         assert (recompute.mode, recompute.every) == ("full", 2)
-        with pytest.raises(
-            ConfigError, match=rf"TrainingArguments.{RECOMPUTE} .*parallel.recompute.mode"
-        ):
+        words = rf"TrainingArguments.{RECOMPUTE} .*parallel.recompute.mode"
+        with pytest.raises(ConfigError, match=words):
             settings({"parallel": {"recompute": {"mode": "full"}}}, tmp_path, **{name: True})
     assert settings({}, tmp_path, torch_compile=True).compile.enabled
 
 
 def test_contradictions(tmp_path):
-    """All of them at once."""
-    text = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-    }
+    """All contradictions are reported at once."""
+    text = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 1.0, "bf16": {"enabled": True}}  # fmt: skip
     with pytest.raises(ConfigError) as raised:
         settings(text, tmp_path)
     fields = {problem.field for problem in raised.value.problems}
@@ -228,8 +201,8 @@ def test_contradictions(tmp_path):
         settings({"parallel": {"cp": 2}}, tmp_path)
 
 
-def test_what_the_loss_of_the_model_has_not(tmp_path):
-    """It would change nothing."""
+def test_settings_that_the_models_loss_does_not_have(tmp_path):
+    """They would change nothing, so they are refused."""
     text = {"experts": {"z_loss": 0.001, "balance": "global"}, "parallel": {"ep": 2, "tp": 2}}
     with pytest.raises(ConfigError) as raised:
         settings(text, tmp_path, world=4)
@@ -237,26 +210,22 @@ def test_what_the_loss_of_the_model_has_not(tmp_path):
     assert fields == ["parallel.ep", "experts.z_loss", "experts.balance"]
 
 
-def test_schedule(tmp_path):
+def test_schedule(args):
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     text = {"scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}}
-    args = arguments(TrainingArguments, str(tmp_path), warmup_steps=3)
-    config, _ = settings_of(text, args, world_size=2, hidden_size=32)
-    found = schedule_of(config, args, world_size=2, max_steps=17)
-    assert found is not None
+    made = args(warmup_steps=3)
+    config, _ = settings_of(text, made, world_size=2, hidden_size=32)
+    found = schedule_of(config, made, world_size=2, max_steps=17)
     assert found.params == dict(zip(names, (0.0, 1e-2, 3, 17), strict=True))
 
 
 def test_deepspeed_is_left_to_plait(tmp_path):
-    """Without DeepSpeed installed; what the field said survives a copy of the arguments; a Trainer that is not Plait's refuses it."""
+    """It works without DeepSpeed installed. The field survives a copy of the arguments. Transformers' own Trainer refuses it."""
     import transformers
 
-    args = arguments(
-        transformers.TrainingArguments, str(tmp_path), deepspeed={"zero_optimization": {"stage": 1}}
-    )
-    assert args.deepspeed_plugin is None and args.to_dict()["deepspeed"] == {
-        "zero_optimization": {"stage": 1}
-    }
+    stage = {"zero_optimization": {"stage": 1}}
+    args = arguments(transformers.TrainingArguments, str(tmp_path), deepspeed=stage)
+    assert args.deepspeed_plugin is None and args.to_dict()["deepspeed"] == stage
     with pytest.raises(InputError, match=r"plait.hf.Trainer"):
         transformers.Trainer(model(), args)
     with pytest.raises(ConfigError, match="pass one of them"):
@@ -278,28 +247,24 @@ def test_wrap():
 
 
 def test_generation_that_no_layout_can_is_refused(tmp_path):
-    """Before training."""
-    beams = arguments(
-        Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True, generation_num_beams=4
+    """The refusal comes before training."""
+    generating = partial(
+        arguments, Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True
     )
     with pytest.raises(ConfigError, match=r"generation_num_beams.*without beams"):
-        Seq2SeqTrainer(model(), beams)
-    args = arguments(Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True)
+        Seq2SeqTrainer(model(), generating(generation_num_beams=4))
+    args = generating()
     trainer = Seq2SeqTrainer(model(), args, eval_dataset=samples(2))
     trainer.model.generation_config.num_beams = 4
     with pytest.raises(InputError, match=r"num_beams = 4 is not supported"):
         trainer.evaluate()
 
     def problems(kind, **config):
-        return [
-            problem.field
-            for problem in problems_of(kind, args, settings(config, tmp_path, world=4))
-        ]
+        resolved = settings(config, tmp_path, world=4)
+        return [problem.field for problem in problems_of(kind, args, resolved)]
 
-    field, encoder = (
-        ["TrainingArguments.predict_with_generate"],
-        SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True)),
-    )
+    field = ["TrainingArguments.predict_with_generate"]
+    encoder = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
     assert problems(model(), parallel={"tp": 2, "pp": 2}) == problems(encoder) == []
     assert problems(encoder, parallel={"tp": 2}) == field
     assert problems(encoder, zero_optimization={"stage": 1}) == []

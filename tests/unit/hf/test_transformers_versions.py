@@ -30,10 +30,8 @@ def test_overridden_methods_exist():
 @pytest.mark.parametrize("installed", ["5.0.0", "5.16.1"])
 def test_an_older_trainer_is_refused(installed, monkeypatch):
     monkeypatch.setattr("plait.hf.transformers_trainer.version", lambda name: installed)
-    with pytest.raises(
-        InputError,
-        match=rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'",
-    ):
+    words = rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'"
+    with pytest.raises(InputError, match=words):
         Trainer()
 
 

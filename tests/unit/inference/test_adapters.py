@@ -34,7 +34,7 @@ def base(tmp_path_factory):
 
 
 def saved(base, folder, **fields):
-    """An adapter whose part of every layer is not zero."""
+    """Save an adapter whose part of every layer is not zero."""
     from transformers import AutoModelForCausalLM
 
     config = peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": LINEAR, **fields})
@@ -48,37 +48,29 @@ def saved(base, folder, **fields):
     return folder
 
 
-Found = tuple[list[list[int]], torch.Tensor]
-
-
 def by_peft(base, adapter, *, dtype=None):
-    """New tokens and their log-probabilities, computed by Transformers and PEFT on one process."""
+    """New tokens and their log-probabilities, computed by Transformers and PEFT in one process."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, adapter)
     longest = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    padding = [[0] * (longest - len(prompt)) for prompt in PROMPTS]
+    ids = torch.tensor([left + prompt for left, prompt in zip(padding, PROMPTS, strict=True)])
+    mask = torch.tensor([left + [1] * (longest - len(left)) for left in padding])
     model.generation_config.eos_token_id = None
-    options = {
-        "max_new_tokens": 10,
-        "do_sample": False,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    options = {"max_new_tokens": 10, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}  # fmt: skip
     made = model.eval().generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **options)
     tokens = made.sequences[:, longest:]
-    return tokens.tolist(), torch.log_softmax(torch.stack(made.logits, 1).float(), -1).gather(
-        2, tokens.unsqueeze(2)
-    )[..., 0]
+    logprobs = torch.log_softmax(torch.stack(made.logits, 1).float(), -1)
+    return tokens.tolist(), logprobs.gather(2, tokens.unsqueeze(2))[..., 0]
 
 
 def of(sharded):
-    made = plait.generate(
-        sharded, PROMPTS, max_new_tokens=10, temperature=0, eos_token_id=[10**6], pad_token_id=0
-    )
+    """New tokens and their log-probabilities, computed by Plait."""
+    options = {"max_new_tokens": 10, "temperature": 0, "eos_token_id": [10**6], "pad_token_id": 0}
+    made = plait.generate(sharded, PROMPTS, **options)
     sharded.close()
     return [one.token_ids for one in made], torch.tensor([one.logprobs for one in made])
 
@@ -109,23 +101,19 @@ def test_16_bits(base, tmp_path):
 
 
 def test_the_adapter_is_counted(base, tmp_path):
-    """What it takes stays in memory, so more layers are streamed."""
-    small, large = (
-        open_source(base, saved(base, tmp_path / str(rank), r=rank)) for rank in (1, 24)
-    )
-    plans = [
-        load_streamed(one, budget_bytes=450 << 10, other_bytes=OTHER) for one in (small, large)
-    ]
-    for sharded, _ in plans:
+    """Adapters stay in memory, so more layers are streamed."""
+    budget = {"budget_bytes": 450 << 10, "other_bytes": OTHER}
+    plans = []
+    for rank in (1, 24):
+        adapter = saved(base, tmp_path / str(rank), r=rank)
+        sharded, plan = load_streamed(open_source(base, adapter), **budget)
         sharded.close()
-    assert len(plans[0][1].streamed) < len(plans[1][1].streamed)
-    assert all(plan.resident_bytes + plan.slot_bytes + OTHER <= 450 << 10 for _, plan in plans)
+        plans.append(plan)
+    assert len(plans[0].streamed) < len(plans[1].streamed)
+    assert all(plan.resident_bytes + plan.slot_bytes + OTHER <= 450 << 10 for plan in plans)
+    large = open_source(base, saved(base, tmp_path / "96", r=96))
     with pytest.raises(InputError, match=r"pass at least"):
-        load_streamed(
-            open_source(base, saved(base, tmp_path / "96", r=96)),
-            budget_bytes=SMALL,
-            other_bytes=OTHER,
-        )
+        load_streamed(large, budget_bytes=SMALL, other_bytes=OTHER)
 
 
 def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
@@ -134,10 +122,8 @@ def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
     with pytest.raises(InputError, match="is an adapter itself"):
         open_source(adapter, adapter)
     changed(adapter, base_model_name_or_path="someone/model")
-    with pytest.raises(
-        InputError,
-        match="'someone/model', which it names as its base, is not a folder on this machine; pass --model BASE --adapter",
-    ):
+    words = "'someone/model', which it names as its base, is not a folder on this machine; pass --model BASE --adapter"
+    with pytest.raises(InputError, match=words):
         open_source(adapter)
 
 
@@ -193,40 +179,28 @@ def test_what_tied_weights_exclude(base, tmp_path):
 
     config = AutoConfig.from_pretrained(base)
     config.tie_word_embeddings = True
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
-    made = saved(tmp_path / "tied", tmp_path / "head", **KINDS["in full"])
+    tied = tmp_path / "tied"
+    AutoModelForCausalLM.from_config(config).save_pretrained(tied)
+    made = saved(tied, tmp_path / "head", **KINDS["in full"])
     with pytest.raises(InputError, match=r"has trained .* in full, but the model ties it"):
-        open_source(tmp_path / "tied", made).model()
-    assert of(
-        load_model(open_source(tmp_path / "tied", saved(tmp_path / "tied", tmp_path / "lora", r=3)))
-    )[0]
+        open_source(tied, made).model()
+    assert of(load_model(open_source(tied, saved(tied, tmp_path / "lora", r=3))))[0]
 
 
 def test_gpt2(tmp_path):
-    """Whose linear layers have their weights the other way round."""
+    """Its linear layers have transposed weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=120,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        n_positions=64,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
-    adapter = saved(
-        tmp_path / "base",
-        tmp_path / "adapter",
-        r=3,
-        target_modules=["c_attn", "c_fc"],
-        fan_in_fan_out=True,
-    )
-    tokens, _ = by_peft(tmp_path / "base", adapter)
-    assert tokens != by_peft(tmp_path / "base", None)[0]
-    source = open_source(tmp_path / "base", adapter)
+    sizes = {"vocab_size": 120, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    config = GPT2Config(**sizes, initializer_range=0.3, eos_token_id=None)
+    base = tmp_path / "base"
+    GPT2LMHeadModel(config).save_pretrained(base)
+    layers = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+    adapter = saved(base, tmp_path / "adapter", r=3, **layers)
+    tokens, _ = by_peft(base, adapter)
+    assert tokens != by_peft(base, None)[0]
+    source = open_source(base, adapter)
     assert of(load_model(source))[0] == tokens
     found, layers = streamed(source, budget=200 << 10)
     assert layers and found[0] == tokens

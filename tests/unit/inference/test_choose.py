@@ -1,5 +1,6 @@
 """One token of every request, from logits."""
 
+import json
 from typing import ClassVar
 
 import pytest
@@ -19,19 +20,21 @@ def requests(*prompts, new=4, seed=None):
 
 
 def logits(rows, vocabulary=50, seed=0):
-    return (
-        torch.randn(
-            rows, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
-        * 3
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) * 3
+
+
+def sampler(*prompts, new=4, seed=None, tokenizer=None, **settings):
+    settings = GenerationSettings(**settings)
+    return TokenSampler(requests(*prompts, new=new, seed=seed), settings, tokenizer)
+
+
+NO_TOKEN = "request {} has no token left to choose, or its logits are not finite"
 
 
 def test_greedy_with_its_probability():
     scores = logits(2)
-    tokens, logprobs, last = TokenSampler(requests((1,), (2,)), GenerationSettings(), None)(
-        scores, [0, 1]
-    )
+    tokens, logprobs, last = sampler((1,), (2,))(scores, [0, 1])
     assert tokens.tolist() == scores.argmax(1).tolist() and not last.any()
     expected = torch.log_softmax(scores, 1).max(1).values
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
@@ -40,20 +43,18 @@ def test_greedy_with_its_probability():
 def test_a_request_ends_at_its_token_its_limit_or_never_again():
     scores = torch.zeros(2, 8)
     scores[0, 3], scores[1, 5] = 1, 1
-    chooser = TokenSampler(
-        [GenerationRequest((1,), 9, None), GenerationRequest((1,), 2, None)],
-        GenerationSettings(eos_token_id=(3, 4), pad_token_id=7),
-        None,
-    )
+    limits = [GenerationRequest((1,), 9, None), GenerationRequest((1,), 2, None)]
+    settings = GenerationSettings(eos_token_id=(3, 4), pad_token_id=7)
+    chooser = TokenSampler(limits, settings, None)
     assert chooser(scores, [0, 1])[2].tolist() == [STOP, UNFINISHED]
     tokens, logprobs, last = chooser(scores, [0, 1])
     assert tokens.tolist() == [7, 5] and last.tolist() == [STOP, LENGTH] and logprobs[0] == 0
 
 
 def test_draws_depend_on_the_seed_alone():
-    settings = GenerationSettings(do_sample=True, top_k=0)
-    together = TokenSampler(requests((1,), (2,), (3,), seed=10), settings, None)
-    alone = TokenSampler([GenerationRequest((2,), 4, 11)], settings, None)
+    settings = {"do_sample": True, "top_k": 0}
+    together = sampler((1,), (2,), (3,), seed=10, **settings)
+    alone = sampler((2,), seed=11, **settings)
     state = torch.random.get_rng_state()
     for step in range(4):
         scores = logits(3, seed=step)
@@ -66,15 +67,8 @@ def test_draws_have_the_distribution():
     scores = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2]]))
     drawn = torch.zeros(4)
     for seed in range(2000):
-        drawn[
-            int(
-                TokenSampler(
-                    [GenerationRequest((1,), 1, seed)],
-                    GenerationSettings(do_sample=True, top_k=0),
-                    None,
-                )(scores, [0])[0, 0]
-            )
-        ] += 1
+        chooser = sampler((1,), new=1, seed=seed, do_sample=True, top_k=0)
+        drawn[int(chooser(scores, [0])[0, 0])] += 1
     assert drawn[1] == 0 and (drawn / 2000 - scores.exp()[0]).abs().max() < 0.04
 
 
@@ -92,69 +86,41 @@ def test_draws_have_the_distribution():
     ],
 )
 def test_penalties_and_bans_are_transformers_own(chosen):
-    """Greedy tokens of a fake model, whose logits follow from the last token."""
+    """The fake model's logits follow from the last token. Its greedy tokens are compared."""
     transformers = pytest.importorskip("transformers")
     table = logits(12, 12, seed=4)
     prompt = (2, 9, 2)
-    config = transformers.LlamaConfig(
-        vocab_size=12,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-    )
+    sizes = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.LlamaConfig(**sizes, **layers)
+    config.eos_token_id = None
 
     class Table(transformers.LlamaForCausalLM):
         def forward(self, input_ids, **_):
             return transformers.modeling_outputs.CausalLMOutputWithPast(logits=table[input_ids])
 
-    given = {
-        key: list(map(list, value))
-        if key == "bad_words_ids"
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-        for key, value in chosen.items()
-    }
-    config.eos_token_id = None
-    expected = Table(config).generate(
-        torch.tensor([prompt]),
-        max_new_tokens=6,
-        use_cache=False,
-        do_sample=False,
-        pad_token_id=0,
-        **given,
-    )
-    chooser, last, found = (
-        TokenSampler([GenerationRequest(prompt, 6, None)], GenerationSettings(**chosen), None),
-        prompt[-1],
-        [],
-    )
+    options = {"max_new_tokens": 6, "use_cache": False, "do_sample": False, "pad_token_id": 0}
+    lists = json.loads(json.dumps(chosen))  # tuples become lists
+    expected = Table(config).generate(torch.tensor([prompt]), **options, **lists)
+    chooser, tokens = sampler(prompt, new=6, **chosen), [prompt[-1]]
     while not all(chooser.ends):
-        last = int(chooser(table[last : last + 1], [0])[0, 0])
-        found.append(last)
-    assert found == expected[0, len(prompt) :].tolist()
+        tokens.append(int(chooser(table[tokens[-1]][None], [0])[0, 0]))
+    assert tokens[1:] == expected[0, len(prompt) :].tolist()
 
 
 def test_not_a_number():
-    with pytest.raises(
-        InputError, match="request 0 has no token left to choose, or its logits are not finite"
-    ):
-        TokenSampler(requests((1,), seed=1), GenerationSettings(do_sample=True), None)(
-            torch.full((1, 60), torch.nan), [0]
-        )
+    with pytest.raises(InputError, match=NO_TOKEN.format(0)):
+        sampler((1,), seed=1, do_sample=True)(torch.full((1, 60), torch.nan), [0])
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
 def test_no_number_is_the_likeliest(value):
-    """In greedy decoding, too: token 0 would be a choice of nobody."""
+    """Greedy decoding refuses it as well: token 0 would be a random choice."""
     scores = logits(2)
     scores[1] = value
-    with pytest.raises(
-        InputError, match="request 1 has no token left to choose, or its logits are not finite"
-    ):
-        TokenSampler(requests((1,), (2,)), GenerationSettings(), None)(scores, [0, 1])
-    ended = TokenSampler(requests((1,), (2,)), GenerationSettings(eos_token_id=(3,)), None)
+    with pytest.raises(InputError, match=NO_TOKEN.format(1)):
+        sampler((1,), (2,))(scores, [0, 1])
+    ended = sampler((1,), (2,), eos_token_id=(3,))
     first = logits(2)
     first[1, 3] = 100
     ended(first, [0, 1])
@@ -162,7 +128,7 @@ def test_no_number_is_the_likeliest(value):
 
 
 class Sparse:
-    """A tokenizer of three tokens, of which one is number 9. It has no text for others, as slow ones of Transformers."""
+    """A tokenizer of three tokens, of which one is number 9. Like slow ones of Transformers, it has no text for other numbers."""
 
     letters: ClassVar = {0: "a", 5: "b", 9: "c"}
 
@@ -177,10 +143,8 @@ class Sparse:
 
 
 def test_a_vocabulary_with_gaps():
-    """All of its tokens may be chosen, and numbers between them have no text."""
-    chooser = TokenSampler(
-        requests((1,), new=9), GenerationSettings(stop_strings=("bc",)), Sparse()
-    )
+    """All of its tokens can be chosen, and numbers between them have no text."""
+    chooser = sampler((1,), new=9, stop_strings=("bc",), tokenizer=Sparse())
     scores = torch.zeros(1, 12)
     scores[0, 11] = 99  # pads the embedding
     for step, (token, ends) in enumerate(((5, UNFINISHED), (7, UNFINISHED), (9, STOP)), 1):
@@ -188,12 +152,9 @@ def test_a_vocabulary_with_gaps():
         assert chooser(scores, [0])[:, 0].tolist()[::2] == [token, ends]
     assert text_of(Sparse(), [0, 3, 9]) == "ac"
     stream = TextStream(Sparse())
+    stream = TextStream(Sparse())
     assert [stream.add(token) for token in (5, 3, 0)] == ["b", "", "a"] and stream.remainder() == ""
-    assert (
-        tokens_of_tokenizer(Sparse()) == 10
-        and tokens_of_tokenizer(Words()) == 26
-        and tokens_of_tokenizer(None) is None
-    )
+    assert [tokens_of_tokenizer(each) for each in (Sparse(), Words(), None)] == [10, 26, None]
 
 
 @pytest.mark.parametrize(
@@ -217,10 +178,9 @@ def test_a_vocabulary_with_gaps():
     ],
 )
 def test_a_prompt_of_tokens_that_the_tokenizer_lacks(chosen):
-    """The model has 12, the tokenizer 10: none of the others is chosen."""
-    chooser = TokenSampler(
-        requests((3, 11, 5, 11), new=30, seed=1), GenerationSettings(**chosen), None, tokens=10
-    )
+    """The model has 12 tokens and the tokenizer 10: none of the others is chosen."""
+    prompts = requests((3, 11, 5, 11), new=30, seed=1)
+    chooser = TokenSampler(prompts, GenerationSettings(**chosen), None, tokens=10)
     for step in range(30):
         scores = logits(1, 12, seed=step)
         scores[0, 10:] = 9
@@ -237,7 +197,7 @@ class Words:
 
 
 def test_a_stop_string_ends_a_request():
-    chooser = TokenSampler(requests((1,), new=9), GenerationSettings(stop_strings=("bc",)), Words())
+    chooser = sampler((1,), new=9, stop_strings=("bc",), tokenizer=Words())
     scores = torch.zeros(1, 40)
     scores[0, 39] = 9
     for token, ends in ((1, UNFINISHED), (2, STOP)):

@@ -82,10 +82,8 @@ def test_parameters_that_stay_in_float32(tmp_path):
 
 def test_a_family_that_is_never_without_values(tmp_path):
     saved(tmp_path, "diffllama", layers=1)
-    with pytest.raises(
-        CheckpointError,
-        match=r"DiffLlamaForCausalLM creates model\.layers\.0.* load it with Transformers in Python",
-    ):
+    words = r"DiffLlamaForCausalLM creates model\.layers\.0.* load it with Transformers in Python"
+    with pytest.raises(CheckpointError, match=words):
         open_source(tmp_path).model()
 
 

@@ -18,20 +18,10 @@ from plait.model.facts import attention_facts
 VOCABULARY, SEEN, NEW = 96, 9, 6
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7], [8, 3, 60]]
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "sliding_window": 64,
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": None,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "global_head_dim": 16, "sliding_window": 64,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": None,
 }  # fmt: skip
 PER_LAYER = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY}
 FEWER = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "global_head_dim": 32}
@@ -41,12 +31,7 @@ KINDS = {
     "gemma4_text, fewer heads": {**SIZES, **PER_LAYER, **FEWER},
     "gemma4_text, shared layers": {**SIZES, **PER_LAYER, **SHARED},
     "gemma4_unified_text": SIZES,
-    "gemma4_unified": {
-        "text_config": {**SIZES, "model_type": "gemma4_unified_text"},
-        "vision_config": None,
-        "audio_config": None,
-        "initializer_range": 0.3,
-    },
+    "gemma4_unified": {"text_config": {**SIZES, "model_type": "gemma4_unified_text"}, "vision_config": None, "audio_config": None, "initializer_range": 0.3},
 }  # fmt: skip
 
 
@@ -54,9 +39,8 @@ def built(kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind.split(",")[0], **KINDS[kind])
-    ).eval()
+    config = AutoConfig.for_model(kind.split(",")[0], **KINDS[kind])
+    model = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -68,11 +52,8 @@ def kept(model):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.arange(3, 3 + SEEN).unsqueeze(0), past_key_values=cache)
-    return [
-        layer.keys.nbytes + layer.values.nbytes
-        for layer in cache.layers
-        if getattr(layer, "keys", None) is not None
-    ]
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [layer.keys.nbytes + layer.values.nbytes for layer in layers]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -80,25 +61,17 @@ def test_bytes_of_a_real_cache(kind):
     model = built(kind)
     sizes = kept(model)
     assert len(set(sizes)) > 1
-    keeps, asked = cache_layout_of(model), CacheDemand(requests=1, tokens=SEEN, itemsize=4)
-    assert (
-        cache_bytes(keeps, asked)
-        == needs_of(InferenceWork(None, model, tokens=SEEN, requests=1)).cache(1, 1)
-        == sum(sizes)
-    )
-    assert cache_bytes(keeps, asked, tp=2) in (
-        sum(sizes) // 2,
-        sum(sizes),
-    )  # as its plan divides heads, or not
-    assert (
-        sum(sizes) // 2 <= cache_bytes(keeps, asked, pp=2) <= sum(sizes)
-    )  # of the stage that keeps the most
-    found = offloaded_cache(keeps, asked)
-    assert (
-        found.device == sum(sorted(sizes)[-LAYERS_ON_DEVICE:])
-        and found.pinned >= sum(sizes) + max(sizes)
-        and found.copied == sum(sizes)
-    )
+    layout, work = cache_layout_of(model), CacheDemand(requests=1, tokens=SEEN, itemsize=4)
+    total = sum(sizes)
+    needs = needs_of(InferenceWork(None, model, tokens=SEEN, requests=1))
+    assert cache_bytes(layout, work) == needs.cache(1, 1) == total
+    # The model's plan may divide heads or not.
+    assert cache_bytes(layout, work, tp=2) in (total // 2, total)
+    # This is the stage with the largest cache.
+    assert total // 2 <= cache_bytes(layout, work, pp=2) <= total
+    found = offloaded_cache(layout, work)
+    assert found.device == sum(sorted(sizes)[-LAYERS_ON_DEVICE:])
+    assert found.pinned >= total + max(sizes) and found.copied == total
     facts = attention_facts(model)
     assert facts is None or facts.head_dim == facts.value_dim == KINDS[kind]["global_head_dim"]
 
@@ -107,15 +80,10 @@ def test_bytes_of_a_real_cache(kind):
 def test_tokens_are_those_of_transformers(tmp_path, kind):
     model = built(kind)
     expected = []
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         expected.append(made[0, len(prompt) :].tolist())
     model.save_pretrained(tmp_path)
     sharded = load_model(open_source(tmp_path))

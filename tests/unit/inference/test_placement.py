@@ -54,10 +54,8 @@ def test_a_layout(devices, memory, key_value_heads, expected):
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers():
-    with pytest.raises(
-        InputError,
-        match=r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 devices",
-    ):
+    words = r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 devices"
+    with pytest.raises(InputError, match=words):
         place_model(LLAMA_70B, devices=8, device_bytes=16 * GIB)
 
 

@@ -92,9 +92,8 @@ class Short(Words):
 def test_a_sequence_that_the_tokenizer_lacks(tmp_path):
     saved(tmp_path / "model", layers=1)
     kept = load_model(open_source(tmp_path / "model"))
-    with pytest.raises(
-        InputError, match="sequence 1 has token 80, but the tokenizer's tokens are 0 to 49"
-    ):
+    words = "sequence 1 has token 80, but the tokenizer's tokens are 0 to 49"
+    with pytest.raises(InputError, match=words):
         score(kept, [[5], [5, 80]], tokenizer=Short())
     with pytest.raises(InputError, match="batch_size = 1.5 must be"):
         score(kept, [[5, 6]], batch_size=1.5)

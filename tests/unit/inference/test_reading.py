@@ -21,8 +21,16 @@ from plait.inference.weight_files import (
 )
 
 SIZES = (4097, 3 * MAX_BUFFERED_READ_BYTES + 11, 0, 1, 4096, MAX_BUFFERED_READ_BYTES, 200_000)
-"""Bytes of tensors that lie one after another, behind a header of 123 bytes; the last behind a gap."""
-Made = tuple[FileReader, list[TensorPart], torch.Tensor]
+"""Bytes of consecutive tensors behind a header of 123 bytes. A gap precedes the last."""
+
+
+def part_of(name, offset, memory):
+    size = memory.numel()
+    return TensorPart(StoredTensor(Path(name), offset, size, torch.uint8, (size,)), 0, memory)
+
+
+def zeros(size):
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -36,13 +44,7 @@ def make(tmp_path):
         parts, at = [], 123
         for number, size in enumerate(SIZES):
             at += 290_000 * (number == len(SIZES) - 1)
-            parts.append(
-                TensorPart(
-                    StoredTensor(path, at, size, torch.uint8, (size,)),
-                    0,
-                    torch.zeros(size, dtype=torch.uint8),
-                )
-            )
+            parts.append(part_of(path, at, zeros(size)))
             at += size
         readers.append(FileReader([path], largest=MIN_DIRECT_LAYER_BYTES, keeps=keeps))
         return readers[-1], parts, content
@@ -62,14 +64,14 @@ def dropped(path):
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_same_bytes_from_the_cache_and_past_it(make, keeps, monkeypatch):
     reader, parts, content = make(keeps)
-    path, through = parts[0].stored.path, []
+    path, used, through = parts[0].stored.path, [], []
     read = weight_files.read_into
-    monkeypatch.setattr(
-        weight_files,
-        "read_into",
-        lambda *given, **options: (through.append(1), read(*given, **options)),
-    )
-    used = []
+
+    def recorded(*arguments, **options):
+        through.append(1)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(weight_files, "read_into", recorded)
     for is_cold in (True, True, False):
         through.clear()
         for part in parts:
@@ -81,50 +83,24 @@ def test_the_same_bytes_from_the_cache_and_past_it(make, keeps, monkeypatch):
             assert torch.equal(part.memory, content[part.offset : part.end])
         used.append(bool(through))
     if reader._files[path].direct is not None:  # a folder in memory has no disk to read from
-        # Read for the first time through the cache only where it may stay; read again past it where it did not.
+        # The first read uses the cache only where the bytes may stay. The second read bypasses it where they did not stay.
         assert used[:2] == [keeps, False]
 
 
 def test_reads_are_blocks_of_one_file():
-    def part(name, offset, size):
-        return TensorPart(
-            StoredTensor(Path(name), offset, size, torch.uint8, (size,)),
-            0,
-            torch.empty(size, dtype=torch.uint8),
-        )
-
-    found = list(
-        blocks_of(
-            [
-                part("b", 5000, 10),
-                part("a", 9000, MAX_BUFFERED_READ_BYTES),
-                part("a", 8, 16),
-                part("a", 30 << 20, 8),
-            ]
-        )
-    )
-    assert [(str(block.path), block.low, block.size) for block in found] == [
-        ("a", 0, MAX_BUFFERED_READ_BYTES), ("a", MAX_BUFFERED_READ_BYTES, 9000), ("a", 30 << 20, 8), ("b", 4096, 914),
-    ]  # fmt: skip
-    assert [[one.memory.numel() for one in block.parts] for block in found] == [
-        [16, MAX_BUFFERED_READ_BYTES - 9000],
-        [9000],
-        [8],
-        [10],
-    ]
+    large = MAX_BUFFERED_READ_BYTES
+    places = (("b", 5000, 10), ("a", 9000, large), ("a", 8, 16), ("a", 30 << 20, 8))
+    found = list(blocks_of([part_of(name, offset, zeros(size)) for name, offset, size in places]))
+    blocks = [(str(block.path), block.low, block.size) for block in found]
+    assert blocks == [("a", 0, large), ("a", large, 9000), ("a", 30 << 20, 8), ("b", 4096, 914)]
+    sizes = [[one.memory.numel() for one in block.parts] for block in found]
+    assert sizes == [[16, large - 9000], [9000], [8], [10]]
 
 
 def test_reads_into_an_image_are_large_and_even():
     size = 2 * MAX_IMAGE_READ_BYTES + 5 * PAGE
-    memory = torch.empty(size, dtype=torch.uint8)
-    parts = [
-        TensorPart(
-            StoredTensor(Path("a"), PAGE + at, count, torch.uint8, (count,)),
-            0,
-            memory[at : at + count],
-        )
-        for at, count in ((16, size - 16), (0, 16))
-    ]
+    memory = zeros(size)
+    parts = [part_of("a", PAGE + at, memory[at:end]) for at, end in ((16, size), (0, 16))]
     found = list(blocks_of(parts, FileImage(PAGE, memory)))
     assert len(found) == 3 and sum(block.size for block in found) == size and found[0].low == PAGE
     assert all(block.low % PAGE == 0 and block.size <= MAX_IMAGE_READ_BYTES for block in found)
@@ -136,9 +112,8 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(make, monkeypatch):
     path = parts[0].stored.path
     os.truncate(path, 5000)
     dropped(path)
-    with pytest.raises(
-        CheckpointError, match=r"weights ends at byte 5,000, before the end of a tensor"
-    ):
+    words = r"weights ends at byte 5,000, before the end of a tensor"
+    with pytest.raises(CheckpointError, match=words):
         reader.read(parts)
 
     def failing(*_):
@@ -152,7 +127,7 @@ def test_a_file_that_ends_early_and_a_disk_that_fails(make, monkeypatch):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_file_that_is_written_to(make, keeps):
-    """Of other bytes nothing computes; a file that replaces it is another one."""
+    """Nothing is computed from changed bytes. A file that replaces the first one is another file."""
     reader, parts, content = make(keeps)
     path = parts[0].stored.path
     other = path.with_name("other")
@@ -164,11 +139,8 @@ def test_a_file_that_is_written_to(make, keeps):
     with open(path.with_name("first"), "r+b") as file:
         file.seek(parts[-1].offset)
         file.write(b"1")
-    os.utime(
-        path.with_name("first"), ns=(0, 1)
-    )  # the kernel's clock may not have gone on since it was made
-    with pytest.raises(
-        CheckpointError,
-        match=f"^{path} was written to while layers were streamed .*; wait until it is complete",
-    ):
+    # The kernel's clock may not have advanced since the file was made.
+    os.utime(path.with_name("first"), ns=(0, 1))
+    words = f"^{path} was written to while layers were streamed .*; wait until it is complete"
+    with pytest.raises(CheckpointError, match=words):
         reader.read(parts[:1])

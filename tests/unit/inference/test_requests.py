@@ -94,7 +94,6 @@ def test_tools_and_settings_of_a_conversation(tmp_path):
     (line,) = read_prompts(tmp_path / "rows.jsonl")
     (ids,) = token_ids([line.prompt], made)
     assert made.decode(ids) == "[b](slow)<user>a<assistant>" and line.fields == row
-    with pytest.raises(
-        InputError, match="prompt 0: the chat template of the tokenizer does not read `tools`"
-    ):
+    words = "prompt 0: the chat template of the tokenizer does not read `tools`"
+    with pytest.raises(InputError, match=words):
         token_ids([line.prompt], tokenizer())

@@ -33,6 +33,11 @@ def case(request, tmp_path_factory):
     found.sharded.close()
 
 
+def tokens_of(model, prompts, new=NEW, **options):
+    answers = generate(model, prompts, max_new_tokens=new, temperature=0, **options)
+    return [answer.token_ids for answer in answers]
+
+
 class Case:
     def __init__(self, kind, folder):
         name, fields = KINDS[kind]
@@ -53,40 +58,31 @@ def test_a_batch_has_the_tokens_of_transformers_alone(case, ways):
             model = copy.deepcopy(case.model)
             expected.append(transformers_tokens(model, prompt, use_cache=False))
         assert expected != case.tokens
-    told = [[] for _ in PROMPTS]
-    made = generate(
-        case.sharded,
-        PROMPTS,
-        max_new_tokens=NEW,
-        temperature=0,
-        on_token=lambda request, token: told[request].append(token),
-        **ways,
-    )
-    assert [one.token_ids for one in made] == expected == told
+    streams = [[] for _ in PROMPTS]
+
+    def on_token(request, token):
+        streams[request].append(token)
+
+    assert tokens_of(case.sharded, PROMPTS, on_token=on_token, **ways) == expected == streams
 
 
 def test_requests_within_the_original_length_are_one_batch(case, monkeypatch):
-    """The last new token is never seen: 25 and 8 are within. One that has ended stays behind where the cache keeps all rows."""
+    """The last new token is never seen: 25 and 8 are within. A finished request stays if the cache keeps all rows."""
     passes = []
     handle = case.sharded.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    made = generate(case.sharded, PROMPTS[:3], max_new_tokens=NEW, temperature=0)
+    assert tokens_of(case.sharded, PROMPTS[:3]) == case.tokens[:3] and len(passes) <= NEW + 1
     handle.remove()
-    assert [one.token_ids for one in made] == case.tokens[:3] and len(passes) <= NEW + 1
     monkeypatch.setattr("plait.inference.decode.keep_rows", lambda *_: False)
-    (_, longest) = generate(
-        case.sharded, [PROMPTS[4], PROMPTS[0]], max_length=ORIGINAL, temperature=0
-    )
-    assert longest.token_ids[:NEW] == case.tokens[0] and len(longest.token_ids) == ORIGINAL - 5
-    (alone,) = generate(case.sharded, [PROMPTS[0]], max_length=ORIGINAL, temperature=0)
-    assert longest.token_ids == alone.token_ids
+    options = {"new": None, "max_length": ORIGINAL}
+    (_, longest) = tokens_of(case.sharded, [PROMPTS[4], PROMPTS[0]], **options)
+    assert longest[:NEW] == case.tokens[0] and len(longest) == ORIGINAL - 5
+    assert tokens_of(case.sharded, [PROMPTS[0]], **options) == [longest]
 
 
 def test_a_model_in_training_that_has_seen_longer_inputs(case):
-    engine = plait.initialize(
-        copy.deepcopy(case.model),
-        {"train_micro_batch_size_per_gpu": 1},
-        loss_fn=plait.causal_lm_loss,
-    )
+    config = {"train_micro_batch_size_per_gpu": 1}
+    model = copy.deepcopy(case.model)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     with torch.no_grad():
         engine.module(torch.tensor([PROMPTS[7]]))
     before = [buffer.clone() for buffer in engine.module.buffers()]
@@ -101,25 +97,21 @@ def test_scores_are_those_of_a_sequence_alone(case):
     for prompt, found in zip(PROMPTS, together, strict=True):
         with torch.no_grad():
             logits = copy.deepcopy(case.model)(torch.tensor([prompt])).logits[0, :-1]
-        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(prompt[1:]).unsqueeze(1))[
-            :, 0
-        ]
+        targets = torch.tensor(prompt[1:]).unsqueeze(1)
+        expected = torch.log_softmax(logits, -1).gather(1, targets)[:, 0]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_without_a_cache_that_transformers_has(case, monkeypatch):
     monkeypatch.setattr(generate_module, "supports_cache", lambda model: False)
-    if case.kind == "longrope":  # computed anew or kept, the numbers are the same
-        assert [
-            one.token_ids
-            for one in generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
-        ] == case.tokens
+    if case.kind == "longrope":  # computed again or kept, the numbers are the same
+        assert tokens_of(case.sharded, PROMPTS) == case.tokens
         return
     with pytest.raises(InputError, match="keeps no KV cache here.* may have 67; .*use_cache=False"):
-        generate(case.sharded, PROMPTS, max_new_tokens=NEW, temperature=0)
-    # What the message advises.
-    assert generate(case.sharded, PROMPTS[:1], max_new_tokens=NEW, temperature=0, use_cache=False)
-    assert generate(case.sharded, [PROMPTS[0][:4]], max_new_tokens=2, temperature=0)
+        tokens_of(case.sharded, PROMPTS)
+    # The message advises these calls.
+    assert tokens_of(case.sharded, PROMPTS[:1], use_cache=False)
+    assert tokens_of(case.sharded, [PROMPTS[0][:4]], new=2)
 
 
 def test_what_a_configuration_says():
@@ -128,44 +120,30 @@ def test_what_a_configuration_says():
             return getattr(self, "text_config", self)
 
     long = {"rope_type": "longrope", "original_max_position_embeddings": 9}
-    inner = Given(
-        max_position_embeddings=64,
-        rope_parameters={"full": long, "sliding": {"rope_type": "default"}},
-    )
+    full = {"full": long, "sliding": {"rope_type": "default"}}
+    inner = Given(max_position_embeddings=64, rope_parameters=full)
     assert rope_of_config(Given(text_config=inner)) == RopeByLength("longrope", 9)
-    assert rope_of_config(
-        SimpleNamespace(max_position_embeddings=64, rope_scaling={"type": "dynamic"})
-    ) == RopeByLength("dynamic", 64)
+    old = SimpleNamespace(max_position_embeddings=64, rope_scaling={"type": "dynamic"})
+    assert rope_of_config(old) == RopeByLength("dynamic", 64)
     inner.rope_parameters["sliding"] = {"rope_type": "dynamic"}
     found = rope_of_config(inner)
     assert found == RopeByLength("several (dynamic and longrope)", 9) and not found.is_uniform
-    for other in (
-        None,
-        object(),
-        SimpleNamespace(
-            rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 9}
-        ),
-    ):
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 9}
+    for other in (None, object(), SimpleNamespace(rope_parameters=yarn)):
         assert rope_of_config(other) is None
 
 
 def test_several_types_are_refused_past_the_original_length(case, monkeypatch):
-    model = case.sharded.model
-    config = model.config
-    monkeypatch.setattr(
-        config,
-        "rope_parameters",
-        {"a": {"rope_type": "dynamic"}, "b": config.rope_parameters | LONG},
-    )
+    config = case.sharded.model.config
+    several = {"a": {"rope_type": "dynamic"}, "b": config.rope_parameters | LONG}
+    monkeypatch.setattr(config, "rope_parameters", several)
     monkeypatch.setattr(config, "max_position_embeddings", 40)
+    words = r"above 32 tokens, .* \(RoPE type several \(dynamic and longrope\)\) depend on"
     for call in (
         lambda: generate(case.sharded, [PROMPTS[5]], max_new_tokens=2),
         lambda: score(case.sharded, [PROMPTS[6]]),
     ):
-        with pytest.raises(
-            InputError,
-            match=r"above 32 tokens, .* \(RoPE type several \(dynamic and longrope\)\) depend on",
-        ):
+        with pytest.raises(InputError, match=words):
             call()
 
 
@@ -177,20 +155,10 @@ def test_groups():
 
 
 def test_longrope_of_a_class_whose_keys_transformers_mixes(tmp_path):
-    """Its tokens are those without a cache: what the model says of all tokens together."""
+    """Its tokens are those without a cache, computed from all tokens together."""
     model = built("llama", layers=2, rope_parameters=LONG)
     model.save_pretrained(tmp_path / "model")
     sharded = load_model(open_source(tmp_path / "model"))
-    found = [
-        one.token_ids for one in generate(sharded, PROMPTS[:6], max_new_tokens=NEW, temperature=0)
-    ]
-    for prompt, one in zip(PROMPTS, found, strict=False):
-        made = model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=NEW,
-            do_sample=False,
-            pad_token_id=0,
-            use_cache=False,
-        )
-        assert made[0, len(prompt) :].tolist() == one
+    expected = [transformers_tokens(model, prompt, use_cache=False) for prompt in PROMPTS[:6]]
+    assert tokens_of(sharded, PROMPTS[:6]) == expected
     sharded.close()

@@ -18,9 +18,9 @@ class Model(nn.Module):
 
 def test_the_call_comes_first_then_the_argument_then_the_model():
     model = Model(temperature=0.7, top_k=9, do_sample=True, max_new_tokens=5, eos_token_id=[1, 2])
-    assert settings_of(model, {}) == GenerationSettings(
-        5, temperature=0.7, top_k=9, do_sample=True, eos_token_id=(1, 2), pad_token_id=1
-    )
+    tokens = {"eos_token_id": (1, 2), "pad_token_id": 1}
+    expected = GenerationSettings(5, temperature=0.7, top_k=9, do_sample=True, **tokens)
+    assert settings_of(model, {}) == expected
     found = settings_of(model, {"top_k": 3}, {"top_k": 4, "temperature": 0.2})
     assert (found.top_k, found.temperature, found.max_new_tokens) == (3, 0.2, 5)
     assert settings_of(model, {}, pad=8).pad_token_id == 8
@@ -39,9 +39,8 @@ def test_when_tokens_are_drawn():
     assert settings_of(Model(), {"top_p": 0.9}).do_sample
     assert not settings_of(Model(), {"top_p": 0.9, "do_sample": False}).do_sample
     assert not settings_of(Model(do_sample=True, temperature=0.5), {"temperature": 0}).do_sample
-    assert not settings_of(
-        Model(temperature=0.5), {}
-    ).do_sample  # as in Transformers: the model's file has to say do_sample
+    # As in Transformers, the model's file has to say do_sample.
+    assert not settings_of(Model(temperature=0.5), {}).do_sample
 
 
 @pytest.mark.parametrize(
@@ -80,26 +79,19 @@ def test_values_out_of_range(arguments, words):
 
 
 def test_padding_is_a_token_of_the_model():
-    """What a model's files and a tokenizer say of it need not be: the mask leaves it out. 0 is one."""
+    """The padding tokens of a model's files and of a tokenizer need not be, because the mask leaves them out. Token 0 is one."""
     assert settings_of(Model(pad_token_id=-1, eos_token_id=[-1, 7]), {}, pad=50).pad_token_id == 7
-    assert (
-        settings_of(Model(pad_token_id=-1), {}, pad=0).pad_token_id
-        == settings_of(Model(), {}).pad_token_id
-        == 0
-    )
+    assert settings_of(Model(pad_token_id=-1), {}, pad=0).pad_token_id == 0
+    assert settings_of(Model(), {}).pad_token_id == 0
     assert settings_of(Model(pad_token_id=0, eos_token_id=0), {}, pad=8).pad_token_id == 0
     assert settings_of(Model(eos_token_id=0), {}).eos_token_id == (0,)
 
 
 def test_tokens_one_or_several():
-    found = settings_of(
-        Model(suppress_tokens=0), {"begin_suppress_tokens": 0, "bad_words_ids": [[0], [1, 2]]}
-    )
-    assert (found.suppress_tokens, found.begin_suppress_tokens, found.bad_words_ids) == (
-        (0,),
-        (0,),
-        ((0,), (1, 2)),
-    )
+    call = {"begin_suppress_tokens": 0, "bad_words_ids": [[0], [1, 2]]}
+    found = settings_of(Model(suppress_tokens=0), call)
+    assert found.suppress_tokens == found.begin_suppress_tokens == (0,)
+    assert found.bad_words_ids == ((0,), (1, 2))
 
 
 def test_the_least_length():
@@ -109,33 +101,28 @@ def test_the_least_length():
 
 
 def test_a_configuration_of_another_kind():
-    with pytest.raises(
-        InputError,
-        match="generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary",
-    ):
+    words = "generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary"
+    with pytest.raises(InputError, match=words):
         settings_of(Model(), {}, "greedy")
 
 
 def test_what_would_change_tokens_and_is_not_supported():
-    with pytest.raises(
-        InputError, match="the model's generation_config: num_beams = 4 is not supported"
-    ):
+    words = "the model's generation_config: num_beams = 4 is not supported"
+    with pytest.raises(InputError, match=words):
         settings_of(Model(num_beams=4), {})
-    assert settings_of(
-        Model(num_beams=4, num_return_sequences=2), {"num_beams": 1, "num_return_sequences": 1}
-    ) == settings_of(Model(), {})
-    with pytest.raises(
-        InputError, match="num_beams = 4 is not supported by generate; leave it out, or pass 1"
-    ):
+    several = Model(num_beams=4, num_return_sequences=2)
+    one = {"num_beams": 1, "num_return_sequences": 1}
+    assert settings_of(several, one) == settings_of(Model(), {})
+    words = "num_beams = 4 is not supported by generate; leave it out, or pass 1"
+    with pytest.raises(InputError, match=words):
         settings_of(Model(), {"num_beams": 4})
     with pytest.raises(InputError, match="generation_config: guidance_scale = 2.0"):
         settings_of(Model(), {}, {"guidance_scale": 2.0})
     for name in ("forced_eos_token_id", "forced_bos_token_id", "max_time"):
         with pytest.raises(InputError, match=f"{name} = 0 is not supported"):
             settings_of(Model(**{name: 0}), {})
-    settings_of(
-        Model(num_beams=1, early_stopping=True, forced_eos_token_id=None, use_mtp=False), {}
-    )
+    off = {"early_stopping": True, "forced_eos_token_id": None, "use_mtp": False}
+    settings_of(Model(num_beams=1, **off), {})
 
 
 def test_all_of_transformers_defaults_are_known():

@@ -22,9 +22,8 @@ def test_a_run_has_the_settings_of_the_model_that_it_began_with(tmp_path, monkey
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4], "top_k": 7}')
     assert (found := run.model().generation_config).eos_token_id == [3, 4] and found.top_k == 7
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(
-        InputError, match="generation settings of generation_config.json.* cannot be read"
-    ):
+    words = "generation settings of generation_config.json.* cannot be read"
+    with pytest.raises(InputError, match=words):
         run.model()
 
 

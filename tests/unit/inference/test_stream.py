@@ -2,6 +2,7 @@
 
 import copy
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +19,8 @@ from plait.inference.weight_stream import WeightStream
 class Chain(nn.Module):
     def __init__(self, blocks=5):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8, bias=False))
-            for _ in range(blocks)
-        )
+        sizes = ((nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8, bias=False)) for _ in range(blocks))
+        self.layers = nn.ModuleList(nn.Sequential(*layers) for layers in sizes)
         self.order = list(range(blocks))
 
     def forward(self, x):
@@ -52,10 +51,8 @@ def streamed(saved):
 def test_the_same_bits_pass_after_pass(saved, streamed):
     model, made = streamed
     one = 4 * (8 * 24 + 24 + 8 * 24)
-    assert (
-        all(p.numel() == 0 for p in model.layers[2].parameters())
-        and model.layers[1][0].weight.numel() == 8 * 24
-    )
+    assert all(p.numel() == 0 for p in model.layers[2].parameters())
+    assert model.layers[1][0].weight.numel() == 8 * 24
     for step in range(4):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
         assert torch.equal(model(x), saved[0](x))
@@ -66,11 +63,10 @@ def test_the_same_bits_pass_after_pass(saved, streamed):
 @pytest.mark.parametrize("shift", [0, 8])
 @torch.no_grad()
 def test_large_layers_past_the_cache(tmp_path, shift, monkeypatch):
-    """They lie as in the file where that keeps the bits of a product of one row, and are copied where it does not."""
+    """Tensors stay as in the file if that keeps the bits of a product of one row, and are copied otherwise."""
     torch.manual_seed(0)
-    whole = nn.ModuleList(
-        nn.Sequential(nn.Linear(1030, 3100), nn.Linear(3100, 1030, bias=False)) for _ in range(3)
-    ).requires_grad_(False)
+    layers = ((nn.Linear(1030, 3100), nn.Linear(3100, 1030, bias=False)) for _ in range(3))
+    whole = nn.ModuleList(nn.Sequential(*pair) for pair in layers).requires_grad_(False)
     path = tmp_path / "model.safetensors"
     for more in range(0, 64, 8):  # the header is filled up to a multiple of 8 bytes
         save_file(whole.state_dict(), path, metadata={"": "x" * more})
@@ -82,15 +78,13 @@ def test_large_layers_past_the_cache(tmp_path, shift, monkeypatch):
     model = copy.deepcopy(whole)
     made = WeightStream(model, ["0", "1", "2"], stored)
     reads = []
-    filled = weight_files._read_pages
-    monkeypatch.setattr(
-        weight_files,
-        "_read_pages",
-        lambda file, block, view: (
-            reads.append(block.image is not None),
-            filled(file, block, view),
-        )[1],
-    )
+    read_pages = weight_files._read_pages
+
+    def recorded(file, block, view):
+        reads.append(block.image is not None)
+        return read_pages(file, block, view)
+
+    monkeypatch.setattr(weight_files, "_read_pages", recorded)
     monkeypatch.setattr(made._files, "_keeps", False)
     monkeypatch.setattr(weight_files._OpenFile, "has_in_cache", lambda *_: False)
     for step in range(3):
@@ -121,6 +115,10 @@ def _with_header(header, more=0):
     return len(header).to_bytes(8, "little") + header + bytes(more)
 
 
+def _tensor(shape, offsets):
+    return b'{"a": {"dtype": "F32", "shape": %s, "data_offsets": %s}}' % (shape, offsets)
+
+
 def test_headers_that_are_not_what_they_say(tmp_path, saved):
     path = tmp_path / "bad.safetensors"
     whole = saved[1].read_bytes()
@@ -131,14 +129,8 @@ def test_headers_that_are_not_what_they_say(tmp_path, saved):
         (whole[:20], "header would"),
         (_with_header(b'["a"]'), "not a readable"),
         (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "not a readable.*data_offsets"),
-        (
-            _with_header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', 8),
-            "a is F32 .3. in bytes 0 to 8",
-        ),
-        (
-            _with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', 8),
-            "in bytes 8 to 0",
-        ),
+        (_with_header(_tensor(b"[3]", b"[0, 8]"), 8), "a is F32 .3. in bytes 0 to 8"),
+        (_with_header(_tensor(b"[2]", b"[8, 0]"), 8), "in bytes 8 to 0"),
         (_with_header(b"[" * 100_000), "not a readable"),
     ):
         path.write_bytes(content)
@@ -155,11 +147,9 @@ def test_a_disk_that_does_not_answer(streamed, monkeypatch):
     release = weight_stream.threading.Event()
     monkeypatch.setattr(weight_files, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(weight_files, "read_into", lambda *_, **__: release.wait(20))
+    words = r"model.safetensors: the weights of layers.4 have not arrived, and no bytes were read for 0 s from byte [\d,]+ on; check"
     try:
-        with pytest.raises(
-            CheckpointError,
-            match=r"model.safetensors: the weights of layers.4 have not arrived, and no bytes were read for 0 s from byte [\d,]+ on; check",
-        ):
+        with pytest.raises(CheckpointError, match=words):
             model(torch.zeros(1, 8))
         began = time.monotonic()
         made.close()
@@ -178,11 +168,8 @@ def test_a_disk_that_is_slow_and_answers(saved, streamed, monkeypatch):
         time.sleep(0.15)
         quick(self, block)
 
-    for name, value in {
-        "PATIENCE_SECONDS": 0.5,
-        "PAGE": 64,
-        "MAX_BUFFERED_READ_BYTES": 128,
-    }.items():
+    limits = {"PATIENCE_SECONDS": 0.5, "PAGE": 64, "MAX_BUFFERED_READ_BYTES": 128}
+    for name, value in limits.items():
         monkeypatch.setattr(weight_files, name, value)
     monkeypatch.setattr(FileReader, "_read_block", slow)
     model(torch.zeros(1, 8))
@@ -194,25 +181,16 @@ def test_a_disk_that_is_slow_and_answers(saved, streamed, monkeypatch):
 def test_what_stays_in_memory(tmp_path, saved):
     with torch.device("meta"):
         model = Chain(5)
-    stored = stored_tensors(saved[1])
+    planned = partial(plan_streaming, model, stored_tensors(saved[1]), other_bytes=100)
     total = sum(p.numel() * 4 for p in model.parameters())
     block = total // 5
-    assert plan_streaming(model, stored, budget_bytes=total + 100, other_bytes=100).streamed == ()
-    found = plan_streaming(model, stored, budget_bytes=total - 1 + 100, other_bytes=100)
-    assert (
-        len(found.streamed) == 3
-        and found.resident_bytes == 2 * block
-        and found.streamed_bytes == 3 * block
-    )
-    assert found.streamed == (
-        "layers.0",
-        "layers.2",
-        "layers.4",
-    )  # two places of blocks have to fit besides
+    assert planned(budget_bytes=total + 100).streamed == ()
+    found = planned(budget_bytes=total - 1 + 100)
+    # Two places of blocks have to fit besides.
+    assert found.streamed == ("layers.0", "layers.2", "layers.4")
+    assert (found.resident_bytes, found.streamed_bytes) == (2 * block, 3 * block)
     least = found.slot_bytes + 100
-    assert len(plan_streaming(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
-    with pytest.raises(
-        InputError,
-        match="is too small: weights outside the repeated layers and adapters take 0 B, 2 layers .* pass at least",
-    ):
-        plan_streaming(model, stored, budget_bytes=least - 1, other_bytes=100)
+    assert len(planned(budget_bytes=least).streamed) == 5
+    words = "is too small: weights outside the repeated layers and adapters take 0 B, 2 layers .* pass at least"
+    with pytest.raises(InputError, match=words):
+        planned(budget_bytes=least - 1)

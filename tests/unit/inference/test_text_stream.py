@@ -12,21 +12,18 @@ from plait.inference.requests import GenerationRequest, TextStream, text_after
 WORDS = ["[UNK]", "[PAD]", "do", "n", "'", "t", ".", "it", "s", "n't", "'s", "hello", "v", "##e", "ve", "?", ",", "##n"]  # fmt: skip
 
 
+def fast_tokenizer(core, **settings):
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **settings)
+
+
 def word_pieces():
-    transformers, tokenizers = (
-        pytest.importorskip("transformers"),
-        pytest.importorskip("tokenizers"),
-    )
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]")
-    )
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {word: at for at, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     made.decoder = tokenizers.decoders.WordPiece()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        unk_token="[UNK]",
-        pad_token="[PAD]",
-        clean_up_tokenization_spaces=True,
-    )
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+    return fast_tokenizer(made, clean_up_tokenization_spaces=True, **special)
 
 
 def streamed(tokenizer, tokens):
@@ -47,7 +44,7 @@ def test_spaces_that_a_clean_up_removes():
 
 
 class Changing:
-    """A tokenizer whose text of so many tokens is a given one."""
+    """A tokenizer with a given text for each number of tokens."""
 
     def __init__(self, *texts):
         self.texts = texts
@@ -74,41 +71,17 @@ def test_a_text_that_changes(texts, expected):
 
 
 def marks_spaces():
-    """A tokenizer that marks a space before each word, and leaves the first one out, as Llama 2's."""
-    transformers, tokenizers = (
-        pytest.importorskip("transformers"),
-        pytest.importorskip("tokenizers"),
-    )
-    pieces = [
-        "<unk>",
-        "</s>",
-        "▁The",
-        "▁quick",
-        "▁lazy",
-        "▁dog",
-        "s",
-        ".",
-        *(f"<0x{byte:02X}>" for byte in "é".encode()),
-    ]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE(
-            vocab={piece: at for at, piece in enumerate(pieces)},
-            merges=[],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    made.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", eos_token="</s>"
-    )
+    """A tokenizer that marks a space before each word and leaves the first one out, like Llama 2's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    characters = (f"<0x{byte:02X}>" for byte in "é".encode())
+    pieces = ["<unk>", "</s>", "▁The", "▁quick", "▁lazy", "▁dog", "s", ".", *characters]
+    vocabulary = {piece: at for at, piece in enumerate(pieces)}
+    settings = {"merges": [], "unk_token": "<unk>", "byte_fallback": True}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, **settings))
+    decoders = tokenizers.decoders
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return fast_tokenizer(made, unk_token="<unk>", eos_token="</s>")
 
 
 def test_the_space_between_prompt_and_answer_stays():
@@ -116,26 +89,16 @@ def test_the_space_between_prompt_and_answer_stays():
     assert tokenizer.decode(new, skip_special_tokens=True) == "lazy dogs."
     assert text_after(tokenizer, prompt, new, skip_special_tokens=True) == " lazy dogs."
     stream = TextStream(tokenizer, prompt)
-    assert [*(stream.add(token) for token in new), stream.remainder()] == [
-        " lazy",
-        " dog",
-        "s",
-        ".",
-        "",
-        "",
-    ]
+    pieces = [*(stream.add(token) for token in new), stream.remainder()]
+    assert pieces == [" lazy", " dog", "s", ".", "", ""]
     assert text_after(tokenizer, [], new, skip_special_tokens=True) == "lazy dogs."
-    assert text_after(tokenizer, [2, 8], [9, 6], skip_special_tokens=True) == "és", (
-        "a character of both is the answer's"
-    )
+    # A character of both is the answer's.
+    assert text_after(tokenizer, [2, 8], [9, 6], skip_special_tokens=True) == "és"
 
 
 def test_a_stop_string_is_seen_in_the_first_word():
-    chooser = TokenSampler(
-        [GenerationRequest((2, 3), 4, None)],
-        GenerationSettings(stop_strings=(" lazy",)),
-        marks_spaces(),
-    )
+    settings = GenerationSettings(stop_strings=(" lazy",))
+    chooser = TokenSampler([GenerationRequest((2, 3), 4, None)], settings, marks_spaces())
     scores = torch.zeros(1, 10)
     scores[0, 4] = 1
     assert chooser(scores, [0])[2].tolist() == [STOP]

@@ -62,8 +62,6 @@ def test_files_of_another_model(tmp_path):
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(127, 64)
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(
-        InputError,
-        match=r"model.layers.1.mlp.up_proj.weight has the shape \[127, 64\], but the model needs \[128, 64\]",
-    ):
+    words = r"model.layers.1.mlp.up_proj.weight has the shape \[127, 64\], but the model needs \[128, 64\]"
+    with pytest.raises(InputError, match=words):
         load_streamed(open_source(tmp_path / "model"), budget_bytes=1 << 20, other_bytes=0)

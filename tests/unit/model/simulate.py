@@ -1,18 +1,13 @@
-"""What a tensor parallel plan means, computed by threads in one process: a second, slow implementation to judge plans with.
+"""Tensor parallel plans computed by threads in one process: a slow reference implementation to judge plans with.
 
-Every rank is a thread with its own copy of the model; collectives are sums and concatenations of what the threads put down. It knows
-nothing of Plait's own implementation and needs no process group. `check` compares with the unsplit model: outputs, and every parameter's
-gradient.
+Every rank is a thread with its own copy of the model. Collectives are sums and concatenations of the threads' tensors. The reference
+shares no code with Plait's implementation and needs no process group. `check` compares with the unsplit model: outputs, and every
+parameter's gradient.
 """
-
-from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +15,13 @@ from torch import nn
 
 from plait.model.layers import embedding_scale, is_conv1d, out_features
 
-Call = Callable[[nn.Module], torch.Tensor]
 
-
-@dataclass
 class Ranks:
-    """A meeting place for `size` threads."""
+    """Meeting place for `size` threads."""
 
-    size: int
-    slots: list[Any] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.slots = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=60)
+    def __init__(self, size):
+        self.size, self.slots = size, [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
 
     def exchange(self, rank, value):
         self.slots[rank] = value.detach()
@@ -61,7 +50,7 @@ def own(ranks, rank, x, dim):
 
 
 def function(forward, backward):
-    """An autograd function from two plain ones."""
+    """Create an autograd function from two plain ones."""
 
     class Made(torch.autograd.Function):
         @staticmethod
@@ -76,7 +65,7 @@ def function(forward, backward):
 
 
 class Rank:
-    """One thread's differentiable collectives."""
+    """Differentiable collectives of one thread."""
 
     def __init__(self, ranks, rank):
         self.rank, self.size = rank, ranks.size
@@ -92,33 +81,25 @@ class Rank:
 
 
 def split_model(model, plan, rank, *, sequence, blocks):
-    """This rank's copy of `model`, computing under `plan`."""
+    """Return a copy of `model` that computes this rank's part of `plan`."""
     made = copy.deepcopy(model)
     parameters = dict(made.named_parameters(remove_duplicate=False))
-    local: dict[int, nn.Parameter] = {}
+    local = {}
     for name, parameter in parameters.items():
         dim = plan.dims[name]
         if dim is None:
             continue
-        start, size = bounds(parameter.shape[dim], rank.size, rank.rank)
-        part = local.setdefault(
-            id(parameter), nn.Parameter(parameter.detach().narrow(dim, start, size).clone())
-        )
+        if id(parameter) not in local:
+            part = bounds(parameter.shape[dim], rank.size, rank.rank)
+            local[id(parameter)] = nn.Parameter(parameter.detach().narrow(dim, *part).clone())
         owner, _, leaf = name.rpartition(".")
-        made.get_submodule(owner)._parameters[leaf] = part
+        made.get_submodule(owner)._parameters[leaf] = local[id(parameter)]
     for entry in plan.modules:
         inside = sequence and any(entry.name.startswith(f"{block}.") for block in blocks)
         gathers = inside and not any(entry.name.startswith(f"{region}.") for region in plan.regions)
-        module, whole = made.get_submodule(entry.name), model.get_submodule(entry.name)
-        module.forward = styled_forward(
-            module,
-            whole,
-            entry.style,
-            rank,
-            kv_heads=plan.kv_heads.get(entry.name),
-            inside=inside,
-            gathers=gathers,
-        )
+        module, full = made.get_submodule(entry.name), model.get_submodule(entry.name)
+        options = {"kv_heads": plan.kv_heads.get(entry.name), "inside": inside, "gathers": gathers}
+        module.forward = styled_forward(module, full, entry.style, rank, **options)
     for name, attribute, value in plan.attributes:
         setattr(made.get_submodule(name), attribute, value)
     if sequence:
@@ -126,8 +107,12 @@ def split_model(model, plan, rank, *, sequence, blocks):
     return made
 
 
-def styled_forward(module, whole, style, rank, *, kv_heads, inside, gathers):
-    """`inside` a block whose hidden states are sequence shards; `gathers`: and not inside a region, which gathers for its layers."""
+def styled_forward(module, full, style, rank, *, kv_heads, inside, gathers):
+    """Return the forward of a split module.
+
+    `inside`: the module is in a block whose hidden states are sequence shards. `gathers`: it is also outside of regions, which gather
+    for their layers.
+    """
 
     def enter(x):
         if inside:
@@ -152,33 +137,27 @@ def styled_forward(module, whole, style, rank, *, kv_heads, inside, gathers):
         return rows(rank.split(x, -1))
 
     def embedding(ids):
-        start, size = bounds(whole.weight.shape[0], rank.size, rank.rank)
+        start, size = bounds(full.weight.shape[0], rank.size, rank.rank)
         mine = (ids >= start) & (ids < start + size)
-        padding = whole.padding_idx
-        local_padding = (
-            padding - start if padding is not None and start <= padding < start + size else None
-        )
-        found = F.embedding(
-            (ids - start).masked_fill(~mine, 0), module.weight, local_padding
-        ) * mine.unsqueeze(-1)
+        padding = full.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < start + size else None
+        local_ids = (ids - start).masked_fill(~mine, 0)
+        rows = F.embedding(local_ids, module.weight, padding) * mine.unsqueeze(-1)
         scale = embedding_scale(module)
-        return rank.leave(found if scale is None else found * scale)
+        return rank.leave(rows if scale is None else rows * scale)
 
     def keys(x):
-        assert kv_heads is not None
-        width, head = out_features(whole) // kv_heads, rank.rank * kv_heads // rank.size
+        width, head = out_features(full) // kv_heads, rank.rank * kv_heads // rank.size
         rows = slice(head * width, (head + 1) * width)
-        return linear(
-            enter(x), module.weight[rows], None if module.bias is None else module.bias[rows]
-        )
+        bias = None if module.bias is None else module.bias[rows]
+        return linear(enter(x), module.weight[rows], bias)
 
     forwards = {
         "colwise": columns,
         "colwise_gather_output": gathered,
         "vocab_head": gathered,
         "rowwise": rows,
-    }
-    forwards |= {
         "rowwise_split_input": split_rows,
         "embedding_rowwise": embedding,
         "kv_replicated": keys,
@@ -196,34 +175,30 @@ def shard_sequence(model, plan, rank, blocks):
         return hook
 
     def gather_output(_module, _args, output):
-        first = output[0] if isinstance(output, tuple) else output
-        whole = rank.gather(first, 1)
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        if isinstance(output, tuple):
+            return (rank.gather(output[0], 1), *output[1:])
+        return rank.gather(output, 1)
 
-    model.get_submodule(blocks[0]).register_forward_pre_hook(
-        replace(lambda x: rank.split(x, 1)), with_kwargs=True
-    )
+    split = replace(lambda x: rank.split(x, 1))
+    model.get_submodule(blocks[0]).register_forward_pre_hook(split, with_kwargs=True)
     for region in plan.regions:
-        model.get_submodule(region).register_forward_pre_hook(
-            replace(lambda x: rank.gather_sum(x, 1)), with_kwargs=True
-        )
+        gather = replace(lambda x: rank.gather_sum(x, 1))
+        model.get_submodule(region).register_forward_pre_hook(gather, with_kwargs=True)
     model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(gather_output)
 
 
 def partial_gradients(model, plan, *, sequence, blocks):
-    """Whole parameters whose gradients the ranks must sum."""
+    """Names of unsplit parameters whose gradients the ranks must sum."""
     styles = plan.styles
     names = set()
     for name, _ in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         style = styles.get(owner)
+        in_block = any(owner.startswith(f"{block}.") for block in blocks)
+        row_bias = in_block and leaf == "bias" and style in ("rowwise", "rowwise_split_input")
         if style in ("replicated_with_grad_allreduce", "kv_replicated"):
             names.add(name)
-        in_block = any(owner.startswith(f"{block}.") for block in blocks)
-        if sequence and (
-            owner in plan.norms
-            or (in_block and leaf == "bias" and style in ("rowwise", "rowwise_split_input"))
-        ):
+        if sequence and (owner in plan.norms or row_bias):
             names.add(name)
     return names
 
@@ -241,8 +216,7 @@ def check(model, plan, call, *, blocks, sequence=False, tolerance=1e-6):
     """Assert that `call(model)`, and gradients of a fixed weighting of it, are the same under `plan` on threads as without."""
     expected, gradients = run(model, call)
     ranks = Ranks(plan.tp)
-    results: list[Any] = [None] * plan.tp
-    failures: list[BaseException] = []
+    results, failures = [None] * plan.tp, []
 
     def work(index):
         with threads_fail_together(ranks, failures):
@@ -254,10 +228,9 @@ def check(model, plan, call, *, blocks, sequence=False, tolerance=1e-6):
         thread.start()
     for thread in threads:
         thread.join()
+    failures.sort(key=lambda failure: isinstance(failure, threading.BrokenBarrierError))
     if failures:
-        raise next(
-            (f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0]
-        )
+        raise failures[0]
     partial = partial_gradients(model, plan, sequence=sequence, blocks=blocks)
     for index, (output, found) in enumerate(results):
         close(output, expected, "the output", tolerance)
@@ -270,35 +243,31 @@ def check(model, plan, call, *, blocks, sequence=False, tolerance=1e-6):
             if dim is not None and gradient is not None:
                 gradient = gradient.narrow(dim, *bounds(gradient.shape[dim], plan.tp, index))
             assert (mine is None) == (gradient is None), f"{name} has a gradient on one side only"
-            if gradient is not None and mine is not None:
+            if gradient is not None:
                 close(mine, gradient, name, tolerance)
 
 
 def run(model, call):
     model.zero_grad()
     output = call(model)
-    weighting = torch.randn(
-        output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(3)
-    )
+    generator = torch.Generator().manual_seed(3)
+    weighting = torch.randn(output.shape, dtype=output.dtype, generator=generator)
     (output * weighting).sum().backward()
     return output.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def close(found, expected, name, tolerance):
-    assert found.shape == expected.shape, (
-        f"{name}: {tuple(found.shape)} for {tuple(expected.shape)}"
-    )
+    shapes = f"{name}: {tuple(found.shape)} for {tuple(expected.shape)}"
+    assert found.shape == expected.shape, shapes
     difference, size = (found - expected).abs().max(), expected.abs().max()
     assert difference <= tolerance * (1 + size), f"{name} differs by {difference:.3g} of {size:.3g}"
 
 
 def randomise(model):
-    """In place: every parameter random, so that no gradient vanishes and no bias is zero; dropout off by evaluation mode."""
+    """Make every parameter random in place, so that no gradient vanishes and no bias is zero, and switch dropout off."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 if parameter.ndim < 2 else min(parameter.shape) ** -0.5
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale
-            )
+            parameter.normal_(generator=generator).mul_(scale)
     return model.eval()

@@ -76,10 +76,8 @@ def test_the_blocks_are_those_of_the_language_model(kind, blocks, own):
 def test_patterns():
     """Every pattern must match; of nested matches the outermost counts."""
     assert find_blocks(model(), ["decoder.*"]) == ("decoder.0", "decoder.1", "decoder.2")
-    with pytest.raises(
-        ModelError,
-        match=r"parallel\.blocks = 'layers\.\*': no module has such a name; modules of that depth are .*encoder\.0",
-    ):
+    words = r"parallel\.blocks = 'layers\.\*': no module has such a name; modules of that depth are .*encoder\.0"
+    with pytest.raises(ModelError, match=words):
         find_blocks(model(), ["layers.*"])
 
 

@@ -39,19 +39,18 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(
         "plait.importing.find_spec", lambda name: None if name == "transformers" else found(name)
     )
-    with pytest.raises(
-        MissingExtraError, match=r"model\.config: .*not installed; run pip install '.*\[hf\]'"
-    ):
+    words = r"model\.config: .*not installed; run pip install '.*\[hf\]'"
+    with pytest.raises(MissingExtraError, match=words):
         check_fields({"model_type": "llama"})
 
 
 def test_a_transformers_that_is_too_old_is_refused(monkeypatch):
     check_fields({"model_type": "llama"})
     monkeypatch.setattr("plait.model.described.version", lambda name: "5.1.0")
-    with pytest.raises(
-        InputError,
-        match=rf"Transformers 5.1.0 is installed.*run pip install 'transformers>={OLDEST_TRANSFORMERS}'",
-    ):
+    words = (
+        rf"Transformers 5.1.0 is installed.*run pip install 'transformers>={OLDEST_TRANSFORMERS}'"
+    )
+    with pytest.raises(InputError, match=words):
         check_fields({"model_type": "llama"})
 
 

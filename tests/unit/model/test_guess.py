@@ -35,9 +35,8 @@ class Separate(nn.Module):
         self.norm = nn.LayerNorm(WIDTH // HEADS)
 
     def forward(self, x):
-        q, k, v = (
-            heads_of(layer(x), self.n_heads) for layer in (self.alpha, self.beta, self.gamma)
-        )
+        layers = (self.alpha, self.beta, self.gamma)
+        q, k, v = (heads_of(layer(x), self.n_heads) for layer in layers)
         return self.delta(attend(self.norm(q), self.norm(k), v))
 
 
@@ -46,11 +45,8 @@ class Fused(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.n_head, self.c_attn, self.c_proj = (
-            HEADS,
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.n_head = HEADS
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         q, k, v = (heads_of(part, self.n_head) for part in self.c_attn(x).chunk(3, -1))
@@ -68,22 +64,22 @@ class Gated(nn.Module):
         return self.b(F.silu(self.a(x)) * self.c(x))
 
 
-class Mixing(nn.Module):
-    """Looks like an MLP, but its middle mixes channels."""
+class Pair(nn.Module):
+    """Two layers."""
 
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 21), nn.Linear(21, WIDTH)
+
+
+class Mixing(Pair):
+    """Looks like an MLP, but its middle mixes channels."""
 
     def forward(self, x):
         return self.down(torch.softmax(self.up(x), -1))
 
 
-class Functional(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 21), nn.Linear(21, WIDTH)
-
+class Functional(Pair):
     def forward(self, x):
         return self.down(F.gelu(F.linear(x, self.up.weight, self.up.bias)))
 
@@ -102,12 +98,8 @@ class Two(nn.Module):
 class Block(nn.Module):
     def __init__(self, attention, mlp):
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = (
-            nn.LayerNorm(WIDTH),
-            attention(),
-            nn.LayerNorm(WIDTH),
-            mlp(),
-        )
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp = attention(), mlp()
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
@@ -142,9 +134,7 @@ ENDS = {"tokens": "embedding_rowwise", "head": "vocab_head"}
 
 def test_what_a_trial_proves_is_split_between_heads_and_channels():
     assert styles_of(Model(Separate, Gated)) == {
-        "blocks.*.attn.alpha": "colwise",
-        "blocks.*.attn.beta": "colwise",
-        "blocks.*.attn.gamma": "colwise",
+        **{f"blocks.*.attn.{name}": "colwise" for name in ("alpha", "beta", "gamma")},
         "blocks.*.attn.delta": "rowwise",
         "blocks.*.attn.norm": "replicated_with_grad_allreduce",
         "blocks.*.mlp.a": "colwise",
@@ -229,19 +219,11 @@ def test_blocks_that_differ_are_named_one_by_one():
 
 
 def test_without_blocks_the_whole_model_is_looked_at():
-    model = randomise(
-        nn.Sequential(
-            nn.Embedding(VOCABULARY, WIDTH), Gated(), nn.Linear(WIDTH, VOCABULARY)
-        ).double()
-    )
+    ends = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+    model = randomise(nn.Sequential(ends[0], Gated(), ends[1]).double())
     plan = make_plan(model, tp=2, blocks=())
-    assert plan.styles == {
-        "0": "embedding_rowwise",
-        "1.a": "colwise",
-        "1.b": "rowwise",
-        "1.c": "colwise",
-        "2": "vocab_head",
-    }
+    middle = {"1.a": "colwise", "1.b": "rowwise", "1.c": "colwise"}
+    assert plan.styles == {"0": "embedding_rowwise", **middle, "2": "vocab_head"}
     check(model, plan, lambda m: m(IDS), blocks=())
 
 
@@ -252,12 +234,8 @@ def test_a_vocabulary_of_two_possible_embeddings_stays_whole():
 
 
 def test_what_torch_computes_past_its_modules_is_not_split():
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32)
-    model = nn.ModuleDict(
-        {"layers": nn.ModuleList([layer, nn.TransformerEncoderLayer(WIDTH, HEADS, 32)])}
-    )
-    with pytest.raises(
-        ModelError,
-        match=r"no plan is known for ModuleDict, and in layers.0 to layers.1 there is no nn.Linear",
-    ):
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, HEADS, 32) for _ in range(2))
+    model = nn.ModuleDict({"layers": layers})
+    words = r"no plan is known for ModuleDict, and in layers.0 to layers.1 there is no nn.Linear"
+    with pytest.raises(ModelError, match=words):
         make_plan(model, tp=2, blocks=("layers.0", "layers.1"))

@@ -20,36 +20,29 @@ def found(model):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", *SIZES])
 def test_families(family):
-    """Every MLP and every layer of experts; the shared experts of a layer beside them."""
+    """Every MLP and every layer of experts is found, and the shared experts of a layer."""
     model = build(Case(family)) if family in SIZES else cases.build(family, tied=False)
     names = [name for name, _ in model.named_modules()]
     one = found(model)
     assert one.experts == tuple(name for name in names if name.endswith(".mlp.experts"))
-    shared = tuple(name for name in names if name.endswith(("shared_expert", "shared_experts")))
-    dense = tuple(
-        name for name in names if name.endswith(".mlp") and f"{name}.experts" not in names
-    )
-    assert set(one.mlps) == {*shared, *dense}
+    shared = {name for name in names if name.endswith(("shared_expert", "shared_experts"))}
+    mlps = {name for name in names if name.endswith(".mlp") and f"{name}.experts" not in names}
+    assert set(one.mlps) == shared | mlps
 
 
 def test_a_wide_one_is_tried_narrower():
-    """8192 x 28672: 5 GiB in float64; on meta, without memory."""
+    """8192 x 28672 take 5 GiB in float64, but no memory on meta."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=2,
-        num_attention_heads=64,
-        vocab_size=128,
-    )
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128}
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=64, **sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     assert found(model).mlps == ("model.layers.0.mlp", "model.layers.1.mlp")
 
 
 def test_many_narrow_layers():
-    """More than a million parameters, of which no size is large."""
+    """The model has more than a million parameters, of which no size is large."""
     model = nn.Module()
     model.blocks = nn.ModuleList()
     for _ in range(2):
@@ -61,13 +54,12 @@ def test_many_narrow_layers():
 
 
 class Mlp(nn.Module):
-    """One up and one down, and something between them."""
+    """One up and one down projection with a function between them."""
 
     def __init__(self, between):
         super().__init__()
         self.up, self.down, self.between = nn.Linear(8, 32), nn.Linear(32, 8), between
-        self.calls, self.seen = 0, None
-        self.lengths: list[int] = []
+        self.calls, self.seen, self.lengths = 0, None, []
         self.up.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x):
@@ -92,13 +84,8 @@ class Model(nn.Module):
 def capacity(_, x):
     """Of every eight tokens that would go to one place, four are dropped: the first eight alike."""
     flat = x.flatten(0, -2)
-    place = (
-        torch.cumsum(
-            (flat[:, None] == flat[None]).all(-1).tril().long().sum(1, keepdim=True) > 4, 0
-        )
-        > 0
-    )
-    return torch.where(place, 0, flat).view_as(x)
+    earlier = (flat[:, None] == flat[None]).all(-1).tril().long().sum(1, keepdim=True)
+    return torch.where(torch.cumsum(earlier > 4, 0) > 0, 0, flat).view_as(x)
 
 
 def counting(module, x):
@@ -143,7 +130,7 @@ MIXED = r"blocks.0.mlp.up is not computed in tiles, because of blocks.0.mlp \(Ml
     ],
 )
 def test_what_is_refused(between, message):
-    """What follows from other tokens, and what would be left behind by the last tile alone."""
+    """Outputs that depend on other tokens are refused, and attributes that only the last tile would leave."""
     with pytest.raises(ModelError, match=f"{SETTING}.*{message}"):
         found(Model(between))
 
@@ -155,28 +142,19 @@ def test_what_is_not():
 def test_a_block_without_one():
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {
-        "hidden_size": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 32,
-    }
-    with pytest.raises(
-        ModelError,
-        match=r"model.decoder.layers.0.fc1 is not computed in tiles, .* \(OPTDecoderLayer\): the block computes",
-    ):
-        found(OPTForCausalLM(OPTConfig(vocab_size=64, **sizes)))
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32, "vocab_size": 64}
+    config = OPTConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)
+    words = r"model.decoder.layers.0.fc1 is not computed in tiles, .* \(OPTDecoderLayer\): the block computes"
+    with pytest.raises(ModelError, match=words):
+        found(OPTForCausalLM(config))
 
 
 def test_hooks_inside():
-    """One would be given tiles; the module's own sees all tokens."""
+    """A hook inside would receive tiles. The module's hook receives all tokens."""
     model = Model(alone)
     model.blocks[1].mlp.register_forward_hook(lambda *_: None)
     found(model)
     model.blocks[1].mlp.up.register_forward_hook(lambda *_: None)
-    with pytest.raises(
-        ModelError,
-        match="blocks.1.mlp.up has a hook, which would receive a tile of the tokens; register it on blocks.1.mlp",
-    ):
+    words = "blocks.1.mlp.up has a hook, which would receive a tile of the tokens; register it on blocks.1.mlp"
+    with pytest.raises(ModelError, match=words):
         found(model)

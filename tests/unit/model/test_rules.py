@@ -15,22 +15,13 @@ SEGMENT = st.text("abc_0", min_size=1, max_size=4)
 
 def stack():
     """Two blocks of an up and a down layer."""
-    return nn.ModuleDict(
-        {
-            "layers": nn.ModuleList(
-                nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2)
-            ),
-            "head": nn.Linear(4, 9),
-        }
-    )
+    blocks = [nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2)]
+    return nn.ModuleDict({"layers": nn.ModuleList(blocks), "head": nn.Linear(4, 9)})
 
 
 def given_rules(*rules, optional=False):
-    return RuleSet(
-        tuple(StyleRule(pattern, style) for pattern, style in rules),
-        "parallel.plan",
-        optional=optional,
-    )
+    styles = tuple(StyleRule(pattern, style) for pattern, style in rules)
+    return RuleSet(styles, "parallel.plan", optional=optional)
 
 
 @given(st.lists(SEGMENT, min_size=1, max_size=5), st.data())
@@ -68,49 +59,35 @@ def test_rules_that_do_not_fit_are_refused(rules, message):
 
 
 def test_a_user_s_plan_without_known_styles_is_refused():
-    with pytest.raises(
-        ModelError,
-        match=r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean colwise\?",
-    ):
+    words = r"parallel.plan: 'head' has the unknown style 'columnwise'; did you mean colwise\?"
+    with pytest.raises(ModelError, match=words):
         rules_for(stack(), user={"head": "columnwise"})
     with pytest.raises(ModelError, match=r"parallel.plan is empty; .* leave it out"):
         rules_for(stack(), user={})
 
 
 def test_a_family_may_name_absent_modules_but_not_only_those():
-    assert set(
-        assign(
-            stack(), given_rules(("head", "colwise"), ("layers.*.q_norm", "colwise"), optional=True)
-        )
-    ) == {"head"}
+    absent = ("layers.*.q_norm", "colwise")
+    rules = given_rules(("head", "colwise"), absent, optional=True)
+    assert set(assign(stack(), rules)) == {"head"}
     with pytest.raises(ModelError, match="names no module"):
-        assign(stack(), given_rules(("layers.*.q_norm", "colwise"), optional=True))
+        assign(stack(), given_rules(absent, optional=True))
 
 
 def test_a_user_s_plan_is_used_alone():
-    found = rules_for(
-        family("llama", device="meta"), user={"model.layers.*.mlp.up_proj": "colwise_gather_output"}
-    )
+    user = {"model.layers.*.mlp.up_proj": "colwise_gather_output"}
+    found = rules_for(family("llama", device="meta"), user=user)
     assert found.source == "parallel.plan" and found.complete
     assert found.rules == (StyleRule("model.layers.*.mlp.up_proj", "colwise_gather_output"),)
 
 
 @pytest.mark.parametrize(
     ("kind", "source"),
-    [
-        ("llama", "transformers' plan of llama"),
-        ("gpt2", "plait's plan of gpt2"),
-        ("bitnet", "guessed"),
-    ],
-)
+    [("llama", "transformers' plan of llama"), ("gpt2", "plait's plan of gpt2"), ("bitnet", "guessed")],
+)  # fmt: skip
 def test_sources_in_order(kind, source):
-    model = family(kind, device="meta")
-    assert (
-        rules_for(
-            model, blocks=("model.layers.0", "model.layers.1") if kind == "bitnet" else ()
-        ).source
-        == source
-    )
+    blocks = ("model.layers.0", "model.layers.1") if kind == "bitnet" else ()
+    assert rules_for(family(kind, device="meta"), blocks=blocks).source == source
 
 
 def test_a_family_s_rules_are_found_inside_a_wrapper():
@@ -119,9 +96,8 @@ def test_a_family_s_rules_are_found_inside_a_wrapper():
         wrapped = nn.ModuleDict({"language": inner})
         found = rules_for(wrapped)
         assert found.source == rules_for(inner).source
-        assert {rule.pattern for rule in found.rules} == {
-            f"language.{rule.pattern}" for rule in rules_for(inner).rules
-        }
+        patterns = {f"language.{rule.pattern}" for rule in rules_for(inner).rules}
+        assert {rule.pattern for rule in found.rules} == patterns
 
 
 def test_names_of_transformers_4_are_understood():
@@ -131,29 +107,24 @@ def test_names_of_transformers_4_are_understood():
         "model.layers.*.mlp.down_proj": "rowwise_rep",
         "model.norm": "replicate",
     }
-    assert [rule.style for rule in rules_for(model).rules] == [
-        "colwise_gather_output",
-        "rowwise_split_input",
-    ]
+    styles = [rule.style for rule in rules_for(model).rules]
+    assert styles == ["colwise_gather_output", "rowwise_split_input"]
 
 
 @pytest.mark.parametrize(
     ("kind", "style"), [("olmoe", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")]
 )
 def test_unsupported_styles_are_refused_by_family_and_name(kind, style):
-    with pytest.raises(
-        ModelError,
-        match=rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1",
-    ):
+    words = rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1"
+    with pytest.raises(ModelError, match=words):
         rules_for(family(kind, device="meta"))
 
 
 def test_experts_are_split_by_their_own_axis():
-    """Whatever Transformers' plan makes of them, in families that are compared with one process."""
+    """This holds whatever Transformers' plan makes of them, in families that are compared with one process."""
     found = {rule.pattern: rule.style for rule in rules_for(family("mixtral", device="meta")).rules}
-    assert found["model.layers.*.self_attn.q_proj"] == "colwise" and not any(
-        pattern.endswith("experts") for pattern in found
-    )
+    assert found["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert not any(pattern.endswith("experts") for pattern in found)
 
 
 def test_a_strange_style_that_names_nothing_does_no_harm():

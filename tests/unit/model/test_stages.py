@@ -28,96 +28,66 @@ def loss_of(output):
 
 
 def check(model, bounds=None):
-    """Loss and every gradient of the stages, summed over those that share a parameter, against the uncut model."""
+    """The loss and every gradient of the stages, summed over those that share a parameter, are the uncut model's."""
     blocks = find_blocks(model)
     cut = cut_model(model, blocks, bounds or range(len(blocks) + 1))
-    whole = copy.deepcopy(model)
-    wanted = loss_of(whole(input_ids=TOKENS))
-    wanted.backward()
+    uncut = copy.deepcopy(model)
+    expected_loss = loss_of(uncut(input_ids=TOKENS))
+    expected_loss.backward()
     stages, value = staged(model, cut), None
     for index, one in enumerate(stages):
         value = one.run(one.stages[index], lambda model: model(input_ids=TOKENS), value)
     loss = loss_of(value)
     loss.backward()
-    torch.testing.assert_close(loss, wanted, rtol=1e-8, atol=1e-8)
-    for name, parameter in whole.named_parameters():
-        found = torch.zeros_like(parameter)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-8, atol=1e-8)
+    gradients, expected = {}, {}
+    for name, parameter in uncut.named_parameters():
+        gradients[name] = torch.zeros_like(parameter)
         names = {name} | {other for other, first in cut.first_names.items() if first == name}
         for one in stages:
-            own = {
-                id(p): p
-                for other, p in one.model.named_parameters(remove_duplicate=False)
-                if other in names
-            }
-            found += sum(p.grad for p in own.values() if p.grad is not None)
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(
-            found, expected, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
-        )
+            named = one.model.named_parameters(remove_duplicate=False)
+            shared = {id(p): p.grad for other, p in named if other in names}
+            gradients[name] += sum(grad for grad in shared.values() if grad is not None)
+        has_gradient = parameter.grad is not None
+        expected[name] = parameter.grad if has_gradient else torch.zeros_like(parameter)
+    torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-7)
     return cut
 
 
 @pytest.mark.parametrize("kind", ["bart", "mbart", "mvp", "plbart"])
 def test_a_norm_that_is_registered_after_the_blocks(kind):
-    """A3: `layernorm_embedding` runs before the blocks; it was on the last stage, and the first trained without its weight."""
-    cut = check(
-        family(kind, decoder_layers=2, decoder_attention_heads=4, d_model=32, decoder_ffn_dim=53)
-    )
+    """A3: `layernorm_embedding` runs before the blocks. If it is on the last stage, the first trains without its weight."""
+    small = {"decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32}
+    cut = check(family(kind, decoder_ffn_dim=53, **small))
     assert cut.owners["model.decoder.layernorm_embedding.weight"] == {0}
 
 
-@pytest.mark.parametrize(
-    "kind", ["blenderbot", "marian", "pegasus", "prophetnet", "roformer", "ctrl", "big_bird"]
-)
+DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32, "decoder_ffn_dim": 52}
+POSITIONS = {
+    "blenderbot": DECODER, "marian": DECODER, "pegasus": DECODER,
+    "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 53},
+    "roformer": {"is_decoder": True, "embedding_size": 32},
+    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    "prophetnet": {"num_hidden_layers": None, "num_decoder_layers": 2, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 53},
+}  # fmt: skip
+MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+SEVERAL_CLASSES = {
+    "jamba": {**MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+    "zamba": {**MAMBA, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 2, "attention_hidden_size": 64, "attention_head_dim": 16},
+    "olmo_hybrid": {"num_hidden_layers": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
 def test_tables_of_positions(kind):
-    """B7: they take a shape, not token ids; roformer's is read by every block; ctrl writes to its embeddings."""
-    small = {
-        "decoder_layers": 2,
-        "decoder_attention_heads": 4,
-        "d_model": 32,
-        "decoder_ffn_dim": 52,
-    }
-    own = {
-        "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 53},
-        "roformer": {"is_decoder": True, "embedding_size": 32},
-        "big_bird": {"is_decoder": True, "attention_type": "original_full"},
-        "prophetnet": {
-            "num_hidden_layers": None,
-            "num_decoder_layers": 2,
-            "num_decoder_attention_heads": 4,
-            "decoder_ffn_dim": 53,
-        },
-    }
-    check(family(kind, **own.get(kind, small)))
+    """B7: the tables take a shape and not token ids. Every block reads roformer's; ctrl writes to its embeddings."""
+    check(family(kind, **POSITIONS[kind]))
 
 
-@pytest.mark.parametrize("kind", ["jamba", "zamba", "olmo_hybrid"])
+@pytest.mark.parametrize("kind", SEVERAL_CLASSES)
 def test_layers_of_several_classes(kind):
     """B9: lists of attention layers and state space layers are blocks. Zamba's read the embedding again and share one transformer."""
-    own = {
-        "jamba": {
-            "num_hidden_layers": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 2,
-            "mamba_d_state": 4,
-        }
-        | {"mamba_dt_rank": 4, "use_mamba_kernels": False},
-        "zamba": {
-            "num_hidden_layers": 4,
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-            "n_mamba_heads": 2,
-        }
-        | {
-            "mamba_dt_rank": 4,
-            "mamba_d_state": 4,
-            "use_mamba_kernels": False,
-            "attention_hidden_size": 64,
-            "attention_head_dim": 16,
-        },
-        "olmo_hybrid": {"num_hidden_layers": 4},
-    }
-    model = family(kind, **own[kind])
+    model = family(kind, **SEVERAL_CLASSES[kind])
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     assert len(find_blocks(model)) == 4
@@ -228,7 +198,7 @@ class Asks(Net):
 
 
 def test_a_model_reads_more_of_its_blocks_than_their_output():
-    """big_bird calls a method of each, inkling2_text reads a class's attribute. Tensors of another rank's block are refused by name."""
+    """big_bird calls a method of each block, inkling2_text reads a class's attribute. Tensors of another rank's block are refused by name."""
     for bounds in ((0, 2, 4), (0, 1, 2, 4)):
         check(Asks().double(), bounds)
     model = Asks().double()
@@ -238,20 +208,14 @@ def test_a_model_reads_more_of_its_blocks_than_their_output():
     for stage, value in ((0, None), (3, arrived)):
         one.run(one.stages[stage], lambda model: model(input_ids=TOKENS), value)
     assert [block.way for block in one.model.blocks] == ["fast"] * 4
-    held = one.model.state_dict()
-    assert not [
-        name
-        for name in (*held, *dict(one.model.named_modules()))
-        if name.startswith(("blocks.1.", "blocks.2."))
-    ]
-    assert {"blocks.0.inner.weight", "blocks.3.inner.table"} <= set(
-        held
-    ) and one.model.eval().blocks[1].training is False
-    absent = one.model.blocks[1]
-    with pytest.raises(
-        ModelError,
-        match=r"reads blocks\.1\.inner\.weight outside that block, which belongs to stage 1 on another rank",
-    ):
+    state = one.model.state_dict()
+    names = (*state, *dict(one.model.named_modules()))
+    assert not [name for name in names if name.startswith(("blocks.1.", "blocks.2."))]
+    assert {"blocks.0.inner.weight", "blocks.3.inner.table"} <= set(state)
+    absent = one.model.eval().blocks[1]
+    assert absent.training is False
+    words = r"reads blocks\.1\.inner\.weight outside that block, which belongs to stage 1 on another rank"
+    with pytest.raises(ModelError, match=words):
         absent.inner(arrived)
     with pytest.raises(ModelError, match=r"blocks\.1\.inner\.table"):
         absent.inner.table + 1
@@ -260,7 +224,7 @@ def test_a_model_reads_more_of_its_blocks_than_their_output():
 
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)])
 def test_parameters_between_blocks_and_read_twice(bounds):
-    """Each is on the stages that use it, and NaN or an error elsewhere."""
+    """Each parameter is on the stages that use it. Others raise an error."""
     torch.manual_seed(1)
     last = len(bounds) - 2
     cut = check(Net().double(), bounds)
@@ -276,67 +240,53 @@ def test_parameters_between_blocks_and_read_twice(bounds):
 
 
 def test_what_is_refused():
-    """With the stage, the block and the rule."""
+    """The message names the stage, the block and the rule."""
     model = Looks()
-    with pytest.raises(
-        ModelError,
-        match=r"on stage 1, which begins with blocks\.2, a decision of Looks uses a value computed inside blocks\.1",
-    ):
+    words = r"on stage 1, which begins with blocks\.2, a decision of Looks uses a value computed inside blocks\.1"
+    with pytest.raises(ModelError, match=words):
         cut_model(model, find_blocks(model), (0, 2, 4))
     model = Skips(dropout=0.1)
-    with pytest.raises(
-        ModelError, match="on stage 1, the output `logits` of Skips depends on random numbers"
-    ):
+    words = "on stage 1, the output `logits` of Skips depends on random numbers"
+    with pytest.raises(ModelError, match=words):
         cut_model(model, find_blocks(model), (0, 2, 4))
     cut_model(model.eval(), find_blocks(model), (0, 2, 4))
 
 
 def test_a_parameter_of_another_stage_cannot_be_used():
-    """A3: it is never None, which torch's layers and a model's own code take for a layer without it."""
+    """A3: the parameter is never None, which torch's layers and a model's code take for a layer without it."""
     model = Net()
     first = staged(model, cut_model(model, find_blocks(model), (0, 2, 4)))[0].model
     norm = first.norm
     assert isinstance(norm, nn.LayerNorm) and norm.weight.shape == (8,) and norm.weight is not None
+    words = r"uses norm\.weight on stage 0, and it belongs to stage 1"
     for use in (
         lambda: norm(torch.ones(2, 8)),
         lambda: norm.weight + 1,
         lambda: bool(norm.weight),
         lambda: torch.ones(8) * norm.weight,
     ):
-        with pytest.raises(
-            ModelError, match=r"uses norm\.weight on stage 0, and it belongs to stage 1"
-        ):
+        with pytest.raises(ModelError, match=words):
             use()
     assert "norm.weight" not in dict(first.named_parameters())
 
 
-def test_entries_of_an_output():
-    """Of the classes that models return; what is missing says so when it is used."""
-    for output in (
-        {"a": torch.ones(2), "b": (torch.ones(1),)},
-        Result(torch.ones(3)),
-        (torch.ones(1), None),
-        torch.ones(2),
-    ):
-        names = list(output_fields(output))
-        changed = with_unavailable_entries(output, {names[0]: "it is elsewhere"})
-        entry = (
-            changed if isinstance(output, torch.Tensor) else dict(_entries_of(changed))[names[0]]
-        )
-        assert isinstance(entry, UnavailableTensor)
-        with pytest.raises(ModelError, match="it is elsewhere"):
-            torch.sum(entry)
+@pytest.mark.parametrize(
+    ("output", "entry"),
+    [
+        ({"a": torch.ones(2), "b": (torch.ones(1),)}, lambda output: output["a"]),
+        (Result(torch.ones(3)), lambda output: output.logits),
+        ((torch.ones(1), None), lambda output: output[0]),
+        (torch.ones(2), lambda output: output),
+    ],
+)
+def test_entries_of_an_output(output, entry):
+    """Outputs have the classes that models return. A missing entry raises an error when it is used."""
+    first = next(iter(output_fields(output)))
+    missing = entry(with_unavailable_entries(output, {first: "it is elsewhere"}))
+    assert isinstance(missing, UnavailableTensor)
+    with pytest.raises(ModelError, match="it is elsewhere"):
+        torch.sum(missing)
     assert with_unavailable_entries(output, {}) is output
-
-
-def _entries_of(output):
-    return (
-        output.items()
-        if isinstance(output, dict)
-        else enumerate(output)
-        if isinstance(output, tuple)
-        else vars(output).items()
-    )
 
 
 class Kernel(nn.Module):
@@ -353,7 +303,7 @@ class Kernel(nn.Module):
 
 
 def test_kernels_that_run_with_values_only():
-    """Count as opaque, inside blocks and after them; what a whole model does so is not known."""
+    """Such kernels count as opaque, inside blocks and after them. A whole model that is one cannot be traced."""
     model = Net()
     model.norm = Kernel()
     model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), Kernel()) for _ in range(4))

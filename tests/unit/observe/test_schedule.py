@@ -25,10 +25,8 @@ def plain(timeline, width=200):
 def test_one_stage_a_rank():
     """Names of kind and micro-batch; a backward is twice as long as a forward; dots where a rank is idle."""
     timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=2))
-    assert (
-        timeline_summary(timeline)
-        == "1f1b, 2 stages, 2 micro-batches: step 9, bubble 33.3 %, at most 2 in flight"
-    )
+    summary = "1f1b, 2 stages, 2 micro-batches: step 9, bubble 33.3 %, at most 2 in flight"
+    assert timeline_summary(timeline) == summary
     assert plain(timeline) == [
         "rank  stages    idle  in flight",
         "   0       0  33.3 %          2  F0 F1 .  .  B0--- .  B1---",
@@ -69,50 +67,37 @@ def test_the_drawing_is_the_timeline(schedule, width, coloured):
             if schedule.stages > 2 * schedule.pp:
                 assert shown == [str(span.action) for span in spans]
             else:
-                assert [word.upper() for word in shown] == [
-                    f"{span.action.kind}{span.action.microbatch}" for span in spans
-                ]
-                assert [word.islower() for word in shown] == [
-                    span.action.stage >= schedule.pp for span in spans
-                ]
+                actions = [span.action for span in spans]
+                names = [f"{action.kind}{action.microbatch}" for action in actions]
+                assert [word.upper() for word in shown] == names
+                is_second = [action.stage >= schedule.pp for action in actions]
+                assert [word.islower() for word in shown] == is_second
         else:
             assert legend[1].startswith("one column: ")
             for column, letter in enumerate(body):
                 time = (column + 0.5) * timeline.total / len(body)
                 running = [span.action for span in spans if span.start <= time < span.end]
+                expected = " " if coloured else "."
                 if running:
-                    assert letter == (
-                        str(running[0].kind).lower()
-                        if running[0].stage >= schedule.pp
-                        else running[0].kind
-                    )
-                else:
-                    assert letter == (" " if coloured else ".")
+                    kind = running[0].kind
+                    expected = str(kind).lower() if running[0].stage >= schedule.pp else kind
+                assert letter == expected
         assert bool(line.spans) == coloured
 
 
 def test_json_says_everything():
-    """Survives `json`; times, idle part and activations."""
+    """The report survives `json` and has times, idle parts and activations."""
     schedule = make_schedule("1f1b", pp=2, microbatches=1)
     durations = even(schedule, send=0.5)
     found = json.loads(json.dumps(timeline_json(simulate(schedule, durations), durations)))
     assert found["schedule"] == "1f1b" and found["stage_ranks"] == [0, 1] and found["total"] == 7
-    assert found["durations"] == {
-        "forward": [1, 1],
-        "input": [1, 1],
-        "weight": [1, 1],
-        "send": [0.5],
-    }
-    assert found["bubble"] == pytest.approx(4 / 7) == found["ranks"][1]["bubble"]
-    assert found["ranks"][0] == {
-        "stages": [0],
-        "bubble": pytest.approx(4 / 7),
-        "peak_in_flight": 1,
-        "actions": [
-            {"action": "0F0", "start": 0, "end": 1},
-            {"action": "0B0", "start": 5, "end": 7},
-        ],
-    }
+    passes = {name: [1, 1] for name in ("forward", "input", "weight")}
+    assert found["durations"] == {**passes, "send": [0.5]}
+    bubble = pytest.approx(4 / 7)
+    assert found["bubble"] == bubble == found["ranks"][1]["bubble"]
+    actions = [{"action": "0F0", "start": 0, "end": 1}, {"action": "0B0", "start": 5, "end": 7}]
+    first = {"stages": [0], "bubble": bubble, "peak_in_flight": 1, "actions": actions}
+    assert found["ranks"][0] == first
 
 
 def test_actions_without_duration_are_left_out():
@@ -121,11 +106,8 @@ def test_actions_without_duration_are_left_out():
 
 
 def test_names():
-    """One line each."""
+    """The list has one line per schedule."""
     assert [name for name, _, _ in schedule_names()] == list(SCHEDULES)
     stages = {name: stages for name, stages, _ in schedule_names()}
-    assert (
-        stages["1f1b"] == "1 per rank"
-        and stages["zbv"] == "2 per rank"
-        and stages["interleaved-1f1b"] == "2 or more per rank"
-    )
+    assert (stages["1f1b"], stages["zbv"]) == ("1 per rank", "2 per rank")
+    assert stages["interleaved-1f1b"] == "2 or more per rank"

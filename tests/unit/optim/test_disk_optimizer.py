@@ -14,7 +14,7 @@ from plait.parallel.offload.arena import Arena
 
 
 def model():
-    """One parameter of several slices, some that share a piece, a scalar-like one."""
+    """A parameter of several slices, some that share a piece, and one of a single element."""
     torch.manual_seed(0)
     return nn.ModuleList([nn.Linear(300, 111), nn.Linear(7, 5), nn.Linear(1, 1)])
 
@@ -90,7 +90,7 @@ def test_schedules_work_and_closures_are_refused(tmp_path):
 
 
 class Packed(torch.Tensor):
-    """Numbers in a form of their own, like torchao's states of 8 bits."""
+    """Tensors with packed numbers, like torchao's states of 8 bits."""
 
 
 class KeepsPacked(torch.optim.Optimizer):
@@ -100,9 +100,8 @@ class KeepsPacked(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter.detach()).as_subclass(
-                    Packed
-                )
+                packed = torch.zeros_like(parameter.detach()).as_subclass(Packed)
+                self.state[parameter]["exp_avg"] = packed
 
 
 def test_states_of_another_form_are_refused(tmp_path):
@@ -115,18 +114,19 @@ def test_states_of_another_form_are_refused(tmp_path):
 
 
 SECONDS = 20
-"""Long enough for any machine: reached only where something waits for what comes later."""
+"""Long enough for any machine. It is only reached if something waits for a later event."""
 
 
 class Interlocked(Arena):
-    """Its transfers wait for what must come before their end: the reading of a piece for the computation of the one before, the writing of
-    a piece for the computation of the next."""
+    """Arena whose transfers wait for events that must precede their end.
+
+    The reading of a piece waits for the computation of the piece before, the writing of a piece for the computation of the next.
+    """
 
     def __init__(self, folder, *, pieces, tensors):
         super().__init__(folder)
         self.on = False
-        self.tensors = tensors
-        """Read of a piece."""
+        self.tensors = tensors  # that are read per piece
         self.read = self.written = 0
         self.asked = [threading.Event() for _ in range(pieces + 1)]
         self.computed = [threading.Event() for _ in range(pieces + 1)]
@@ -141,28 +141,26 @@ class Interlocked(Arena):
             if piece:
                 self.met.append(self.computed[piece - 1].wait(SECONDS))
         else:
-            piece, self.written = (
-                self.written // (self.tensors - 1),
-                self.written + 1,
-            )  # a gradient is not written
+            # A gradient is not written.
+            piece, self.written = self.written // (self.tensors - 1), self.written + 1
             if piece < len(self.computed) - 2:
                 self.met.append(self.computed[piece + 1].wait(SECONDS))
 
 
 def test_reading_computing_and_writing_at_the_same_time(tmp_path):
-    """The piece after the one that is computed has been asked for, its arrival is not waited for, and nobody waits for the writing of the
-    one before. Anything else would stand still."""
+    """While a piece is computed, the next one is requested and the one before is written, and nothing waits for either.
+
+    Otherwise the test would hang until the timeout.
+    """
     pieces = 8
     parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(pieces))
     arena = Interlocked(tmp_path, pieces=pieces, tensors=3)
-    tier = DiskTier(
-        arena, buffer_bytes=ALIGNED * 16, buffer_count=3 * pieces
-    )  # room for pieces that a late thread still writes
+    # There is room for pieces that a late thread still writes.
+    tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=3 * pieces)
     tier.adopt(parameters, states=2)
     optimizer = torch.optim.AdamW(parameters.parameters(), fused=True)
     tier.drive(optimizer)
     inner = tier._inner_step
-    assert inner is not None
     count = 0
 
     def watched(*args):
@@ -189,7 +187,7 @@ def test_reading_computing_and_writing_at_the_same_time(tmp_path):
 
 
 def test_no_more_pieces_than_buffers(tmp_path):
-    """Pieces that arrive, are computed and leave, counted at every event."""
+    """Pieces that arrive, are computed and leave are counted at every event."""
 
     class Counting(Arena):
         held = most = 0

@@ -26,10 +26,8 @@ from tests.unit.engine.torchao_numbers import (
 
 
 def small(states, kind="AdamW", **params):
-    return lambda parameters: build_optimizer(
-        OptimizerSpec(type=kind, states=states, params={**PARAMS, **params}),
-        [(str(i), p) for i, p in enumerate(parameters)],
-    )
+    spec = OptimizerSpec(type=kind, states=states, params={**PARAMS, **params})
+    return lambda parameters: build_optimizer(spec, [(str(i), p) for i, p in enumerate(parameters)])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_close_to_torch(states, bar, kind, params, dtype):
 
 @pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
 def test_where_another_dtype_is_the_default(states):
-    """States are of what they are whatever `torch.zeros` makes, also after a step."""
+    """The dtypes of states do not depend on torch's default dtype, also after a step."""
 
     def dtypes():
         parameter = nn.Parameter(torch.ones(8, 2048, dtype=torch.float32))
@@ -80,11 +78,10 @@ def test_where_another_dtype_is_the_default(states):
 
 
 def test_decay_of_torch_adam():
-    """torch's default decay, 0.01, where nothing else is said."""
+    """torch's default decay is 0.01."""
     zero = nn.Parameter(torch.ones(8, 2048))
-    made = build_optimizer(
-        OptimizerSpec(states="int8", params={"torch_adam": True, "lr": 1.0}), [("a", zero)]
-    )
+    spec = OptimizerSpec(states="int8", params={"torch_adam": True, "lr": 1.0})
+    made = build_optimizer(spec, [("a", zero)])
     zero.grad = torch.zeros_like(zero)
     made.step()
     torch.testing.assert_close(zero, torch.full_like(zero, 0.99))
@@ -99,14 +96,13 @@ def test_pieces_change_nothing(states, monkeypatch):
 
 @pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
 def test_rows_by_themselves(states, monkeypatch):
-    """What a shard of whole rows computes is what the whole parameter does, to the bit."""
+    """A shard of full rows computes the same bits as the full parameter."""
     whole = trained(small(states))
     monkeypatch.setattr("plait.parallel.precision.optimizer_states.FEWEST_NUMBERS", 1)
-    made, step = [], [0]
+    step = [0]
 
     def by_rows(parameters):
         rows = [nn.Parameter(row[None].clone()) for row in parameters[0].detach()]
-        made.extend(rows)
         inner = small(states)(rows)
 
         class Together:
@@ -145,9 +141,8 @@ def test_states_survive_their_own_dictionary():
     for p in (parameter, vector):
         assert set(first.state[p]) == set(second.state[p])
         for name, value in first.state[p].items():
-            assert second.state[p][name].dtype == value.dtype and torch.equal(
-                second.state[p][name], value
-            ), name
+            loaded = second.state[p][name]
+            assert loaded.dtype == value.dtype and torch.equal(loaded, value), name
     assert first.state[vector]["exp_avg"].dtype == torch.float32
 
 
@@ -167,62 +162,53 @@ CPU = torch.device("cpu")
 THEIRS = json.loads(FILE.read_text())
 
 
+SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+
+
 def codec(kind, *, signed):
     return DynamicInt8(signed=signed, device=CPU) if kind == "int8" else Float8(signed=signed)
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+@SIGNED
 def test_levels_are_torchaos(signed):
     theirs = unpacked(THEIRS[f"levels {'average' if signed else 'squares'}"], torch.float32)
     torch.testing.assert_close(levels(signed=signed), theirs, rtol=1.5e-7, atol=0)
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+@SIGNED
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_codes_are_torchaos(kind, signed):
     name = f"{kind} {'average' if signed else 'squares'}"
     codes, scales = codec(kind, signed=signed).encode(numbers(signed=signed), BLOCK)
-    their_codes, their_scales = (
-        unpacked(THEIRS[f"codes {name}"], torch.uint8),
-        unpacked(THEIRS[f"scales {name}"], torch.float32),
-    )
+    their_codes = unpacked(THEIRS[f"codes {name}"], torch.uint8)
+    their_scales = unpacked(THEIRS[f"scales {name}"], torch.float32)
     assert len(set(their_codes.tolist())) > 60
     if not signed:
         assert (their_codes == 0).any() and (codes[their_codes == 0] == 1).all()
         codes, their_codes = codes[their_codes > 0], their_codes[their_codes > 0]
-    apart = (codes.int() - their_codes.int()).abs()
-    assert apart.max() <= 1 and apart.sum() <= 3
+    difference = (codes.int() - their_codes.int()).abs()
+    assert difference.max() <= 1 and difference.sum() <= 3
     assert torch.equal(scales, their_scales)
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+@SIGNED
 def test_every_border_between_two_levels(signed):
-    """The look-up is a search: at every border, and one step of a float beside it."""
+    """The look-up finds the right level at every border, and one step of a float next to it."""
     table = levels(signed=signed)
     borders = (table[1:] + table[:-1]) / 2
-    at = torch.cat(
-        [
-            torch.nextafter(borders, torch.tensor(-2.0)),
-            borders,
-            torch.nextafter(borders, torch.tensor(2.0)),
-            table,
-        ]
-    )
-    at = torch.cat([at, torch.ones(16 - at.numel() % 16)]).view(
-        -1, 15 if at.numel() % 15 == 0 else 1
-    )
-    blocks = torch.cat(
-        [torch.ones(at.shape[0], 1), at], dim=1
-    )  # the largest of every block is 1, so that scales are 1
-    codes, scales = DynamicInt8(signed=signed, device=CPU).encode(blocks.view(-1), blocks.shape[1])
+    below, above = (torch.nextafter(borders, torch.tensor(side)) for side in (-2.0, 2.0))
+    values = torch.cat([below, borders, above, table])
+    # The largest of every block is 1, so that scales are 1.
+    blocks = torch.stack([torch.ones_like(values), values], dim=1)
+    codes, scales = DynamicInt8(signed=signed, device=CPU).encode(blocks.view(-1), 2)
     assert (scales == 1).all()
-    wanted = torch.bucketize(blocks.view(-1), borders, right=True).clamp(min=0 if signed else 1)
-    assert torch.equal(codes.long(), wanted)
+    expected = torch.bucketize(blocks.view(-1), borders, right=True).clamp(min=0 if signed else 1)
+    assert torch.equal(codes.long(), expected)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_there_and_back(kind):
-    """Half of the largest distance of two levels of its block's largest; what is tiny is not lost, what is 0 stays."""
+    """The error is at most half of the largest distance of two levels. Tiny values are not lost, and 0 stays 0."""
     found = torch.cat([numbers(signed=True), numbers(signed=True) * 1e-30, torch.zeros(256)])
     signed = codec(kind, signed=True)
     codes, scales = signed.encode(found, 256)
@@ -242,7 +228,7 @@ def test_squares_never_become_zero(kind):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_what_is_not_finite_is_seen(kind, bad):
-    """In its own block and in no other."""
+    """Only the block with the value is affected."""
     found = torch.ones(512)
     found[3] = bad
     both = codec(kind, signed=True)

@@ -17,162 +17,102 @@ from plait.errors import CheckpointError, ConfigError
 from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import build_optimizer
 
-# Each class keeps DeepSpeed's state (`last`, its last_batch_iteration) and the order of its operations. `lr` and `mom` are what it has
-# written into the optimizer.
+# Each class keeps the order of DeepSpeed's operations. Parameters are attributes. `last` is DeepSpeed's
+# last_batch_iteration, `lr` and `mom` are what it has written into the optimizer.
 
 
-class TheirWarmupLR:
-    def __init__(
-        self,
-        own,
-        *,
-        warmup_min_lr=0.0,
-        warmup_max_lr=None,
-        warmup_num_steps=1000,
-        warmup_type="log",
-    ):
-        self.min_lr = warmup_min_lr
-        self.max_lr = own if warmup_max_lr is None else warmup_max_lr
-        self.delta_lr = self.max_lr - self.min_lr
-        self.warmup_num_steps = max(2, warmup_num_steps)
-        self.warmup_type = warmup_type
-        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
-        self.last, self.mom = -1, None
-        self.lr = self.get_lr()
+class Theirs:
+    last, mom = -1, None
+    warmup_num_steps, warmup_type = 1000, "log"
 
-    def get_lr(self):
-        if self.last < 0:
-            return self.min_lr
-        return self.min_lr + (self.delta_lr * self.get_gamma())
+    def __init__(self, own, **params):
+        self.own = own
+        vars(self).update(params)
+        self.warmup_num_steps = max(2, self.warmup_num_steps)
+        self.start()
 
-    def get_gamma(self):
-        if self.last < self.warmup_num_steps:
-            if self.warmup_type == "log":
-                return self.inverse_log_warm_up * math.log(self.last + 1)
-            return self.last / self.warmup_num_steps
-        return self.after_warmup()
+    def step(self):
+        self.last += 1
+        self.lr = self.rate()
+
+    def warmup_share(self):
+        if self.warmup_type == "log":
+            return 1.0 / math.log(self.warmup_num_steps) * math.log(self.last + 1)
+        return self.last / self.warmup_num_steps
+
+
+class TheirWarmupLR(Theirs):
+    warmup_min_lr, warmup_max_lr = 0.0, None
+
+    def start(self):
+        self.max_lr = self.own if self.warmup_max_lr is None else self.warmup_max_lr
+        self.lr = self.warmup_min_lr
+
+    def rate(self):
+        is_warm = self.last >= self.warmup_num_steps
+        gamma = self.after_warmup() if is_warm else self.warmup_share()
+        return self.warmup_min_lr + ((self.max_lr - self.warmup_min_lr) * gamma)
 
     def after_warmup(self):
         return 1.0
 
-    def step(self):
-        self.last += 1
-        self.lr = self.get_lr()
-
 
 class TheirWarmupDecayLR(TheirWarmupLR):
-    def __init__(self, own, *, total_num_steps, warmup_max_lr=0.001, **others):
-        self.total_num_steps = total_num_steps
-        super().__init__(own, warmup_max_lr=warmup_max_lr, **others)
+    warmup_max_lr = 0.001
 
     def after_warmup(self):
         left = float(self.total_num_steps - self.last)
         return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
 
-class TheirWarmupCosineLR:
-    def __init__(
-        self,
-        own,
-        *,
-        total_num_steps,
-        warmup_min_ratio=0.0,
-        warmup_num_steps=1000,
-        cos_min_ratio=0.0001,
-        warmup_type="log",
-    ):
-        self.own, self.total_num_steps = own, total_num_steps
-        self.cos_min_ratio, self.warmup_min_ratio = cos_min_ratio, warmup_min_ratio
-        self.warmup_type = warmup_type
-        self.warmup_num_steps = max(2, warmup_num_steps)
-        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
-        self.last, self.mom, self.lr = -1, None, 0.0
+class TheirWarmupCosineLR(Theirs):
+    warmup_min_ratio, cos_min_ratio = 0.0, 0.0001
 
-    def get_lr_ratio(self):
+    def start(self):
+        self.lr = 0.0
+
+    def rate(self):
+        return self.own * self.ratio()
+
+    def ratio(self):
         if self.last < self.warmup_num_steps:
-            if self.warmup_type == "log":
-                ratio = self.inverse_log_warm_up * math.log(self.last + 1)
-            else:
-                ratio = self.last / self.warmup_num_steps
-            ratio_delta = 1.0 - self.warmup_min_ratio
-            return self.warmup_min_ratio + ratio * ratio_delta
+            return self.warmup_min_ratio + self.warmup_share() * (1.0 - self.warmup_min_ratio)
         real_last_step = self.last - self.warmup_num_steps + 1
         real_total_steps = max(1, self.total_num_steps - self.warmup_num_steps)
         cosine_progress = min(1.0, real_last_step / real_total_steps)
-        ratio_delta = 1.0 - self.cos_min_ratio
         ratio = (1 + math.cos(math.pi * cosine_progress)) / 2
-        return max(0.0, self.cos_min_ratio + ratio_delta * ratio)
-
-    def step(self):
-        self.last += 1
-        self.lr = self.own * self.get_lr_ratio()
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
 
 
-class TheirLRRangeTest:
-    def __init__(
-        self,
-        own,
-        *,
-        lr_range_test_min_lr=1e-3,
-        lr_range_test_step_size=2000,
-        lr_range_test_step_rate=1.0,
-        lr_range_test_staircase=False,
-    ):
-        self.min_lr, self.step_size, self.step_rate = (
-            lr_range_test_min_lr,
-            lr_range_test_step_size,
-            lr_range_test_step_rate,
-        )
-        self.staircase = lr_range_test_staircase
-        self.last, self.mom, self.lr = -1, None, lr_range_test_min_lr
+class TheirLRRangeTest(Theirs):
+    lr_range_test_min_lr, lr_range_test_step_rate = 1e-3, 1.0
+    lr_range_test_step_size, lr_range_test_staircase = 2000, False
 
-    def step(self):
-        self.last += 1
-        interval = float(self.last + 1) / self.step_size
-        if self.staircase:
+    def start(self):
+        self.lr = self.lr_range_test_min_lr
+
+    def rate(self):
+        interval = float(self.last + 1) / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
             interval = math.floor(interval)
-        self.lr = self.min_lr * (1 + self.step_rate * interval)
+        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * interval)
 
 
-class TheirOneCycle:
-    def __init__(
-        self,
-        own,
-        *,
-        cycle_min_lr,
-        cycle_max_lr,
-        decay_lr_rate=0.0,
-        cycle_first_step_size=2000,
-        cycle_second_step_size=None,
-        cycle_first_stair_count=0,
-        cycle_second_stair_count=None,
-        decay_step_size=0,
-        cycle_min_mom=0.8,
-        cycle_max_mom=0.9,
-        decay_mom_rate=0.0,
-    ):
-        first = float(cycle_first_step_size)
-        second = float(cycle_second_step_size) if cycle_second_step_size is not None else first
-        self.total_size = first + second
-        self.step_ratio = first / self.total_size
-        self.first_step_size, self.second_step_size = first, second
-        self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = (
-            cycle_first_stair_count
-            if cycle_second_stair_count is None
-            else cycle_second_stair_count
-        )
-        self.decay_step_size = decay_step_size
-        self.skip_lr_decay = self.skip_mom_decay = math.isclose(decay_step_size, 0)
-        self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
-        self.skip_lr_decay = self.skip_lr_decay or math.isclose(decay_lr_rate, 0)
-        self.min_mom, self.max_mom, self.decay_mom_rate = (
-            cycle_min_mom,
-            cycle_max_mom,
-            decay_mom_rate,
-        )
-        self.skip_mom_decay = self.skip_mom_decay or math.isclose(decay_mom_rate, 0)
-        self.last, self.lr, self.mom = -1, cycle_min_lr, cycle_min_mom
+class TheirOneCycle(Theirs):
+    cycle_first_step_size, cycle_second_step_size = 2000, None
+    cycle_first_stair_count, cycle_second_stair_count = 0, None
+    cycle_min_mom, cycle_max_mom = 0.8, 0.9
+    decay_step_size, decay_lr_rate, decay_mom_rate = 0, 0.0, 0.0
+
+    def start(self):
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        self.first_size = float(first)
+        self.second_size = float(first if second is None else second)
+        self.total_size = self.first_size + self.second_size
+        self.step_ratio = self.first_size / self.total_size
+        if self.cycle_second_stair_count is None:
+            self.cycle_second_stair_count = self.cycle_first_stair_count
+        self.lr, self.mom = self.cycle_min_lr, self.cycle_min_mom
 
     def get_scale_factor(self):
         batch_iteration = self.last + 1
@@ -180,37 +120,32 @@ class TheirOneCycle:
         x = 1.0 + batch_iteration / self.total_size - cycle
         if x <= self.step_ratio:
             scale_factor = x / self.step_ratio
-            stair_count = self.first_stair_count
+            stair_count = self.cycle_first_stair_count
         else:
             scale_factor = (x - 1) / (self.step_ratio - 1)
-            stair_count = self.second_stair_count
+            stair_count = self.cycle_second_stair_count
         if stair_count > 0:
-            cycle_iteration = batch_iteration % self.total_size
-            if cycle_iteration <= self.first_step_size:
-                stair_position = cycle_iteration * stair_count / self.first_step_size
+            position = batch_iteration % self.total_size
+            if position <= self.first_size:
+                stair_position = position * stair_count / self.first_size
             else:
-                stair_position = (
-                    (self.total_size - cycle_iteration) * stair_count / self.second_step_size
-                )
+                stair_position = (self.total_size - position) * stair_count / self.second_size
             scale_factor = math.floor(stair_position) / stair_count
         return scale_factor
 
-    def step(self):
-        self.last += 1
+    def decay(self, rate):
+        if math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0):
+            return 1
+        return 1 + rate * ((self.last - self.total_size + 1) / self.decay_step_size)
+
+    def rate(self):
+        low, high = self.cycle_min_lr, self.cycle_max_lr
         if self.last < self.total_size:
-            self.lr = self.min_lr + (self.max_lr - self.min_lr) * self.get_scale_factor()
-            self.mom = self.max_mom - (self.max_mom - self.min_mom) * self.get_scale_factor()
-            return
-        decay_batch_iteration = self.last - self.total_size + 1
-        self.lr, self.mom = self.min_lr, self.max_mom
-        if not self.skip_lr_decay:
-            self.lr = self.min_lr / (
-                1 + self.decay_lr_rate * (decay_batch_iteration / self.decay_step_size)
-            )
-        if not self.skip_mom_decay:
-            self.mom = self.max_mom * (
-                1 + self.decay_mom_rate * (decay_batch_iteration / self.decay_step_size)
-            )
+            momenta = self.cycle_max_mom - self.cycle_min_mom
+            self.mom = self.cycle_max_mom - momenta * self.get_scale_factor()
+            return low + (high - low) * self.get_scale_factor()
+        self.mom = self.cycle_max_mom * self.decay(self.decay_mom_rate)
+        return low / self.decay(self.decay_lr_rate)
 
 
 THEIRS = {
@@ -258,13 +193,8 @@ PARAMS = {
 def make(kind, params=None, *, lr=0.05, total_steps=None, type="AdamW"):
     parameter = nn.Parameter(torch.ones(2))
     optimizer = build_optimizer(OptimizerSpec(type=type, params={"lr": lr}), [("p", parameter)])
-    return (
-        parameter,
-        optimizer,
-        build_scheduler(
-            SchedulerSpec(type=kind, params=params or {}), optimizer, total_steps=total_steps
-        ),
-    )
+    spec = SchedulerSpec(type=kind, params=params or {})
+    return parameter, optimizer, build_scheduler(spec, optimizer, total_steps=total_steps)
 
 
 def run(made, steps):
@@ -293,28 +223,24 @@ def test_every_rate_is_deepspeeds_to_the_last_bit(kind, data):
 
 def test_each_group_has_its_own_rates():
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    rates = (0.1, 0.2)
     optimizer = torch.optim.AdamW(
-        [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)]
+        [{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)]
     )
     params = {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_lr": [0.0, 0.1]}
-    scheduler = build_scheduler(
-        SchedulerSpec(type="WarmupLR", params=params), optimizer, total_steps=None
-    )
+    spec = SchedulerSpec(type="WarmupLR", params=params)
+    scheduler = build_scheduler(spec, optimizer, total_steps=None)
     optimizer.step()
-    rates = [scheduler.get_last_lr()]
-    for _ in range(3):
+    for expected in ([0, 0.1], [0, 0.1], [0.05, 0.15], [0.1, 0.2]):
+        assert scheduler.get_last_lr() == pytest.approx(expected)
         scheduler.step()
-        rates.append(scheduler.get_last_lr())
-    assert rates == [
-        pytest.approx(expected) for expected in ([0, 0.1], [0, 0.1], [0.05, 0.15], [0.1, 0.2])
-    ]
 
 
 def test_a_list_of_another_length_than_the_groups_is_refused():
-    with pytest.raises(
-        ConfigError,
-        match=r"warmup_min_lr = \[?.*: it has 2 values and the optimizer has 1 parameter group; use one",
-    ):
+    words = (
+        r"warmup_min_lr = \[?.*: it has 2 values and the optimizer has 1 parameter group; use one"
+    )
+    with pytest.raises(ConfigError, match=words):
         make("WarmupLR", {"warmup_min_lr": [0.0, 0.1]})
 
 
@@ -329,33 +255,18 @@ def test_the_length_of_the_run_fills_a_missing_length(kind, name):
     assert run(make(kind, {**warm, name: "auto"}, total_steps=40), 45) == written
     assert run(make(kind, {**warm, name: 40}, total_steps=99), 45) == written
     assert run(make(kind, warm, total_steps=30), 45) != written
+    words = f"scheduler.params.{name}.*{kind} needs the length of the run.*set {name}"
     for params in (warm, {**warm, name: "auto"}):
-        with pytest.raises(
-            ConfigError,
-            match=f"scheduler.params.{name}.*{kind} needs the length of the run.*set {name}",
-        ):
+        with pytest.raises(ConfigError, match=words):
             make(kind, params)
 
 
 def test_auto_takes_hugging_faces_values():
-    auto = {
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-        "total_num_steps": "auto",
-    }
-    assert run(make("WarmupDecayLR", auto, lr=0.03, total_steps=20), 25) == run(
-        make(
-            "WarmupDecayLR",
-            {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": 0.03,
-                "warmup_num_steps": 1,
-                "total_num_steps": 20,
-            },
-        ),
-        25,
-    )
+    values = {
+        "warmup_min_lr": 0, "warmup_max_lr": 0.03, "warmup_num_steps": 1, "total_num_steps": 20
+    }  # fmt: skip
+    automatic = make("WarmupDecayLR", dict.fromkeys(values, "auto"), lr=0.03, total_steps=20)
+    assert run(automatic, 25) == run(make("WarmupDecayLR", values), 25)
 
 
 def test_a_run_shorter_than_its_warmup_is_said(caplog):
@@ -376,9 +287,8 @@ def test_momentum_is_cycled_only_where_there_is_one():
 
 def test_a_momentum_that_would_reach_one_is_refused():
     rising = {**CYCLE, "decay_step_size": 1, "decay_mom_rate": 0.05}
-    with pytest.raises(
-        ConfigError, match=r"decay_mom_rate = 0.05: the momentum is 1\.\d+ at step 20"
-    ):
+    words = r"decay_mom_rate = 0.05: the momentum is 1\.\d+ at step 20"
+    with pytest.raises(ConfigError, match=words):
         make("OneCycle", rising, total_steps=20)
     unknown_length = make("OneCycle", rising)
     with pytest.raises(ConfigError, match="outside 0 to 1"):
@@ -404,18 +314,15 @@ EVERY = [*known.DEEPSPEED, *known.TORCH, *known.TRANSFORMERS]
 def test_every_schedule_goes_on_after_a_round_trip_through_json(kind):
     if kind in known.TRANSFORMERS:
         pytest.importorskip("transformers")
-    whole = run(make(kind, NEEDED.get(kind), total_steps=30), 25)
+    uninterrupted = run(make(kind, NEEDED.get(kind), total_steps=30), 25)
     stopped = make(kind, NEEDED.get(kind), total_steps=30)
     first = run(stopped, 11)
     resumed = make(kind, NEEDED.get(kind), total_steps=30)
     resumed[1].load_state_dict(stopped[1].state_dict())
-    resumed[2].load_state_dict(
-        exact.decode(
-            json.loads(json.dumps(exact.encode(stopped[2].state_dict()))), resumed[2].state_dict()
-        )
-    )
-    assert first + run(resumed, 14) == whole
-    assert len(set(whole)) > 1 or kind.startswith(("constant", "warmup_stable"))
+    state = json.loads(json.dumps(exact.encode(stopped[2].state_dict())))
+    resumed[2].load_state_dict(exact.decode(state, resumed[2].state_dict()))
+    assert first + run(resumed, 14) == uninterrupted
+    assert len(set(uninterrupted)) > 1 or kind.startswith(("constant", "warmup_stable"))
 
 
 def test_loading_a_position_sets_the_rate_at_once():
@@ -431,27 +338,27 @@ def test_loading_a_position_sets_the_rate_at_once():
         made[2].load_state_dict({"step": 6})
 
 
-def test_torch_schedules_are_torchs():
+def adamw():
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter], lr=0.05)
-    theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 9, 15])
-    assert run((parameter, optimizer, theirs), 20) == run(
-        make("MultiStepLR", NEEDED["MultiStepLR"]), 20
-    )
+    return parameter, torch.optim.AdamW([parameter], lr=0.05)
+
+
+def test_torch_schedules_are_torchs():
+    parameter, optimizer = adamw()
+    theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, **NEEDED["MultiStepLR"])
+    ours = make("MultiStepLR", NEEDED["MultiStepLR"])
+    assert run((parameter, optimizer, theirs), 20) == run(ours, 20)
 
 
 def test_transformers_schedules_are_its_own():
     transformers = pytest.importorskip("transformers")
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter], lr=0.05)
+    parameter, optimizer = adamw()
+    lengths = {"num_warmup_steps": 4, "num_training_steps": 30}
+    cycles = {"num_cycles": 1.5}
     theirs = transformers.get_scheduler(
-        "cosine",
-        optimizer,
-        num_warmup_steps=4,
-        num_training_steps=30,
-        scheduler_specific_kwargs={"num_cycles": 1.5},
+        "cosine", optimizer, **lengths, scheduler_specific_kwargs=cycles
     )
-    ours = make("cosine", {"num_warmup_steps": 4, "num_cycles": 1.5}, total_steps=30)
+    ours = make("cosine", {"num_warmup_steps": 4, **cycles}, total_steps=30)
     assert run(ours, 30) == run((parameter, optimizer, theirs), 30)
 
 
@@ -462,30 +369,27 @@ def test_the_table_of_transformers_schedules_is_complete():
     theirs = {kind.value: build for kind, build in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()}
     assert set(theirs) - set(known.REFUSED) == set(known.TRANSFORMERS)
     for kind, names in known.TRANSFORMERS.items():
-        assert set(inspect.signature(theirs[kind]).parameters) - {"optimizer", "last_epoch"} == set(
-            names
-        ), kind
+        parameters = set(inspect.signature(theirs[kind]).parameters)
+        assert parameters - {"optimizer", "last_epoch"} == set(names), kind
 
 
 def test_without_transformers_the_message_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ConfigError, match="scheduler.type = 'cosine': .*not installed; pip install transformers"
-    ):
+    words = "scheduler.type = 'cosine': .*not installed; pip install transformers"
+    with pytest.raises(ConfigError, match=words):
         make("cosine", total_steps=10)
 
 
 def test_what_a_schedule_itself_refuses_is_a_config_error():
-    with pytest.raises(
-        ConfigError, match="LinearLR says: Starting multiplicative factor.*; correct the value"
-    ):
+    words = "LinearLR says: Starting multiplicative factor.*; correct the value"
+    with pytest.raises(ConfigError, match=words):
         make("LinearLR", {"start_factor": 7})
     with pytest.raises(ConfigError, match="cosine_with_min_lr says: .*min_lr"):
         make("cosine_with_min_lr", total_steps=10)
 
 
 def megatron(done, *, samples, high, low, warm, total, style, init):
-    """As its scheduler computes it: in samples of which a step takes `samples`."""
+    """Return Megatron-LM's rate. Its scheduler counts samples, of which a step takes `samples`."""
     steps, warm, total = done * samples, warm * samples, total * samples
     if warm > 0 and steps <= warm:
         return init + (high - init) * float(steps) / float(warm)
@@ -503,25 +407,14 @@ def megatron(done, *, samples, high, low, warm, total, style, init):
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
 @pytest.mark.parametrize("warm", [0, 7])
 def test_every_rate_is_megatrons(style, warm):
-    """D6, E8: by its own formula, which counts samples, past the end of the decay."""
-    params = {
-        "decay_style": style,
-        "warmup_num_steps": warm,
-        "min_lr": 0.004,
-        "init_lr": 0.001,
-        "total_num_steps": 40,
-    }
-    samples = (
-        1 if style == "inverse-square-root" and not warm else 16
-    )  # without a warm-up that style depends on the batch
-    seen = [lr for lr, _ in run(make("MegatronLR", params, lr=0.05), 50)]
-    expected = [
-        megatron(
-            n, samples=samples, high=0.05, low=0.004, warm=warm, total=40, style=style, init=0.001
-        )
-        for n in range(50)
-    ]
-    assert seen == pytest.approx(expected, rel=1e-12)
+    """D6, E8: by its formula, also after the end of the decay."""
+    params = {"warmup_num_steps": warm, "total_num_steps": 40, "min_lr": 0.004, "init_lr": 0.001}
+    ours = make("MegatronLR", {"decay_style": style, **params}, lr=0.05)
+    # Without a warm-up this style depends on the batch.
+    samples = 1 if style == "inverse-square-root" and not warm else 16
+    settings = {"high": 0.05, "low": 0.004, "warm": warm, "total": 40, "style": style}
+    expected = [megatron(n, samples=samples, init=0.001, **settings) for n in range(50)]
+    assert [lr for lr, _ in run(ours, 50)] == pytest.approx(expected, rel=1e-12)
     share = {"decay_style": "cosine", "warmup_fraction": 0.25}
     assert run(make("MegatronLR", share, total_steps=40), 11)[10][0] == 0.05
 
@@ -565,20 +458,12 @@ def test_wsd_is_megatrons(style):
         return lowest + coeff * (highest - lowest)
 
     params = {
-        "decay_style": "WSD",
-        "wsd_decay_style": style,
-        "wsd_decay_steps": falls,
-        "total_num_steps": total,
-    }
-    seen = [
-        lr
-        for lr, _ in run(
-            make("MegatronLR", {**params, "min_lr": lowest, "warmup_num_steps": warm}, lr=highest),
-            45,
-        )
-    ]
-    assert seen == [get_lr(step) for step in range(45)]
-    for wrong in ({"wsd_decay_steps": 36}, {"wsd_decay_steps": None}):
-        given = {name: value for name, value in {**params, **wrong}.items() if value is not None}
+        "decay_style": "WSD", "wsd_decay_style": style, "wsd_decay_steps": falls,
+        "total_num_steps": total, "min_lr": lowest, "warmup_num_steps": warm,
+    }  # fmt: skip
+    rates = run(make("MegatronLR", params, lr=highest), 45)
+    assert [lr for lr, _ in rates] == [get_lr(step) for step in range(45)]
+    missing = {name: value for name, value in params.items() if name != "wsd_decay_steps"}
+    for wrong in ({**params, "wsd_decay_steps": 36}, missing):
         with pytest.raises(ConfigError, match="wsd_decay_steps"):
-            make("MegatronLR", {**given, "warmup_num_steps": warm}, lr=highest)
+            make("MegatronLR", {**wrong, "min_lr": 0.0}, lr=highest)

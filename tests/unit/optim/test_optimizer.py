@@ -44,9 +44,8 @@ def net(dtype=torch.float64):
 
 
 def build(type, params=None, model=None):
-    return build_optimizer(
-        OptimizerSpec(type=type, params=params or {}), (model or net()).named_parameters()
-    )
+    spec = OptimizerSpec(type=type, params=params or {})
+    return build_optimizer(spec, (model or net()).named_parameters())
 
 
 def train(model, optimizer, steps=4, seed=3):
@@ -56,22 +55,16 @@ def train(model, optimizer, steps=4, seed=3):
         model(tokens).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    values = {
-        name: p.full_tensor() if isinstance(p, DTensor) else p
-        for name, p in model.named_parameters()
+    values = dict(model.named_parameters())
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().double()
+        for name, p in values.items()
     }
-    return {name: value.detach().double() for name, value in values.items()}
 
 
 def assert_equal(ours, theirs, tolerance=1e-12):
-    for name in theirs:
-        torch.testing.assert_close(
-            ours[name],
-            theirs[name],
-            rtol=0,
-            atol=tolerance,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    ours = {name: ours[name] for name in theirs}
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
 @pytest.fixture
@@ -114,9 +107,12 @@ def test_a_name_means_torchs_optimizer_with_deepspeeds_defaults(
     ours, theirs = net(), net()
     optimizer = build(type, params, ours)
     assert optimizer.__class__ is torch_class
-    assert_equal(
-        train(ours, optimizer), train(theirs, torch_class(theirs.parameters(), **torch_params))
-    )
+    reference = torch_class(theirs.parameters(), **torch_params)
+    assert_equal(train(ours, optimizer), train(theirs, reference))
+
+
+def ids(parameters):
+    return [id(parameter) for parameter in parameters]
 
 
 def test_frozen_parameters_are_excluded_and_tied_updated_once():
@@ -124,22 +120,18 @@ def test_frozen_parameters_are_excluded_and_tied_updated_once():
     model.up.requires_grad_(False)
     model.lm_head.weight = model.embed.weight
     named = list(model.named_parameters(remove_duplicate=False))
-    optimizer = build_optimizer(OptimizerSpec(), named)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert [id(p) for p in held] == [
-        id(p) for p in (model.embed.weight, model.down.weight, model.down.bias)
-    ]
+    [group] = build_optimizer(OptimizerSpec(), named).param_groups
+    assert ids(group["params"]) == ids([model.embed.weight, model.down.weight, model.down.bias])
 
 
 def test_a_model_with_nothing_to_train_is_refused():
-    with pytest.raises(
-        ModelError, match="no parameter of the model requires a gradient.*requires_grad_"
-    ):
+    words = "no parameter of the model requires a gradient.*requires_grad_"
+    with pytest.raises(ModelError, match=words):
         refuse_nothing_to_train(net().requires_grad_(False))
 
 
 def test_parameters_without_a_shape_are_refused():
-    """The remedy works: the first forward gives them one."""
+    """The remedy of the message works: the first forward gives them a shape."""
     model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(2))
     with pytest.raises(ModelError, match="`1.weight` has no shape yet.*call the model once"):
         refuse_nothing_to_train(model)
@@ -147,14 +139,12 @@ def test_parameters_without_a_shape_are_refused():
     refuse_nothing_to_train(model)
 
 
-def test_a_pipeline_stage_may_have_nothing_to_train():
-    """B4: the other stages have."""
-    for kind in ("AdamW", "SGD", "Muon"):
-        optimizer = build_optimizer(
-            OptimizerSpec(type=kind), net().requires_grad_(False).named_parameters()
-        )
-        optimizer.step()
-        assert optimizer.state_dict()["state"] == {}
+@pytest.mark.parametrize("type", ["AdamW", "SGD", "Muon"])
+def test_a_pipeline_stage_may_have_nothing_to_train(type):
+    """B4: other stages have parameters to train."""
+    optimizer = build(type, model=net().requires_grad_(False))
+    optimizer.step()
+    assert optimizer.state_dict()["state"] == {}
 
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -183,13 +173,11 @@ def test_the_fused_kernel_is_used_where_it_is_right(type, dtype):
     "more", [{}, {"nesterov": True}, {"dampening": 0.4}, {"maximize": True, "dampening": 0.3}]
 )
 def test_momentum_of_a_late_gradient(more):
-    """Parameters whose first gradient comes after the first step, and one that misses a step, are those of torch's plain SGD."""
+    """Parameters whose first gradient comes late, or that miss a step, are updated as by torch's plain SGD."""
     params = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, **more}
     ours, theirs = net(), net()
-    optimizer, plain = (
-        build("SGD", params, ours),
-        torch.optim.SGD(theirs.parameters(), **params, foreach=False, fused=False),
-    )
+    optimizer = build("SGD", params, ours)
+    plain = torch.optim.SGD(theirs.parameters(), **params, foreach=False, fused=False)
     assert optimizer.param_groups[0]["fused"]
     generator = torch.Generator().manual_seed(4)
     for used in (["embed"], ["embed", "up"], ["down"], ["embed", "up", "down", "lm_head"]):
@@ -200,21 +188,15 @@ def test_momentum_of_a_late_gradient(more):
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=0, atol=1e-15, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_equal(dict(ours.named_parameters()), dict(theirs.named_parameters()), 1e-15)
 
 
 def test_what_the_user_says_about_the_kernel_is_kept_or_refused():
     assert not build("AdamW", {"fused": False}).param_groups[0]["fused"]
     assert build("AdamW", {"foreach": True}).param_groups[0]["fused"] is None
-    low = net(torch.bfloat16)
-    with pytest.raises(
-        ConfigError,
-        match="optimizer.params.fused = True: .*unchanged on CPU .*191763.*; leave it out",
-    ):
-        build("SGD", {"fused": True}, low)
+    words = "optimizer.params.fused = True: .*unchanged on CPU .*191763.*; leave it out"
+    with pytest.raises(ConfigError, match=words):
+        build("SGD", {"fused": True}, net(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -266,10 +248,8 @@ def test_groups_are_whole_again_after_a_failed_step(mesh):
 def test_what_torch_cannot_do_on_shards_is_refused(mesh):
     model = sharded(net(), mesh)
     for name in ("Adafactor", "Rprop"):
-        with pytest.raises(
-            ModelError,
-            match=f"the optimizer {name}: .*sharded parameters \\(6 here, first `embed.weight`\\); use AdamW",
-        ):
+        words = f"the optimizer {name}: .*sharded parameters \\(6 here, first `embed.weight`\\); use AdamW"
+        with pytest.raises(ModelError, match=words):
             build(name, model=model)
     with pytest.raises(ConfigError, match="fused SGD does not run on sharded parameters"):
         build("SGD", {"fused": True}, model)
@@ -280,18 +260,12 @@ def test_muon_takes_the_inner_matrices_and_adamw_the_others():
     optimizer = build("Muon", {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.8, "eps": 1e-9}, model)
     assert isinstance(optimizer, JoinedOptimizer)
     muon, adam = optimizer.parts
-    assert [id(p) for p in muon.param_groups[0]["params"]] == [
-        id(model.up.weight),
-        id(model.down.weight),
-    ]
+    muon, adam = (part.param_groups[0] for part in optimizer.parts)
     rest = [model.embed.weight, model.up.bias, model.down.bias, model.lm_head.weight]
-    assert [id(p) for p in adam.param_groups[0]["params"]] == [id(p) for p in rest]
-    assert (muon.param_groups[0]["lr"], muon.param_groups[0]["momentum"]) == (0.01, 0.8)
-    assert (
-        adam.param_groups[0]["lr"],
-        adam.param_groups[0]["eps"],
-        adam.param_groups[0]["betas"],
-    ) == (0.002, 1e-9, (0.9, 0.95))
+    assert ids(muon["params"]) == ids([model.up.weight, model.down.weight])
+    assert ids(adam["params"]) == ids(rest)
+    assert (muon["lr"], muon["momentum"]) == (0.01, 0.8)
+    assert (adam["lr"], adam["eps"], adam["betas"]) == (0.002, 1e-9, (0.9, 0.95))
 
 
 def test_muon_is_torchs_beside_torchs_adamw():
@@ -373,9 +347,8 @@ def test_a_state_moves_between_plain_and_sharded_parameters(mesh, tmp_path, type
     after = train(*first)
     with torch.no_grad():
         for name, p in second[0].named_parameters():
-            (p.to_local() if isinstance(p, DTensor) else p).copy_(
-                after[name]
-            )  # one process: its shard is the whole
+            # One process: its shard is the full parameter.
+            (p.to_local() if isinstance(p, DTensor) else p).copy_(after[name])
     through_a_checkpoint(tmp_path, *first, *second)
     assert tuple(bool(optimizer.param_groups[0].get("fused")) for _, optimizer in pair) == fused
     assert_equal(train(*second, seed=9), train(*first, seed=9))
@@ -409,25 +382,18 @@ def test_lion_is_lion_pytorchs_with_deepspeeds_defaults(package):
 
 
 def test_a_class_is_named_by_its_path_and_checked_when_built(package):
-    assert (
-        build("lion_pytorch.Lion", {"bias_correction": False}).bias_correction is False
-    )  # DeepSpeed's rules are not a library's
+    # DeepSpeed's rules do not apply to a library's class.
+    assert build("lion_pytorch.Lion", {"bias_correction": False}).bias_correction is False
     optimizer = build("lion_pytorch.Lion", {"weight_decay": 0.1})
-    assert (optimizer.__class__, optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (
-        Library,
-        1e-4,
-        0.1,
-    )
-    with pytest.raises(
-        ConfigError,
-        match="optimizer.params.weight_decy = 0.1: Library has no such parameter; did you mean `weight_decay`",
-    ):
+    assert optimizer.__class__ is Library
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (1e-4, 0.1)
+    words = "optimizer.params.weight_decy = 0.1: Library has no such parameter; did you mean `weight_decay`"
+    with pytest.raises(ConfigError, match=words):
         build("lion_pytorch.Lion", {"weight_decy": 0.1})
     with pytest.raises(ConfigError, match="not a subclass of torch.optim.Optimizer"):
         build("lion_pytorch.helper")
-    with pytest.raises(
-        ConfigError, match=r"cannot be imported .*; install the package `no_such_package`"
-    ):
+    words = r"cannot be imported .*; install the package `no_such_package`"
+    with pytest.raises(ConfigError, match=words):
         build("no_such_package.optim.Best")
 
 
@@ -438,10 +404,10 @@ def test_lion_without_its_library_says_what_to_install(monkeypatch):
 
 
 def test_what_an_optimizer_itself_refuses_is_a_config_error():
-    with pytest.raises(
-        ConfigError,
-        match=r"optimizer.params: Adagrad\(lr_decay=-1.0\) says: Invalid lr_decay value: -1.0; correct",
-    ):
+    words = (
+        r"optimizer.params: Adagrad\(lr_decay=-1.0\) says: Invalid lr_decay value: -1.0; correct"
+    )
+    with pytest.raises(ConfigError, match=words):
         build("Adagrad", {"lr_decay": -1})
     with pytest.raises(ConfigError, match="fused. and .foreach. cannot be .True. together"):
         build("AdamW", {"fused": True, "foreach": True})

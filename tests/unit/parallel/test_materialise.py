@@ -21,22 +21,20 @@ class Computed(nn.Module):
             self.scale = nn.Parameter(torch.ones(4))
 
 
-def initialise(model):
+def initialise(model, seed=1):
     template = materialise.template_of(model)
     materialise.allocate(model, torch.device("cpu"))
-    materialise.initialise(model, template, (), seed=1)
+    materialise.initialise(model, template, (), seed=seed)
     return model
 
 
 @pytest.mark.parametrize(("buffer", "name"), [(True, "1.table"), (False, "1.scale")])
 def test_uninitialised_tensors_are_named(buffer, name):
-    """Instead of training on whatever the memory held."""
+    """Otherwise training would start from whatever the memory held."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Computed(buffer=buffer))
-    with pytest.raises(
-        ModelError,
-        match=rf"{name} was not initialised: Computed computes it only in its constructor",
-    ):
+    words = rf"{name} was not initialised: Computed computes it only in its constructor"
+    with pytest.raises(ModelError, match=words):
         initialise(model)
 
 
@@ -99,15 +97,12 @@ def test_a_tie_that_was_lost_is_named():
 
 
 def test_seed_and_name_decide():
-    """Another seed draws other weights, equal modules of other names differ, the global generator is left alone."""
+    """Another seed draws other weights, equal modules with other names differ, and the global generator is left alone."""
 
     def made(seed):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        template = materialise.template_of(model)
-        materialise.allocate(model, torch.device("cpu"))
-        materialise.initialise(model, template, (), seed=seed)
-        return model
+        return initialise(model, seed=seed)
 
     before = torch.get_rng_state()
     first, again, other = made(1), made(1), made(2)

@@ -18,16 +18,14 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def runs():
-    return summary(
-        evaluate([row for row in rows_of("runs") if row["tier"] == "A" and not row["moe"]])
-    )
+    rows = [row for row in rows_of("runs") if row["tier"] == "A" and not row["moe"]]
+    return summary(evaluate(rows))
 
 
 @pytest.fixture(scope="module")
 def everything():
-    return evaluate(
-        [row for row in rows_of("runs", "sweeps", "oom") if row["tier"] in "AB" and not row["moe"]]
-    )
+    rows = rows_of("runs", "sweeps", "oom")
+    return evaluate([row for row in rows if row["tier"] in "AB" and not row["moe"]])
 
 
 def test_step_time(runs):
@@ -50,10 +48,9 @@ def test_memory(runs):
 
 
 def test_ranking(runs):
-    assert runs["ranking"]["groups"] >= 30
-    assert (
-        runs["ranking"]["top3_within_5_percent"] >= 0.95 and runs["ranking"]["mean_regret_3"] < 0.01
-    )
+    ranking = runs["ranking"]
+    assert ranking["groups"] >= 30
+    assert ranking["top3_within_5_percent"] >= 0.95 and ranking["mean_regret_3"] < 0.01
 
 
 def test_fit(everything):
@@ -88,28 +85,19 @@ def test_what_a_plan_says_of_its_intervals_is_what_was_scored():
 
 
 def test_held_out_errors_of_the_page_are_no_worse_than_they_were():
-    """Of sources that nothing was fitted to; the page is made anew with every change of constants."""
+    """No constant was fitted to these sources. The page is made anew with every change of constants."""
     result = recorded.load()
-    out, back, unnamed = result["left out"]["runs"], result["12 rows"]["runs"], result["not named"]
-    time = out["time"]["all"]["all"]
-    assert (
-        time["median"] < 0.056
-        and time["mean"] < 0.083
-        and time["p90"] < 0.195
-        and 0.87 < time["coverage"] <= 0.93
+    out, back, unnamed = (
+        part["time"]["all"]["all"]
+        for part in (result["left out"]["runs"], result["12 rows"]["runs"], result["not named"])
     )
-    assert time["interval_score"] < 0.63 and unnamed["time"]["all"]["all"]["interval_score"] < 0.80
-    assert (
-        back["time"]["all"]["all"]["median"] < 0.037 and back["time"]["all"]["all"]["mean"] < 0.056
-    )
-    assert (
-        unnamed["time"]["all"]["all"]["median"] < 0.095
-        and unnamed["time"]["all"]["all"]["coverage"] > 0.85
-    )
-    assert (
-        out["memory"]["all"]["all"]["median"] < 0.065
-        and out["memory"]["all"]["all"]["coverage"] > 0.87
-    )
+    assert out["median"] < 0.056 and out["mean"] < 0.083 and out["p90"] < 0.195
+    assert 0.87 < out["coverage"] <= 0.93
+    assert out["interval_score"] < 0.63 and unnamed["interval_score"] < 0.80
+    assert back["median"] < 0.037 and back["mean"] < 0.056
+    assert unnamed["median"] < 0.095 and unnamed["coverage"] > 0.85
+    memory = result["left out"]["runs"]["memory"]["all"]["all"]
+    assert memory["median"] < 0.065 and memory["coverage"] > 0.87
     for part in (result["left out"], result["12 rows"]):
         assert part["fit"]["false_fits"] < 0.05 and part["fit"]["false_alarms"] < 0.05
     assert result["experts"]["time_experts"]["all"]["all"]["median"] < 0.195
@@ -117,9 +105,5 @@ def test_held_out_errors_of_the_page_are_no_worse_than_they_were():
     second, third, fourth, fifth = (result["again"][name]["time"]["all"]["all"] for name in "2345")
     assert second["median"] < 0.092 and second["mean"] < 0.122 and second["coverage"] > 0.87
     assert third["median"] < 0.110 and third["mean"] < 0.158 and third["coverage"] > 0.78
-    assert (
-        fourth["median"] < 0.085
-        and fifth["median"] < 0.145
-        and fourth["coverage"] > 0.90
-        and fifth["coverage"] > 0.62
-    )
+    assert fourth["median"] < 0.085 and fourth["coverage"] > 0.90
+    assert fifth["median"] < 0.145 and fifth["coverage"] > 0.62

@@ -12,34 +12,27 @@ from tests.unit.planner.rows import ROW
 def rows(count=24):
     found = []
     for index in range(count):
-        tp, pp = (1, 2, 4, 8)[index % 4], (1, 2)[index // 4 % 2]
-        found.append(
-            {
-                **ROW,
-                "id": f"X-{index}",
-                "tp": str(tp),
-                "pp": str(pp),
-                "gpus_total": "32",
-                "micro_batch": str((1, 2)[index // 8 % 2]),
-                "hidden": str((2048, 4096, 5120)[index % 3]),
-                "ffn_hidden": str(4 * (2048, 4096, 5120)[index % 3]),
-            }
-        )
+        hidden = (2048, 4096, 5120)[index % 3]
+        degrees = {
+            "tp": (1, 2, 4, 8)[index % 4],
+            "pp": (1, 2)[index // 4 % 2],
+            "micro_batch": (1, 2)[index // 8 % 2],
+            "hidden": hidden,
+            "ffn_hidden": 4 * hidden,
+        }
+        texts = {name: str(value) for name, value in degrees.items()}
+        found.append({**ROW, "id": f"X-{index}", "gpus_total": "32", **texts})
     return found
 
 
 def truth(changes, given):
-    """`given` with the step times of a machine whose constants differ by `changes`."""
+    """Return `given` with the step times of a machine whose constants differ by `changes`."""
     runs = read_runs(given)
     base = fitted_priors().rates.values
-    seconds = np.exp(
-        time_of(runs.job)(
-            Rates({**base, **{name: base[name] * factor for name, factor in changes.items()}})
-        )
-    )
-    return [
-        {**row, "step_time_s": f"{value:.6f}"} for row, value in zip(given, seconds, strict=True)
-    ]
+    changed = {name: base[name] * factor for name, factor in changes.items()}
+    seconds = np.exp(time_of(runs.job)(Rates({**base, **changed})))
+    pairs = zip(given, seconds, strict=True)
+    return [{**row, "step_time_s": f"{value:.6f}"} for row, value in pairs]
 
 
 def test_a_machine_that_differs_is_found_from_a_few_rows():
@@ -62,10 +55,8 @@ def test_other_machines_are_left_alone():
 
 def test_few_rows_move_little_and_one_wild_row_decides_nothing():
     measured = truth({}, rows())
-    wild = [
-        {**measured[0], "step_time_s": str(50 * float(measured[0]["step_time_s"]))},
-        *measured[1:8],
-    ]
+    slow = str(50 * float(measured[0]["step_time_s"]))
+    wild = [{**measured[0], "step_time_s": slow}, *measured[1:8]]
     errors = summary(evaluate(measured[8:], calibrate=wild))["time"]["all"]["all"]
     assert errors["median"] < 0.05
 
@@ -81,9 +72,8 @@ def test_intervals_narrow_with_rows():
 def test_without_rows_the_fit_is_the_priors():
     base = uncalibrated()
     assert merged_rates(base).values == fitted_priors().rates.values
-    assert base.time.covariance[0, 0] == pytest.approx(
-        fitted_priors().constants[base.time.names[0]].width ** 2
-    )
+    width = fitted_priors().constants[base.time.names[0]].width
+    assert base.time.covariance[0, 0] == pytest.approx(width**2)
 
 
 def test_an_offset_of_a_group_moves_no_constant():
@@ -91,17 +81,10 @@ def test_an_offset_of_a_group_moves_no_constant():
     names = relevant(tuple(CONSTANTS), runs.job)
     predict = time_of(runs.job)
     measured = predict(fitted_priors().rates) + 0.05
-    groups = np.zeros(len(measured), dtype=int)
-    free = fit(predict, measured, names, priors=fitted_priors().constants, spread=0.02)
-    held, offsets = grouped_fit(
-        predict,
-        measured,
-        names,
-        priors=fitted_priors().constants,
-        spread=0.02,
-        groups=groups,
-        group_width=1.0,
-    )
+    settings = {"priors": fitted_priors().constants, "spread": 0.02}
+    free = fit(predict, measured, names, **settings)
+    groups = {"groups": np.zeros(len(measured), dtype=int), "group_width": 1.0}
+    held, offsets = grouped_fit(predict, measured, names, **settings, **groups)
     assert offsets[0] == pytest.approx(0.05, abs=0.01)
     assert abs(np.log(held.rates["overall"])) < abs(np.log(free.rates["overall"]))
 
@@ -110,21 +93,15 @@ def test_a_fit_does_not_depend_on_its_start():
     runs = read_runs(rows())
     names = relevant(tuple(CONSTANTS), runs.job)
     predict, priors = time_of(runs.job), fitted_priors().constants
-    measured = np.log(
-        [float(row["step_time_s"]) for row in truth({"gemm.hopper": 0.9, "p2p": 1.3}, rows())]
-    )
+    measured = truth({"gemm.hopper": 0.9, "p2p": 1.3}, rows())
+    measured = np.log([float(row["step_time_s"]) for row in measured])
     one = fit(predict, measured, names, priors=priors, spread=0.02)
-    begin = Rates(
-        {
-            **one.rates.values,
-            "gemm.hopper": 1.2 * one.rates["gemm.hopper"],
-            "host": 0.5 * one.rates["host"],
-        }
-    )
-    alone = {"groups": np.zeros(len(measured), dtype=int), "group_width": 1e-6}
-    other, _ = grouped_fit(
-        predict, measured, names, priors=priors, spread=0.02, begin=begin, **alone
-    )
+    values = dict(one.rates.values)
+    values["gemm.hopper"] *= 1.2
+    values["host"] *= 0.5
+    settings = {"priors": priors, "spread": 0.02, "begin": Rates(values)}
+    groups = {"groups": np.zeros(len(measured), dtype=int), "group_width": 1e-6}
+    other, _ = grouped_fit(predict, measured, names, **settings, **groups)
     assert other.rates["gemm.hopper"] == pytest.approx(one.rates["gemm.hopper"], rel=0.01)
     fast = fit(predict, measured - 1.5, names, priors=priors, spread=0.02)
     assert fast.rates["gemm.hopper"] <= priors["gemm.hopper"].most * (1 + 1e-9)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -40,10 +41,8 @@ def test_a_file_gives_back_the_same_predictions(tmp_path):
     assert origin == CalibrationOrigin("h100", "", {"rows": 4})
     request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)
     layout = {"dp_shard": 16, "stage": 3, "micro_batch": 1, "accumulation": 4}
-    assert price(request, [layout], calibration=again) == price(
-        request, [layout], calibration=found
-    )
-    assert price(request, [layout], calibration=again) != price(request, [layout])
+    known = price(request, [layout], calibration=found)
+    assert price(request, [layout], calibration=again) == known != price(request, [layout])
 
 
 def test_a_file_of_another_device_or_form_is_refused(tmp_path):
@@ -56,18 +55,16 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path):
     with pytest.raises(InputError, match="'EPYC', but this is 'Xeon'"):
         refuse_other(file, CalibrationOrigin("cpu", "EPYC"), gpu="cpu", machine="Xeon")
     content = json.loads(file.read_text())
+
+    def time_with(**change):
+        return {"time": content["time"] | change}
+
     for change, words in (
         ({"format": "other"}, "holds no"),
         ({"time": {}}, "KeyError"),
-        ({"time": content["time"] | {"covariance": [[1.0]]}}, "covariance"),
-        (
-            {"time": content["time"] | {"spread": float("nan")}},
-            "a covariance or a spread is not a finite number",
-        ),
-        (
-            {"time": content["time"] | {"constants": {"warp": {"value": 1}}}},
-            "no such constant: warp",
-        ),
+        (time_with(covariance=[[1.0]]), "covariance"),
+        (time_with(spread=float("nan")), "a covariance or a spread is not a finite number"),
+        (time_with(constants={"warp": {"value": 1}}), "no such constant: warp"),
     ):
         file.write_text(json.dumps(content | change))
         with pytest.raises(InputError, match=words):
@@ -87,37 +84,23 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path):
 def test_measured_rates_are_what_the_model_then_says(name):
     here = cluster(name, 2)
     precision = "fp32" if name == "cpu" else "bf16"
-    rates = DeviceRates(
-        {"small": 1e9, "large": 0.5 * here.device.flops[precision]},
-        0.4 * here.device.memory_bandwidth,
-        (2e-4, 1 / 3e9),
-    )
-    priors = priors_from_rates(
-        fitted_priors(), here.device, rates, processes=2, precision=precision
-    )
+    shipped = fitted_priors()
+    flops = {"small": 1e9, "large": 0.5 * here.device.flops[precision]}
+    rates = DeviceRates(flops, 0.4 * here.device.memory_bandwidth, (2e-4, 1 / 3e9))
+    learn = partial(priors_from_rates, shipped, here.device, precision=precision)
+    priors = learn(rates, processes=2)
     request = Request(find_model("llama-3-8b"), here, 8, 512, precision)
     job = job_of(request, Layouts(dp_replicate=np.array([2])))
     for nbytes in (1e4, 1e6, 1e8):
-        assert collective_seconds(
-            job, priors.rates, group(job, "dp"), nbytes, "all_reduce"
-        ) == pytest.approx(2e-4 + nbytes / 3e9)
+        seconds = collective_seconds(job, priors.rates, group(job, "dp"), nbytes, "all_reduce")
+        assert seconds == pytest.approx(2e-4 + nbytes / 3e9)
     family = "gemm.cpu" if name == "cpu" else "gemm.hopper"
-    crowd = 2 ** fitted_priors().constants["crowding.cpu"].median if name == "cpu" else 1
+    crowd = 2 ** shipped.constants["crowding.cpu"].median if name == "cpu" else 1
     assert priors.constants[family].median / crowd == pytest.approx(0.5)
-    assert (
-        priors.constants[family].width < fitted_priors().constants[family].width or name == "h100"
-    )
-    alone = priors_from_rates(
-        fitted_priors(),
-        here.device,
-        replace(rates, all_reduce=None),
-        processes=1,
-        precision=precision,
-    )
-    assert (
-        alone.constants["link"] == fitted_priors().constants["link"]
-        and alone.constants["link.cpu"] == fitted_priors().constants["link.cpu"]
-    )
+    assert priors.constants[family].width < shipped.constants[family].width or name == "h100"
+    alone = learn(replace(rates, all_reduce=None), processes=1)
+    for link in ("link", "link.cpu"):
+        assert alone.constants[link] == shipped.constants[link]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])
@@ -135,12 +118,8 @@ def test_trials_are_of_all_processes_and_of_one_batch(processes):
 
 
 def test_errors_of_rows_left_out_are_not_those_of_the_fit():
-    runs = runs_of(
-        [
-            measured(factor=factor, index=index)
-            for index, factor in enumerate((1.3, 1.32, 1.28, 1.3, 1.6))
-        ]
-    )
+    factors = (1.3, 1.32, 1.28, 1.3, 1.6)
+    runs = runs_of([measured(factor=factor, index=at) for at, factor in enumerate(factors)])
     count, before, _ = errors_with(runs, uncalibrated())
     assert count == 5 and before == pytest.approx(1 - 1 / 1.3, abs=0.01)
     _, after, largest = errors_with(runs, calibrate(runs))

@@ -1,9 +1,9 @@
-"""What is different where processes on CPU cores are the devices."""
+"""The planner's differences for processes on CPU cores."""
 
 import numpy as np
 import pytest
 
-from plait.planner.calibrate import relevant
+from plait.planner.calibrate import relevant, uncalibrated
 from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, fitted_priors
 from plait.planner.hardware import cluster
@@ -17,13 +17,8 @@ FIELDS = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, 
 
 
 def request(name="cpu", processes=2, precision="fp32"):
-    return Request(
-        Model(from_config(FIELDS, source="test"), {"config": FIELDS}),
-        cluster(name, processes),
-        8,
-        128,
-        precision,
-    )
+    model = Model(from_config(FIELDS, source="test"), {"config": FIELDS})
+    return Request(model, cluster(name, processes), 8, 128, precision)
 
 
 def terms(asked, rates=None, **layout):
@@ -34,13 +29,9 @@ def terms(asked, rates=None, **layout):
 
 def changed(**factors):
     values = dict(fitted_priors().rates.values)
-    return Rates(
-        values
-        | {
-            name.replace("_", "."): values[name.replace("_", ".")] * factor
-            for name, factor in factors.items()
-        }
-    )
+    for name, factor in factors.items():
+        values[name.replace("_", ".")] *= factor
+    return Rates(values)
 
 
 def test_launches_add_to_the_step_and_traffic_is_not_hidden():
@@ -83,9 +74,8 @@ def test_float32_moves_twice_the_bytes_and_casts_nothing():
     half, whole = (
         terms(request("h100", precision=precision), **gpu) for precision in ("bf16", "fp32")
     )
-    assert (
-        1.2 * half["elementwise"] < whole["elementwise"] < 2 * half["elementwise"]
-    )  # a norm of 16 bits computes in float32 too
+    # A norm of 16 bits computes in float32 too.
+    assert 1.2 * half["elementwise"] < whole["elementwise"] < 2 * half["elementwise"]
     assert whole["tp"] == pytest.approx(2 * half["tp"], rel=0.05)
 
 
@@ -98,45 +88,33 @@ def test_every_micro_batch_but_the_first_adds_gradients():
 
 
 def test_constants_are_fitted_on_their_own_kind_of_device():
-    on_cpu = relevant(fitted_priors().time_names, job_of(request(), Layouts()))
-    on_gpu = relevant(
-        fitted_priors().time_names, job_of(request("h100", precision="bf16"), Layouts())
-    )
+    names = fitted_priors().time_names
+    on_cpu = relevant(names, job_of(request(), Layouts()))
+    on_gpu = relevant(names, job_of(request("h100", precision="bf16"), Layouts()))
     assert {"memory.cpu", "link.cpu", "latency.cpu", "crowding.cpu", "gemm.cpu"} <= set(on_cpu)
     assert not {"memory", "link", "latency", "ramp", "contention"} & set(on_cpu)
-    assert {"memory", "link", "latency", "ramp"} <= set(on_gpu) and not [
-        name for name in on_gpu if name.endswith(".cpu")
-    ]
+    assert {"memory", "link", "latency", "ramp"} <= set(on_gpu)
+    assert not [name for name in on_gpu if name.endswith(".cpu")]
 
 
 def test_the_closed_form_is_near_the_table_with_a_heavy_head():
     asked = request()
     layout = {"pp": 2, "schedule": SCHEDULES.index("1f1b"), "micro_batch": 1, "accumulation": 8}
     choice = price(asked, [layout])[0]
-    table = simulate_pipelines(asked, [choice], calibration())[0]
+    table = simulate_pipelines(asked, [choice], uncalibrated())[0]
     assert choice.seconds == pytest.approx(table.seconds, rel=0.06)
     assert sum(table.terms.values()) == pytest.approx(table.seconds)
 
 
-def calibration():
-    from plait.planner.calibrate import uncalibrated
-
-    return uncalibrated()
-
-
 def test_sharded_gradients_are_packed_on_a_cpu():
     for stage, packs in ((1, False), (2, True), (3, True)):
+        layout = {"dp_shard": 2, "stage": stage, "micro_batch": 4}
         one, more = (
-            terms(request(), changed(packing_cpu=factor), dp_shard=2, stage=stage, micro_batch=4)[
-                "dp"
-            ]
-            for factor in (1, 2)
+            terms(request(), changed(packing_cpu=factor), **layout)["dp"] for factor in (1, 2)
         )
         assert (more > one) == packs
-    gpu = request("h100", precision="bf16")
-    assert terms(gpu, changed(packing_cpu=2), dp_shard=2, stage=3) == terms(
-        gpu, dp_shard=2, stage=3
-    )
+    gpu, layout = request("h100", precision="bf16"), {"dp_shard": 2, "stage": 3}
+    assert terms(gpu, changed(packing_cpu=2), **layout) == terms(gpu, **layout)
 
 
 def test_small_products_lose_no_ramp_on_a_cpu():
@@ -150,30 +128,18 @@ def test_small_products_lose_no_ramp_on_a_cpu():
     ("heads", "length", "measured"), [(8, 256, (13.1e-3, 8.2e-3)), (8, 512, (54.8e-3, 30.8e-3))]
 )
 def test_attention_with_dropout_draws_a_number_per_score(heads, length, measured):
-    """Two samples in float32 and heads 64 wide, on a core of an Intel Xeon: torch's kernel takes 10.3 and 38.3 ms, forward and backward."""
+    """The case has two float32 samples and heads 64 wide. On a core of an Intel Xeon torch's kernel takes 10.3 and 38.3 ms in all."""
     seconds = {}
     for share in (0.0, 0.1):
-        fields = {
-            "model_type": "gpt2",
-            "n_embd": 64 * heads,
-            "n_layer": 2,
-            "n_head": heads,
-            "vocab_size": 100,
-            "n_positions": length,
-        }
-        fields |= {"attn_pdrop": share, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        sizes = {"n_embd": 64 * heads, "n_layer": 2, "n_head": heads, "vocab_size": 100}
+        dropout = {"attn_pdrop": share, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        fields = {"model_type": "gpt2", "n_positions": length, **sizes, **dropout}
+        model = Model(from_config(fields), {"config": fields})
         for device in ("cpu", "h100"):
-            asked = Request(
-                Model(from_config(fields), {"config": fields}),
-                cluster(device, 1),
-                2,
-                length,
-                "fp32",
-            )
+            asked = Request(model, cluster(device, 1), 2, length, "fp32")
             cost = layer_cost(job_of(asked, Layouts(micro_batch=2)), fitted_priors().rates)
-            seconds[device, share] = np.array(
-                [float(cost.attention), float(cost.attention_backward)]
-            )
+            passes = (cost.attention, cost.attention_backward)
+            seconds[device, share] = np.array([float(one) for one in passes])
     assert (seconds["cpu", 0.1] > 1.4 * seconds["cpu", 0.0]).all()
     assert seconds["cpu", 0.1].sum() == pytest.approx(sum(measured), rel=0.3)
     assert (seconds["h100", 0.1] == seconds["h100", 0.0]).all()

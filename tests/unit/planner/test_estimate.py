@@ -72,9 +72,7 @@ def test_terms_are_named_nonnegative_and_sum(fields):
     assert set(found.step.terms) == set(STEP_TERMS) and set(found.memory.terms) == set(MEMORY_TERMS)
     for value in (*found.step.terms.values(), *found.memory.terms.values()):
         assert one(value) >= 0
-    assert one(found.seconds) == pytest.approx(
-        sum(one(value) for value in found.step.terms.values())
-    )
+    assert one(found.seconds) == pytest.approx(sum(map(one, found.step.terms.values())))
     assert one(found.memory.allocated) <= one(found.memory.reserved) <= one(found.memory.total)
 
 
@@ -82,19 +80,18 @@ def test_terms_are_named_nonnegative_and_sum(fields):
 @given(LAYOUTS, st.sampled_from(["link_bandwidth", "nic_bandwidth", "memory_bandwidth"]))
 def test_a_faster_machine_is_not_slower(fields, figure):
     before = job(schedule=SCHEDULES.index("1f1b") if fields["pp"] > 1 else 0, **fields)
-    after = replace(
-        before, device=replace(before.device, **{figure: getattr(before.device, figure) * 2})
-    )
+    faster = {figure: getattr(before.device, figure) * 2}
+    after = replace(before, device=replace(before.device, **faster))
     assert one(estimate(after).seconds) <= one(estimate(before).seconds) * (1 + 1e-12)
 
 
 def test_recomputing_costs_time_and_saves_memory():
-    found = {
-        kind: estimate(job(recompute=RECOMPUTE.index(kind), accumulation=4))
+    results = [
+        estimate(job(recompute=RECOMPUTE.index(kind), accumulation=4))
         for kind in ("none", "operators", "full")
-    }
-    seconds = [one(found[kind].seconds) for kind in ("none", "operators", "full")]
-    kept = [one(found[kind].memory.terms["activations"]) for kind in ("none", "operators", "full")]
+    ]
+    seconds = [one(result.seconds) for result in results]
+    kept = [one(result.memory.terms["activations"]) for result in results]
     assert seconds == sorted(seconds) and seconds[0] < seconds[2] < 1.4 * seconds[0]
     assert kept == sorted(kept, reverse=True) and kept[2] < 0.1 * kept[0]
 
@@ -111,19 +108,11 @@ BLOCKS = {
     "gpt_neox with dropout": {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "hidden_dropout": 0.1},
     "mixtral": {**GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        **GATED,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 2,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
+        **GATED, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2,
+        "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
 }  # fmt: skip
-"""Small ones, by family and what is changed of it."""
+"""Fields of small configurations, by family."""
 _WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "n_inner", "ffn_dim", "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank")  # fmt: skip
 _WIDE = (*_WIDTHS, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -131,122 +120,105 @@ _WIDE = (*_WIDTHS, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputed_products_are_those_of_the_engine(mode, name):
-    """FLOPs of products with weights that a step adds by recomputation, as a share of a forward's, beside the planner's share for the same
-    block 32 times as wide. Experts are computed by `bmm` here, which torch counts and Plait keeps as little as their grouped product."""
+    """The planner's share of repeated FLOPs is that of the engine.
+
+    The share is that of products with weights, relative to a forward's. The planner's block is 32 times as wide. Experts are computed by
+    `bmm` here, which torch counts; Plait keeps as little of it as of the grouped product.
+    """
     kind = name.split()[0]
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    fields = {
-        **BLOCKS[name],
-        layers: 2,
-        "vocab_size": 8,
-        "pad_token_id": 0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    experts = kind == "mixtral"
-    with_weights = (
-        torch.ops.aten.mm,
-        torch.ops.aten.addmm,
-        *([torch.ops.aten.bmm] if experts else []),
-    )
+    tokens = {"vocab_size": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    fields = {**BLOCKS[name], layers: 2, **tokens}
+    with_weights = [torch.ops.aten.mm, torch.ops.aten.addmm]
+    options = {}
+    if kind == "mixtral":
+        with_weights.append(torch.ops.aten.bmm)
+        options["experts_implementation"] = "batched_mm"
 
     def flops(recompute):
-        how = {"experts_implementation": "batched_mm"} if experts else {}
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **fields), **how
-        ).train()
+        config = AutoConfig.for_model(kind, **fields)
+        model = AutoModelForCausalLM.from_config(config, **options).train()
         Recompute(mode=recompute).apply(Parts(model, tuple(find_blocks(model))), ONE_PROCESS)
+        ids = torch.zeros(1, 16, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
-            model(
-                input_ids=torch.zeros(1, 16, dtype=torch.long), use_cache=False
-            ).logits.sum().backward()
+            model(input_ids=ids, use_cache=False).logits.sum().backward()
         counts = counter.get_flop_counts()["Global"]
         return sum(counts.get(operator, 0) for operator in with_weights)
 
     once = flops("none")
     repeated = (flops(mode) - once) / (once / 3)
     wide = {key: value * 32 if key in _WIDE else value for key, value in fields.items()}
-    found = Request(
-        Model(from_config({"model_type": kind, **wide}), {}), cluster("h100", 8), 64, 4096
-    )
+    model = Model(from_config({"model_type": kind, **wide}), {})
+    request = Request(model, cluster("h100", 8), 64, 4096)
     recompute = RECOMPUTE.index({"full": "full", "selective": "operators"}[mode])
-    cost = layer_cost(job_of(found, layouts(recompute=recompute, micro_batch=8)), no_starts())
+    cost = layer_cost(job_of(request, layouts(recompute=recompute, micro_batch=8)), no_starts())
     again = cost.again - cost.elementwise - (cost.attention if mode == "full" else 0)
     assert 0.05 < repeated < 1.01
     assert one(again / cost.products) == pytest.approx(repeated, rel=0.05)
 
 
+def traffic(job, axis):
+    rates = fitted_priors().rates
+    return one(layer_traffic(job, rates, layer_cost(job, rates))[axis])
+
+
 def test_recomputed_collectives_are_those_of_the_engine():
-    """Of a forward's two all-reduces, or two gathers and two reduce-scatters, the last comes after all that the backward needs."""
+    """The last of a forward's two all-reduces, or of its two gathers and two reduce-scatters, is not needed by the backward."""
 
     def tensor(**fields):
-        found = job(tp=8, **fields)
-        return one(
-            layer_traffic(found, fitted_priors().rates, layer_cost(found, fitted_priors().rates))[
-                "tp"
-            ]
-        )
+        return traffic(job(tp=8, **fields), "tp")
 
     full = RECOMPUTE.index("full")
     assert tensor(recompute=full) / tensor() == pytest.approx((4 + 1) / 4)
     assert tensor(recompute=full, sp=1) / tensor(sp=1) == pytest.approx((9 + 3) / 9)
     operators = RECOMPUTE.index("operators")  # keeps results of operators, and of no collective
-    assert tensor(recompute=operators) == tensor(recompute=full) and tensor(
-        recompute=operators, sp=1
-    ) == tensor(recompute=full, sp=1)
+    for sp in (0, 1):
+        assert tensor(recompute=operators, sp=sp) == tensor(recompute=full, sp=sp)
 
 
 def test_recomputed_experts_receive_their_tokens_again():
     def exchange(recompute):
-        found = job(
-            "mixtral-8x7b", gpus=8, dp_shard=8, stage=1, ep=8, recompute=RECOMPUTE.index(recompute)
-        )
-        return one(
-            layer_traffic(found, fitted_priors().rates, layer_cost(found, fitted_priors().rates))[
-                "ep"
-            ]
-        )
+        fields = {"gpus": 8, "dp_shard": 8, "stage": 1, "ep": 8}
+        return traffic(job("mixtral-8x7b", recompute=RECOMPUTE.index(recompute), **fields), "ep")
 
     assert exchange("full") == exchange("operators") == pytest.approx(1.5 * exchange("none"))
 
 
 def test_attention_with_narrow_values_costs_what_its_products_do():
-    """Forward half of 2 s (k + v) a token and head, backward three products as wide as keys and two as wide as values."""
+    """A forward takes 2 s (k + v) per token and head. A backward takes three products of the keys' width and two of the values'."""
     found = job("deepseek-v3", gpus=8)
-    wide = replace(found, model=replace(found.model, value_dim=found.model.head_dim))
-    narrow, equal = layer_cost(found, no_starts()), layer_cost(wide, no_starts())
+    equal_widths = replace(found, model=replace(found.model, value_dim=found.model.head_dim))
+    narrow, equal = layer_cost(found, no_starts()), layer_cost(equal_widths, no_starts())
     assert one(narrow.attention / equal.attention) == pytest.approx((192 + 128) / (2 * 192))
     assert one(equal.attention_backward / equal.attention) == pytest.approx(2.5)
-    assert one(narrow.attention_backward / narrow.attention) == pytest.approx(
-        (3 * 192 + 2 * 128) / (192 + 128)
-    )
+    ratio = (3 * 192 + 2 * 128) / (192 + 128)
+    assert one(narrow.attention_backward / narrow.attention) == pytest.approx(ratio)
 
 
 def test_attention_of_cut_sequences_is_kernel_and_combination():
-    """Narrow values are padded, capped scores are computed again in the backward, and a ring merges the more the more ranks it has."""
+    """Narrow values are padded, the backward computes capped scores again, and larger rings merge more."""
 
     def attention(name="llama-3-8b", family=None, **fields):
         found = job(name, gpus=8, **fields)
         model = found.model if family is None else replace(found.model, model_type=family)
         cost = layer_cost(replace(found, model=model, sequence=131072), no_starts())
-        return one(cost.attention), one(cost.attention_backward)
+        return np.array([one(cost.attention), one(cost.attention_backward)])
 
-    whole, whole_backward = attention()
+    uncut = attention()
     shares = {
-        (kind, cp): (forward * cp / whole, backward * cp / whole_backward)
+        (kind, cp): attention(cp=cp, context=kind) * cp / uncut
         for kind in (0, 1, 2)
         for cp in (2, 8)
-        for forward, backward in [attention(cp=cp, context=kind)]
     }
-    assert all(1 < share < 1.25 for shared in shares.values() for share in shared), shares
+    assert all(1 < share < 1.25 for pair in shares.values() for share in pair), shares
     assert shares[1, 8][0] - 1 > 2 * (shares[1, 2][0] - 1)
     padded, padded_backward = attention("deepseek-v3", cp=2, context=2)
     narrow, _ = attention("deepseek-v3")
-    assert padded * 2 / narrow == pytest.approx(
-        2 * 192 / (192 + 128), rel=0.05
-    ) and padded_backward / padded == pytest.approx(2.5, rel=0.05)
+    assert padded * 2 / narrow == pytest.approx(2 * 192 / (192 + 128), rel=0.05)
+    assert padded_backward / padded == pytest.approx(2.5, rel=0.05)
     plain, capped = attention(cp=2, context=2), attention(family="gemma2", cp=2, context=2)
-    assert capped[0] == plain[0] and capped[1] - plain[1] == pytest.approx(whole / 2, rel=0.01)
+    assert capped[0] == plain[0]
+    assert capped[1] - plain[1] == pytest.approx(uncut[0] / 2, rel=0.01)
 
 
 def no_starts():
@@ -256,9 +228,8 @@ def no_starts():
 
 def test_one_rank_sends_nothing():
     found = estimate(job(gpus=1)).step.terms
-    assert all(
-        one(found[name]) == 0 for name in ("tp", "dp", "p2p", "idle", "cp", "ep", "contention")
-    )
+    terms = ("tp", "dp", "p2p", "idle", "cp", "ep", "contention")
+    assert {name: one(found[name]) for name in terms} == dict.fromkeys(terms, 0)
 
 
 @pytest.mark.parametrize(
@@ -269,76 +240,57 @@ def test_one_rank_sends_nothing():
 def test_gathering_between_nodes_is_near_nccls_own_model(nodes, microseconds, gb_s):
     found = job(gpus=8 * nodes, dp_shard=8 * nodes)
     size = 2e9
-    ideal = Rates(
-        {
-            **datasheet_priors().rates.values,
-            "link": 1.0,
-            "nic": 1.0,
-            "latency": 1.0,
-            "congestion": 0.0,
-        }
-    )
-    seconds = one(collective_seconds(found, ideal, group(found, "shard"), size, "one_way"))
-    assert seconds == pytest.approx(
-        microseconds * 1e-6 + size * (1 - 1 / (8 * nodes)) / gb_s / 1e9, rel=0.1
-    )
-    latency = one(collective_seconds(found, ideal, group(found, "shard"), 0.0, "one_way"))
+    exact = {"link": 1.0, "nic": 1.0, "latency": 1.0, "congestion": 0.0}
+    ideal = Rates(datasheet_priors().rates.values | exact)
+    shards = group(found, "shard")
+    seconds = one(collective_seconds(found, ideal, shards, size, "one_way"))
+    expected = microseconds * 1e-6 + size * (1 - 1 / (8 * nodes)) / gb_s / 1e9
+    assert seconds == pytest.approx(expected, rel=0.1)
+    latency = one(collective_seconds(found, ideal, shards, 0.0, "one_way"))
     assert latency == pytest.approx(microseconds * 1e-6, rel=0.35)
 
 
 def test_replicas_reduce_a_shard_each_over_their_own_ring():
-    """8 billion float32 gradients on 8 x 8 H100, sharded inside a node: 4 GB a rank pass 2 x 7/8 times its network card."""
+    """8 billion float32 gradients on 8 x 8 H100, sharded inside a node, send 2 x 7/8 x 4 GB per rank."""
     rates = fitted_priors().rates
 
     def exposed(**fields):
-        found = replace(
-            job(dp_shard=8, stage=3, **fields), framework=replace(plait(), hidden_dp=0.0)
-        )
+        found = job(dp_shard=8, stage=3, **fields)
+        found = replace(found, framework=replace(plait(), hidden_dp=0.0))
         return one(estimate(found).step.terms["dp"])
 
     reached = 50e9 * rates["nic"] / 8 ** rates["congestion"]
     expected = 2 * 7 / 8 * 4 * float(named("llama-3-8b").parameters) / 8 / reached
     assert expected > 0.1
-    assert exposed(gpus=64, dp_replicate=8) - exposed(gpus=8) == pytest.approx(
-        expected * rates["dp"], rel=0.05
-    )
+    difference = exposed(gpus=64, dp_replicate=8) - exposed(gpus=8)
+    assert difference == pytest.approx(expected * rates["dp"], rel=0.05)
 
 
 def test_stages_send_what_a_rank_has():
-    """All of the hidden state without sequence parallelism, a share of it with."""
-    fields = {
-        "gpus": 64,
-        "pp": 2,
-        "tp": 4,
-        "dp_replicate": 8,
-        "schedule": SCHEDULES.index("1f1b"),
-        "accumulation": 8,
-    }
-    rates = fitted_priors().rates
-    whole, shared = (
-        one(send_seconds(job(sp=sp, **fields), rates)) - one(plait().send_seconds) for sp in (0, 1)
+    """A rank sends the full hidden state without sequence parallelism, and its share with it."""
+    fields = {"pp": 2, "tp": 4, "dp_replicate": 8, "schedule": SCHEDULES.index("1f1b")}
+    full, share = (
+        send_seconds(job(sp=sp, accumulation=8, **fields), fitted_priors().rates) for sp in (0, 1)
     )
-    assert whole == pytest.approx(4 * shared)
+    start = one(plait().send_seconds)
+    assert one(full) - start == pytest.approx(4 * (one(share) - start))
 
 
 def test_a_token_goes_once_to_a_node_with_several_of_its_experts():
-    """By counting draws: 8 of 32 experts on 4 nodes."""
+    """The expected number of nodes is counted in draws of 8 of 32 experts on 4 nodes."""
     drawn = np.random.default_rng(0).integers(0, 4, (100_000, 8))
     nodes = np.mean([len(set(row)) for row in drawn[:20_000].tolist()])
-    slow = datasheet_priors().constants | {
-        "latency": replace(datasheet_priors().constants["latency"], median=1e-9)
-    }
-    rates = Rates({name: constant.median for name, constant in slow.items()})
-    own = job("qwen3-235b-a22b", gpus=32, dp_shard=32, stage=1, ep=32, micro_batch=1)
-    other = replace(own, framework=framework("megatron-core"))
-    assert one(expert_seconds(other, rates, 0.0)) / one(
-        expert_seconds(own, rates, 0.0)
-    ) == pytest.approx(nodes / 8, rel=0.01)
-    inside = {"gpus": 8, "dp_shard": 8, "stage": 1, "ep": 8, "micro_batch": 1}
-    own = job("qwen3-235b-a22b", **inside)
-    assert one(
-        expert_seconds(replace(own, framework=framework("megatron-core")), rates, 0.0)
-    ) == pytest.approx(one(expert_seconds(own, rates, 0.0)))
+    slow = {name: constant.median for name, constant in datasheet_priors().constants.items()}
+    rates = Rates(slow | {"latency": 1e-9})
+
+    def megatrons_share(gpus):
+        fields = {"gpus": gpus, "dp_shard": gpus, "ep": gpus, "stage": 1, "micro_batch": 1}
+        ours = job("qwen3-235b-a22b", **fields)
+        theirs = replace(ours, framework=framework("megatron-core"))
+        return one(expert_seconds(theirs, rates, 0.0)) / one(expert_seconds(ours, rates, 0.0))
+
+    assert megatrons_share(32) == pytest.approx(nodes / 8, rel=0.01)
+    assert megatrons_share(8) == pytest.approx(1)
 
 
 def test_wide_experts_reach_what_dense_layers_do():
@@ -352,21 +304,15 @@ def test_wide_experts_reach_what_dense_layers_do():
 
 
 def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
-    """Activations of the first stage, fp16 and dropout and unfused attention, as arXiv 2205.05198 counts them."""
-    at = layouts(
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        schedule=SCHEDULES.index("interleaved" if vpp > 1 else "1f1b") if pp > 1 else 0,
-        micro_batch=micro_batch,
-        accumulation=64,
-        **fields,
-    )
-    found = Job(
-        named(model), device("a100"), framework("Megatron-LM"), at, 2048, PRECISIONS.index("fp16")
-    )
-    plain = unlearned_of_all().rates
-    return one(estimate(found, plain).memory.terms["activations"]) / GIB
+    """Activations of the first stage in GiB as arXiv 2205.05198 counts them: fp16, dropout, unfused attention."""
+    schedule = 0
+    if pp > 1:
+        schedule = SCHEDULES.index("interleaved" if vpp > 1 else "1f1b")
+    fields |= {"tp": tp, "pp": pp, "vpp": vpp, "schedule": schedule, "micro_batch": micro_batch}
+    layout = layouts(accumulation=64, **fields)
+    precision = PRECISIONS.index("fp16")
+    found = Job(named(model), device("a100"), framework("Megatron-LM"), layout, 2048, precision)
+    return one(estimate(found, unlearned_of_all().rates).memory.terms["activations"]) / GIB
 
 
 @pytest.mark.parametrize(
@@ -380,10 +326,10 @@ def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
     ],
 )  # fmt: skip
 def test_activations_of_the_megatron_paper(model, tp, pp, vpp, micro_batch, plain, selective):
-    assert korthikanti(model, tp, pp, vpp, micro_batch) == pytest.approx(plain, rel=0.1)
-    assert korthikanti(
-        model, tp, pp, vpp, micro_batch, sp=1, recompute=RECOMPUTE.index("selective")
-    ) == pytest.approx(selective, rel=0.1)
+    degrees = (model, tp, pp, vpp, micro_batch)
+    assert korthikanti(*degrees) == pytest.approx(plain, rel=0.1)
+    recompute = RECOMPUTE.index("selective")
+    assert korthikanti(*degrees, sp=1, recompute=recompute) == pytest.approx(selective, rel=0.1)
 
 
 def test_every_zero_stage_updates_the_shards_alone():
@@ -395,13 +341,12 @@ def test_every_zero_stage_updates_the_shards_alone():
 
 
 def test_stages_are_cut_evenly_or_with_the_ends_counted():
-    model = named("llama-3-405b")  # 126 layers
+    """Llama 3 405B has 126 layers."""
 
     def cut(pp, vpp):
-        found = job("llama-3-405b", pp=pp, vpp=vpp)
-        return tuple(int(one(x)) for x in stage_layers(found))
+        return tuple(int(one(x)) for x in stage_layers(job("llama-3-405b", pp=pp, vpp=vpp)))
 
-    assert model.layers == 126
+    assert named("llama-3-405b").layers == 126
     assert cut(8, 8) == (16, 15, 15)  # 126 + 2 divide into 64 chunks
     assert cut(9, 1) == (14, 14, 14)
     assert cut(4, 1) == (32, 31, 31)
@@ -409,11 +354,9 @@ def test_stages_are_cut_evenly_or_with_the_ends_counted():
 
 
 def test_attention_that_stays_whole_is_dearer():
-    split = replace(job("gpt3-13b", tp=8), replicates_attention=False)
-    whole = replace(split, replicates_attention=True)
-    one_split, one_whole = estimate(split), estimate(whole)
-    assert one(one_whole.step.terms["attention"]) == pytest.approx(
-        8 * one(one_split.step.terms["attention"])
-    )
-    assert one(one_whole.step.terms["tp"]) > one(one_split.step.terms["tp"])
-    assert one(one_whole.memory.allocated) > one(one_split.memory.allocated)
+    job_split = replace(job("gpt3-13b", tp=8), replicates_attention=False)
+    split, full = estimate(job_split), estimate(replace(job_split, replicates_attention=True))
+    attention = one(split.step.terms["attention"])
+    assert one(full.step.terms["attention"]) == pytest.approx(8 * attention)
+    assert one(full.step.terms["tp"]) > one(split.step.terms["tp"])
+    assert one(full.memory.allocated) > one(split.memory.allocated)

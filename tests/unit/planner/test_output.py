@@ -1,8 +1,9 @@
-"""A plan writes what it chose and nothing else: whatever a file says stays as it is written, and the choice was made for it (D1, D2)."""
+"""A plan fills in what a file leaves open. What the file says stays as it is written, and the choice is made for it (D1, D2)."""
 
 import copy
 import json
 import random
+import re
 
 import pytest
 
@@ -19,7 +20,7 @@ MODEL = {"config": {"model_type": "llama", "hidden_size": 512, "intermediate_siz
 CLUSTER = cluster("h100", 8)
 
 CHOICES = {
-    # key, by one of its names: values of which some are left out, "auto" or fixed, in every form that files have
+    # Values of a key, by one of its names: left out, "auto" or fixed, in every form that files have.
     "train_micro_batch_size_per_gpu": ("auto", 1, "2", None),
     "gradient_accumulation_steps": ("auto", None),
     "zero_optimization": (
@@ -50,11 +51,8 @@ CHOICES = {
 def files(seed, count):
     draw = random.Random(seed)
     for _ in range(count):
-        tree = {
-            "train_batch_size": draw.choice([32, "32", 64.0]),
-            "model": MODEL,
-            "data": {"sequence_length": 512},
-        }
+        tree = {"model": MODEL, "data": {"sequence_length": 512}}
+        tree["train_batch_size"] = draw.choice([32, "32", 64.0])
         for key, values in CHOICES.items():
             value = draw.choice(values)
             if value is not None:
@@ -72,59 +70,54 @@ def leaves(tree, at=""):
 
 
 def same(before, after):
-    """Every value of `before` but "auto" stands in `after`, in the same form."""
+    """Every value of `before` except "auto" is in `after`, in the same form."""
     short = {"zero_optimization": True}
     for path, value in leaves(before).items():
         if value == "auto" or (path.endswith("dp_shard") and value == -1):
             continue
         if path in short and value is True and isinstance(after[path], dict):
-            assert after[path]["stage"] == 1  # written out, to take what was chosen beside it
+            assert after[path]["stage"] == 1  # written out, because the plan adds keys to it
             continue
         found = leaves(after)[path]
         assert found == value and type(found) is type(value), path
 
 
+def planned_for(tree):
+    return configuration.read_file(examine_source(tree)[1])
+
+
 def check(tree):
-    """Whether there is a plan for it; if there is, that it keeps the file and is what was priced."""
+    """Whether the file has a plan. If so, the plan keeps the file's values, and the written file resolves to the priced layout."""
     before = copy.deepcopy(tree)
     try:
-        made, found = configuration.complete(
-            configuration.read_file(examine_source(tree)[1]), cluster=CLUSTER
-        )
+        made, found = configuration.complete(planned_for(tree), cluster=CLUSTER)
     except (ConfigError, InputError):
         return False
     assert tree == before
     same(tree, made)
-    assert "auto" not in [
-        value for path, value in leaves(made).items() if path != "gradient_clipping"
-    ]
+    open_fields = {path for path, value in leaves(made).items() if value == "auto"}
+    assert open_fields <= {"gradient_clipping"}
     resolved, at = resolve(load(made), world_size=8), found.best[0].layout
-    assert {
-        name: resolved.layout.degrees[name] for name in ("tp", "pp", "dp_shard", "dp_replicate")
-    } == {name: at[name] for name in ("tp", "pp", "dp_shard", "dp_replicate")}
-    assert (resolved.data_parallel.stage, resolved.batch.micro_batch_size) == (
-        at["stage"],
-        at["micro_batch"],
-    )
-    assert (
-        resolved.optimizer_offload.ratio if resolved.optimizer_offload.device != "none" else 0
-    ) == at["offload"]
-    precision = {"bfloat16": "bf16", "float16": "fp16", None: "fp32"}[resolved.precision.compute]
-    assert found.request.precision == precision
-    assert {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", None: "fp32"}[
-        resolved.precision.reduce
-    ] == found.request.reduce
+    for name in ("tp", "pp", "dp_shard", "dp_replicate"):
+        assert resolved.layout.degrees[name] == at[name]
+    assert resolved.data_parallel.stage == at["stage"]
+    assert resolved.batch.micro_batch_size == at["micro_batch"]
+    offload = resolved.optimizer_offload
+    assert at["offload"] == (0 if offload.device == "none" else offload.ratio)
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", None: "fp32"}
+    assert names[resolved.precision.compute] == found.request.precision
+    assert names[resolved.precision.reduce] == found.request.reduce
     return True
 
 
 def test_a_plan_keeps_what_a_file_says():
-    """D1: random files, each planned for, and what comes out compared with what went in."""
+    """D1: plans for random files keep what the files say."""
     assert sum(check(tree) for tree in files(seed=1, count=4)) >= 2
 
 
 @pytest.mark.proof
 def test_a_plan_keeps_what_many_files_say():
-    """D1, at length."""
+    """D1: the same with many files."""
     assert sum(check(tree) for tree in files(seed=2, count=400)) >= 200
 
 
@@ -132,23 +125,9 @@ def written(tmp_path, tree, *options):
     file, out = tmp_path / "file.json", tmp_path / "out.json"
     file.write_text(json.dumps(tree))
     out.unlink(missing_ok=True)
+    command = ["plan", str(file), "--gpu", "h100", "--world-size", "8", "--out", str(out)]
     try:
-        code = int(
-            main(
-                [
-                    "plan",
-                    str(file),
-                    "--gpu",
-                    "h100",
-                    "--world-size",
-                    "8",
-                    "--out",
-                    str(out),
-                    *options,
-                ]
-            )
-            or 0
-        )
+        code = int(main([*command, *options]) or 0)
     except SystemExit as end:
         code = int(end.code or 0)
     return code, json.loads(out.read_text()) if out.exists() else {}
@@ -158,28 +137,22 @@ def test_the_command_keeps_what_a_file_says(tmp_path, capsys):
     """D2: short forms, other names, and files that compute in fp16 or fp32 stay what they are."""
     base = {"train_batch_size": 32, "model": MODEL, "data": {"sequence_length": 512}}
     fp16 = {"enabled": True, "loss_scale": 128, "hysteresis": 3}
-    for more in (
-        {"zero_optimization": True, "fp16": fp16},
-        {
-            "tensor_parallel": {"autotp_size": 2},
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        },
-        {"bf16": {"enabled": True}, "parallel": {"pipeline": {"schedule": "gpipe"}, "pp": 2}},
+    on_host = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    gpipe = {"pipeline": {"schedule": "gpipe"}, "pp": 2}
+    for more, compute in (
+        ({"zero_optimization": True, "fp16": fp16}, "float16"),
+        ({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": on_host}, None),
+        ({"bf16": {"enabled": True}, "parallel": gpipe}, "bfloat16"),
     ):
         code, made = written(tmp_path, base | more)
-        assert code == 0, capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert code == 0, shown.err
         same(base | more, made)
-        resolved = resolve(load(made), world_size=8)
-        assert resolved.precision.compute == (
-            "float16" if "fp16" in more else "bfloat16" if "bf16" in more else None
-        )
-        shown = capsys.readouterr().out
-        assert "fixes" in shown and ("--precision bf16" in shown) == (
-            "fp16" not in more and "bf16" not in more
-        )
-    code, made = written(
-        tmp_path, base | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-    )
+        assert resolve(load(made), world_size=8).precision.compute == compute
+        assert "fixes" in shown.out
+        assert ("--precision bf16" in shown.out) == (compute is None)
+    automatic = {key: {"enabled": "auto"} for key in ("bf16", "fp16")}
+    code, made = written(tmp_path, base | automatic)
     assert code == 0 and made["bf16"] == {"enabled": True} and made["fp16"] == {"enabled": False}
 
 
@@ -191,93 +164,53 @@ def test_an_option_wins_over_the_file_and_says_so(tmp_path, capsys):
         "fp16": {"enabled": True},
         "data": {"sequence_length": 64},
     }
-    code, made = written(
-        tmp_path, tree, "--fix", "tp=4", "--batch", "64", "--precision", "bf16", "--seq", "128"
-    )
-    assert code == 0, capsys.readouterr().err
-    shown = capsys.readouterr().out
+    options = ["--fix", "tp=4", "--batch", "64", "--precision", "bf16", "--seq", "128"]
+    code, made = written(tmp_path, tree, *options)
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
     for text in (
         "tensor_parallel.tp_size = 2",
         "train_batch_size = 32",
         "data.sequence_length = 64",
         "fp16.enabled = True",
     ):
-        assert f"{text} of {tmp_path / 'file.json'} is overridden by the command line" in shown
-    assert (
-        made["parallel"]["tp"] == 4
-        and made["train_batch_size"] == 64
-        and made["data"]["sequence_length"] == 128
-    )
-    assert (
-        made["bf16"] == {"enabled": True}
-        and "enabled" not in made["fp16"]
-        and "tp_size" not in made["tensor_parallel"]
-    )
+        words = f"{text} of {tmp_path / 'file.json'} is overridden by the command line"
+        assert words in shown.out
+    assert (made["parallel"]["tp"], made["train_batch_size"]) == (4, 64)
+    assert made["data"]["sequence_length"] == 128 and made["bf16"] == {"enabled": True}
+    assert "enabled" not in made["fp16"] and "tp_size" not in made["tensor_parallel"]
 
 
-def test_what_a_plan_cannot_keep_is_refused():
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"parallel": {"pp": "auto", "tp": "x"}}, "parallel.tp = 'x': must be a whole number"),  # D7
+        ({"parallel": {"pp": "auto", "pipeline": {"blocks_per_stage": [4, 4]}}}, "it fixes the stages, but parallel.pp leaves their number open"),
+        ({"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}}, "not a schedule that the planner supports"),
+        ({"parallel": {"tp": "auto", "recompute": {"budget_gib": 4}}}, "the planner chooses budgets itself"),
+        ({"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}}, "a fixed mode has none; leave it out"),
+        ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': only Transformers' --bf16 and --fp16 choose it"),
+    ],
+)  # fmt: skip
+def test_what_a_plan_cannot_keep_is_refused(more, words):
     base = {"train_batch_size": 32, "model": MODEL, "parallel": {"tp": "auto"}}
-    for more, words in (
-        (
-            {"parallel": {"pp": "auto", "tp": "x"}},
-            "parallel.tp = 'x': must be a whole number",
-        ),  # D7
-        (
-            {"parallel": {"pp": "auto", "pipeline": {"blocks_per_stage": [4, 4]}}},
-            "it fixes the stages, but parallel.pp leaves their number open",
-        ),
-        (
-            {"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}},
-            "not a schedule that the planner supports",
-        ),
-        (
-            {"parallel": {"tp": "auto", "recompute": {"budget_gib": 4}}},
-            "the planner chooses budgets itself",
-        ),
-        (
-            {"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}},
-            "a fixed mode has none; leave it out",
-        ),
-        (
-            {"bf16": {"enabled": "auto"}},
-            "bf16.enabled = 'auto': only Transformers' --bf16 and --fp16 choose it",
-        ),
-    ):
-        with pytest.raises(ConfigError) as error:
-            configuration.complete(
-                configuration.read_file(examine_source(base | more)[1]), cluster=CLUSTER
-            )
-        assert words in str(error.value)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        configuration.complete(planned_for(base | more), cluster=CLUSTER)
 
 
 def test_every_setting_is_priced_or_named():
     """A new setting is unmodelled until somebody says otherwise, and the lists name settings that exist."""
     for name in (*MODELLED, *WITHOUT_EFFECT):
         assert any(path == name or path.startswith(f"{name}.") for path in schema_fields()), name
-    assert (
-        unmodelled(
-            load(
-                {
-                    "zero_optimization": {"stage": 2},
-                    "bf16": {"enabled": True},
-                    "run": {},
-                    "optimizer": {"type": "Adam"},
-                }
-            )
-        )
-        == ()
-    )
+    stage = {"stage": 2}
+    tree = {"zero_optimization": stage, "bf16": {"enabled": True}, "run": {}, "optimizer": {"type": "Adam"}}  # fmt: skip
+    assert unmodelled(load(tree)) == ()
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+    recompute = {"mode": "full", "every": 2}
     tree = {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
-        },
+        "zero_optimization": stage | offload,
         "optimizer": {"type": "SGD", "params": {"lr": 1}},
-        "parallel": {
-            "tensor_overlap": 4,
-            "recompute": {"mode": "full", "every": 2},
-            "compress_gradients": "int8",
-        },
+        "parallel": {"tensor_overlap": 4, "recompute": recompute, "compress_gradients": "int8"},
     }
     assert unmodelled(load(tree)) == (
         "zero_optimization.offload_optimizer.device = nvme",
@@ -289,15 +222,9 @@ def test_every_setting_is_priced_or_named():
 
 
 def test_compilation_says_why_it_has_no_pipeline():
-    """D8: the rule that refuses the pair, not that there was no pipeline at all."""
-    request = configuration.request_of(
-        configuration.read_file(
-            examine_source({"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}})[
-                1
-            ]
-        ),
-        CLUSTER,
-    )
+    """D8: the message is the rule that refuses the pair, and not that there was no pipeline at all."""
+    tree = {"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}}
+    request = configuration.request_of(planned_for(tree), CLUSTER)
     with pytest.raises(ConfigError) as error:
         plan(request, fixed={"pp": 4})
     assert "compil" in str(error.value) and "this version runs no pipeline" not in str(error.value)

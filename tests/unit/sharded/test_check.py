@@ -22,22 +22,17 @@ from tests.parity import cases
 
 
 def resolved(world_size, **parallel):
-    file = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "parallel": parallel,
-    }
-    return resolve(load(file), world_size=world_size)
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    return resolve(load({**sizes, "parallel": parallel}), world_size=world_size)
 
 
 class Refusing(Technique):
-    """A technique that no model is fit for."""
+    """A technique that refuses every model."""
 
     def check(self, context):
         assert not dist.is_initialized()
-        raise ModelError(
-            f"{type(context.model).__name__} is not fit for {context.layout.world_size} processes"
-        )
+        name, count = type(context.model).__name__, context.layout.world_size
+        raise ModelError(f"{name} is not fit for {count} processes")
 
 
 def test_a_technique_of_ones_own_refuses():
@@ -46,7 +41,7 @@ def test_a_technique_of_ones_own_refuses():
 
 
 def test_initialize_refuses_before_a_process_group_exists():
-    """Two processes are asked for, and there is one: a group would be refused for that, if one were made."""
+    """The configuration is for two processes, and there is one. A process group would be refused for that reason."""
     model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="no repeated blocks"):
         plait.initialize(model, resolved(2, recompute={"mode": "full"}))
@@ -56,52 +51,38 @@ def test_initialize_refuses_before_a_process_group_exists():
 
 
 def test_the_list_of_techniques_is_in_order():
-    """One list, made by the configuration, with every technique in it once."""
+    """The configuration makes one list with every technique in it once."""
     assert tuple(type(technique) for technique in resolved(1).techniques) == ORDER
 
 
 def test_plans_are_kept_and_need_no_model_twice():
-    """What checks find out is a note; without a model, only pairs and what the file shows are refused."""
+    """Checks keep their results as notes. Without a model, only combinations and errors of the file are refused."""
     with torch.device("meta"):
         model = cases.build("llama", tied=False, layers=4)
-    checked = checked_model(model, resolved(4, pp=2, tp=2))
-    plan, pipeline = checked.parts.plans.tensor, checked.parts.plans.pipeline
-    assert (
-        plan is not None
-        and pipeline is not None
-        and pipeline.schedule.pp == 2
-        and pipeline.staged is None
-    )
+    plans = checked_model(model, resolved(4, pp=2, tp=2)).parts.plans
+    assert plans.tensor is not None
+    assert plans.pipeline.schedule.pp == 2 and plans.pipeline.staged is None
     assert check_all(resolved(4, pp=2, tp=2).context()) == Plans()
-    wrong = resolve(
-        load({"compile": {"enabled": True, "backend": "nonsense"}}),
-        world_size=1,
-        micro_batch_size=1,
-    )
+    file = load({"compile": {"enabled": True, "backend": "nonsense"}})
+    wrong = resolve(file, world_size=1, micro_batch_size=1)
     with pytest.raises(ConfigError, match=r"compile\.backend"):
         check_all(wrong.context())
 
 
 def test_all_at_once():
+    techniques = (Compile(enabled=True), DataParallel(secondary_partition=2))
+    context = TechniqueContext(Layout(pp=2, cp=2, tp=2), techniques)
     with pytest.raises(ConfigError) as caught:
-        refuse_incompatible(
-            TechniqueContext(
-                Layout(pp=2, cp=2, tp=2),
-                (Compile(enabled=True), DataParallel(secondary_partition=2)),
-            )
-        )
-    assert [problem.field for problem in caught.value.problems] == [
-        refusal.field for refusal in UNSUPPORTED_COMBINATIONS
-    ]
+        refuse_incompatible(context)
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == [refusal.field for refusal in UNSUPPORTED_COMBINATIONS]
 
 
 def test_what_works_passes():
-    """Data, tensor and pipeline parallelism, compiled data parallelism, a secondary partition."""
+    """Data, tensor and pipeline parallelism, compiled data parallelism and a secondary partition are accepted."""
     refuse_incompatible(TechniqueContext(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)))
-    refuse_incompatible(
-        TechniqueContext(Layout(dp_shard=4), (DataParallel(secondary_partition=2),))
-    )
-    refuse_incompatible(TechniqueContext(Layout(dp_shard=4), (Compile(enabled=True),)))
+    for technique in (DataParallel(secondary_partition=2), Compile(enabled=True)):
+        refuse_incompatible(TechniqueContext(Layout(dp_shard=4), (technique,)))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -25,15 +25,20 @@ CONFIG = {
 
 def model(*, rows=64):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=rows,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"vocab_size": rows, "hidden_size": 32, "intermediate_size": 48}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **layers))
+
+
+def initialized(model):
+    return plait.initialize(model, CONFIG, loss_fn=plait.causal_lm_loss)
+
+
+def save_with_more_rows(folder, target):
+    """Resize a saved model as the messages advise."""
+    resized = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    resized.resize_token_embeddings(70)
+    resized.save_pretrained(target)
 
 
 def loss_of_a_step(engine, token):
@@ -43,16 +48,15 @@ def loss_of_a_step(engine, token):
 
 def test_resized_after_training():
     """The optimizer's states have the former size. An update wrote past their end, and the process crashed."""
-    engine = plait.initialize(model(), CONFIG, loss_fn=plait.causal_lm_loss)
+    engine = initialized(model())
     loss_of_a_step(engine, 3)
     engine.model.resize_token_embeddings(70)
-    with pytest.raises(
-        InputError, match=r"embed_tokens.weight` has shape \(70, 32\), and had \(64, 32\)"
-    ):
+    words = r"embed_tokens.weight` has shape \(70, 32\), and had \(64, 32\)"
+    with pytest.raises(InputError, match=words):
         loss_of_a_step(engine, 68)
     engine.close()
-    # As the message says: the model, resized, is given to plait.initialize.
-    again = plait.initialize(engine.model, CONFIG, loss_fn=plait.causal_lm_loss)
+    # The message says that the resized model is given to plait.initialize.
+    again = initialized(engine.model)
     assert loss_of_a_step(again, 68) > 0
     again.close()
 
@@ -63,20 +67,12 @@ def test_resized_before_it_has_weights(tmp_path):
     assert found.resize_token_embeddings().num_embeddings == 64
     with pytest.raises(InputError, match="resize and save it once") as error:
         found.resize_token_embeddings(70)
-    assert "from_pretrained" in str(error.value) and "resize_token_embeddings(70)" in str(
-        error.value
-    )
-
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-    whole.resize_token_embeddings(70)
-    whole.save_pretrained(tmp_path / "large")
-    engine = plait.initialize(
-        plait.from_pretrained(tmp_path / "large"), CONFIG, loss_fn=plait.causal_lm_loss
-    )
-    assert (
-        engine.model.get_input_embeddings().weight.shape == (70, 32)
-        and loss_of_a_step(engine, 68) > 0
-    )
+    assert "from_pretrained" in str(error.value)
+    assert "resize_token_embeddings(70)" in str(error.value)
+    save_with_more_rows(tmp_path / "small", tmp_path / "large")
+    engine = initialized(plait.from_pretrained(tmp_path / "large"))
+    assert engine.model.get_input_embeddings().weight.shape == (70, 32)
+    assert loss_of_a_step(engine, 68) > 0
     engine.close()
 
 
@@ -84,7 +80,7 @@ def test_resized_once_it_has_weights(tmp_path):
     """The model of an engine that was closed is the caller's."""
     model().save_pretrained(tmp_path)
     found = plait.from_pretrained(tmp_path)
-    plait.initialize(found, CONFIG, loss_fn=plait.causal_lm_loss).close()
+    initialized(found).close()
     assert found.resize_token_embeddings(70).num_embeddings == 70
 
 
@@ -97,10 +93,7 @@ def test_more_tokens_than_a_saved_model_has(tmp_path):
     with pytest.raises(ConfigError, match=r"model.resize_token_embeddings\(70\)") as error:
         build_model(ModelSection(path=str(tmp_path / "small")), tokenizer, positions=8)
     assert "set model.path to that folder" in str(error.value) and "or more" not in str(error.value)
-
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-    whole.resize_token_embeddings(70)
-    whole.save_pretrained(tmp_path / "large")
+    save_with_more_rows(tmp_path / "small", tmp_path / "large")
     built = build_model(ModelSection(path=str(tmp_path / "large")), tokenizer, positions=8)
     assert built.model.config.vocab_size == 70
 
@@ -132,7 +125,7 @@ def test_configuration_of_transformers_without_deepspeed(tmp_path):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_configuration_is_patched_in_either_order(is_first, monkeypatch, tmp_path):
-    """Whether Transformers or Plait is imported first."""
+    """Transformers or Plait may be imported first."""
     lines = (
         "from importlib.metadata import version",
         "unset_hf_deepspeed_config = int",
@@ -167,8 +160,6 @@ def test_adapters_on_a_model_without_weights(tmp_path):
     with pytest.raises(InputError, match="build it with LlamaForCausalLM.from_pretrained"):
         plait.initialize(peft.get_peft_model(plait.from_pretrained(tmp_path), lora), CONFIG)
     whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    engine = plait.initialize(
-        peft.get_peft_model(whole, lora), CONFIG, loss_fn=plait.causal_lm_loss
-    )
+    engine = initialized(peft.get_peft_model(whole, lora))
     assert loss_of_a_step(engine, 3) > 0
     engine.close()

@@ -35,27 +35,19 @@ def test_the_vocabulary_and_the_end_mark_follow_the_tokenizer(tokenizer):
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_the_dtype_is_the_parameters(tokenizer, name):
     section = _section().model_copy(update={"dtype": name})
-    assert {p.dtype for p in build_model(section, tokenizer, positions=64).model.parameters()} == {
-        getattr(torch, name)
-    }
+    model = build_model(section, tokenizer, positions=64).model
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, name)}
 
 
 def test_older_names_of_an_architecture_are_known(tokenizer):
-    section = ModelSection(
-        config={
-            "model_type": "gpt2",
-            "hidden_size": 32,
-            "n_layer": 2,
-            "num_attention_heads": 2,
-            "n_positions": 64,
-        }
-    )
+    fields = {"hidden_size": 32, "n_layer": 2, "num_attention_heads": 2, "n_positions": 64}
+    section = ModelSection(config={"model_type": "gpt2", **fields})
     config = build_model(section, tokenizer, positions=64).model.config
     assert (config.n_embd, config.n_head, config.n_positions) == (32, 2, 64)
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "words"),
     [
         (_section(hiden_act="gelu"), r"model\.config\.hiden_act = 'gelu': a 'llama' configuration has no such field; use 'hidden_act'"),
         (_section(num_layers=3, rope=1), r"(?s)model\.config\.num_layers.*model\.config\.rope"),
@@ -67,8 +59,8 @@ def test_older_names_of_an_architecture_are_known(tokenizer):
         (_section(max_position_embeddings=63), r"has 63 positions and the run needs 64"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(tokenizer, section, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_does_not_fit_is_refused(tokenizer, section, words):
+    with pytest.raises(ConfigError, match=words):
         build_model(section, tokenizer, positions=64)
 
 
@@ -86,35 +78,21 @@ BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 32, "num_h
     [
         BERT,
         {"model_type": "xlm", "emb_dim": 32, "n_layers": 1, "n_heads": 2},
-        {
-            "model_type": "gemma",
-            "hidden_size": 32,
-            "head_dim": 16,
-            "num_hidden_layers": 1,
-            "use_bidirectional_attention": True,
-        },
+        {"model_type": "gemma", "hidden_size": 32, "head_dim": 16, "num_hidden_layers": 1, "use_bidirectional_attention": True},
     ],
-)
+)  # fmt: skip
 def test_a_bidirectional_model_is_refused(tokenizer, fields):
-    with pytest.raises(
-        ConfigError, match="lets tokens attend to the later tokens.*plait.hf.Trainer"
-    ):
+    words = "lets tokens attend to the later tokens.*plait.hf.Trainer"
+    with pytest.raises(ConfigError, match=words):
         build_model(ModelSection(config=fields), tokenizer, positions=64)
 
 
 def test_causal_models_are_built(tokenizer):
-    """The remedy of the refusal, and a type whose `is_decoder` says nothing."""
-    neox = {
-        "model_type": "gpt_neox_japanese",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    """One is the remedy of the refusal, the other a type whose `is_decoder` says nothing."""
+    neox = {"model_type": "gpt_neox_japanese", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}  # fmt: skip
     for fields in ({**BERT, "is_decoder": True}, neox):
-        assert (
-            build_model(ModelSection(config=fields), tokenizer, positions=64).kind
-            == fields["model_type"]
-        )
+        built = build_model(ModelSection(config=fields), tokenizer, positions=64)
+        assert built.kind == fields["model_type"]
 
 
 def test_weights_come_with_their_configuration(tokenizer, tmp_path):
@@ -132,9 +110,8 @@ def test_quantised_weights_are_refused(tokenizer, tmp_path, method):
     saved = build_model(_section(), tokenizer, positions=64).model.to_empty(device="cpu")
     saved.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}})
-    )
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}
+    path.write_text(json.dumps(config))
     with pytest.raises(InputError, match=rf"model.path: .* are quantised \({method}\)"):
         build_model(ModelSection(path=str(tmp_path)), tokenizer, positions=64)
 

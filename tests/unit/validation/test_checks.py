@@ -121,14 +121,8 @@ def test_constants_of_the_planner(tmp_path_factory):
     figures = device_of("h100")
     calibration = kernels.calibration_of(H100_KERNELS, figures)
     constants = kernels.constants_of(calibration)
-    assert constants == pytest.approx(
-        {
-            "gemm.hopper": 700 / 989,
-            "attention.hopper": 400 / 989,
-            "memory": 2.9 / 3.35,
-            "ramp": 4e-6,
-        }
-    )
+    shares = {"gemm.hopper": 700 / 989, "attention.hopper": 400 / 989, "memory": 2.9 / 3.35}
+    assert constants == pytest.approx(shares | {"ramp": 4e-6})
     path = tmp_path_factory.mktemp("calibration") / "h100.json"
     save_calibration(path, calibration, CalibrationOrigin("h100"))
     loaded, origin = load_calibration(path)
@@ -158,14 +152,10 @@ def test_attention_kernels(context):
     result = attention.kernels(context, {})
     assert result.outcome == "passed", result.reason
     assert result.numbers["float32"]["kernel"] == "cpu"
-    assert (
-        0
-        < result.numbers["bfloat16, documents"]["largest_error"]
-        < attention.ALLOWED[torch.bfloat16]
-    )
-    problems = attention.problems_of(
-        attention.Case(torch.float16), "flash", {"output": 1.0, "gradient of key": float("nan")}
-    )
+    error = result.numbers["bfloat16, documents"]["largest_error"]
+    assert 0 < error < attention.ALLOWED[torch.bfloat16]
+    errors = {"output": 1.0, "gradient of key": float("nan")}
+    problems = attention.problems_of(attention.Case(torch.float16), "flash", errors)
     assert problems == [
         "float16 (flash): error of the output 1.0e+00, allowed 4e-03",
         "float16 (flash): error of the gradient of key nan, allowed 4e-03",

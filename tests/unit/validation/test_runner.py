@@ -69,9 +69,8 @@ def test_a_launch_that_does_not_start(monkeypatch):
 def test_rows_of_low_value_are_left_out():
     """Rows that do not fit are not run, with the numbers; a shorter row after them still fits."""
     budget = LAUNCH_PLANNED_SECONDS + 100
-    results = run(
-        [row("a", planned=40), row("b", planned=125), row("c", planned=30)], budget=budget
-    )
+    rows = [row("a", planned=40), row("b", planned=125), row("c", planned=30)]
+    results = run(rows, budget=budget)
     assert [result.outcome for result in results] == ["passed", "not run", "passed"]
     assert "planned for 125 s" in results[1].reason and "raise --minutes" in results[1].reason
 

@@ -10,27 +10,20 @@ from plait.validation.peers import Llama, transformers_fsdp2
 from plait.validation.rows import NotRun, summary_of
 from plait.validation.throughput import TRAINERS, Visit
 
-NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-    "input_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+LAYERS = {
+    "input_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj", "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 def transformers_name(name):
-    if name in NAMES:
-        return NAMES[name]
-    _, index, layer, leaf = name.split(".")
-    return f"model.layers.{index}.{NAMES[layer]}.{leaf}"
+    module, leaf = name.rsplit(".", 1)
+    if module in ENDS:
+        return f"{ENDS[module]}.{leaf}"
+    _, index, layer = module.split(".")
+    return f"model.layers.{index}.{LAYERS[layer]}.{leaf}"
 
 
 def test_the_hand_written_llama_is_the_llama_of_transformers():
@@ -40,21 +33,19 @@ def test_the_hand_written_llama_is_the_llama_of_transformers():
     for name, parameter in ours.named_parameters():
         parameter.data.copy_(theirs.get_parameter(transformers_name(name)))
     batch = random_batch(workload, torch.device("cpu"), seed=1)
-    loss = theirs(input_ids=batch["input_ids"]).logits
-    loss = torch.nn.functional.cross_entropy(
-        loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-    )
-    loss.backward()
-    own_loss = ours.logits(batch["input_ids"])
-    own_loss = torch.nn.functional.cross_entropy(
-        own_loss[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-    )
-    own_loss.backward()
+
+    def backward(logits):
+        labels = batch["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
+        loss.backward()
+        return loss
+
+    loss = backward(theirs(input_ids=batch["input_ids"]).logits)
+    own_loss = backward(ours.logits(batch["input_ids"]))
     # Both compute the angles of positions in float32, and the norms of Transformers are float32 too.
     assert own_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in ours.named_parameters():
         expected = theirs.get_parameter(transformers_name(name)).grad
-        assert expected is not None and parameter.grad is not None
         assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-7), name
 
 
@@ -117,11 +108,11 @@ def test_fewer_layers_after_memory_ran_out(context, monkeypatch):
 
 def test_fewer_layers_after_the_allocator_had_to_retry(context, monkeypatch):
     """Steps that wait for the allocator are not compared."""
-    monkeypatch.setattr(
-        throughput,
-        "visit",
-        lambda context, name, workload: Visit(1.0, 1.0, 10, 2.0, retries=int(workload.layers > 4)),
-    )
+
+    def visit(context, name, workload):
+        return Visit(1.0, 1.0, 10, 2.0, retries=int(workload.layers > 4))
+
+    monkeypatch.setattr(throughput, "visit", visit)
     workload, visits, _ = throughput.first_visits(context, ["plait", "fsdp2"], TINY.with_layers(8))
     assert workload.layers == 4 and set(visits) == {"plait", "fsdp2"}
 
@@ -155,11 +146,7 @@ def visits(**seconds):
 
 
 def test_ratios_have_a_spread():
-    rounds = [
-        visits(plait=1.1, fsdp2=1.0),
-        visits(plait=1.0, fsdp2=1.0),
-        visits(plait=1.5, fsdp2=1.0),
-    ]
+    rounds = [visits(plait=seconds, fsdp2=1.0) for seconds in (1.1, 1.0, 1.5)]
     numbers = throughput.comparison(rounds, TINY, 1e12, 1)
     assert numbers["ratio"]["fsdp2"] == {"median": 1.1, "least": 1.0, "most": 1.5}
     assert numbers["mfu"]["fsdp2"] == pytest.approx(TINY.flops / 1e12)

@@ -1,6 +1,7 @@
 """The reference that shares no code: right by itself, and it sees mistakes that both sides of the other comparison make."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -53,47 +54,35 @@ def steps():
 
 @pytest.mark.parametrize("clipping", [0.0, 0.3])
 def test_it_is_what_torch_computes(clipping):
-    """Against torch's own cross entropy, clipping and AdamW; a step without targets has no loss, and an unused layer no gradient."""
+    """torch's cross entropy, clipping and AdamW agree. A step without targets has no loss, and an unused layer no gradient."""
     model = Model().double()
     weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     result = train(Model().double(), weights, steps(), optimizer=ADAMW, clipping=clipping)
     update = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     for index, step in enumerate(steps()):
-        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
-        total = torch.zeros((), dtype=torch.float64)
+        total, targets = torch.zeros((), dtype=torch.float64), 0
         for batch in step:
-            logits = model(
-                **{key: value for key, value in batch.items() if key != "labels"}
-            ).logits[:, :-1]
-            total = total + F.cross_entropy(
-                logits.flatten(0, 1),
-                batch["labels"][:, 1:].flatten(),
-                ignore_index=-100,
-                reduction="sum",
-            )
+            labels = batch.pop("labels")[:, 1:].flatten()
+            logits = model(**batch).logits[:, :-1].flatten(0, 1)
+            total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            targets += int((labels != -100).sum())
         (total / max(targets, 1)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clipping or math.inf)
         assert result.norms[index] == pytest.approx(float(norm), rel=1e-12, abs=1e-300)
-        assert (
-            math.isnan(result.losses[index])
-            if not targets
-            else result.losses[index] == pytest.approx(float(total) / targets, rel=1e-12)
-        )
+        loss = float(total) / targets if targets else math.nan
+        assert result.losses[index] == pytest.approx(loss, rel=1e-12, nan_ok=True)
         for name, parameter in model.named_parameters():
-            found = result.gradients[index][name]
-            assert (
-                (found is None)
-                == (parameter.grad is None)
-                == (name.startswith("side") and index != 2)
-            )
-            if found is not None and parameter.grad is not None:
-                np.testing.assert_allclose(found, parameter.grad.numpy(), rtol=1e-10, atol=1e-14)
+            gradient = result.gradients[index][name]
+            is_unused = name.startswith("side") and index != 2
+            assert (gradient is None) == (parameter.grad is None) == is_unused
+            if gradient is not None:
+                right = parameter.grad.numpy()
+                np.testing.assert_allclose(gradient, right, rtol=1e-10, atol=1e-14)
         update.step()
         update.zero_grad()
     for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(
-            result.parameters[name], parameter.detach().numpy(), rtol=1e-10, atol=1e-13
-        )
+        right = parameter.detach().numpy()
+        np.testing.assert_allclose(result.parameters[name], right, rtol=1e-10, atol=1e-13)
 
 
 def test_other_weights_are_refused():
@@ -105,7 +94,7 @@ def test_other_weights_are_refused():
 
 
 def test_batches_are_padded_on_both_sides():
-    """Rows of full length, padded on the left and on the right; lengths and numbers of targets differ."""
+    """Rows have full length, or padding on the left or on the right. Lengths and numbers of targets differ."""
     masks = [batch["attention_mask"] for step in steps() for batch in step]
     kinds = {(bool(row[0]), bool(row[-1])) for mask in masks for row in mask}
     assert kinds == {(True, True), (True, False), (False, True)}
@@ -129,7 +118,7 @@ def planned(**changes):
 
 
 def one_process(plan):
-    """What Plait's own functions compute in this process."""
+    """Return the trace that Plait's functions compute in this process."""
     built = plan.build(torch.float64)
     model = initialise_weights(built.model, blocks=(), seed=plan.resolved.seed)
     with plan.pass_context("float64", model):
@@ -137,12 +126,11 @@ def one_process(plan):
 
 
 def sections_of(plan):
-    """Of the two references on the same computation."""
+    """Return the reports of the two references on the same computation."""
     found = one_process(plan)
     second, unchecked = second_trace(plan, found)
-    return compare_float64(plan, one_process(plan), found), compare_independent(
-        plan, second, found, unchecked=unchecked
-    )
+    shared = compare_float64(plan, one_process(plan), found)
+    return shared, compare_independent(plan, second, found, unchecked=unchecked)
 
 
 def _shifted_twice(batch):
@@ -154,16 +142,12 @@ def _without_decay(spec, named):
 
 
 def test_mistakes_in_shared_code_are_seen():
-    """A loss that predicts the wrong token and an optimizer that is built wrongly: equal for a reference that shares them."""
+    """A loss that predicts the wrong token and a wrong optimizer are equal for a reference that shares them."""
     plan = planned()
     shared, independently = sections_of(plan)
     assert not shared.different and not independently.different
-    assert {row.kind for row in independently.rows} == {
-        "loss",
-        "gradient norm",
-        "gradient",
-        "parameter",
-    }
+    kinds = {row.kind for row in independently.rows}
+    assert kinds == {"loss", "gradient norm", "gradient", "parameter"}
     with patch.object(plait.losses.loss.CausalLMLoss, "_targets", staticmethod(_shifted_twice)):
         shared, independently = sections_of(plan)
         assert not shared.different and independently.different[0].kind == "loss"
@@ -175,49 +159,26 @@ def test_mistakes_in_shared_code_are_seen():
 
 
 def test_what_is_not_judged_is_said():
-    """Another optimizer is judged up to its first gradients; settings of AdamW by their meaning, defaults included."""
+    """Another optimizer is judged up to its first gradients. Settings of AdamW are judged by their meaning, defaults included."""
     plan = planned(optimizer={"type": "SGD", "params": {"lr": 0.1}})
     _, section = sections_of(plan)
     assert not section.different
-    assert {row.kind for row in section.rows} == {"loss", "gradient norm", "gradient"} and {
-        row.step for row in section.rows
-    } == {0}
-    assert section.notes == (
-        "compared: loss, norm and gradients of the first step; not compared: everything after it, because this reference only has AdamW, but the optimizer is SGD",
-    )
-    assert adamw_of(OptimizerSpec()) == independent.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.0)
-    assert adamw_of(
-        OptimizerSpec(type="Adam", params={"torch_adam": True, "lr": "auto"})
-    ) == independent.AdamW(5e-5, 0.9, 0.999, 1e-8, 0.01)
-    assert (
-        adamw_of(OptimizerSpec(type="Adam", params={"adam_w_mode": False}))
-        == "this reference only has AdamW, but the optimizer is Adam"
-    )
-    assert (
-        adamw_of(OptimizerSpec(type="AdamW", params={"amsgrad": True}))
-        == "this reference does not support amsgrad"
-    )
+    assert {row.kind for row in section.rows} == {"loss", "gradient norm", "gradient"}
+    assert {row.step for row in section.rows} == {0}
+    note = "compared: loss, norm and gradients of the first step; not compared: everything after it, because this reference only has AdamW, but the optimizer is SGD"
+    assert section.notes == (note,)
+    for fields, expected in (
+        ({}, independent.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.0)),
+        ({"type": "Adam", "params": {"torch_adam": True, "lr": "auto"}}, independent.AdamW(5e-5, 0.9, 0.999, 1e-8, 0.01)),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, "this reference only has AdamW, but the optimizer is Adam"),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, "this reference does not support amsgrad"),
+    ):  # fmt: skip
+        assert adamw_of(OptimizerSpec(**fields)) == expected
     assert "int8" in str(adamw_of(OptimizerSpec(states="int8")))
 
 
 def test_the_file_imports_nothing_of_plait():
-    """What it judges cannot be what it is made of."""
-    import ast
-
-    tree = ast.parse(Path(independent.__file__).read_text())
-    modules = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {module.partition(".")[0] for module in modules} <= {
-        "__future__",
-        "collections",
-        "dataclasses",
-        "math",
-        "numpy",
-        "torch",
-        "typing",
-    }
+    """The reference cannot be made of the code that it judges."""
+    imports = re.findall(r"(?m)^\s*(?:from|import) (\w+)", Path(independent.__file__).read_text())
+    allowed = {"__future__", "collections", "dataclasses", "math", "numpy", "torch", "typing"}
+    assert set(imports) <= allowed

@@ -19,23 +19,12 @@ class Islands(nn.Module):
     def forward(self, x):
         kind = x.dtype
         x = self.inner(x)
-        x = (
-            x
-            + x.to(torch.float32).pow(2).to(kind)
-            + x.float().to(kind)
-            + x.to(dtype=torch.bfloat16).to(kind)
-        )
-        x = (
-            x
-            + F.softmax(x, dim=-1, dtype=torch.float32).to(kind)
-            + torch.softmax(x, -1, torch.float32)
-        )
-        return (
-            x
-            + x.type(torch.float32)
-            + x.to(torch.zeros((), dtype=torch.float32))
-            + x.sum(-1, keepdim=True, dtype=torch.float32)
-        )
+        x = x + x.to(torch.float32).pow(2).to(kind) + x.float().to(kind)
+        x = x + x.to(dtype=torch.bfloat16).to(kind)
+        x = x + F.softmax(x, dim=-1, dtype=torch.float32).to(kind)
+        x = x + torch.softmax(x, -1, torch.float32)
+        x = x + x.type(torch.float32) + x.to(torch.zeros((), dtype=torch.float32))
+        return x + x.sum(-1, keepdim=True, dtype=torch.float32)
 
 
 def test_a_model_stays_in_float64():
@@ -43,16 +32,15 @@ def test_a_model_stays_in_float64():
     assert roundings(lambda: model(data))
     with keeping_float64(model):
         assert not roundings(lambda: model(data))
-        assert not roundings(lambda: copy.deepcopy(model)(data)), (
-            "copies, as techniques make them, are keeping_float64 too"
-        )
+        # Copies, as techniques make them, stay in float64 too.
+        assert not roundings(lambda: copy.deepcopy(model)(data))
         assert data.float().dtype == torch.float32, "outside the model's forward a cast is a cast"
         model(data).sum().backward()
     assert roundings(lambda: model(data)), "and afterwards it is as before"
 
 
 def test_modules_inside_of_others():
-    """One mode for the outermost of them is enough: each more of them was paid for at every operator."""
+    """One mode for the outermost module is enough, because each mode costs time at every operator."""
 
     class Outer(nn.Module):
         def __init__(self):

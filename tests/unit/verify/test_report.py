@@ -17,34 +17,28 @@ NAMES = ("embed", "layers.0.q", "layers.0.v", "layers.1.q", "head")
 
 
 def plan(*, exact=True, **config):
-    resolved = resolve(
-        load({"train_micro_batch_size_per_gpu": 1, "run": {}, **config}), world_size=1
-    )
+    tree = {"train_micro_batch_size_per_gpu": 1, "run": {}, **config}
+    resolved = resolve(load(tree), world_size=1)
     tested = TestedModel(title="test", vocabulary=4, exact=exact)
-    passes = ("float64", "configured")
-    return VerificationPlan(
-        tested,
-        resolved,
-        passes,
-        steps=2,
-        dtype="float32",
-        blocks=("layers.0", "layers.1"),
-        lines=(),
-    )
+    passes, blocks = ("float64", "configured"), ("layers.0", "layers.1")
+    fields = {"steps": 2, "dtype": "float32", "blocks": blocks, "lines": ()}
+    return VerificationPlan(tested, resolved, passes, **fields)
+
+
+def keys(section):
+    return [(row.kind, row.step, row.name) for row in section.different]
 
 
 def trace(*, noise=0.0, seed=0, scale=1.0):
     """Two steps of a made-up training with relative errors of size `noise`."""
     base, extra = torch.Generator().manual_seed(1), torch.Generator().manual_seed(seed)
 
+    def draw(generator):
+        return torch.randn(40, 5, generator=generator, dtype=torch.float64)
+
     def tensors(size):
-        made = {
-            name: torch.randn(40, 5, generator=base, dtype=torch.float64) * size for name in NAMES
-        }
-        return {
-            name: t * (1 + noise * torch.randn(t.shape, generator=extra, dtype=torch.float64))
-            for name, t in made.items()
-        }
+        made = {name: draw(base) * size for name in NAMES}
+        return {name: tensor * (1 + noise * draw(extra)) for name, tensor in made.items()}
 
     initial = {name: torch.ones(40, 5, dtype=torch.float64) for name in NAMES}
     gradients = (tensors(scale), tensors(scale))
@@ -78,92 +72,69 @@ def test_the_bar_follows_the_model_and_the_user():
 def changed(source, name, factor, *, step=1):
     gradients = list(source.gradients)
     tensor = gradients[step][name]
-    assert tensor is not None
     gradients[step] = {**gradients[step], name: tensor * factor}
     return replace(source, gradients=tuple(gradients))
 
 
 @pytest.mark.parametrize("factor", [0.5, -1.0, float("nan"), 1 + 1e-8])
 def test_one_gradient(factor):
-    """The first difference is named, with its step."""
-    section = compare_float64(
-        plan(), trace(), changed(changed(trace(), "head", 0.5), "layers.1.q", factor)
-    )
-    assert [(row.kind, row.step, row.name) for row in section.different] == [
-        ("gradient", 1, "layers.1.q"),
-        ("gradient", 1, "head"),
-    ]
-    told = failure(Report((section,)))
-    assert "2 of 24" in told
-    assert "first: gradient of layers.1.q in step 1" in told
+    """The message names the first difference with its step."""
+    broken = changed(changed(trace(), "head", 0.5), "layers.1.q", factor)
+    section = compare_float64(plan(), trace(), broken)
+    assert keys(section) == [("gradient", 1, "layers.1.q"), ("gradient", 1, "head")]
+    message = failure(Report((section,)))
+    assert "2 of 24" in message
+    assert "first: gradient of layers.1.q in step 1" in message
 
 
 def test_a_missing_gradient_and_a_wrong_shape():
     gradients = trace().gradients
     missing = replace(trace(), gradients=({**gradients[0], "layers.0.v": None}, gradients[1]))
-    assert [row.name for row in compare_float64(plan(), trace(), missing).different] == [
-        "layers.0.v"
-    ]
+    [row] = compare_float64(plan(), trace(), missing).different
+    assert row.name == "layers.0.v"
     cut = replace(trace(), parameters={**trace().parameters, "head": torch.zeros(40, 4)})
-    told = str(compare_float64(plan(), trace(), cut).different[0])
-    assert told == "parameter of head: missing in one of the two runs, or of another shape"
+    message = str(compare_float64(plan(), trace(), cut).different[0])
+    assert message == "parameter of head: missing in one of the two runs, or of another shape"
 
 
 def test_copies_on_ranks():
-    spread = (
-        Difference(
-            "copies of parameter layers.0.q on different ranks",
-            0.25,
-            "parameter",
-            None,
-            "layers.0.q",
-        ),
-    )
+    tensor = "copies of parameter layers.0.q on different ranks"
+    spread = (Difference(tensor, 0.25, "parameter", None, "layers.0.q"),)
     for section in (
         compare_float64(plan(), trace(), replace(trace(), spread=spread)),
         compare_configured(plan(), trace(), trace(), replace(trace(), spread=spread)),
     ):
-        assert [str(row) for row in section.different] == [
-            "parameter of layers.0.q: ranks hold different copies, 2.5e-01 apart"
-        ]
+        [row] = section.different
+        assert str(row) == "parameter of layers.0.q: ranks hold different copies, 2.5e-01 apart"
 
 
 def test_configured_allows_what_one_process_has():
     mixed = plan(bf16={"enabled": True}, communication_data_type="fp32")
     exact, single = trace(), trace(noise=1e-2, seed=11)
     assert not compare_configured(mixed, exact, single, trace(noise=1e-2, seed=12)).different
-    worse = compare_configured(mixed, exact, single, trace(noise=1.4e-2, seed=12)).different
-    assert {(row.kind, row.step, row.name) for row in worse} == {
-        ("gradient", 0, ""),
-        ("gradient", 1, ""),
-        ("parameter", None, ""),
-    }, "all tensors of a step together are a large sample"
+    worse = compare_configured(mixed, exact, single, trace(noise=1.4e-2, seed=12))
+    # All tensors of a step together are a large sample.
+    assert set(keys(worse)) == {("gradient", 0, ""), ("gradient", 1, ""), ("parameter", None, "")}
 
 
 def test_configured_sees_one_wrong_tensor():
     single, found = trace(noise=1e-2, seed=11), trace(noise=1e-2, seed=12)
-    section = compare_configured(
-        plan(bf16={"enabled": True}), trace(), single, changed(found, "layers.0.v", 1.1, step=0)
-    )
-    assert ("gradient", 0, "layers.0.v") in {
-        (row.kind, row.step, row.name) for row in section.different
-    }
+    broken = changed(found, "layers.0.v", 1.1, step=0)
+    section = compare_configured(plan(bf16={"enabled": True}), trace(), single, broken)
+    assert ("gradient", 0, "layers.0.v") in keys(section)
 
 
 def test_configured_measures_parameters_against_what_changed():
-    """After a step of 1e-3, a parameter that stayed as it was is 1e-3 off, and wrong."""
+    """After a step of 1e-3, a parameter that did not change is wrong by 1e-3."""
     still = replace(trace(), parameters={**trace().parameters, "head": trace().initial["head"]})
-    section = compare_configured(
-        plan(bf16={"enabled": True}), trace(), trace(noise=1e-2, seed=11), still
-    )
+    single = trace(noise=1e-2, seed=11)
+    section = compare_configured(plan(bf16={"enabled": True}), trace(), single, still)
     assert "head" in {row.name for row in section.different}
 
 
 def test_skipped_steps():
-    found = replace(
-        trace(), gradients=({}, trace().gradients[1]), grad_norms=(math.inf, 1.0), skipped=(0,)
-    )
     exact = replace(trace(), gradients=({}, trace().gradients[1]), skipped=(0,))
+    found = replace(exact, grad_norms=(math.inf, 1.0))
     overflowed = replace(exact, grad_norms=(math.nan, 1.0))
     section = compare_configured(plan(), exact, overflowed, found)
     assert not section.different
@@ -183,17 +154,15 @@ def test_nothing_but_skipped_steps_is_no_proof():
 
 
 def test_tables():
-    report = Report(
-        (compare_float64(plan(), trace(), changed(trace(), "layers.1.q", 0.5)),), plan().blocks
-    )
-    told = lines(report)
-    first = next(line for line in told if "DIFFERENT" in line)
-    assert first == told[3], "the worst comes first, under title and headings"
+    section = compare_float64(plan(), trace(), changed(trace(), "layers.1.q", 0.5))
+    report = Report((section,), plan().blocks)
+    table = lines(report)
+    first = next(line for line in table if "DIFFERENT" in line)
+    assert first == table[3], "the worst comes first, under title and headings"
     assert first.split()[:5] == ["gradient", "layers.1.*", "q,", "step", "1"]
-    assert sum("layers.0" in line for line in told) == 2, "a line a block and kind"
-    assert sum("initial weight" in line for line in told) == 1, (
-        "and one for what every run begins with, unless it differs"
-    )
+    assert sum("layers.0" in line for line in table) == 2, "one line per block and kind"
+    # Initial weights have one line, unless they differ.
+    assert sum("initial weight" in line for line in table) == 1
     everything = lines(report, everything=True)
     assert sum("layers.0" in line for line in everything) == 6
     assert any(line.split()[:2] == ["gradient", "layers.1.q"] for line in everything)
@@ -204,9 +173,7 @@ def test_json_has_no_infinity():
     missing = replace(trace(), gradients=({**gradients[0], "head": None}, gradients[1]))
     report = Report((compare_float64(plan(), trace(), missing),), facts={"engine": "plait"})
     read = json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert (
-        read["equal"] is False and read["first_different"] == "head" and read["engine"] == "plait"
-    )
+    assert (read["equal"], read["first_different"], read["engine"]) == (False, "head", "plait")
 
 
 def test_worst_is_nan():
@@ -216,24 +183,16 @@ def test_worst_is_nan():
 
 
 def test_noise_that_adam_makes_large():
-    """The gradient of a key's bias is 0 but for rounding; Adam moves it all the same, and that is no difference. A real gradient is."""
-    size = {"bias": 1e-18, "weight": 1.0}
-    gradients = tuple(
-        {name: torch.full((3,), value, dtype=torch.float64) for name, value in size.items()}
-        for _ in range(2)
-    )
-    values = {
-        "bias": torch.full((3,), 1e-6, dtype=torch.float64),
-        "weight": torch.ones(3, dtype=torch.float64),
-    }
-    one = Trace((1.0, 1.0), (1.0, 1.0), gradients, values)
-    moved = replace(one, parameters={**values, "bias": values["bias"] + 5e-12})
+    """The gradient of a key's bias is 0 up to rounding. Adam moves it nevertheless, which is no difference. A real gradient is one."""
+
+    def full(bias, weight):
+        values = {"bias": bias, "weight": weight}
+        return {name: torch.full((3,), x, dtype=torch.float64) for name, x in values.items()}
+
+    gradients = (full(1e-18, 1.0), full(1e-18, 1.0))
+    one = Trace((1.0, 1.0), (1.0, 1.0), gradients, full(1e-6, 1.0))
+    moved = replace(one, parameters=full(1e-6 + 5e-12, 1.0))
     assert worst(compare(one, moved)).ok(1e-10)
-    loud = replace(
-        one,
-        gradients=(
-            {**gradients[0], "bias": torch.full((3,), 1e-9, dtype=torch.float64)},
-            gradients[1],
-        ),
-    )
-    assert not worst(compare(loud, replace(moved, gradients=loud.gradients))).ok(1e-10)
+    loud = (full(1e-9, 1.0), gradients[1])
+    pair = [replace(each, gradients=loud) for each in (one, moved)]
+    assert not worst(compare(*pair)).ok(1e-10)

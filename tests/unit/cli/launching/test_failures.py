@@ -75,7 +75,6 @@ class TestRead:
         with pytest.raises(ValueError, match="boom"):
             fails()
         found = read_record(tmp_path / "error.json")
-        assert found is not None
         assert found.summary == "ValueError: boom"
         assert found.text.startswith("Traceback (most recent call last)")
         assert abs(found.time_ns - time.time_ns()) < 60e9
@@ -83,7 +82,6 @@ class TestRead:
     def test_text_only(self, tmp_path):
         (tmp_path / "error.json").write_text(json.dumps({"message": "gone\nwrong", "timestamp": 3}))
         found = read_record(tmp_path / "error.json")
-        assert found is not None
         assert (found.summary, found.text, found.time_ns) == ("wrong", "gone\nwrong", 3 * 10**9)
 
 
@@ -110,9 +108,8 @@ class TestReporter:
     def test_an_exception_is_told_while_the_others_still_run(self, lines, files, reporter):
         _record(files[2], text="Traceback\n  here\nValueError: no")
         self._wait(lines)
-        assert lines == [
-            "plait: rank 2 (node a01, process 4321) failed with exit code 1. Its traceback:\nTraceback\n  here\nValueError: no"
-        ]
+        message = "plait: rank 2 (node a01, process 4321) failed with exit code 1. Its traceback:\nTraceback\n  here\nValueError: no"
+        assert lines == [message]
         _record(files[0], summary=LOST, time_ns=5)
         cause = reporter.report_attempt({0: 1, 1: -15, 2: 1}, 99)
         assert cause.rank == 2
@@ -158,9 +155,8 @@ class TestReporter:
         cause = reporter.report_attempt({0: -9, 1: 7, 2: -9}, 99, running=[0])
         assert cause.rank != 0
         assert "plait: rank 0 was stopped" in lines
-        assert any(
-            "rank 2 (node a01) was killed by signal 9 SIGKILL (out" in line for line in lines
-        )
+        words = "rank 2 (node a01) was killed by signal 9 SIGKILL (out"
+        assert any(words in line for line in lines)
 
     def test_a_collective_that_cannot_complete_is_an_effect(self, lines, files, reporter):
         error = {"summary": "CommunicationError: rank 1 ended", "text": "rank 1 ended"}
@@ -173,10 +169,10 @@ class TestReporter:
     def test_a_rank_that_ended_well_before_the_others_is_their_cause(self, lines, files, reporter):
         _record(files[0], summary=LOST)
         reporter.report_attempt({0: 1}, 99, ended={1})
-        assert (
-            lines[0]
-            == "plait: rank 1 (node a01) ended with exit code 0 before the others, which wait for it"
+        message = (
+            "plait: rank 1 (node a01) ended with exit code 0 before the others, which wait for it"
         )
+        assert lines[0] == message
 
     def test_a_rank_that_failed_and_does_not_end(self, lines, files, reporter):
         _record(files[2], exit_code=4, time_ns=time.time_ns() - 3 * 10**9)

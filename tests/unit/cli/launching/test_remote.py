@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -65,43 +63,30 @@ def test_one_machine_needs_no_meeting_point():
 
 
 def test_what_other_machines_get():
-    here = {
-        "NCCL_DEBUG": "INFO",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "HF_TOKEN": "secret",
-        "HOME": "/root",
-        "PYTHONPATH": "src",
-        "WANDB_MODE": "off",
-    }
-    assert exported_variables(here, []) == {
-        "NCCL_DEBUG": "INFO",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "PYTHONPATH": "src",
-    }
+    exported = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": "src"}
+    here = {**exported, "HF_TOKEN": "secret", "HOME": "/root", "WANDB_MODE": "off"}
+    assert exported_variables(here, []) == exported
     assert exported_variables(here, ["WANDB_MODE"])["WANDB_MODE"] == "off"
     with pytest.raises(ConfigError, match="--export = 'NOPE': not set here"):
         exported_variables(here, ["NOPE"])
+
+
+def index_in(*names):
+    return local_index(tuple(HostfileEntry(name, (0,)) for name in names))
 
 
 class TestThisMachine:
     def test_by_name(self, monkeypatch):
         monkeypatch.setattr(socket, "gethostname", lambda: "b.cluster")
         monkeypatch.setattr(remote, "_is_local_address", lambda name: False)
-        assert local_index((HostfileEntry("a", (0,)), HostfileEntry("b", (0,)))) == 1
+        assert index_in("a", "b") == 1
 
     def test_by_address(self, monkeypatch):
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-        assert (
-            local_index((HostfileEntry("192.0.2.1", (0,)), HostfileEntry("127.0.0.1", (0,)))) == 1
-        )
+        assert index_in("192.0.2.1", "127.0.0.1") == 1
 
     def test_none(self):
-        assert (
-            local_index(
-                (HostfileEntry("192.0.2.1", (0,)), HostfileEntry("no-such-host.invalid", (0,)))
-            )
-            is None
-        )
+        assert index_in("192.0.2.1", "no-such-host.invalid") is None
 
 
 class TestMaster:
@@ -124,12 +109,13 @@ class Agent:
 
 @pytest.fixture
 def sent(monkeypatch):
-    numbers: list[int] = []
-    monkeypatch.setattr(
-        remote.os,
-        "kill",
-        lambda pid, number: numbers.append(number) if pid == os.getpid() else None,
-    )
+    numbers = []
+
+    def kill(pid, number):
+        if pid == os.getpid():
+            numbers.append(number)
+
+    monkeypatch.setattr(remote.os, "kill", kill)
     return numbers
 
 

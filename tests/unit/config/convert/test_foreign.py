@@ -23,9 +23,7 @@ from tests.unit.config.mutations import VALUES, places
 ACCELERATE, ACCELERATE_REFUSED, TRAINER, TRAINER_REFUSED = read("foreign.yaml").values()
 ROWS = {"yaml": ACCELERATE | ACCELERATE_REFUSED, "json": TRAINER | TRAINER_REFUSED}
 ALL = [*(("yaml", name) for name in ACCELERATE), *(("json", name) for name in TRAINER)]
-REFUSED = [
-    (kind, name) for kind, table in ROWS.items() for name in table if (kind, name) not in ALL
-]
+REFUSED = [(kind, name) for kind, table in ROWS.items() for name in table if (kind, name) not in ALL]  # fmt: skip
 STAGE = "zero_optimization.stage"
 
 
@@ -133,13 +131,7 @@ def test_every_key_of_accelerate_is_in_the_tables():
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    top = {
-        "distributed_type",
-        "mixed_precision",
-        "num_processes",
-        "fp8_config",
-        "megatron_lm_config",
-    }
+    top = {"distributed_type", "mixed_precision", "num_processes", "fp8_config", "megatron_lm_config"}  # fmt: skip
     here = top | set(accelerate.SECTIONS)
     keys = {field.name for field in fields(ClusterConfig)}
     assert keys <= {key.path for key in accelerate.TOP} | here
@@ -171,13 +163,7 @@ def launched(file, monkeypatch):
         monkeypatch.setenv(f"FSDP_{name}", "false")
 
 
-STAGES = {
-    "FULL_SHARD": 3,
-    "SHARD_GRAD_OP": 2,
-    "NO_SHARD": 0,
-    "HYBRID_SHARD": 3,
-    "_HYBRID_SHARD_ZERO2": 2,
-}
+STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}  # fmt: skip
 
 
 def of_type(kind):
@@ -247,10 +233,9 @@ def test_the_trainer_reads_alike(tmp_path, name):
     reshard = plugin["reshard_after_forward"]
     stage = (3 if reshard else 2) if isinstance(reshard, bool) else STAGES[reshard.upper()]
     assert config.zero_optimization.stage == stage
-    recomputes, offloads = (
-        plugin.get(name, False) for name in ("activation_checkpointing", "cpu_offload")
-    )
+    recomputes = plugin.get("activation_checkpointing", False)
     assert (config.parallel.recompute.mode == "full") == recomputes
+    offloads = plugin.get("cpu_offload", False)
     assert (config.zero_optimization.offload_param.device == "cpu") == offloads
 
 
@@ -300,10 +285,7 @@ def test_what_stands_in_two_files_is_refused_as_in_accelerate(tmp_path, added, k
 
 
 def test_a_section_that_contradicts_the_file(tmp_path):
-    text = (
-        NAMING
-        + "dynamo_config: {dynamo_backend: INDUCTOR}\nparallelism_config: {parallelism_config_sp_size: 2}\n"
-    )
+    text = f"{NAMING}dynamo_config: {{dynamo_backend: INDUCTOR}}\nparallelism_config: {{parallelism_config_sp_size: 2}}\n"
     found = problems_of(beside(tmp_path, {**FILE, "compile": {"enabled": False}}, text))
     assert [problem.field for problem in found] == ["dynamo_config.dynamo_backend"]
     assert "sets compile.enabled, and the file that this one names has False" in str(found[0])
@@ -325,12 +307,10 @@ def test_a_file_that_is_none(tmp_path, tree, said):
 
 
 def test_a_trainers_file_beside(tmp_path):
-    (tmp_path / "fsdp.json").write_text(
-        json.dumps({"reshard_after_forward": False, "activation_checkpointing": True})
-    )
-    config = load_foreign(
-        written(tmp_path, "json", {"fsdp": "auto_wrap", "fsdp_config": "fsdp.json"})
-    )
+    section = {"reshard_after_forward": False, "activation_checkpointing": True}
+    (tmp_path / "fsdp.json").write_text(json.dumps(section))
+    tree = {"fsdp": "auto_wrap", "fsdp_config": "fsdp.json"}
+    config = load_foreign(written(tmp_path, "json", tree))
     assert (config.zero_optimization.stage, config.parallel.recompute.mode) == (2, "full")
 
 
@@ -338,10 +318,9 @@ def test_overrides_win(tmp_path):
     file, _ = sample(tmp_path, "yaml", "three dimensions")
     config = load_foreign(file, ["parallel.tp=4", "parallel.dp_shard=1"])
     assert (config.parallel.tp, config.parallel.dp_shard) == (4, 1)
-    assert (config.origin("parallel.tp"), config.origin("parallel.dp_replicate")) == (
-        "override",
-        "file: parallelism_config.parallelism_config_dp_replicate_size",
-    )
+    assert config.origin("parallel.tp") == "override"
+    key = "parallelism_config.parallelism_config_dp_replicate_size"
+    assert config.origin("parallel.dp_replicate") == f"file: {key}"
 
 
 SAMPLES = [yaml.safe_load(row["file"]) for row in ROWS["yaml"].values()]
@@ -362,8 +341,7 @@ def test_a_wrong_file_is_a_config_error_and_nothing_else():
             conversion = convert(tree)
         except ConfigError:
             continue
-        assert all(
-            problem.rule and problem.remedy and str(problem) for problem in conversion.problems
-        ), tree
+        for problem in conversion.problems:
+            assert problem.rule and problem.remedy and str(problem), tree
         if not conversion.problems:
             assert load(conversion.tree).model_dump() == load_foreign(tree).model_dump()

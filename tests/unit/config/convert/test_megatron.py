@@ -27,12 +27,9 @@ def problems(*flags):
 
 
 def test_flags_and_the_same_names_in_a_file():
-    flags = load_foreign(
-        split("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 48")
-    )
-    file = load(
-        {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "num_layers": 48}
-    )
+    sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "num_layers": 48}
+    text = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 48"
+    flags, file = load_foreign(split(text)), load(sizes)
     for config in (flags, file):
         assert (config.parallel.tp, config.parallel.pp, config.num_layers) == (4, 2, 48)
     assert flags.origin("parallel.tp") == "flag: --tensor-model-parallel-size"
@@ -40,7 +37,7 @@ def test_flags_and_the_same_names_in_a_file():
 
 def test_load_names_the_command_that_converts():
     with pytest.raises(ConfigError, match="run: plait config convert -- --bf16 --lr 1e-4"):
-        load(["--bf16", "--lr", "1e-4"])  # type: ignore[arg-type]
+        load(["--bf16", "--lr", "1e-4"])
 
 
 def test_a_training_command():
@@ -60,17 +57,15 @@ def test_a_training_command():
     optimizer = {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     assert made.optimizer.params == optimizer
     schedule = {"decay_style": "constant", "total_num_steps": 100}
-    assert made.scheduler is not None and made.scheduler.params == schedule
+    assert made.scheduler.params == schedule
     assert (made.precision.compute, made.precision.reduce) == ("bfloat16", "float32")
     assert (made.run.folder, made.run.steps, made.run.checkpoint_every) == ("runs/a", 100, 10)
     sources = (made.sources["optimizer.params.lr"], made.sources["run.seed"])
     assert sources == ("flags", "flag: --seed")
-    assert [row.key for row in config.provenance.rows] == [
-        flag.partition("=")[0] for flag in flags if flag.startswith("--")
-    ]
-    assert {row.key: str(row.status) for row in config.provenance.rows}[
-        "--hidden-size"
-    ] == "ignored"
+    keys = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    assert [row.key for row in config.provenance.rows] == keys
+    statuses = {row.key: str(row.status) for row in config.provenance.rows}
+    assert statuses["--hidden-size"] == "ignored"
 
 
 def test_sharding_strategies_are_stages():
@@ -80,36 +75,22 @@ def test_sharding_strategies_are_stages():
 
 
 def test_one_beta_keeps_the_default_of_the_other():
-    config = load_foreign(["--lr", "1e-3", "--adam-beta2", "0.95"])
-    assert config.optimizer is not None
-    assert config.optimizer.params == {
-        "lr": 1e-3,
-        "betas": (0.9, 0.95),
-        "weight_decay": 0.01,
-        "eps": 1e-8,
-    }
+    params = load_foreign(["--lr", "1e-3", "--adam-beta2", "0.95"]).optimizer.params
+    assert params == {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01, "eps": 1e-8}
     other = load_foreign(["--lr", "1e-3", "--adam-beta1", "0.8"]).optimizer
-    assert other is not None and other.params["betas"] == (0.8, 0.999)
+    assert other.params["betas"] == (0.8, 0.999)
 
 
 def test_what_flags_leave_out_is_megatrons():
     """D6: linear decay, weight decay 0.01, fp16 from 2^32, seed 1234, gradients of bf16 reduced in float32; each with its source."""
-    made = resolve(
-        load_foreign(split("--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16")), world_size=2
-    )
-    assert made.scheduler is not None and made.scheduler.type == "MegatronLR"
+    flags = "--micro-batch-size 1 --lr 1e-4 --train-iters 50 --fp16"
+    made = resolve(load_foreign(split(flags)), world_size=2)
+    assert made.scheduler.type == "MegatronLR"
     assert made.scheduler.params["decay_style"] == "linear"
     assert made.optimizer.params["weight_decay"] == 0.01
     assert (made.seed, made.run.validate_every, made.precision.reduce) == (1234, 1000, "float16")
-    assert made.precision.loss_scale is not None
     assert made.precision.loss_scale.initial_scale_power == 32
-    defaults = (
-        "scheduler.params.decay_style",
-        "optimizer.params.weight_decay",
-        "run.seed",
-        "fp16.initial_scale_power",
-    )
-    for path in defaults:
+    for path in ("scheduler.params.decay_style", "optimizer.params.weight_decay", "run.seed", "fp16.initial_scale_power"):  # fmt: skip
         assert made.sources[path] == "Megatron's default", path
     for flags, dtype in (("--bf16", "float32"), ("--bf16 --grad-reduce-in-bf16", "bfloat16")):
         bf16 = resolve(load_foreign(split(f"--micro-batch-size 1 {flags}")), world_size=2)
@@ -118,28 +99,21 @@ def test_what_flags_leave_out_is_megatrons():
     over = resolve(load_foreign(split("--micro-batch-size 1 --lr 1"), overrides), world_size=1)
     assert (over.optimizer.params["weight_decay"], over.seed) == (0.3, 3)
     assert over.sources["run.seed"] == "override"
-    assert problems("--weight-decay", "0.1") == [
-        "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; pass it"
-    ]
+    message = "--lr: --weight-decay describes an optimizer, and Megatron-LM has no default for its learning rate; pass it"
+    assert problems("--weight-decay", "0.1") == [message]
 
 
 def test_a_schedule_by_flags():
-    """E8."""
+    """E8: the schedule has all values of the flags."""
     flags = "--lr 1e-3 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters 90 --train-iters 100"
-    config = load_foreign(split(flags))
-    assert config.scheduler is not None and config.scheduler.type == "MegatronLR"
-    assert config.scheduler.params == {
-        "min_lr": 1e-5,
-        "decay_style": "cosine",
-        "warmup_num_steps": 10,
-        "total_num_steps": 90,
-    }
+    scheduler = load_foreign(split(flags)).scheduler
+    assert scheduler.type == "MegatronLR"
+    lengths = {"warmup_num_steps": 10, "total_num_steps": 90}
+    assert scheduler.params == {"min_lr": 1e-5, "decay_style": "cosine", **lengths}
 
 
 def test_stages_by_their_layers_and_sharding_by_its_strategy():
-    flags = (
-        "--num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3"
-    )
+    flags = "--num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3"  # fmt: skip
     assert load_foreign(split(flags)).parallel.pipeline.stages_per_rank == 2
     assert "24 % 20 = 4" in problems(*split(flags.replace(" 3", " 5")))[0]
     assert "both" not in problems("--num-layers-per-virtual-pipeline-stage", "3")[0]
@@ -149,29 +123,20 @@ def test_stages_by_their_layers_and_sharding_by_its_strategy():
 
 
 def test_selective_recomputes_what_megatron_does():
-    """D6: all but the products with weights; Plait's own default keeps attention, which Megatron-LM computes again."""
-    recompute = load_foreign(
-        ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
-    ).parallel.recompute
+    """D6: all but the products with weights is recomputed. Plait's default keeps attention, which Megatron-LM computes again."""
+    flags = "--recompute-granularity selective --recompute-modules core_attn"
+    recompute = load_foreign(split(flags)).parallel.recompute
     assert (recompute.mode, recompute.keep) == ("selective", ("matmul",))
     assert "keeps the products with weights" in problems("--recompute-modules", "mlp")[0]
 
 
 def test_loss_scale_flags():
-    fp16 = load_foreign(
-        split(
-            "--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3"
-        )
-    ).fp16
-    assert (
-        fp16.initial_scale_power,
-        fp16.loss_scale_window,
-        fp16.min_loss_scale,
-        fp16.hysteresis,
-    ) == (16, 500, 2, 3)
-    assert problems("--initial-loss-scale", "1000") == [
-        "--initial-loss-scale = '1000': is not a power of two; use for example 65536"
-    ]
+    flags = "--fp16 --initial-loss-scale 65536 --loss-scale-window 500 --min-loss-scale 2 --hysteresis 3"
+    fp16 = load_foreign(split(flags)).fp16
+    assert (fp16.initial_scale_power, fp16.loss_scale_window) == (16, 500)
+    assert (fp16.min_loss_scale, fp16.hysteresis) == (2, 3)
+    message = "--initial-loss-scale = '1000': is not a power of two; use for example 65536"
+    assert problems("--initial-loss-scale", "1000") == [message]
 
 
 def test_overrides_win_over_flags():
@@ -207,12 +172,8 @@ def test_refusals():
 
 
 def test_refused_flags_are_accepted_where_they_ask_for_nothing():
-    assert (
-        load_foreign(
-            ["--expert-model-parallel-size", "1", "--weight-decay-incr-style", "constant"]
-        ).parallel.tp
-        == 1
-    )
+    flags = "--expert-model-parallel-size 1 --weight-decay-incr-style constant"
+    assert load_foreign(split(flags)).parallel.tp == 1
 
 
 def test_every_flag_leads_somewhere_or_says_why_not():

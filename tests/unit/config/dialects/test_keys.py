@@ -84,12 +84,9 @@ def test_the_table_and_the_schema_cover_each_other():
 
 
 def test_other_names_lead_to_a_setting_or_to_the_table():
+    targets = {*keys.schema_fields(), *TABLE, *keys.sections()}
     for name, alias in ALIASES.items():
-        assert (
-            alias.target in keys.schema_fields()
-            or alias.target in TABLE
-            or alias.target in keys.sections()
-        ), name
+        assert alias.target in targets, name
         assert alias.note
     assert set(SHORT_FORMS) <= keys.sections()
 
@@ -102,9 +99,8 @@ def test_every_row_has_a_reason_and_every_refusal_a_remedy():
 
 
 def test_every_setting_is_documented():
-    assert [
-        path for path, field in keys.schema_fields().items() if not field.description.strip()
-    ] == []
+    fields = keys.schema_fields()
+    assert not [path for path, field in fields.items() if not field.description.strip()]
 
 
 def typos(name, chance):
@@ -142,21 +138,18 @@ def test_a_one_letter_typo_finds_the_key(count):
 
 
 def test_a_key_in_the_wrong_section_is_told_where_it_belongs():
+    rule = "it belongs elsewhere: "
     assert (
-        keys.remedy_for("", "reduce_bucket_size")
-        == "it belongs elsewhere: zero_optimization.reduce_bucket_size"
+        keys.remedy_for("", "reduce_bucket_size") == f"{rule}zero_optimization.reduce_bucket_size"
     )
-    assert (
-        keys.remedy_for("run", "sequence_length")
-        == "it belongs elsewhere: data.sequence_length or parallel.recompute.sequence_length"
-    )
+    places = "data.sequence_length or parallel.recompute.sequence_length"
+    assert keys.remedy_for("run", "sequence_length") == rule + places
 
 
 def test_a_name_unlike_any_other_gets_the_list():
     assert keys.remedy_for("", "qqqqqqq") == "`plait config schema` lists what is known"
-    assert keys.remedy_for("bf16", "qqqqqqq").startswith(
-        "known here are auto_cast, bf16_master_weights_and_grads, "
-    )
+    known = "known here are auto_cast, bf16_master_weights_and_grads, "
+    assert keys.remedy_for("bf16", "qqqqqqq").startswith(known)
 
 
 UNKNOWN = """
@@ -180,11 +173,5 @@ def test_unknown_keys_are_refused():
 
 
 def test_edit_distance():
-    for a, b, distance in (
-        ("", "", 0),
-        ("abc", "acb", 1),
-        ("abc", "ab", 1),
-        ("", "abc", 3),
-        ("kitten", "sitting", 3),
-    ):
+    for a, b, distance in (("", "", 0), ("abc", "acb", 1), ("abc", "ab", 1), ("", "abc", 3), ("kitten", "sitting", 3)):  # fmt: skip
         assert keys.edit_distance(a, b) == keys.edit_distance(b, a) == distance

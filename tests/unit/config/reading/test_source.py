@@ -121,9 +121,8 @@ def test_keys_given_twice_are_refused_with_both_values(tmp_path):
 
 def test_a_missing_file_suggests_a_near_one(tmp_path):
     (tmp_path / "ds_zero2.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match=r"ds_zer2\.json: there is no such file; did you mean .*ds_zero2\.json"
-    ):
+    words = r"ds_zer2\.json: there is no such file; did you mean .*ds_zero2\.json"
+    with pytest.raises(ConfigError, match=words):
         read(tmp_path / "ds_zer2.json")
     with pytest.raises(ConfigError, match="there is no such file; pass the path"):
         read("nowhere/at/all.json")

@@ -72,20 +72,16 @@ def test_a_contradiction_names_every_change_that_works():
 
 
 def test_deepspeed_rounds_down_where_this_refuses():
-    with pytest.raises(
-        ConfigError, match=r"train_batch_size = 30: micro 4 x dp 2 = 8 and 30 % 8 = 6; use 24 or 32"
-    ):
+    words = r"train_batch_size = 30: micro 4 x dp 2 = 8 and 30 % 8 = 6; use 24 or 32"
+    with pytest.raises(ConfigError, match=words):
         solve_batch(30, 4, None, 2)
-    with pytest.raises(
-        ConfigError,
-        match=r"train_batch_size = 3: accumulation 1 x dp 4 = 4 and 3 % 4 = 3; use 4, or change",
-    ):
+    words = r"train_batch_size = 3: accumulation 1 x dp 4 = 4 and 3 % 4 = 3; use 4, or change"
+    with pytest.raises(ConfigError, match=words):
         solve_batch(3, None, None, 4)
 
 
 @pytest.mark.parametrize("accumulation", [None, 4])
 def test_none_given_says_which_to_give(accumulation):
-    with pytest.raises(
-        ConfigError, match=r"neither it nor train_batch_size is given.*set one of the two"
-    ):
+    words = r"neither it nor train_batch_size is given.*set one of the two"
+    with pytest.raises(ConfigError, match=words):
         solve_batch(None, None, accumulation, 2)

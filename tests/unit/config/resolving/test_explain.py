@@ -138,18 +138,14 @@ def test_the_number_of_processes_is_the_files_or_the_least():
 def test_what_cannot_be_resolved_still_shows_its_keys():
     explanation = explain({"zero_optimization": {"stage": 2, "overlap_comm": True}})
     assert len(explanation.keys) == 2
-    # E4: what can be resolved is told beside what cannot.
+    # E4: the values that can be resolved are shown as well.
     found = values(explanation)
-    assert (
-        found["zero_optimization.stage"] == (2, "file")
-        and found["optimizer.type"][0] == "AdamW"
-        and "train_batch_size" not in found
-    )
+    assert found["zero_optimization.stage"] == (2, "file")
+    assert found["optimizer.type"][0] == "AdamW" and "train_batch_size" not in found
     assert [problem.field for problem in explanation.problems] == ["train_micro_batch_size_per_gpu"]
     explanation = explain({"zero_optimization": {"stag": 2, "cpu_offload": True}})
-    assert [(row.key, str(row.status)) for row in explanation.keys] == [
-        ("zero_optimization.cpu_offload", "renamed")
-    ]
+    [row] = explanation.keys
+    assert (row.key, str(row.status)) == ("zero_optimization.cpu_offload", "renamed")
     assert len(explanation.problems) == 1
     assert explanation.world_size is None
 
@@ -158,20 +154,16 @@ def test_what_cannot_be_resolved_still_shows_its_keys():
 def test_what_is_printed_of_data_parallelism_can_be_written(compress):
     """A user copies the resolved values into a file."""
     found = explain({**BATCH, "parallel": {"compress_gradients": compress}})
-    parallel = {
-        name.removeprefix("parallel."): value
-        for name, (value, _) in values(found).items()
-        if name.startswith("parallel.")
-    }
     names = "all_reduce transport compress_gradients compress_weights bucket_mib unused_parameters measure_seconds"
-    copied = {name: parallel[name] for name in names.split()}
+    resolved_values = values(found)
+    copied = {name: resolved_values[f"parallel.{name}"][0] for name in names.split()}
     again = explain({**BATCH, "parallel": copied})
     assert all(values(again)[f"parallel.{name}"][0] == value for name, value in copied.items())
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Rprop"])
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "words"),
     [
         ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage = 1"),
         ({"parallel": {"tp": 2}}, "parallel.tp = 2"),
@@ -179,13 +171,13 @@ def test_what_is_printed_of_data_parallelism_can_be_written(compress):
         ({}, ""),
     ],
 )
-def test_optimizers_that_fail_on_shards(kind, tree, said):
-    """Refused with the file, before any text is read or device is found."""
+def test_optimizers_that_fail_on_shards(kind, tree, words):
+    """They are refused with the file, before any text is read or device is found."""
     tree = {"optimizer": {"type": kind}, **tree}
-    if not said:
+    if not words:
         assert resolved(tree).optimizer.type == kind
         return
-    with pytest.raises(ConfigError, match=f"optimizer.type = '{kind}'.*{said}.*use AdamW"):
+    with pytest.raises(ConfigError, match=f"optimizer.type = '{kind}'.*{words}.*use AdamW"):
         resolved(tree)
 
 

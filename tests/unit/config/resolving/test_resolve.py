@@ -17,38 +17,23 @@ def problems(tree, **context):
 
 
 def test_gradients_are_reduced_in_the_compute_dtype():
-    """A24: a default depends on no key that has nothing to do with it."""
+    """A24: a default does not depend on unrelated keys."""
+    model = written("model.config.model_type=llama")
+    others = ({}, {"parallel": {}}, {"run": {}}, {"data": {}}, model, {"_comment": "x"})
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
-        for more in (
-            {},
-            {"parallel": {}},
-            {"run": {}},
-            {"data": {}},
-            written("model.config.model_type=llama"),
-            {"_comment": "x"},
-        ):
+        for more in others:
             made = resolved({name: {"enabled": True}, **more})
             assert (made.precision.compute, made.precision.reduce) == (dtype, dtype)
             source = made.sources["precision.reduce"]
             assert source == "default, DeepSpeed's: the dtype of the computation"
     for section in ({}, {"run": {}}):
         found = resolved(section).precision
-        assert (found.compute, found.reduce, found.loss_scale, found.check_overflow) == (
-            None,
-            None,
-            None,
-            False,
-        )
+        assert found.compute is found.reduce is found.loss_scale is None
+        assert found.check_overflow is False
 
 
 def test_communication_data_type_is_the_dtype_of_the_reduction():
-    names = {
-        "fp32": "float32",
-        "fp16": "float16",
-        "bf16": "bfloat16",
-        "BF16": "bfloat16",
-        "float32": "float32",
-    }
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "BF16": "bfloat16", "float32": "float32"}  # fmt: skip
     for name, dtype in names.items():
         for tree in ({}, {"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "parallel": {}}):
             made = resolved({**tree, "communication_data_type": name})
@@ -67,14 +52,7 @@ def test_overflow_is_checked_as_deepspeed_does():
 
 
 def test_the_loss_scale_has_deepspeeds_names_and_defaults():
-    names = (
-        "loss_scale",
-        "initial_scale_power",
-        "loss_scale_window",
-        "hysteresis",
-        "consecutive_hysteresis",
-        "min_loss_scale",
-    )
+    names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")  # fmt: skip
     default, given = (0.0, 16, 1000, 2, False, 1.0), (128, 8, 5, 3, True, 2)
     for settings, expected in (
         ({}, default),
@@ -121,15 +99,13 @@ def test_auto_is_what_the_caller_says():
     batch = made.batch
     assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (128, 8, 4)
     assert (made.gradient_clipping, made.precision.compute) == (0.5, "bfloat16")
-    optimizer = {"lr": 2e-5, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    schedule = {
+    assert made.optimizer.params == {"lr": 2e-5, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0}  # fmt: skip
+    assert made.scheduler.params == {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 2e-5,
         "warmup_num_steps": 30,
         "total_num_steps": 700,
     }
-    assert made.optimizer.params == optimizer
-    assert made.scheduler is not None and made.scheduler.params == schedule
     assert made.sources["optimizer.params.lr"] == "auto: the caller's"
     assert made.sources["scheduler.params.warmup_max_lr"] == "auto: the optimizer's lr"
     assert made.sources["train_batch_size"] == "derived: micro 8 x accumulation 4 x dp 4"
@@ -164,12 +140,12 @@ def test_auto_that_nothing_decides_names_the_field():
 
 
 def test_half_precision_left_open_is_never_float32_in_silence():
-    """E4: "auto" is a command line's choice. What follows from the other key is taken, what does not is refused by name."""
-    for tree, refused in (
-        ({"bf16": {"enabled": "auto"}}, ["bf16.enabled"]),
-        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, ["fp16.enabled"]),
+    """E4: "auto" is a choice of the command line. It is derived from the other key, or refused by name."""
+    for text, refused in (
+        ("bf16.enabled=auto", "bf16.enabled"),
+        ("fp16.enabled=auto bf16.enabled=false", "fp16.enabled"),
     ):
-        assert [text.split(" ")[0] for text in problems({**tree})] == refused
+        assert [problem.split(" ")[0] for problem in problems(written(text))] == [refused]
     made = resolved(written("bf16.enabled=auto fp16.enabled=true"))
     assert made.precision.compute == "float16"
     assert made.sources["bf16.enabled"] == "auto: off, because fp16 is on"
@@ -179,15 +155,13 @@ def test_half_precision_left_open_is_never_float32_in_silence():
 
 
 def test_the_schedules_length_is_the_callers_or_the_runs():
-    tree = written(
-        "scheduler.type=WarmupDecayLR scheduler.params.total_num_steps=auto run.steps=30"
-    )
+    text = "scheduler.type=WarmupDecayLR scheduler.params.total_num_steps=auto run.steps=30"
     for context, steps, source in (
         ({}, 30, "auto: run.steps"),
         ({"total_steps": 7}, 7, "auto: the caller's"),
     ):
-        made = resolved(tree, **context)
-        assert made.scheduler is not None and made.scheduler.params["total_num_steps"] == steps
+        made = resolved(written(text), **context)
+        assert made.scheduler.params["total_num_steps"] == steps
         assert made.sources["scheduler.params.total_num_steps"] == source
 
 
@@ -199,13 +173,10 @@ def test_the_highest_rate_of_a_schedule_is_the_optimizers():
         ({"type": "Adagrad"}, 1e-2),
         ({"type": "Lion"}, 1e-3),
     ):
-        scheduler = resolved({**tree, "optimizer": optimizer}).scheduler
-        assert scheduler is not None
-        assert scheduler.params["warmup_max_lr"] == rate
+        assert resolved({**tree, "optimizer": optimizer}).scheduler.params["warmup_max_lr"] == rate
     (problem,) = problems({**tree, "optimizer": {"type": "some.module.Optimizer"}})
-    assert problem.startswith(
-        "scheduler.params.warmup_max_lr = 'auto': is the optimizer's lr, which optimizer.params does not give"
-    )
+    words = "scheduler.params.warmup_max_lr = 'auto': is the optimizer's lr, which optimizer.params does not give"
+    assert problem.startswith(words)
 
 
 def check_bucket(row):
@@ -277,9 +248,7 @@ def test_defaults_are_those_of_deepspeed():
 
 def test_a_resolved_configuration_survives_its_own_json():
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
-    others = written(
-        "scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3 fp16.enabled=true model.config.model_type=llama"
-    )
+    others = written("scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3 fp16.enabled=true model.config.model_type=llama")  # fmt: skip
     made = resolved({"optimizer": optimizer, **others, "data": {}, "run": {}})
     assert Resolved.model_validate_json(made.model_dump_json()) == made
 
@@ -303,13 +272,7 @@ def test_what_is_no_configuration_is_an_error_of_the_program(source):
 
 def test_the_warning_names_the_keys_that_mean_nothing():
     assert load({"bf16": {"enabled": True}}).provenance.warning() is None
-    names = (
-        "overlap_comm",
-        "contiguous_gradients",
-        "sub_group_size",
-        "reduce_scatter",
-        "allgather_partitions",
-    )
+    names = ("overlap_comm", "contiguous_gradients", "sub_group_size", "reduce_scatter", "allgather_partitions")  # fmt: skip
     values = {**dict.fromkeys(names, True), "sub_group_size": 1e9}
     assert load({"zero_optimization": values}).provenance.warning() == (
         "the configuration: ignored are zero_optimization.overlap_comm, zero_optimization.contiguous_gradients, "
@@ -329,13 +292,9 @@ def test_compression():
     assert scheme(2, compress_gradients="int4", compress_weights="int8") == (4, 8, 0, False, False)
     assert scheme(2, compress_gradients="int4", error_feedback=True)[3]
     assert scheme(0, compress_gradients="powersgd", powersgd_rank=2)[2] == 2
-    partitions = [
-        made(stage, secondary_partition=2).data_parallel.secondary_partition for stage in (2, 3)
-    ]
-    assert partitions == [0, 2]
-    assert made(3, secondary_partition=4).data_parallel.secondary_partition == 0, (
-        "a copy over all is no second one"
-    )
+    # At stage 2 weights have no second copy, and a copy over all 4 ranks is no second one.
+    for stage, size, expected in ((2, 2, 0), (3, 2, 2), (3, 4, 0)):
+        assert made(stage, secondary_partition=size).data_parallel.secondary_partition == expected
 
 
 IMPOSSIBLE = """

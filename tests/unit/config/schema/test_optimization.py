@@ -22,9 +22,8 @@ def refusal(spec, type, params=None):
 
 def test_the_case_of_a_type_does_not_matter():
     for name in ("AdamW", "Adam", "Muon", "RMSprop", "Lion"):
-        assert (
-            OptimizerSpec(type=name.lower()).type == OptimizerSpec(type=name.upper()).type == name
-        )
+        lower, upper = OptimizerSpec(type=name.lower()), OptimizerSpec(type=name.upper())
+        assert lower.type == upper.type == name
 
 
 TYPES = {
@@ -56,9 +55,9 @@ def check_refusal(row):
 @pytest.mark.parametrize("spec", [OptimizerSpec, SchedulerSpec])
 def test_what_cannot_be_used_is_refused_with_the_reason(spec):
     tables = {"type": rows(TYPES[spec]), "params": rows(PARAMETERS[spec])}
-    cases = {
-        line: (spec, field, *row) for field, table in tables.items() for line, row in table.items()
-    }
+    cases = {}
+    for field, table in tables.items():
+        cases |= {line: (spec, field, *row) for line, row in table.items()}
     check_rows(cases, check_refusal)
 
 
@@ -108,13 +107,10 @@ def test_all_problems_are_told_at_once():
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers():
-    assert OptimizerSpec(params={"lr": "1e-4", "betas": [0.9, "0.95"]}).params == {
-        "lr": 1e-4,
-        "betas": (0.9, 0.95),
-    }
-    assert SchedulerSpec(type="WarmupLR", params={"warmup_num_steps": 1e2}).params == {
-        "warmup_num_steps": 100
-    }
+    spec = OptimizerSpec(params={"lr": "1e-4", "betas": [0.9, "0.95"]})
+    assert spec.params == {"lr": 1e-4, "betas": (0.9, 0.95)}
+    spec = SchedulerSpec(type="WarmupLR", params={"warmup_num_steps": 1e2})
+    assert spec.params == {"warmup_num_steps": 100}
 
 
 def test_parameters_of_a_class_by_path_wait_for_the_class():
@@ -137,9 +133,8 @@ def test_auto_is_hugging_faces_default():
     assert spec.resolved().params == {**defaults, "fused": False}
 
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-    spec = SchedulerSpec(
-        type="WarmupDecayLR", params={**dict.fromkeys(names, "auto"), "warmup_type": "linear"}
-    )
+    params = {**dict.fromkeys(names, "auto"), "warmup_type": "linear"}
+    spec = SchedulerSpec(type="WarmupDecayLR", params=params)
     for total, resolved in ((50, 50), (None, "auto")):
         expected = dict(zip(names, (0.0, 0.01, 1, resolved), strict=True))
         made = spec.resolved(learning_rate=0.01, total_steps=total)
@@ -150,9 +145,8 @@ def test_auto_equals_the_installed_training_arguments():
     import dataclasses
 
     transformers = pytest.importorskip("transformers")
-    theirs = {
-        field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)
-    }
+    fields = dataclasses.fields(transformers.TrainingArguments)
+    theirs = {field.name: field.default for field in fields}
     assert theirs["learning_rate"] == optimizers.AUTO["lr"]
     assert (theirs["adam_beta1"], theirs["adam_beta2"]) == optimizers.AUTO["betas"]
     assert theirs["adam_epsilon"] == optimizers.AUTO["eps"]

@@ -47,16 +47,8 @@ def test_one_forward_one_backward_by_hand():
     first, last = rank_of("1f1b", 0), rank_of("1f1b", 1)
     modes = ("full", "none")
     one = 10 + 4 + 100
-    assert [held for _, held in first.held_after(modes)] == [
-        one,
-        2 * one,
-        one,
-        2 * one,
-        one,
-        2 * one,
-        one,
-        0,
-    ]
+    held = [held for _, held in first.held_after(modes)]
+    assert held == [one, 2 * one, one, 2 * one, one, 2 * one, one, 0]
     assert [held for _, held in last.held_after(modes)] == [one, 0] * 4
     assert (first.peak_bytes(modes), last.peak_bytes(modes)) == (2 * one + 96, one + 96)
     assert (first.most_in_flight(), last.most_in_flight()) == (2, 1)
@@ -117,10 +109,8 @@ def test_all_ranks_refuse_together():
     needed = [rank.least()[0] for rank in ranks]
     technique = Recompute(mode="budget", budget_bytes=needed[1], sequence_length=8)
     for rank in (0, 1):
-        with pytest.raises(
-            ConfigError,
-            match="rank 0 of the pipeline needs at least .* up to 2 micro-batches in flight",
-        ) as caught:
+        words = "rank 0 of the pipeline needs at least .* up to 2 micro-batches in flight"
+        with pytest.raises(ConfigError, match=words) as caught:
             technique.solved(ranks, rank=rank)
         assert len(caught.value.problems) == 1
     enough = technique.model_copy(update={"budget_bytes": needed[0]})

@@ -26,9 +26,18 @@ CPU = torch.device("cpu")
 
 
 def flat(size, seed=0):
-    return torch.randint(
-        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+
+
+def recorded(calls, entry, function):
+    """Return a function that adds `entry` to `calls` and calls `function`. `entry` may depend on the arguments."""
+
+    def call(*args):
+        calls.append(entry(*args) if callable(entry) else entry)
+        return function(*args)
+
+    return call
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -47,16 +56,13 @@ def test_what_is_put_comes_back(store):
 
 
 def test_the_block_before_starts_its_way_back(store):
-    """And the block after does not, nor the last block of the forward before."""
+    """The block after does not, nor does the last block of the forward before."""
     earlier = store.open(3)
     groups = [store.open(index) for index in range(3)]
     started = []
     for index, group in enumerate([*groups, earlier]):
         group.put(flat(10))
-        group.prefetch = lambda index=index, original=group.prefetch: (
-            started.append(index),
-            original(),
-        )
+        group.prefetch = recorded(started, index, group.prefetch)
     store.prefetcher()()
     assert started == [2]
     groups[2].get(0)
@@ -66,24 +72,21 @@ def test_the_block_before_starts_its_way_back(store):
 
 
 def test_files_are_read_once(tmp_path, monkeypatch):
-    """However often tensors of one block are asked for; a second time for one of them is a read of its own."""
-    read = []
-    original = activation_store._read
-    monkeypatch.setattr(
-        activation_store, "_read", lambda *args: (read.append(args[2].offset), original(*args))[1]
-    )
+    """A block's tensors are read once, however often they are requested. Requesting one a second time reads it alone."""
+    offsets = []
+    read = recorded(offsets, lambda *args: args[2].offset, activation_store._read)
+    monkeypatch.setattr(activation_store, "_read", read)
     group = DiskStore(tmp_path, CPU).open(0)
     handles = [group.put(flat(4096, seed)) for seed in range(3)]
-    assert all(
-        torch.equal(group.get(handle), flat(4096, seed)) for seed, handle in enumerate(handles)
-    )
-    assert sorted(read) == [0, 4096, 8192]
+    for seed, handle in enumerate(handles):
+        assert torch.equal(group.get(handle), flat(4096, seed))
+    assert sorted(offsets) == [0, 4096, 8192]
     assert torch.equal(group.get(handles[1]), flat(4096, 1))
-    assert sorted(read) == [0, 4096, 4096, 8192]
+    assert sorted(offsets) == [0, 4096, 4096, 8192]
 
 
 def test_a_stage_begins_its_way_back_before_its_backward(store):
-    """Micro-batches apart, stages of a rank apart; a stage that ends with blocks of its own waits for them."""
+    """Micro-batches and stages of a rank are separate. A stage that ends with its own blocks waits for them."""
     stages = {index: SimpleNamespace(blocks=(f"{index}.a", f"{index}.b")) for index in (0, 2)}
     staged = StagePrefetcher(store, stages, ("0.a", "0.b", "2.a"))
     started = []
@@ -94,23 +97,15 @@ def test_a_stage_begins_its_way_back_before_its_backward(store):
         for index in blocks:
             group = store.open(index)
             group.put(flat(10))
-            name = f"{microbatch}/{index}"
-            group.prefetch = lambda name=name, original=group.prefetch: (
-                started.append(name),
-                original(),
-            )
+            group.prefetch = recorded(started, f"{microbatch}/{index}", group.prefetch)
             groups.append(group)
         staged(Action(stage, Kind.FORWARD, microbatch), True)
         return groups
 
-    first, second, third = (
-        forward(0, 0, range(2)),
-        forward(0, 1, range(2)),
-        forward(2, 0, range(2, 3)),
-    )
-    assert third[0].previous is None and second[0].previous is None, (
-        "another stage, another micro-batch"
-    )
+    first, second = forward(0, 0, range(2)), forward(0, 1, range(2))
+    third = forward(2, 0, range(2, 3))
+    # Another stage and another micro-batch begin without a previous group.
+    assert third[0].previous is None and second[0].previous is None
     staged(Action(2, Kind.BACKWARD, 0), False)
     assert started == []
     staged(Action(0, Kind.INPUT, 0), False)
@@ -157,11 +152,10 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_write_before_the_disk_has_it_is_refused(tmp_path, monkeypatch):
-    """As torch refuses a backward through what was modified; where no backward asks for it, nothing is."""
+    """torch also refuses a backward through a modified tensor. Without such a backward, nothing is refused."""
     gate, write = threading.Event(), os.pwrite
-    monkeypatch.setattr(
-        activation_store.os, "pwrite", lambda *args: (gate.wait(10), write(*args))[1]
-    )
+    slow = recorded([], lambda *args: gate.wait(10), write)
+    monkeypatch.setattr(activation_store.os, "pwrite", slow)
     hidden = torch.arange(4096.0)
     group = DiskStore(tmp_path, CPU).open(0)
     handle = group.put(hidden.detach().view(torch.uint8))
@@ -174,14 +168,9 @@ def test_a_write_before_the_disk_has_it_is_refused(tmp_path, monkeypatch):
 
 
 def test_forward_waits_for_a_slow_disk(tmp_path, monkeypatch):
-    """No more than the limit is held in memory."""
+    """At most the limit is kept in memory."""
     gate = threading.Event()
-    write = os.pwrite
-
-    def slow(*args):
-        gate.wait(10)
-        return write(*args)
-
+    slow = recorded([], lambda *args: gate.wait(10), os.pwrite)
     monkeypatch.setattr(activation_store.os, "pwrite", slow)
     store = DiskStore(tmp_path, CPU, pending_bytes=2500)
     group = store.open(0)
@@ -209,30 +198,29 @@ class Block(nn.Module):
 
 
 def test_each_storage_is_moved_once_and_shared_ones_stay(store):
-    """The input and the product; not the mask, not the weight."""
-    put = []
+    """The input and the product are moved; the mask and the weight are not."""
+    sizes = []
     open_group = store.open
 
     def opened(index):
         group = open_group(index)
-        original = group.put
-        group.put = lambda tensor: (put.append(tensor.numel()), original(tensor))[1]
+        group.put = recorded(sizes, lambda tensor: tensor.numel(), group.put)
         return group
 
     store.open = opened
     block = Block()
     hidden, mask = torch.randn(16, 64, requires_grad=True), torch.rand(16, 32)
-    wanted = torch.autograd.grad(block(hidden, mask), [hidden, *block.parameters()])
+    expected = torch.autograd.grad(block(hidden, mask), [hidden, *block.parameters()])
     saved = SavedTensors(block, store=store, partition=None, index=0)
     with saved.hooks((hidden, mask), {}):
         out = block(hidden, mask)
-    found = torch.autograd.grad(out, [hidden, *block.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-    assert put == [16 * 64 * 4, 16 * 64 * 4]
+    gradients = torch.autograd.grad(out, [hidden, *block.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
+    assert sizes == [16 * 64 * 4, 16 * 64 * 4]
 
 
 def test_what_is_saved_again_after_a_write_is_another(store):
-    """One storage, saved for a product that no backward reaches, written to, and saved again for one that does."""
+    """A storage is saved for a product without a backward, written to, and saved again for a product that has one."""
     factors = torch.randn(2, 1024, requires_grad=True)
     hidden = torch.randn(1024)
     with SavedTensors(nn.Identity(), store=store, partition=None, index=0).hooks((), {}):
@@ -245,43 +233,34 @@ def test_what_is_saved_again_after_a_write_is_another(store):
 
 
 @pytest.mark.parametrize(
-    ("technique", "compiled", "device", "said"),
+    ("technique", "compiled", "device", "words"),
     [
         (ActivationOffload(fraction=1.0), False, "cpu", "so a copy frees nothing"),
         (ActivationOffload(fraction=0.1, device="disk", path="x"), False, "cpu", "less than half a block, because the model has 3; use 0.333"),
         (ActivationOffload(fraction=1.0), True, "cuda", "the compiler decides"),
     ],
 )  # fmt: skip
-def test_refusals(technique, compiled, device, said):
-    context = TechniqueContext(
-        Layout(),
-        (Compile(enabled=compiled),),
-        device_type=device,
-        model=nn.Identity(),
-        blocks=("a", "b", "c"),
-    )
-    with pytest.raises(ConfigError, match=said):
+def test_refusals(technique, compiled, device, words):
+    techniques = (Compile(enabled=compiled),)
+    model = {"device_type": device, "model": nn.Identity(), "blocks": ("a", "b", "c")}
+    context = TechniqueContext(Layout(), techniques, **model)
+    with pytest.raises(ConfigError, match=words):
         technique.check(context)
     with pytest.raises(ModelError, match="no repeated blocks"):
         technique.check(replace(context, blocks=()))
 
 
 def test_host_buffers_serve_other_lengths():
-    """B11: a hundred lengths, and no more memory than one of them needs; what is in use at once decides."""
+    """B11: a hundred lengths take no more memory than one of them. What is in use at once decides."""
     store = HostStore(CPU)
     for size in [*range(1000, 2000, 50), *range(5000, 6000, 50), 0]:
         group = store.open(0)
         handles = [group.put(flat(size, seed)) for seed in range(3)]
-        assert all(
-            torch.equal(group.get(handle), flat(size, seed)) for seed, handle in enumerate(handles)
-        )
+        for seed, handle in enumerate(handles):
+            assert torch.equal(group.get(handle), flat(size, seed))
         assert torch.equal(group.get(handles[1]), flat(size, 1))
         del group
         assert sum(len(buffers) for buffers in store._free.values()) <= 6
-    assert (
-        store._total_bytes
-        == sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers)
-        <= store._peak_used_bytes
-        == 3 * 8192
-    )
+    free = sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers)
+    assert store._total_bytes == free <= store._peak_used_bytes == 3 * 8192
     assert store._used_bytes == 0

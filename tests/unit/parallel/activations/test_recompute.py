@@ -27,16 +27,11 @@ from plait.sizes import GIB
 
 
 def rank_of(count, *, kept, flops, outside=3, head=11):
-    modes = {
-        mode: StageMode(
-            (size,) * count,
-            outside,
-            head,
-            restored=(kept["none"] - size,) * count,
-            flops=flops[mode],
-        )
-        for mode, size in kept.items()
-    }
+    modes = {}
+    for mode, size in kept.items():
+        restored = (kept["none"] - size,) * count
+        sizes = (size,) * count
+        modes[mode] = StageMode(sizes, outside, head, restored=restored, flops=flops[mode])
     return RankActivations(ONE_STAGE, 0, (StageFacts(modes),))
 
 
@@ -71,19 +66,16 @@ def test_a_budget_is_kept_with_the_least_work(budget, count):
         assert not fitting
         return
     assert found.peak_bytes(solved) <= budget
-    assert sum(work[mode] for mode in solved) == min(
-        sum(work[mode] for mode in modes) for modes in fitting
-    )
+    least = min(sum(work[mode] for mode in modes) for modes in fitting)
+    assert sum(work[mode] for mode in solved) == least
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
     technique = Recompute(mode="budget", budget_bytes=GIB, sequence_length=8)
     # A byte more than the rule shows.
     large = rank_of(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, head=1)
-    with pytest.raises(
-        ConfigError,
-        match=r"budget_gib = 1.0: with every block recomputed a micro-batch needs 4 GiB",
-    ) as error:
+    words = r"budget_gib = 1.0: with every block recomputed a micro-batch needs 4 GiB"
+    with pytest.raises(ConfigError, match=words) as error:
         technique.solved([large])
     sufficient = float(error.value.problems[0].remedy.split()[1])
     with_it = technique.model_copy(update={"budget_bytes": round(sufficient * GIB)})
@@ -99,16 +91,12 @@ class Block(nn.Module):
 
 
 def context(model, blocks, *, compiled, sequence):
-    return TechniqueContext(
-        Layout(),
-        (TensorParallel(sequence_parallel=sequence), Compile(enabled=compiled)),
-        model=model,
-        blocks=blocks,
-    )
+    techniques = (TensorParallel(sequence_parallel=sequence), Compile(enabled=compiled))
+    return TechniqueContext(Layout(), techniques, model=model, blocks=blocks)
 
 
 @pytest.mark.parametrize(
-    ("technique", "compiled", "sequence", "said"),
+    ("technique", "compiled", "sequence", "words"),
     [
         (Recompute(mode="full"), False, False, "already recomputes"),
         (Recompute(mode="selective"), True, False, "the compiler replaces the operators"),
@@ -121,12 +109,12 @@ def context(model, blocks, *, compiled, sequence):
         (Recompute(mode="selective", keep=("mm",)), False, False, "no such operator"),
     ],
 )
-def test_refusals(technique, compiled, sequence, said):
+def test_refusals(technique, compiled, sequence, words):
     model = nn.Sequential(Block(), Block())
-    if said != "already recomputes":
+    if words != "already recomputes":
         for block in model:
             block.gradient_checkpointing = False
-    with pytest.raises((ConfigError, ModelError), match=said):
+    with pytest.raises((ConfigError, ModelError), match=words):
         technique.check(context(model, ("0", "1"), compiled=compiled, sequence=sequence))
     Recompute().check(context(model, (), compiled=True, sequence=True))
 
@@ -137,11 +125,11 @@ def test_a_model_without_blocks_is_refused():
 
 
 class Counting(nn.Module):
-    """A block whose forward changes its state. Buffers: in place, uncounted by torch, by assignment, and by the power iterations
-    of a parametrization. Attributes: a number, lists, a tensor that is assigned and one in place, and one that a forward adds."""
+    """A block whose forward changes its state.
 
-    steps: torch.Tensor
-    mean: torch.Tensor
+    Buffers change in place, uncounted by torch, by assignment, and by the power iterations of a parametrization. Attributes are a number,
+    lists, a tensor that is assigned, one that changes in place, and one that a forward adds.
+    """
 
     def __init__(self):
         super().__init__()
@@ -150,11 +138,8 @@ class Counting(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("still", torch.ones(4))
-        self.calls = 0
-        self.history: list[float] = []
-        self.seen: dict[str, int] = {}
-        self.level = torch.zeros(4)
-        self.last: torch.Tensor | None = None
+        self.calls, self.history, self.seen = 0, [], {}
+        self.level, self.last = torch.zeros(4), None
 
     def forward(self, x):
         self.steps += 1
@@ -173,7 +158,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_state_that_a_forward_changes(mode):
-    """A recomputation begins with what the forward began with, and leaves what it left: the bits of no recompute at all."""
+    """A recomputation starts from the forward's state and leaves its result: the bits are those without recompute."""
 
     def run(technique):
         torch.manual_seed(0)
@@ -184,10 +169,8 @@ def test_state_that_a_forward_changes(mode):
         model(torch.randn(3, 4)).sum().backward()
         model.train()
         for _ in range(2):
-            first, second = (
-                model(torch.randn(3, 4)),
-                model(torch.randn(3, 4)),
-            )  # two micro-batches are on their way
+            # Two micro-batches are in flight.
+            first, second = (model(torch.randn(3, 4)) for _ in range(2))
             first.square().sum().backward(retain_graph=True)
             second.square().sum().backward()
             first.sum().backward()
@@ -196,8 +179,8 @@ def test_state_that_a_forward_changes(mode):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         return [*gradients, *model.buffers(), *state]
 
-    for found, wanted in zip(run(Recompute(mode=mode)), run(None), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, expected in zip(run(Recompute(mode=mode)), run(None), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def noted(forward):
@@ -221,16 +204,13 @@ class Decorated(nn.Module):
 
 
 def test_recomputed_blocks_get_their_own_forward_back():
-    """With the decorators that it had: only what recompute put in its place is taken off."""
+    """Decorators of the forward stay: only the wrapper of recompute is removed."""
     model = nn.Sequential(*(Decorated() for _ in range(3)))
     data = torch.randn(2, 4)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "parallel": {"recompute": {"mode": "full"}, "blocks": ["0", "1", "2"]},
-    }
-    engine = plait.initialize(
-        model, config, loss_fn=plait.per_sample(lambda out, batch: out.square().sum())
-    )
+    parallel = {"recompute": {"mode": "full"}, "blocks": ["0", "1", "2"]}
+    config = {"train_micro_batch_size_per_gpu": 2, "parallel": parallel}
+    loss = plait.per_sample(lambda out, batch: out.square().sum())
+    engine = plait.initialize(model, config, loss_fn=loss)
     assert all("forward" in vars(block) for block in model)
     engine.close()
     before = [block.calls for block in model]
@@ -254,14 +234,13 @@ class BeginsLater(nn.Linear):
 
 
 def test_a_tensor_that_begins_to_change_is_named():
-    """With the remedy, which works."""
+    """The remedy of the message works."""
     model = nn.Sequential(BeginsLater())
     Recompute(mode="full").apply(Parts(model=model, blocks=("0",)), SimpleNamespace())
     for _ in range(2):
         model(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(
-        InputError, match='total of a BeginsLater .* parallel.recompute.mode = "none"'
-    ):
+    words = 'total of a BeginsLater .* parallel.recompute.mode = "none"'
+    with pytest.raises(InputError, match=words):
         model(torch.randn(3, 4))
     model = nn.Sequential(BeginsLater())
     Recompute(mode="none").apply(Parts(model=model, blocks=("0",)), SimpleNamespace())

@@ -27,27 +27,25 @@ def two_ranks():
     dist.destroy_process_group()
 
 
+def shard(model):
+    mesh = build_mesh(Layout(dp_shard=2))
+    shard_units(Parts(model, ("0", "1")), mesh, free_after_forward=True)
+
+
 @pytest.mark.usefixtures("two_ranks")
-def test_a_parameter_of_two_blocks():
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (1, r"0\.weight and 1\.weight are one parameter in two units \(0 and 1\)"),
+        (2, r"\(0 and the rest of the model\)"),
+    ],
+)
+def test_a_parameter_of_two_units(other, words):
     """torch before 2.13 would shard the parameter twice."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    with pytest.raises(
-        ModelError, match=r"0\.weight and 1\.weight are one parameter in two units \(0 and 1\)"
-    ):
-        shard_units(
-            Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True
-        )
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_parameter_of_a_block_and_the_rest():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    with pytest.raises(ModelError, match=r"\(0 and the rest of the model\)"):
-        shard_units(
-            Parts(model, ("0", "1")), build_mesh(Layout(dp_shard=2)), free_after_forward=True
-        )
+    model[other].weight = model[0].weight
+    with pytest.raises(ModelError, match=words):
+        shard(model)
 
 
 class Waves(nn.Module):
@@ -69,32 +67,25 @@ BLOCKS = ("layers.0", "layers.1", "layers.2")
 
 
 def test_what_is_sharded_together_is_of_one_dtype():
-    with pytest.raises(
-        ModelError,
-        match=r"^layers.0.phase is complex64 and layers.0.weight float32, .*\(layers.0\).*ZeRO stage 0",
-    ):
+    words = (
+        r"^layers.0.phase is complex64 and layers.0.weight float32, .*\(layers.0\).*ZeRO stage 0"
+    )
+    with pytest.raises(ModelError, match=words):
         refuse_several_dtypes(Waves(), BLOCKS)
     for layer in (model := Waves()).layers:
         layer.phase.requires_grad_(False)
     refuse_several_dtypes(model, BLOCKS)
-    several = nn.ModuleDict(
-        {
-            "layers": nn.ModuleList([nn.Linear(2, 2).double(), nn.Linear(2, 2)]),
-            "head": nn.Linear(2, 2).bfloat16(),
-        }
-    )
+    layers = nn.ModuleList([nn.Linear(2, 2).double(), nn.Linear(2, 2)])
+    several = nn.ModuleDict({"layers": layers, "head": nn.Linear(2, 2).bfloat16()})
     refuse_several_dtypes(several, ("layers.0", "layers.1"))
     with pytest.raises(ModelError, match="all outside the blocks"):
         refuse_several_dtypes(several, ("layers.0",))
 
 
 def test_complex_parameters_are_never_computed_with_as_real_ones():
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
     with pytest.raises(ModelError, match="layers.0.phase is complex64, and bf16.*imaginary part"):
-        plait.initialize(
-            Waves(),
-            {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}},
-            loss_fn=plait.causal_lm_loss,
-        )
+        plait.initialize(Waves(), config, loss_fn=plait.causal_lm_loss)
     refuse_complex(nn.Linear(2, 2))
     frozen = Waves().requires_grad_(False)
     refuse_complex(frozen)
@@ -104,14 +95,10 @@ def test_complex_parameters_are_never_computed_with_as_real_ones():
     "made", [lambda model: torch.optim.LBFGS(model.parameters()), lambda model: torch.optim.LBFGS]
 )
 def test_an_optimizer_of_several_passes_is_refused(made):
-    model = nn.Linear(2, 2)
+    model, config = nn.Linear(2, 2), {"train_micro_batch_size_per_gpu": 1}
+    settings = {"optimizer": made(model), "loss_fn": plait.causal_lm_loss}
     with pytest.raises(InputError, match=r"LBFGS.step calls a function.*AdamW"):
-        plait.initialize(
-            model,
-            {"train_micro_batch_size_per_gpu": 1},
-            optimizer=made(model),
-            loss_fn=plait.causal_lm_loss,
-        )
+        plait.initialize(model, config, **settings)
 
 
 def model_with(library, kind):
@@ -123,9 +110,8 @@ def model_with(library, kind):
 
 def test_bitsandbytes():
     model = model_with("bitsandbytes", "Params4bit")
-    with pytest.raises(
-        ModelError, match="weight has the type Params4bit of bitsandbytes.*neither split nor moved"
-    ):
+    words = "weight has the type Params4bit of bitsandbytes.*neither split nor moved"
+    with pytest.raises(ModelError, match=words):
         refuse_quantised(model, moved=True, cast=False, several=True)
     refuse_quantised(model, moved=False, cast=True, several=True)
 

@@ -1,6 +1,7 @@
 """Routers: where their balance loss is added, how biases move, and what is refused by name."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,12 +28,10 @@ def test_what_is_found_in_a_model(family):
     layers = 2
     found = find_experts(model)
     assert [experts.count for experts in found] == [routers(model)[0].num_experts] * layers
-    assert {name.rpartition(".")[0] for experts in found for name in experts.parameters} == {
-        experts.name for experts in found
-    }
-    assert [model.get_submodule(router.name) for router in recorded_routers(model)] == routers(
-        model
-    )
+    names = {name.rpartition(".")[0] for experts in found for name in experts.parameters}
+    assert names == {experts.name for experts in found}
+    recorded = [model.get_submodule(router.name) for router in recorded_routers(model)]
+    assert recorded == routers(model)
     assert len(biased_routers(model)) == (layers if family == "deepseek_v3" else 0)
 
 
@@ -50,27 +49,23 @@ def test_statistics_where_another_dtype_is_the_default():
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_statistics_are_transformers(mask):
-    """The same bits as the model's own balance loss, and its gradient, from sums that went through two stages."""
+    """The bits are those of the model's balance loss, and so is the gradient. The sums pass through two stages."""
     model = build(replace(Case("mixtral"), balance=True), dtype=torch.float32)
-    ids = torch.arange(24).view(2, 12)
-    given = (
-        {"attention_mask": (torch.arange(12) < torch.tensor([[7], [12]])).long()} if mask else {}
-    )
-    expected = model(input_ids=ids, **given).aux_loss
+    batch = {"input_ids": torch.arange(24).view(2, 12)}
+    if mask:
+        batch["attention_mask"] = (torch.arange(12) < torch.tensor([[7], [12]])).long()
+    expected = model(**batch).aux_loss
     first, second = recorded_routers(model)
     stages = [RouterStatistics(model, [router], experts=4, top_k=2) for router in (first, second)]
     for stage in stages:
         stage.begin(True, None)
-    model(input_ids=ids, **given)
-    _, sums = stages[0].end(None)
-    stages[1]._earlier_sums = sums
-    assert torch.equal(stages[1].losses()[0], expected)
+    model(**batch)
+    _, stages[1]._earlier_sums = stages[0].end(None)
+    loss = stages[1].losses()[0]
+    assert torch.equal(loss, expected)
     weights = [model.get_submodule(router.name).weight for router in (first, second)]
-    for one, other in zip(
-        *(torch.autograd.grad(loss, weights) for loss in (expected, stages[1].losses()[0])),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
+    gradients = (torch.autograd.grad(each, weights) for each in (expected, stages[1].losses()[0]))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
 
 
 LOSSES_REFUSED = [
@@ -84,16 +79,12 @@ LOSSES_REFUSED = [
 
 @pytest.mark.parametrize(("family", "experts", "message"), LOSSES_REFUSED)
 def test_losses_of_routers_that_are_refused(family, experts, message):
-    model = (
-        build(Case(family), device="meta")
-        if family != "llama"
-        else cases.build("llama", tied=False)
-    )
+    is_llama = family == "llama"
+    model = cases.build("llama", tied=False) if is_llama else build(Case(family), device="meta")
+    file = {"train_micro_batch_size_per_gpu": 1, "experts": experts}
 
     def checked():
-        resolved = resolve(
-            load({"train_micro_batch_size_per_gpu": 1, "experts": experts}), world_size=2
-        )
+        resolved = resolve(load(file), world_size=2)
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
     with pytest.raises(ConfigError, match=message):
@@ -102,26 +93,20 @@ def test_losses_of_routers_that_are_refused(family, experts, message):
 
 def test_losses_of_routers_beside_a_loss_of_your_own():
     model = build(Case("mixtral"), device="meta")
-    statistics = RouterStatistics(
-        model, recorded_routers(model), experts=4, top_k=2, balances=False, z_loss=0.1
-    )
-    with pytest.raises(
-        ConfigError,
-        match="experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is OwnLoss",
-    ):
+    recorded = partial(RouterStatistics, model, recorded_routers(model), experts=4, top_k=2)
+    statistics = recorded(balances=False, z_loss=0.1)
+    words = "experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is OwnLoss"
+    with pytest.raises(ConfigError, match=words):
         with_balance_loss(OwnLoss(), model, statistics)
-    wide = RouterStatistics(model, recorded_routers(model), experts=4, top_k=2, is_global=True)
-    with pytest.raises(
-        ConfigError,
-        match="experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none",
-    ):
-        with_balance_loss(None, model, wide)
+    words = "experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none"
+    with pytest.raises(ConfigError, match=words):
+        with_balance_loss(None, model, recorded(is_global=True))
     made = with_balance_loss(plait.causal_lm_loss, model, statistics)
     assert isinstance(made, BalancedLoss) and made.coefficient == 0
 
 
 class OwnLoss(CausalLMLoss):
-    """A user's, who adds what there is to add."""
+    """Loss of a user, who adds the other losses."""
 
 
 def test_whose_loss_is_balanced():
@@ -130,14 +115,12 @@ def test_whose_loss_is_balanced():
         made = with_balance_loss(loss, model)
         assert isinstance(made, BalancedLoss) and made.coefficient == 0.05 and made.split_logits
     assert isinstance(with_balance_loss(OwnLoss(), model), OwnLoss)
-    assert (
-        with_balance_loss(plait.causal_lm_loss, build(Case("deepseek_v3"), device="meta"))
-        is plait.causal_lm_loss
-    )
+    without = build(Case("deepseek_v3"), device="meta")
+    assert with_balance_loss(plait.causal_lm_loss, without) is plait.causal_lm_loss
 
 
 def test_biases_move_towards_the_mean():
-    """Not in evaluation, not for a skipped step, and once for all micro-batches."""
+    """Biases do not move in evaluation or for a skipped step. They move once for all micro-batches."""
     model = build(Case("deepseek_v3"))
     names = biased_routers(model)
     hook, ids = BiasUpdate(model, names, rate=0.5, group=None), torch.arange(12).view(1, 12)
@@ -148,29 +131,23 @@ def test_biases_move_towards_the_mean():
     hook.finish_reduction()
     hook.after_step(StepEnd(skipped=False))
     assert all(torch.equal(before[name], bias) for name, bias in biases(model).items())
-    counts = dict.fromkeys(names, torch.zeros(8))
+    counts = {}
+
+    def count(name, module, args, output):
+        counts[name] = counts.get(name, 0) + torch.bincount(output[2].flatten(), minlength=8)
+
     for name in names:
-        model.get_submodule(name).register_forward_hook(
-            lambda module, args, output, name=name: counts.update(
-                {name: counts[name] + torch.bincount(output[2].flatten(), minlength=8)}
-            )
-        )
+        model.get_submodule(name).register_forward_hook(partial(count, name))
     for skipped, tokens in ((True, torch.zeros(1, 60, dtype=torch.int64)), (False, ids)):
-        counts = dict.fromkeys(names, torch.zeros(8))
+        counts.clear()
         for _ in range(2):
             model(input_ids=tokens).logits.sum().backward()
         hook.finish_reduction()
         hook.after_step(StepEnd(skipped=skipped))
-        moved = (
-            torch.zeros(2, 8)
-            if skipped
-            else torch.stack([0.5 * (6 - counts[name]).sign() for name in names])
-        )
-        for name, by in zip(names, moved, strict=True):
-            torch.testing.assert_close(
-                biases(model)[f"{name}.e_score_correction_bias"],
-                before[f"{name}.e_score_correction_bias"] + by,
-            )
+        for name in names:
+            bias = f"{name}.e_score_correction_bias"
+            change = 0 if skipped else 0.5 * (6 - counts[name]).sign()
+            torch.testing.assert_close(biases(model)[bias], before[bias] + change)
     hook.release()
 
 
@@ -184,12 +161,9 @@ def check(case, parallel, rate, **changes):
     world = 1
     for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
         world *= parallel.get(axis, 1)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "parallel": parallel,
-    }
-    resolved = resolve(load({**config, "experts": {"bias_update_rate": rate}}), world_size=world)
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    file = {**sizes, "parallel": parallel, "experts": {"bias_update_rate": rate}}
+    resolved = resolve(load(file), world_size=world)
     check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
@@ -211,16 +185,11 @@ def test_refused(case, parallel, rate, changes, message):
     [
         ({"z_loss": 0.1}, {}, "experts.z_loss = 0.1: Plait adds it to plait.causal_lm_loss"),
         ({"balance": "global"}, {}, "experts.balance = .global.: Plait adds it"),
-        (
-            {},
-            {"pp": 2},
-            "model.config.output_router_logits = [Tt]rue: with parallel.pp = 2 the balance loss is a sum over the stages",
-        ),
+        ({}, {"pp": 2}, "model.config.output_router_logits = [Tt]rue: with parallel.pp = 2 the balance loss is a sum over the stages"),
     ],
-)
+)  # fmt: skip
 def test_an_own_loop_is_refused_losses_that_it_would_leave_out(experts, parallel, message):
     file = {"train_micro_batch_size_per_gpu": 1, "experts": experts, "parallel": parallel}
+    model, resolved = build(Case("mixtral", balance=True), device="meta"), resolve(load(file), world_size=2)  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        plait.parallelize(
-            build(Case("mixtral", balance=True), device="meta"), resolve(load(file), world_size=2)
-        )
+        plait.parallelize(model, resolved)

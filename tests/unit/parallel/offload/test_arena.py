@@ -91,10 +91,8 @@ def test_a_full_disk_is_told_before_anything_happens(
         for name in sections
     }
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **zero}}
-    with pytest.raises(
-        PlaitError,
-        match=rf"{named}.nvme_path.*No space left on device\); free some space.*Nothing was changed",
-    ):
+    words = rf"{named}.nvme_path.*No space left on device\); free some space.*Nothing was changed"
+    with pytest.raises(PlaitError, match=words):
         plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     now = {
         name: p.full_tensor() if isinstance(p, DTensor) else p

@@ -17,19 +17,19 @@ from plait.parallel.offload.arena import Arena, ShardPrefetcher
 BLOCKS, WIDTH = 5, 64
 UNIT_BYTES = WIDTH * WIDTH * 4
 SECONDS = 20
-"""Long enough for any machine: reached only where something waits for what comes later."""
+"""Long enough for any machine. It is only reached if something waits for a later event."""
 
 
 @pytest.fixture(params=[1, 2], ids=["one process", "two processes"])
 def world(request):
-    """A fake world: whole shards are copied by another call of torch than gathered ones."""
+    """A fake world. torch copies full shards by another call than gathered ones."""
     dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     dist.destroy_process_group()
 
 
 class Inline(ThreadPoolExecutor):
-    """Does what it is told at once, so that the order is that of the asking."""
+    """Executor that runs functions at once, so that their order is that of the calls."""
 
     def submit(self, fn, /, *args, **kwargs):
         done = Future()
@@ -38,7 +38,7 @@ class Inline(ThreadPoolExecutor):
 
 
 class Watched(Arena):
-    """Tells what passes, by the number of the block."""
+    """Arena that records its events with the number of the block."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -74,11 +74,9 @@ class Block(nn.Module):
 
 
 def build(folder, world, *, units, reader):
-    """Blocks in files, with a pool for the shards of so many."""
+    """Build blocks in files, with a pool for the shards of `units` blocks."""
     arena = Watched(folder)
-    model = nn.Sequential(
-        *(Block(number, lambda event: arena.events.append(event)) for number in range(BLOCKS))
-    )
+    model = nn.Sequential(*(Block(number, arena.events.append) for number in range(BLOCKS)))
     mesh = init_device_mesh("cpu", (world,))
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -103,8 +101,10 @@ def step(model, made):
 
 
 def test_the_order_of_a_step(world, tmp_path):
-    """With room for three blocks two are asked for ahead of the one that computes. The last block of the forward stays for its backward,
-    which torch gathers one block early."""
+    """With room for three blocks, two are requested ahead of the one that computes.
+
+    The last block of the forward stays for its backward, which torch gathers one block early.
+    """
     model, arena, made = build(tmp_path, world, units=3, reader=Inline())
     step(model, made)
     first = list(arena.events)
@@ -112,10 +112,8 @@ def test_the_order_of_a_step(world, tmp_path):
     for _ in range(2):
         arena.events.clear()
         step(model, made)
-        forward, backward = (
-            arena.events[: arena.events.index("forward 4") + 1],
-            arena.events[arena.events.index("forward 4") + 1 :],
-        )
+        end = arena.events.index("forward 4") + 1
+        forward, backward = arena.events[:end], arena.events[end:]
         reads = [event for event in forward if "read" in event or "forward" in event]
         assert reads == [
             *("read 0", "read 1", "read 2", "forward 0"),
@@ -123,26 +121,22 @@ def test_the_order_of_a_step(world, tmp_path):
             *("forward 3", "read 3", "read 2", "forward 4"),
         ]
         assert [event for event in backward if "read" in event] == ["read 1", "read 0"]
-        assert backward.index("read 1") < backward.index("backward 4") and backward.index(
-            "read 0"
-        ) < backward.index("backward 3")
+        assert backward.index("read 1") < backward.index("backward 4")
+        assert backward.index("read 0") < backward.index("backward 3")
     # At most three blocks at any time, and none between two steps.
     held = set()
     for event in arena.events:
         number = event.split()[-1]
-        held = (
-            held | {number}
-            if event.startswith("read")
-            else held - {number}
-            if event.startswith("give")
-            else held
-        )
+        if event.startswith("read"):
+            held.add(number)
+        elif event.startswith("give"):
+            held.discard(number)
         assert len(held) <= 3, event
     assert not held
 
 
 def test_evaluations_and_accumulation_have_orders_of_their_own(world, tmp_path):
-    """Each is read ahead from its second time on, beside the others; nothing is read that is not used, but for what follows a change."""
+    """Each order is read ahead from its second time on. Apart from what follows a change, only used shards are read."""
     model, arena, made = build(tmp_path, world, units=2, reader=Inline())
 
     def evaluate():
@@ -175,22 +169,13 @@ def test_without_room_only_the_gathered_block_is_in_memory(world, tmp_path):
     for _ in range(2):
         arena.events.clear()
         step(model, made)
-    forward = [
-        event for event in arena.events[: arena.events.index("forward 4")] if event != "forward 4"
-    ]
-    assert forward[:6] == [
-        "read 0",
-        "give back 0",
-        "forward 0",
-        "read 1",
-        "give back 1",
-        "forward 1",
-    ]
+    expected = ["read 0", "give back 0", "forward 0", "read 1", "give back 1", "forward 1"]
+    assert arena.events[:6] == expected
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_blocks_compute_while_the_next_is_read(world, tmp_path, direction):
-    """The reading of a block ends only when the block before it computes: whoever waited for it would wait for ever."""
+    """The reading of a block ends only when the block before it computes. Waiting for it would never end."""
     model, arena, made = build(tmp_path, world, units=3, reader=ThreadPoolExecutor(1))
     for _ in range(2):
         step(model, made)

@@ -37,23 +37,19 @@ def test_no_cut_is_better(data, blocks, first, last):
     stages = data.draw(st.integers(1, len(blocks)))
     found = balance_stages(blocks, stages, first=first, last=last)
     assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
-    best = min(
-        max(stage_costs(blocks, sizes, first=first, last=last))
-        for sizes in all_cuts(len(blocks), stages)
-    )
-    assert max(stage_costs(blocks, found, first=first, last=last)) == pytest.approx(
-        best, rel=1e-12, abs=0
-    )
+    cuts = all_cuts(len(blocks), stages)
+    best = min(max(stage_costs(blocks, sizes, first=first, last=last)) for sizes in cuts)
+    longest = max(stage_costs(blocks, found, first=first, last=last))
+    assert longest == pytest.approx(best, rel=1e-12, abs=0)
 
 
 @given(st.integers(1, 60), st.data())
 def test_equal_blocks(blocks, data):
-    """The quotient and one more, the larger ones at the end."""
+    """Stages have the quotient of blocks or one more, the larger ones at the end."""
     stages = data.draw(st.integers(1, blocks))
     cost = data.draw(st.sampled_from([1, 0.1, 1e15, 1e-3]))
-    assert list(balance_stages([cost] * blocks, stages)) == sorted(
-        blocks // stages + (stage < blocks % stages) for stage in range(stages)
-    )
+    sizes = [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
+    assert list(balance_stages([cost] * blocks, stages)) == sorted(sizes)
 
 
 @pytest.mark.parametrize(
@@ -81,22 +77,17 @@ def test_floats_are_compared_exactly():
 def test_many_blocks_and_stages():
     """1,000 blocks on 512 stages, equal or not, in well under a second of processor time."""
     begun = time.process_time()
-    for blocks in (
-        [1.0] * 1000,
-        [float(1 + index * 7919 % 101) for index in range(1000)],
-        [0.0] * 999 + [1.0],
-    ):
+    uneven = [float(1 + index * 7919 % 101) for index in range(1000)]
+    for blocks in ([1.0] * 1000, uneven, [0.0] * 999 + [1.0]):
         for stages in (2, 17, 512, 1000):
             assert sum(balance_stages(blocks, stages, first=0.5, last=12.25)) == 1000
     assert time.process_time() - begun < 5
 
 
 def test_wrong_arguments():
-    """More stages than blocks; costs that are none."""
-    with pytest.raises(
-        InputError,
-        match="5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages",
-    ):
+    """There are more stages than blocks, or costs that are no numbers."""
+    words = "5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages"
+    with pytest.raises(InputError, match=words):
         balance_stages([1, 1, 1, 1], 5)
     with pytest.raises(InputError):
         balance_stages([1, 1], 0)
@@ -119,9 +110,8 @@ class Llama(nn.Module):
     def __init__(self, tied):
         super().__init__()
         self.embed = nn.Embedding(50, 8)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3)
-        )
+        layers = ((nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(*block) for block in layers)
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 50, bias=False)
         if tied:
@@ -138,44 +128,36 @@ def test_embedding_and_head(tied):
 
 
 def test_convolutions_and_shared_blocks():
-    """A patch embedding is multiplied; a weight that all blocks share counts in each."""
+    """A patch embedding is a product. A weight that all blocks share counts in each."""
     block = nn.Linear(4, 4)
     model = nn.ModuleDict({"patches": nn.Conv2d(3, 4, 2), "blocks": nn.ModuleList([block, block])})
-    assert forward_costs(model_facts(model, ("blocks.0", "blocks.1"))) == ForwardCosts(
-        (32.0, 32.0), 2.0 * 4 * 3 * 4, 0.0
-    )
+    expected = ForwardCosts((32.0, 32.0), 2.0 * 4 * 3 * 4, 0.0)
+    assert forward_costs(model_facts(model, ("blocks.0", "blocks.1"))) == expected
 
 
 def test_costs_of_a_published_model():
-    """Llama-3 8B by its shapes: 218,103,808 weights a block and a head as costly as 2.4 of them."""
-    shapes = [
-        (4096, 4096),
-        (4096, 1024),
-        (4096, 1024),
-        (4096, 4096),
-        (4096, 14336),
-        (4096, 14336),
-        (14336, 4096),
-    ]
+    """Llama-3 8B has 218,103,808 weights per block and a head as costly as 2.4 blocks."""
+    attention = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]
+    shapes = [*attention, (4096, 14336), (4096, 14336), (14336, 4096)]
+
+    def block():
+        return nn.ModuleList(nn.Linear(inner, outer, bias=False) for inner, outer in shapes)
+
     with torch.device("meta"):
-        layers = nn.ModuleList(
-            nn.ModuleList(nn.Linear(inner, outer, bias=False) for inner, outer in shapes)
-            for _ in range(32)
-        )
         model = nn.ModuleDict(
             {
                 "embed": nn.Embedding(128256, 4096),
-                "layers": layers,
+                "layers": nn.ModuleList(block() for _ in range(32)),
                 "head": nn.Linear(4096, 128256, bias=False),
             }
         )
     found = forward_costs(model_facts(model, find_blocks(model)))
     assert found == ForwardCosts((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
-    sizes = balance_stages(found.blocks, 4, first=found.first, last=found.last)
+    ends = {"first": found.first, "last": found.last}
+    sizes = balance_stages(found.blocks, 4, **ends)
     assert sizes == (8, 9, 9, 6)
-    assert imbalance(
-        stage_costs(found.blocks, sizes, first=found.first, last=found.last)
-    ) == pytest.approx(9 / 8.602, abs=0.001)
+    share = imbalance(stage_costs(found.blocks, sizes, **ends))
+    assert share == pytest.approx(9 / 8.602, abs=0.001)
 
 
 def test_no_blocks():

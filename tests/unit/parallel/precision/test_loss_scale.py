@@ -71,21 +71,18 @@ def scales(scaler, overflows):
     return found
 
 
-@example(  # an overflow is forgiven, the scale doubles, and another is forgiven then
-    policy=LossScale(
-        initial_scale_power=8, window=1, hysteresis=2, consecutive_hysteresis=False, minimum=1.0
-    ),
-    overflows=[True, False, False, True, True, True],
+FORGIVEN_TWICE = LossScale(
+    initial_scale_power=8, window=1, hysteresis=2, consecutive_hysteresis=False, minimum=1.0
 )
+
+
+# An overflow is forgiven, the scale doubles, and then another overflow is forgiven.
+@example(policy=FORGIVEN_TWICE, overflows=[True, False, False, True, True, True])
 @given(policy=POLICIES, overflows=OVERFLOWS)
 def test_sequence_is_deepspeeds(policy, overflows):
-    theirs = DeepSpeedScaler(
-        2**policy.initial_scale_power,
-        policy.window,
-        policy.minimum,
-        policy.hysteresis,
-        policy.consecutive_hysteresis,
-    )
+    first = 2**policy.initial_scale_power
+    allowances = (policy.hysteresis, policy.consecutive_hysteresis)
+    theirs = DeepSpeedScaler(first, policy.window, policy.minimum, *allowances)
     assert scales(LossScaler(policy), overflows) == scales(theirs, overflows)
 
 
@@ -93,9 +90,8 @@ def test_overflow_at_the_minimum_has_a_remedy():
     scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1))
     scaler.update(True)
     before = scaler.state
-    with pytest.raises(
-        LossScaleError, match=r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16"
-    ) as error:
+    words = r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16"
+    with pytest.raises(LossScaleError, match=words) as error:
         scaler.update(True)
     assert scaler.state == before
     assert error.value.exit_code == 1
@@ -147,14 +143,8 @@ def test_a_state_of_something_else_is_refused():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"static": -1},
-        {"static": float("nan")},
-        {"window": 0},
-        {"hysteresis": 0},
-        {"minimum": 0},
-        {"initial_scale_power": 127},
-        {"initial_scale_power": 2, "minimum": 8},
-        {"windw": 5},
+        {"static": -1}, {"static": float("nan")}, {"window": 0}, {"hysteresis": 0}, {"minimum": 0},
+        {"initial_scale_power": 127}, {"initial_scale_power": 2, "minimum": 8}, {"windw": 5},
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(wrong):

@@ -39,11 +39,13 @@ WAVES = {"gpipe": (1, 1), "1f1b": (1, 1), "looped-bfs": (1, 4), "interleaved-1f1
 """The schedules with whole backwards, and the stages a rank that are tried."""
 
 
+def run(schedule, f, i, w):
+    return simulate(schedule, even(schedule, forward=f, input=i, weight=w))
+
+
 def overhead(schedule, f, i, w):
-    """The step less the work of one rank."""
-    return simulate(
-        schedule, even(schedule, forward=f, input=i, weight=w)
-    ).total - schedule.microbatches * (f + i + w)
+    """The length of the step less the work of one rank."""
+    return run(schedule, f, i, w).total - schedule.microbatches * (f + i + w)
 
 
 @unhurried
@@ -54,20 +56,17 @@ def test_bubble_of_whole_backwards(data, name, p, f, i, w):
     With v > 1 they assume m >= p. Below, each of the v - 1 turns waits for the first micro-batch to come around: (p - m) more slots a turn.
     """
     v = data.draw(st.integers(*WAVES[name]))
-    m = data.draw(
-        st.integers(1, 3 * p).filter(
-            lambda m: name != "interleaved-1f1b" or m % max(1, m // p) == 0
-        )
-    )
+    counts = st.integers(1, 3 * p)
+    if name == "interleaved-1f1b":
+        counts = counts.filter(lambda m: m % max(1, m // p) == 0)
+    m = data.draw(counts)
     schedule = make_schedule(name, pp=p, microbatches=m, stages_per_rank=v)
     slots = p - 1 + (v - 1) * max(0, p - m)
     assert overhead(schedule, f, i, w) == pytest.approx(slots * (f + i + w) / v)
-    timeline = simulate(schedule, even(schedule, forward=f, input=i, weight=w))
-    assert timeline.bubble_overall == pytest.approx(slots / (v * m + slots))
-    for rank in range(p):
-        assert timeline.bubble(rank) == pytest.approx(slots / (v * m + slots)), (
-            "equal stages: every rank is idle equally long"
-        )
+    timeline = run(schedule, f, i, w)
+    bubble = pytest.approx(slots / (v * m + slots))
+    # With equal stages every rank is idle for the same time.
+    assert [timeline.bubble_overall, *map(timeline.bubble, range(p))] == [bubble] * (p + 1)
 
 
 @unhurried
@@ -75,9 +74,8 @@ def test_bubble_of_whole_backwards(data, name, p, f, i, w):
 def test_bubble_of_interleaved_zero_bubble(p, v, rounds, f, i, w):
     """ZB1P's overhead is (p - 1)(F + B - 2W), with B = I + W (arXiv:2401.10241, table 2), here over v. It assumes that a W is no longer
     than what it fills; otherwise the wait for the first F or I down the pipeline remains."""
-    schedule = make_schedule(
-        "interleaved-zero-bubble", pp=p, microbatches=rounds * p, stages_per_rank=v
-    )
+    name = "interleaved-zero-bubble"
+    schedule = make_schedule(name, pp=p, microbatches=rounds * p, stages_per_rank=v)
     assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * max(f + i - w, f, i) / v)
 
 
@@ -91,7 +89,7 @@ def test_bubble_of_zbv(data, p, f, i, w):
     m = data.draw(st.integers(2 * p - 1, 4 * p))
     schedule = make_schedule("zbv", pp=p, microbatches=m)
     assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * i / 2)
-    timeline = simulate(schedule, even(schedule, forward=f, input=f, weight=f))
+    timeline = run(schedule, f, f, f)
     for rank, row in enumerate(timeline.ranks):
         assert row[-1].end - row[0].start == pytest.approx(timeline.busy(rank))
 
@@ -120,23 +118,21 @@ def test_bubble_of_dualpipev_in_pairs(p, m):
         [action.sub_actions or (action,) for action in order[rank] if action is not None]
         for rank in range(p)
     ]
-    there = {}
-    free, at = [0.0] * p, [0] * p
-    while any(at[rank] < len(units[rank]) for rank in range(p)):
+    there, free = {}, [0.0] * p
+    while any(units):
         for rank in range(p):
-            if at[rank] == len(units[rank]):
+            if not units[rank]:
                 continue
             unit = [
                 Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index)
-                for a in units[rank][at[rank]]
+                for a in units[rank][0]
             ]
             needs = [need for action in unit for need in needed_by(action, stages=2 * p)]
             if any(need not in there for need in needs):
                 continue
-            free[rank] = max([free[rank], *(there[need] for need in needs)]) + sum(
-                1.0 if a.kind is Kind.BACKWARD else 0.5 for a in unit
-            )
-            at[rank] += 1
+            del units[rank][0]
+            start = max([free[rank], *(there[need] for need in needs)])
+            free[rank] = start + sum(1.0 if a.kind is Kind.BACKWARD else 0.5 for a in unit)
             for action in unit:
                 payload = Payload.ACTIVATION if action.kind is Kind.FORWARD else Payload.GRADIENT
                 if action.kind is not Kind.WEIGHT:
@@ -147,20 +143,21 @@ def test_bubble_of_dualpipev_in_pairs(p, m):
 @unhurried
 @given(schedules)
 def test_peak_in_flight(schedule):
-    """Stages held at once. GPipe and looped: all. 1F1B: p - rank. Interleaved (arXiv:2205.05198, section 4.2.3): p + (p - 1)/v in full
-    stages on rank 0. Zero bubble holds until W, p on every rank. DualPipeV: 2p + 1 stages."""
+    """Count the stages whose activations exist at once.
+
+    GPipe and looped: all. 1F1B: p - rank. Interleaved (arXiv:2205.05198, section 4.2.3): p + (p - 1)/v in full stages on rank 0. Zero
+    bubble keeps them until W, p on every rank. DualPipeV: 2p + 1 stages.
+    """
     p, m = schedule.pp, schedule.microbatches
     v = schedule.stages // p
-    turn = (
-        m // max(1, m // p)
-    )  # micro-batches that an interleaved schedule takes through one stage before the next: p where p divides m
+    # An interleaved schedule takes so many micro-batches through a stage before the next: p where p divides m.
+    turn = m // max(1, m // p)
+    waves = [2 * (p - 1 - rank) + 1 for rank in range(p)]
     expected = {
         "gpipe": [m] * p,
         "looped-bfs": [v * m] * p,
         "1f1b": [min(m, p - rank) for rank in range(p)],
-        "interleaved-1f1b": [
-            min(v * m, (v - 1) * turn + 2 * (p - 1 - rank) + 1) for rank in range(p)
-        ],
+        "interleaved-1f1b": [min(v * m, (v - 1) * turn + wave) for wave in waves],
         "interleaved-zero-bubble": [min(v * m, (v - 1) * turn + p)] * p,
         "zbv": [2 * p] * p,
         "dualpipev": [2 * p + 1] * p,
@@ -178,19 +175,18 @@ def test_peak_in_flight(schedule):
 @unhurried
 @given(st.data(), schedules)
 def test_peak_with_unequal_stages(data, schedule):
-    """In bytes: the largest sum over the micro-batches whose activations exist, recounted at every action from the whole row."""
-    sizes = data.draw(
-        st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
-    )
+    """The peak in bytes is the largest sum over micro-batches whose activations exist, counted again at every action."""
+    stages = schedule.stages
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=stages, max_size=stages))
     peaks = peak_in_flight(schedule, sizes=sizes)
     for rank, row in enumerate(schedule.ranks):
-        most = 0
-        for at in range(len(row)):
-            begun = {(a.stage, a.microbatch) for a in row[: at + 1] if a.kind is Kind.FORWARD}
-            ended = {
-                (a.stage, a.microbatch) for a in row[:at] if a.kind in (Kind.BACKWARD, Kind.WEIGHT)
-            }
-            most = max(most, sum(sizes[stage] for stage, _ in begun - ended))
+        most, alive = 0, set()
+        for action in row:
+            if action.kind is Kind.FORWARD:
+                alive.add((action.stage, action.microbatch))
+            most = max(most, sum(sizes[stage] for stage, _ in alive))
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                alive.remove((action.stage, action.microbatch))
         assert peaks[rank] == most
 
 
@@ -198,17 +194,16 @@ def durations_of(schedule, data):
     """Unequal stages and boundaries, some of them free."""
 
     def draw(count):
-        return tuple(
-            n / 4 for n in data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))
-        )
+        quarters = st.lists(st.integers(0, 8), min_size=count, max_size=count)
+        return tuple(n / 4 for n in data.draw(quarters))
 
     stages = schedule.stages
     return Durations(draw(stages), draw(stages), draw(stages), draw(stages - 1))
 
 
 def relaxed(schedule, durations):
-    """The earliest ends, found by raising them until every rule holds: own rank's order, what is needed, one message at a time on a
-    link."""
+    """The earliest ends, found by raising them until every rule holds: the order of each rank, what an action needs, one message at a time
+    on a link."""
     ends = {action: 0.0 for row in schedule.ranks for action in row}
     by = {
         (a.stage, a.microbatch, a.kind is Kind.FORWARD): a
@@ -243,35 +238,30 @@ def relaxed(schedule, durations):
 @settings(max_examples=100, deadline=None)
 @given(st.data(), schedules)
 def test_times_are_the_earliest_possible(data, schedule):
-    """With unequal stages and messages that take time, also longer than a computation."""
+    """Stages differ, and messages take time, also longer than a computation."""
     durations = durations_of(schedule, data)
     timeline = simulate(schedule, durations)
     ends = relaxed(schedule, durations)
-    for row, planned in zip(timeline.ranks, schedule.ranks, strict=True):
+    for rank, (row, planned) in enumerate(zip(timeline.ranks, schedule.ranks, strict=True)):
         assert tuple(span.action for span in row) == planned
-        for span in row:
-            assert span.end == ends[span.action] and span.end - span.start == durations.duration(
-                span.action
-            )
+        lengths = [durations.duration(action) for action in planned]
+        assert [span.end for span in row] == [ends[action] for action in planned]
+        assert [span.end - span.start for span in row] == lengths
+        assert timeline.busy(rank) == sum(lengths)
     assert timeline.total == max(ends.values())
-    for rank in range(schedule.pp):
-        assert timeline.busy(rank) == sum(
-            durations.duration(action) for action in schedule.ranks[rank]
-        )
 
 
 def test_the_least_timeline():
     schedule = make_schedule("1f1b", pp=1, microbatches=1)
     forward, backward = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
-    assert simulate(schedule, even(schedule)) == Timeline(
-        schedule, ((Span(forward, 0, 1), Span(backward, 1, 3)),)
-    )
-    nothing = simulate(schedule, even(schedule, forward=0, input=0, weight=0))
+    spans = ((Span(forward, 0, 1), Span(backward, 1, 3)),)
+    assert simulate(schedule, even(schedule)) == Timeline(schedule, spans)
+    nothing = run(schedule, 0, 0, 0)
     assert nothing.total == 0 and nothing.bubble_overall == 0
 
 
 def test_wrong_durations():
-    """Of another number of stages, negative, not a number."""
+    """Durations of another number of stages, negative ones, and those that are no numbers are refused."""
     schedule = make_schedule("1f1b", pp=2, microbatches=2)
     for bad in (
         Durations((1,), (1, 1), (1, 1), (0,)),

@@ -70,9 +70,8 @@ def test_numbers_drawn_for_what_another_layer_reads_are_refused():
     stream.enter(HERE, read=other)  # a second input (cross-attention)
     torch.rand(1)
     stream.enter(HERE, read=read)
-    with pytest.raises(
-        ModelError, match="random numbers were drawn .dropout. between two column-parallel layers"
-    ):
+    words = "random numbers were drawn .dropout. between two column-parallel layers"
+    with pytest.raises(ModelError, match=words):
         stream.enter(HERE, read=other)
     stream.leave()
 
