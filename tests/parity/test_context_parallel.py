@@ -148,7 +148,7 @@ def test_everything_else_of_an_engine(pool, case, tmp_path):
         "use a layout without it",
         "must be [2, 16]",
         "zeros before ones",
-        "`weights` is [2, 3]",
+        "`weights` has the shape [2, 3]",
         "cache",
         "output_attentions",
         "read `shift_labels`",
