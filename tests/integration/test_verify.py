@@ -584,7 +584,7 @@ def test_what_shrinks_and_what_stays():
     told = "\n".join(line for _, line in plan.lines)
     assert (
         "gradient_accumulation_steps 16 -> 3" in told
-        and "WarmupLR left out" in told
+        and "WarmupLR is left out" in told
         and "initial_scale_power 16 -> 12" in told
     )
     wide, dtype = plan.settings("float64")

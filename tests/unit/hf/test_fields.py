@@ -143,7 +143,7 @@ def test_only_where_processes_share_a_batch(args):
     given = {"neftune_noise_alpha": 5.0, "train_sampling_strategy": "batch_rebalance"}
     problems, _ = examined(args(**given), Layout(tp=2))
     assert {problem.field.rpartition(".")[2] for problem in problems} == set(given)
-    (problem,) = examined(args, Layout(dp_shard=2))[0]
+    (problem,) = examined(args(**given), Layout(dp_shard=2))[0]
     assert problem.value == "batch_rebalance" and problem.remedy == 'use "group_by_length"'
 
 
