@@ -124,7 +124,7 @@ model-types: environment
 
 combinations: environment
 	@mkdir -p $(RESULTS)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "proof or not proof" tests/parity/test_combinations.py --junitxml=$(RESULTS)/combinations.xml $(ARGS)
+	-OMP_NUM_THREADS=1 $(RUN) -m pytest -m "proof or not proof" tests/parity/test_combinations.py --junitxml=$(RESULTS)/combinations.xml
 	PYTHONPATH=src $(RUN) -m tools.combinations $(RESULTS)/combinations.xml
 
 lock:

@@ -115,10 +115,12 @@ def page(data: dict[str, Any]) -> str:
 
 
 def main(paths: list[str]) -> None:
-    results = junit.results(map(Path, paths))
+    results = list(junit.results(map(Path, paths)))
     recorded = [one.properties for one in results if "deviation" in one.properties]
     write(DATA, contents({row["case"]: float(row["deviation"]) for row in recorded}))
     PAGE.write_text(page(json.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
+    if any(result.outcome == "failed" for result in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -61,5 +61,7 @@ def page(results: list[junit.Result], date: str) -> str:
 
 if __name__ == "__main__":
     files = [Path(name) for name in sys.argv[1:]]
+    if not files:
+        sys.exit("pass the JUnit files of the tests")
     date = max(map(junit.began, files))[:10]
     PAGE.write_text(page(list(junit.results(files)), date), encoding="utf-8")

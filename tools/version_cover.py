@@ -164,11 +164,12 @@ def _settings(world: int, config: Config, folder: str) -> Config:
 def run_case(pool: Pool, name: str) -> str:
     """Return "passed", or what went wrong."""
     world, config = CASES[name]
-    # The reference has the model and the dtype of the case, and no technique.
+    # The reference has the model and the dtype of the case, no technique, and no failing step.
+    reference = "zero-0" if "failed" in name else name
     clipping = {key: config[key] for key in ("gradient_clipping",) if key in config}
     try:
         with tempfile.TemporaryDirectory(prefix="plait-cover-") as folder:
-            expected = pool.run(1, losses, name, clipping, folder, timeout=SECONDS)[0]
+            expected = pool.run(1, losses, reference, clipping, folder, timeout=SECONDS)[0]
             values = pool.run(world, losses, name, config, folder, timeout=SECONDS)[0]
     except WorkerFailed as failure:
         print(failure, file=sys.stderr, flush=True)

@@ -116,7 +116,7 @@ def not_writable(place: str, error: OSError) -> InputError:
         error: Error of the system.
     """
     remedy = "pass another path"
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free some space there, or pass another path"
     return InputError(f"{place}: cannot be written ({error.strerror}); {remedy}")
 

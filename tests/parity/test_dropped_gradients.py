@@ -175,10 +175,10 @@ class Backward:
         self.engine.backward(self.loss)
 
 
-def engine_runs(rank, world, config):
-    """Weights after each of `ENGINE_PROGRAMS`. Runs in a worker."""
+def engine_runs(rank, world, config, programs):
+    """Weights after each program. Runs in a worker."""
     results = []
-    for name in ENGINE_PROGRAMS:
+    for program in programs:
         engine = plait.initialize(materialised("plain", tied=True), config)
 
         @contextmanager
@@ -189,7 +189,7 @@ def engine_runs(rank, world, config):
 
         loss = loss_of(engine, world, [rank])
         weights, _ = run(
-            PROGRAMS[name],
+            program,
             engine.module,
             lambda number, side, engine=engine, loss=loss: Backward(engine, loss(number, side)),
             accumulate,
@@ -204,7 +204,7 @@ def engine_runs(rank, world, config):
 def test_dropped_gradients_of_an_engine(pool, stage):
     """`engine.module.zero_grad()` and `engine.optimizer.zero_grad()` between micro-batches."""
     config = settings(2, stage, 1, 1, gradient_clipping=0)
-    found = pool.run(2, engine_runs, config)
+    found = pool.run(2, engine_runs, config, [PROGRAMS[name] for name in ENGINE_PROGRAMS])
     problems = []
     for index, name in enumerate(ENGINE_PROGRAMS):
         model = materialised("plain", tied=True)
@@ -269,43 +269,67 @@ NOTHING = ["zero", "zero"]
 DROPPED = [["inside", "zero"], ["last side", "zero"], ["last", "model.zero_grad"]]
 
 
-def compressed_runs(rank, world, config, programs):
-    """Weights after each program of an own training loop. Runs in a worker."""
+def compressed(stage, parallel, skips=False):
+    config = settings(2, stage, 1, 1, gradient_clipping=0)
+    config["parallel"] |= parallel
+    if skips:
+        config["faults"] = {"non_finite": "skip"}
+    return config
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("skips", [False, True])
+def test_errors_of_an_engines_dropped_gradients(pool, name, skips):
+    """The same bits as without the dropped micro-batches, whose errors are dropped too."""
+    config = compressed(*COMPRESSED[name], skips=skips)
+    programs = [[*dropped, *FULL_STEP, *FULL_STEP] for dropped in (NOTHING, *DROPPED)]
+    for expected, *found in pool.run(2, engine_runs, config, programs):
+        for dropped, weights in zip(DROPPED, found, strict=True):
+            same = [torch.equal(weights[name], expected[name]) for name in expected]
+            assert all(same), dropped
+
+
+def updated_runs(rank, world, config):
+    """Weights after three ways to write the same steps. Runs in a worker."""
     results = []
-    for program in programs:
+    for way in ("plain", "closure", "by hand"):
         model = materialised("plain", tied=True)
         sharded = plait.parallelize(model, config)
         loss = loss_of(model, world, [rank])
-        results.append(run(program, model, loss, sharded.accumulate)[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for number in range(4):
+
+            def closure(number=number, loss=loss, sharded=sharded):
+                with sharded.accumulate():
+                    loss(number, False).backward()
+                value = loss(number, False)
+                value.backward()
+                return value
+
+            if way == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                if way == "plain":
+                    optimizer.step()
+                else:
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            if parameter.grad is not None:
+                                parameter.sub_(0.5 * parameter.grad)
+            model.zero_grad()
+        results.append({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()})
         sharded.close()
     return results
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
-@pytest.mark.parametrize("skips", [False, True])
-def test_errors_of_dropped_gradients_are_dropped(pool, name, skips):
-    """The same bits as without the dropped micro-batches, and no error is lost without a drop."""
-    stage, parallel = COMPRESSED[name]
-    config = settings(2, stage, 1, 1)
-    config["parallel"] |= parallel
-    # If steps may be skipped, the errors of earlier steps are restored. Otherwise they are lost.
-    before = []
-    if skips:
-        config["faults"] = {"non_finite": "skip"}
-        before = FULL_STEP
-    # At stage 0 a micro-batch that is not the last one sends nothing.
-    unsent = ["inside", "zero"] if stage == 0 else NOTHING
-    programs = [[*before, *dropped, *FULL_STEP] for dropped in (NOTHING, *DROPPED)]
-    programs += [[*FULL_STEP, *dropped, *FULL_STEP] for dropped in (NOTHING, unsent)]
-    programs += [[*FULL_STEP, "last", "step"], [*FULL_STEP, "last after zero", "step"]]
-    for runs in pool.run(2, compressed_runs, config, programs):
-        references = [0, 0, 0, 0, 4, 4, 6, 6]
-        differing = [
-            programs[index]
-            for index, reference in enumerate(references)
-            if not all(torch.equal(runs[index][n], runs[reference][n]) for n in runs[index])
-        ]
-        assert not differing
+def test_zero_grad_after_an_update_keeps_errors(pool, name):
+    """Own loops may update in a closure or without an optimizer of torch."""
+    for expected, *found in pool.run(2, updated_runs, compressed(*COMPRESSED[name])):
+        for weights in found:
+            for parameter, value in expected.items():
+                torch.testing.assert_close(weights[parameter], value, rtol=1e-12, atol=1e-12)
 
 
 def skipped_steps(rank, world, config):

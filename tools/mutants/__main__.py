@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -64,6 +65,8 @@ def main() -> int:
     parser.add_argument("--reached", type=Path, help="file of an earlier run with probes")
     options = parser.parse_args()
 
+    if options.waits:
+        os.environ.setdefault("SIMULATED_DEVICE_TIMEOUT", "20")
     mutants = waits() if options.waits else load()
     record = report.WAITS if options.waits else report.DEFECTS
     everything = list(TESTS) if options.waits else ["tests"]

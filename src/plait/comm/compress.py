@@ -56,9 +56,9 @@ class PersistentTensors:
     gradients were sent. If steps may be skipped, the new value of a tensor is written to a second
     tensor, which replaces the first one when the step is applied.
 
-    Otherwise new values overwrite the old ones, and only a failure or the user's `zero_grad` drops
-    gradients that were sent. Their residuals must not reach later steps either, because a gradient
-    may be dropped for its size. They are set to zero, which loses the error of one step.
+    If steps cannot be skipped, new values overwrite the old ones. Gradients may still be dropped
+    after a failure, or by the user for their size, so their residuals must not reach later steps.
+    They are set to zero, which loses the error of one step.
 
     Attributes:
         revocable: Whether steps may be skipped.
@@ -92,10 +92,10 @@ class PersistentTensors:
             self._changed[name] = new_value
         return value, self._changed[name]
 
-    @property
-    def has_changed(self) -> bool:
-        """True if gradients of the running step have changed a tensor."""
-        return bool(self._changed)
+    def replace(self, state: dict[str, torch.Tensor]) -> None:
+        """Replace all values, and forget changes of the running step."""
+        self.state = state
+        self._changed = {}
 
     @property
     def spare_tensors(self) -> list[torch.Tensor]:
@@ -579,9 +579,8 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
         shape = (rows.shape[0], packing.padded)
         error = self.carried.state.get("error")
         if error is None or error.shape != shape:
-            self.carried.state["error"] = torch.zeros(
-                shape, dtype=torch.float32, device=rows.device
-            )
+            zeros = torch.zeros(shape, dtype=torch.float32, device=rows.device)
+            self.carried.replace({**self.carried.state, "error": zeros})
 
     def _reduce_by_levels(
         self, packing: Packing, packed: torch.Tensor, dtype: torch.dtype, levels: Levels

@@ -252,9 +252,7 @@ class ParallelModel(ShardedModel):
 
     @property
     def _has_accumulated(self) -> bool:
-        # A loop may also drop the gradients of a complete step, which are reduced.
-        has_sent = self._residuals is not None and self._residuals.has_changed
-        return has_sent or self._watch.has_accumulated or super()._has_accumulated
+        return self._watch.has_accumulated or super()._has_accumulated
 
     @contextmanager
     def _dropping_failed_step(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from plait.errors import InputError
 from plait.inference.generate import generate
-from plait.inference.generation_settings import NAMES, settings_of
+from plait.inference.generation_settings import NAMES, NEUTRAL, settings_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 from plait.sizes import is_count
 
@@ -103,8 +103,9 @@ class InferenceEngine:
         prompts = [row[is_token.bool()].tolist() for row, is_token in zip(ids, mask, strict=True)]
         answers = [answer.token_ids for answer in generate(self._sharded, prompts, **settings)]
         longest = max(map(len, answers), default=0)
+        names = {*NAMES, *NEUTRAL}
         padding = settings_of(
-            self.module, {name: value for name, value in settings.items() if name in NAMES}
+            self.module, {name: value for name, value in settings.items() if name in names}
         ).pad_token_id
         padded = [[*tokens, *[padding] * (longest - len(tokens))] for tokens in answers]
         new_ids = torch.tensor(padded, dtype=ids.dtype, device=ids.device)

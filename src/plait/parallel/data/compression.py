@@ -42,21 +42,38 @@ class CompressedUnits(dict[str, QuantisedReduceScatter]):
     The autotuner replaces the entries when it switches to another scheme.
     """
 
+    def have_errors(self) -> bool:
+        """True if the next reduction adds compression errors of earlier ones."""
+        return any(scatter.carried.state for scatter in self.values())
+
 
 class Residuals(StepHook):
     """State of the compressed collectives of a reducer's buckets and of sharded units.
 
     The collectives may be replaced between two steps. The errors of gradients that are dropped are
-    dropped too. If only some parameters' gradients are dropped, the others lose the error of one
-    step.
+    dropped too, if an engine takes the steps. In the user's own training loop, `zero_grad` usually
+    follows an update, which may have happened without an optimizer of torch. Errors are therefore
+    kept there, except for those of failures and of steps that `ParallelModel.step` skips.
+
+    Args:
+        reducer: Reducer of the model's gradients, if there is one.
+        units: Compressed collectives of sharded units.
+        device: Device of the tensors.
+        own_loop: Whether the user's own training loop takes the steps.
     """
 
     def __init__(
-        self, reducer: Reducer | None, units: CompressedUnits, *, device: torch.device
+        self,
+        reducer: Reducer | None,
+        units: CompressedUnits,
+        *,
+        device: torch.device,
+        own_loop: bool = False,
     ) -> None:
         self._reducer = reducer
         self.units = units
         self._device = device
+        self._own_loop = own_loop
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all tensors that persist until the next step, by name."""
@@ -81,11 +98,13 @@ class Residuals(StepHook):
         if not saved:
             return
         for name, scatter in self.units.items():
-            scatter.carried.state = {
-                key.removeprefix(f"{name}."): tensor.to(self._device)
-                for key, tensor in saved.items()
-                if key.startswith(f"{name}.")
-            }
+            scatter.carried.replace(
+                {
+                    key.removeprefix(f"{name}."): tensor.to(self._device)
+                    for key, tensor in saved.items()
+                    if key.startswith(f"{name}.")
+                }
+            )
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors in memory: `state`, and the copies that a skipped step needs."""
@@ -107,18 +126,22 @@ class Residuals(StepHook):
         self.end_step(skipped=True)
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
-        """Drop the new values with the gradients that they are the errors of."""
+        """Drop all errors, which costs the error of one step.
+
+        The errors of the last step are not restored: gradients of other parameters, which stay,
+        may contain them already.
+        """
+        if self._own_loop:
+            return
         self.end_step(skipped=True)
+        for name, tensor in self.state().items():
+            if is_residual(name):
+                tensor.zero_()
 
     def end_step(self, *, skipped: bool) -> None:
         """Keep the new values, or drop them if the gradients were not applied."""
         for carried in self._carriers():
             carried.end_step(skipped=skipped)
-
-    @property
-    def has_changed(self) -> bool:
-        """True if gradients were sent that no step has applied or dropped yet."""
-        return any(carried.has_changed for carried in self._carriers())
 
     def _carriers(self) -> list[PersistentTensors]:
         carriers = [scatter.carried for scatter in self.units.values()]

@@ -59,7 +59,7 @@ class UnusedTracker(StepHook):
         device: torch.device,
         order: UnitOrder | None = None,
         finishes_backward: bool = False,
-        error_feedback: bool = False,
+        have_errors: Callable[[], bool] = bool,
     ) -> None:
         """Register gradient hooks on the parameters of a sharded model.
 
@@ -70,13 +70,13 @@ class UnusedTracker(StepHook):
             order: The order of the units' collectives, which is compared between the ranks.
             finishes_backward: Whether the end of a backward finishes the reduction, as in the
                 user's own training loop.
-            error_feedback: Whether a reduction may add compression errors of earlier steps, which
-                also belong to parameters that this step does not use.
+            have_errors: Returns whether the reduction adds compression errors of earlier steps,
+                which also belong to parameters that this step does not use.
         """
         self.group = group
         self._model = model
         self._device = device
-        self._error_feedback = error_feedback
+        self._have_errors = have_errors
         self._comparison = None
         if order is not None:
             self._comparison = _OrderComparison(order, group)
@@ -199,9 +199,10 @@ class UnusedTracker(StepHook):
         candidates = [p for p, keeps in pairs if not keeps and p.grad is not None]
         if candidates:
             used_by_any = flags.tolist()
+            may_have_error = self._have_errors()
             for parameter in candidates:
                 if not used_by_any[self._index[parameter]]:
-                    if not self._error_feedback:
+                    if not may_have_error:
                         self._refuse_unseen_gradient(parameter)
                     parameter.grad = None
         self.drop_gradients()

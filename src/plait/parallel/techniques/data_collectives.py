@@ -114,7 +114,7 @@ class Compression(Technique):
         units = CompressedUnits()
         if parts.shard_collectives is not None:
             units = parts.shard_collectives.compressors
-        residuals = Residuals(parts.reducer, units, device=mesh.device)
+        residuals = Residuals(parts.reducer, units, device=mesh.device, own_loop=parts.shard.mean)
         autotuner = parts.compression_autotuner
         if autotuner is None:
             return [residuals]

@@ -241,7 +241,6 @@ class DataParallel(CollectiveSettings):
             if self.unused_parameters and group is not None:
                 # After `_place_in_shared_memory`, which replaces the all-gather of the units. The
                 # order must wrap the replacement.
-                schemes = (parts.shard.compression, *parts.shard.compression_candidates)
                 hooks.append(
                     UnusedTracker(
                         model,
@@ -249,7 +248,7 @@ class DataParallel(CollectiveSettings):
                         device=mesh.device,
                         order=_unit_order(self, parts, mesh),
                         finishes_backward=mean,
-                        error_feedback=any(scheme.error_feedback for scheme in schemes),
+                        have_errors=collectives.compressors.have_errors if collectives else bool,
                     )
                 )
 
