@@ -9,7 +9,14 @@ from plait.errors import InputError
 
 IDS = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5], [0, 3, 3, 4, 2]])
 MASK = (IDS != 0).long()
-NEW = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 5}
+NEW = {
+    "max_new_tokens": 12,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": 5,
+    "num_beams": 1,
+}
+"""`num_beams` overrides the model's own setting, which is not supported."""
 
 
 def model():
@@ -23,7 +30,9 @@ def model():
         num_key_value_heads=2,
         initializer_range=0.6,
     )
-    return LlamaForCausalLM(config).double().eval()
+    model = LlamaForCausalLM(config).double().eval()
+    model.generation_config.num_beams = 4
+    return model
 
 
 def work(rank, world, options):
