@@ -281,7 +281,7 @@ def _with_verb(ranks: list[int]) -> str:
 
 
 def refuse_without_replicas(resolved: Resolved) -> None:
-    """Raise ConfigError if replicas are to be compared and the layout has none."""
+    """Raise ConfigError if `faults.compare_replicas_every` is set and the layout has no replicas."""
     layout = resolved.layout
     every = resolved.faults.compare_replicas_every
     if every and layout.dp_replicate == layout.cp == layout.tp == 1:
@@ -289,7 +289,7 @@ def refuse_without_replicas(resolved: Resolved) -> None:
             Problem(
                 "faults.compare_replicas_every",
                 every,
-                f"no process has a copy of what another one has: the layout is {layout}",
+                f"the layout has no replicas to compare: {layout}",
                 "use 0, or a layout with dp_replicate, tp or cp",
             )
         )

@@ -2,7 +2,7 @@
 
 In a single process the gradient of an unused parameter stays None, and the optimizer skips the
 parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
-the collective, and zeros would decay weights and moments. `UnusedTracker` records the parameters
+the collective. With a gradient of zeros, the optimizer would decay weights and its moments. `UnusedTracker` records the parameters
 that autograd reached on this rank. After the reduction it restores None for those that no rank
 used.
 
@@ -215,8 +215,9 @@ class UnusedTracker(StepHook):
         name = parameter_name(self._model, parameter)
         raise CommunicationError(
             f"{name} has a gradient that no rank has seen autograd compute, and would not be"
-            " trained; report this, and meanwhile set parallel.unused_parameters = false (if every"
-            " step uses every parameter) or use ZeRO stage 0"
+            " trained: this is a bug in Plait; report it with the model and the configuration, and"
+            " meanwhile set parallel.unused_parameters = false (if every step uses every parameter) or"
+            " use ZeRO stage 0"
         )
 
 
