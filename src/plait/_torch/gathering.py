@@ -50,8 +50,8 @@ def on_shard_reads(
 ) -> None:
     """Call functions before and after every gather that reads a unit's shards.
 
-    A gather does not read the shards if the unit is gathered already, or if it gathers the shards of
-    a secondary partition.
+    A gather does not read the shards if the unit is gathered already, or if it gathers the shards
+    of a secondary partition.
 
     Args:
         module: A fully sharded unit.

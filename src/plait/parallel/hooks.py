@@ -121,7 +121,7 @@ class StepHook:
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank that a checkpoint stores, by name. They are not copies."""
+        """Return the tensors of this rank for a checkpoint, by name. They are not copied."""
         return {}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -132,7 +132,7 @@ class StepHook:
         """
 
     def release(self) -> None:
-        """Remove everything that this hook registered on the model, before another owner takes it."""
+        """Remove all that this hook registered on the model, before another owner takes it."""
 
     def close(self) -> None:
         """End threads and close files. Called after `release` when the engine is closed."""

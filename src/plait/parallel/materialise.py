@@ -211,7 +211,7 @@ def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> No
 
 
 def fill_buffers(model: nn.Module, template: nn.Module) -> None:
-    """Rebuild the non-persistent buffers (rotary frequencies, masks), which checkpoints do not contain.
+    """Rebuild the non-persistent buffers (rotary frequencies, masks), which checkpoints lack.
 
     Raises:
         ModelError: The class of a module cannot rebuild its buffer.
@@ -272,8 +272,8 @@ def _refuse_lost_writes(
         raise ModelError(
             f"{name} was written to {original_writes} times while the model was built on meta,"
             " where values are lost, and reset_parameters and _init_weights repeat only"
-            f" {repeated_writes} of these writes: a constructor ({type(unit).__name__}, or a class that"
-            " contains it) sets this tensor; set it in reset_parameters of its class or in"
+            f" {repeated_writes} of these writes: a constructor ({type(unit).__name__}, or a class"
+            " that contains it) sets this tensor; set it in reset_parameters of its class or in"
             " _init_weights(self, module) of the model, load weights from a folder, or build the"
             " model with real weights"
         )

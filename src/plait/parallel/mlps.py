@@ -266,8 +266,8 @@ def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 def _narrowing_factor(module: nn.Module) -> int:
     """Return the factor by which `_narrow_copy` divides all large sizes.
 
-    It is the largest common divisor of these sizes that leaves at least 4 elements in each. It is
-    1 if the module has few parameters, or no large size.
+    It is the largest common divisor of these sizes that leaves at least 4 elements in each. It is 1
+    if the module has few parameters, or no large size.
     """
     if count_parameters(module) <= _MAX_PARAMETERS:
         return 1

@@ -281,7 +281,7 @@ def _with_verb(ranks: list[int]) -> str:
 
 
 def refuse_without_replicas(resolved: Resolved) -> None:
-    """Raise ConfigError if `faults.compare_replicas_every` is set and the layout has no replicas."""
+    """Raise ConfigError if replicas are to be compared, but the layout has none."""
     layout = resolved.layout
     every = resolved.faults.compare_replicas_every
     if every and layout.dp_replicate == layout.cp == layout.tp == 1:

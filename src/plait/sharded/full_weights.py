@@ -42,9 +42,9 @@ def iterate_weights(
         trained_only: Leave out buffers and parameters that do not require a gradient.
 
     Yields:
-        Detached tensors on this rank's device, in the dtypes of the model. If this rank has the full
-            tensor already, the result shares the model's memory: copy it if it must outlive the next
-            step.
+        Detached tensors on this rank's device, in the dtypes of the model. If this rank has the
+        full tensor already, the result shares the model's memory: copy it if it must outlive the
+        next step.
 
     Raises:
         InputError: `bucket_bytes` is not positive, or the parameters are kept in files.

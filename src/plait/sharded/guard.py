@@ -268,8 +268,8 @@ _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
 def _explain_uncaught_errors() -> None:
     """Make an uncaught error of torch about mixed tensors end with an explanation.
 
-    A loop that computes a loss between forward and backward gets this error from torch, outside
-    of any call of Plait. `sys.excepthook` adds a note under torch's message.
+    A loop that computes a loss between forward and backward gets this error from torch, outside of
+    any call of Plait. `sys.excepthook` adds a note under torch's message.
     """
     report = sys.excepthook
 
@@ -334,7 +334,8 @@ def checked_loss(loss: Any, variable: str = "engine") -> torch.Tensor:
     if not loss.requires_grad:
         raise InputError(
             f"{variable}.backward was given a loss without a gradient: it was detached, or computed"
-            " under torch.no_grad(); compute the loss from the model's output with gradients enabled"
+            " under torch.no_grad(); compute the loss from the model's output with gradients"
+            " enabled"
         )
     return loss
 

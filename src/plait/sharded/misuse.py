@@ -143,13 +143,14 @@ def _explain_error(method: Callable[..., Any], name: str, is_forward: bool) -> C
             if is_forward:
                 raise InputError(
                     f"{name} computes with parameters of a block that are shards, because the"
-                    " block's own forward does not run; call the block itself instead of its forward(), its"
-                    " modules or its parameters, list the called modules in parallel.blocks, or use ZeRO"
-                    " stage 0"
+                    " block's own forward does not run; call the block itself instead of its"
+                    " forward(), its modules or its parameters, list the called modules in"
+                    " parallel.blocks, or use ZeRO stage 0"
                 ) from error
             raise InputError(
                 f"{name} computes with parameters that are shards outside the model's forward; "
-                "call the method from forward() (a flag in the batch can select it), or use ZeRO stage 0"
+                "call the method from forward() (a flag in the batch can select it), or use ZeRO"
+                " stage 0"
             ) from error
 
     return call

@@ -201,7 +201,7 @@ class ShardedModel:
                 0-dimensional.
             loss_fn: The function that `loss` computes with. If it supports logits that are split
                 over the vocabulary, the logits are not gathered. A pipeline checks that the last
-                    stage has everything that this function reads.
+                stage has everything that this function reads.
         """
         with self.logits_for(loss_fn):
             if self.pipeline is not None:
@@ -397,8 +397,8 @@ class ShardedModel:
             pass_name = "forward" if self._forwards.running else "backward"
             raise InputError(
                 f"{call} was called inside the model's {pass_name} (by a hook, or by one of its"
-                f" modules), and the call would change the parameters that the {pass_name} has gathered;"
-                f" call it before or after the {pass_name}"
+                " modules), and the call would change the parameters that the"
+                f" {pass_name} has gathered; call it before or after the {pass_name}"
             )
 
     def predict(self, batch: Any, *, cache: Any = None, continue_on_error: bool = False) -> Any:

@@ -130,8 +130,8 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
 
     if resolved.data_parallel.update_in_backward:
         raise ModelError(
-            "parallel.optimizer_in_backward: plait.parallelize creates no optimizer; set it to false,"
-            " or use plait.initialize"
+            "parallel.optimizer_in_backward: plait.parallelize creates no optimizer; use false, or"
+            " plait.initialize"
         )
 
     if resolved.layout.ep > 1:
@@ -300,8 +300,8 @@ class ParallelModel(ShardedModel):
         self.guard.recover()
         if self.why_called is not None and self.guard.backwards:
             raise InputError(
-                "sharded.forward_backward runs all micro-batches of a step, so it is called once per"
-                " step; call sharded.step(optimizer) before the next call"
+                "sharded.forward_backward runs all micro-batches of a step, so it is called once"
+                " per step; call sharded.step(optimizer) before the next call"
             )
 
         count = self.config.batch.accumulation

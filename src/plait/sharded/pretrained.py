@@ -46,8 +46,8 @@ def from_pretrained(
         fields: Values that replace fields of config.json.
 
     Raises:
-        InputError: The folder does not exist, the model cannot be built, or config.json has no field
-            of this name.
+        InputError: The folder does not exist, the model cannot be built, or config.json has no
+            field of this name.
     """
     require_transformers("plait.from_pretrained")
     from transformers import AutoModelForCausalLM
@@ -106,8 +106,8 @@ def _build_on_meta(
         if unknown:
             raise InputError(
                 f"plait.from_pretrained({', '.join(f'{field}=...' for field in unknown)}):"
-                f" config.json of a {config.model_type} has no such field; check its spelling, or leave"
-                " it out"
+                f" config.json of a {config.model_type} has no such field; check its spelling, or"
+                " leave it out"
             )
         with torch.device("meta"):
             model = _build(kind, config, dtype, trust_remote_code=fields["trust_remote_code"])
@@ -212,9 +212,10 @@ def weights_of(model: nn.Module) -> Path | None:
             continue
         if name and next(module.parameters()).is_meta:
             raise InputError(
-                f"`{name}` was created by plait.from_pretrained and has no weights yet, but it is part"
-                f" of another model, and {folder} does not contain the other parameters; create it with"
-                f" {type(module).__name__}.from_pretrained, which loads it in full in every process"
+                f"`{name}` was created by plait.from_pretrained and has no weights yet, but it is"
+                f" part of another model, and {folder} does not contain the other parameters;"
+                f" create it with {type(module).__name__}.from_pretrained, which loads it in full"
+                " in every process"
             )
         return folder
     return None

@@ -5,8 +5,8 @@ row). Without a pipeline a rank has one stage, which runs one micro-batch at a t
 
 A pipeline rank holds activations of several micro-batches. Their number depends on the schedule and
 the rank's position, so a budget for activations limits the largest sum during any action of the
-row. If a backward is split into two halves, a stage holds tensors of the first half, such as recomputed
-activations, until the second half.
+row. If a backward is split into two halves, a stage holds tensors of the first half, such as
+recomputed activations, until the second half.
 
 `dryrun.rank_activations` measures the figures. Bytes are those of distinct storages, without
 parameters, buffers and the batch. The input of a block belongs to the block, so the bytes of blocks
@@ -104,7 +104,7 @@ class StageFacts:
         return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
     def restored(self, assignment: Assignment) -> int:
-        """Return the largest number of bytes that the backward of a block recomputes or prefetches."""
+        """Return the most bytes that the backward of any one block recomputes or prefetches."""
         restored = [self.modes[mode].restored[index] for index, mode in enumerate(assignment)]
         return max(restored, default=0)
 
@@ -241,8 +241,8 @@ class RankActivations:
     def _split(self, assignment: Assignment) -> Iterator[tuple[StageFacts, Assignment]]:
         if len(assignment) != self.blocks:
             raise ValueError(
-                f"the assignment has {len(assignment)} modes for {self.blocks} blocks; pass one mode"
-                " per block"
+                f"the assignment has {len(assignment)} modes for {self.blocks} blocks; pass one"
+                " mode per block"
             )
         start = 0
         for stage in self.stages:
@@ -368,7 +368,7 @@ def _bytes_in_flight(in_flight: _InFlight, stages: Sequence[_StageBytes]) -> int
 
 
 def _peak_bytes(distinct: Iterable[_InFlight], stages: Sequence[_StageBytes]) -> int:
-    """Return the largest number of bytes during any action, including those of the action itself."""
+    """Return the most bytes during any action, including those of the action itself."""
     peak = 0
     for in_flight in distinct:
         total = _bytes_in_flight(in_flight, stages)

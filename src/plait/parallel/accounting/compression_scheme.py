@@ -1,7 +1,7 @@
 """Compression scheme between data-parallel ranks: its collectives, and its cost in bytes.
 
-`comm.compress` implements the collectives. A scheme installs them: as the reducer's buckets at
-ZeRO stage 0, and per unit of `fully_shard` at stages 1 to 3. Every rank gets the same bits. With
+`comm.compress` implements the collectives. A scheme installs them: as the reducer's buckets at ZeRO
+stage 0, and per unit of `fully_shard` at stages 1 to 3. Every rank gets the same bits. With
 `dp_replicate > 1` only the collectives over `dp_shard` are compressed.
 """
 

@@ -277,7 +277,7 @@ class _StepSimulation:
 
         self.phase = "forward"
         self.place = ""
-        """Micro-batch and stage of the running computation, for the description of a point of the step."""
+        """Micro-batch and stage of the running computation, for descriptions."""
         self.best = 0
         self.best_moment = ""
         self.best_kinds: dict[str, int] = {}
@@ -492,7 +492,8 @@ class _StepSimulation:
         Args:
             interval: The interval.
             blocks: The blocks of the stage.
-            shared: Bytes of activations that a previous stage on this rank holds and counts already.
+            shared: Bytes of activations that a previous stage on this rank holds and counts
+                already.
             is_second_half: Whether the interval is in the second half of a split backward.
         """
         unit = interval.unit

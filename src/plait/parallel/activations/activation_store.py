@@ -1,14 +1,13 @@
 """Stores for a block's saved tensors between forward and backward.
 
-By default autograd keeps saved tensors on the device. `SavedTensors` splits them over the
-ranks of the tp axis, or moves them to a store: pinned host memory (`HostStore`) or files
-(`DiskStore`).
+By default autograd keeps saved tensors on the device. `SavedTensors` splits them over the ranks of
+the tp axis, or moves them to a store: pinned host memory (`HostStore`) or files (`DiskStore`).
 
 Note [Life of an offloaded tensor]
     Each call of a block opens a group in the store. Saved tensors leave the device while the
     forward continues: copies to host memory run on a side stream, and threads write files. In the
-        backward, the first access to a tensor of a block starts the prefetch of the previous block's
-        tensors, so that they are on the device in time. A store changes no bit of a tensor.
+    backward, the first access to a tensor of a block starts the prefetch of the previous block's
+    tensors, so that they are on the device in time. A store changes no bit of a tensor.
 
     Files have no name (they are unlinked as soon as they are open), so a process that dies leaves
     nothing behind.

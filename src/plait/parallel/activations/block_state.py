@@ -3,12 +3,12 @@
 Note [State of recomputed blocks]
     A block may change buffers or attributes in its forward, such as a running mean or a counter.
     The recomputation starts from the values that the forward started from. Afterwards the block has
-        the values again that it had just before the recomputation. Otherwise a running mean would be
-        updated twice, and gradients would be those of another loss.
+    the values again that it had just before the recomputation. Otherwise a running mean would be
+    updated twice, and gradients would be those of another loss.
 
     A tensor that changes in place needs a copy of its values. The first forward copies all of them,
-        and a later forward copies those that an earlier one changed. Attributes need a reference, and lists, sets and
-    dictionaries a shallow copy.
+    and a later forward copies those that an earlier one changed. Attributes need a reference, and
+    lists, sets and dictionaries a shallow copy.
 """
 
 from __future__ import annotations

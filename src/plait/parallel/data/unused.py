@@ -2,9 +2,9 @@
 
 In a single process the gradient of an unused parameter stays None, and the optimizer skips the
 parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
-the collective. With a gradient of zeros, the optimizer would decay weights and its moments. `UnusedTracker` records the parameters
-that autograd reached on this rank. After the reduction it restores None for those that no rank
-used.
+the collective. With a gradient of zeros, the optimizer would decay weights and its moments.
+`UnusedTracker` records the parameters that autograd reached on this rank. After the reduction it
+restores None for those that no rank used.
 
 At ZeRO stages 1 and 2 ranks may also differ in the *units* that they run. At stage 3 they may not,
 because every use of a unit gathers it, which is a collective. The exchange of the flags therefore
@@ -216,8 +216,8 @@ class UnusedTracker(StepHook):
         raise CommunicationError(
             f"{name} has a gradient that no rank has seen autograd compute, and would not be"
             " trained: this is a bug in Plait; report it with the model and the configuration, and"
-            " meanwhile set parallel.unused_parameters = false (if every step uses every parameter) or"
-            " use ZeRO stage 0"
+            " meanwhile set parallel.unused_parameters = false (if every step uses every"
+            " parameter) or use ZeRO stage 0"
         )
 
 

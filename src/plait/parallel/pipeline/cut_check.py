@@ -166,9 +166,9 @@ class CutCheck:
             trace = self.skeleton.trace(run, training=training)
         except Untraceable as error:
             raise ModelError(
-                f"parallel.pp: cannot check that the pipeline stages of {name} compute what the full"
-                f" model computes, because its forward cannot be traced without weights ({error}); use"
-                " parallel.pp = 1"
+                f"parallel.pp: cannot check that the pipeline stages of {name} compute what the"
+                " full model computes, because its forward cannot be traced without weights"
+                f" ({error}); use parallel.pp = 1"
             ) from error
         self._set_by_forward |= set(trace.flow.settings)
         self._refuse_state(trace.flow, name)

@@ -8,8 +8,8 @@ Note [Shapes between stages]
     Every rank of the pipeline receives the same micro-batches. Shapes may differ between them and
     between steps. A stage describes what it sends (`Boundary`) once for every signature of a
     micro-batch, so that later receives start without a message about shapes. If the shapes may
-        depend on the values of a batch, or on the tokens in a cache, the stage sends a description with
-        every micro-batch.
+    depend on the values of a batch, or on the tokens in a cache, the stage sends a description with
+    every micro-batch.
 
     Receives from a rank are started in the order in which that rank sends, which both know from the
     schedule.
@@ -177,7 +177,7 @@ class Runtime:
 
         Returns:
             The model's output on the rank of the last stage, None on the others. Entries that
-                depend on values of earlier stages are unavailable: their use is an error.
+            depend on values of earlier stages are unavailable: their use is an error.
         """
         rows = [
             tuple(Action(stage, Kind.FORWARD, 0) for stage in self.schedule.stages_of(rank))
