@@ -366,7 +366,7 @@ class RunningForwards:
         ]
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop counting the model's forwards."""
         for handle in self._handles:
             handle.remove()
 

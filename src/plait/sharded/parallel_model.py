@@ -475,7 +475,7 @@ class StepWatch(StepHook):
         self.has_accumulated |= not last
 
     def release(self) -> None:
-        """Stop checking."""
+        """Stop checking the steps of optimizers."""
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """Bytes of the activations that a rank holds, by block and recompute mode.
 
-The figures of a rank's stages are combined in the order of the rank's actions in the schedule (its
+The bytes of a rank's stages are combined in the order of the rank's actions in the schedule (its
 row). Without a pipeline a rank has one stage, which runs one micro-batch at a time (`ONE_STAGE`).
 
 A pipeline rank holds activations of several micro-batches. Their number depends on the schedule and
@@ -8,7 +8,7 @@ the rank's position, so a budget for activations limits the largest sum during a
 row. If a backward is split into two halves, a stage holds tensors of the first half, such as
 recomputed activations, until the second half.
 
-`dryrun.rank_activations` measures the figures. Bytes are those of distinct storages, without
+`dryrun.rank_activations` measures the bytes. They are those of distinct storages, without
 parameters, buffers and the batch. The input of a block belongs to the block, so the bytes of blocks
 in different modes can be added.
 """

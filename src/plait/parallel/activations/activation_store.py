@@ -136,7 +136,7 @@ class SavedTensors:
 
     @property
     def needed(self) -> bool:
-        """True if any tensor is moved."""
+        """True if any saved tensor of the block is moved."""
         return self._store is not None or self._partition is not None
 
     def hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -539,7 +539,7 @@ class DiskStore(_Store):
 
 
 class DiskError(PlaitError):
-    """A file cannot be written."""
+    """Error of a write to a file of a `DiskStore`."""
 
 
 @dataclass

@@ -145,7 +145,7 @@ class CompressionAutotuner(StepHook):
     Attributes:
         groups: One group for each axis whose ranks must take the same decision (see
             `deciding_groups`).
-        device: The device of this rank. Its queue is empty when a step's time is taken.
+        device: The device of this rank. A step is timed until its queue is empty.
         deactivate: Returns to uncompressed gradients.
         candidates: Candidates, the least lossy first.
         decision: int64 scalar for a checkpoint. -1: undecided, 0: uncompressed, otherwise the code

@@ -186,7 +186,7 @@ class Arena:
 
 
 class _Segment:
-    """A file, mapped as bytes."""
+    """File of an arena, mapped into memory as bytes."""
 
     def __init__(self, file: Any, size: int) -> None:
         self.file = file

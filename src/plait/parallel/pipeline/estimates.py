@@ -349,7 +349,7 @@ def _shared_bytes(
 
 @dataclass(frozen=True)
 class StageRow:
-    """Summary of one stage.
+    """Summary of one pipeline stage: its rank, blocks, parameters and cost.
 
     Attributes:
         stage: Number of the stage.

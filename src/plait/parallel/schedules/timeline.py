@@ -126,7 +126,7 @@ def even(
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Action with its start and end."""
+    """Action with its start and end time."""
 
     action: Action
     start: float
