@@ -47,9 +47,10 @@ IGNORED = -100
 def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
     """Split the batch of a step into micro-batches.
 
-    A mapping, tuple, dataclass or tensor has count x size samples in dim 0 of every tensor. So has
-    a list `[x, y]` of torch's default collation. Values without dimensions go to every micro-batch.
-    Any other list, or an iterator, provides complete micro-batches, whose lengths may differ.
+    A mapping, tuple, dataclass or tensor has count x size samples in dim 0 of every tensor. The
+    same holds for a list `[x, y]` of torch's default collation. Values without dimensions go to
+    every micro-batch. Any other list, or an iterator, provides complete micro-batches, whose
+    lengths may differ.
 
     Args:
         batch: The batch, or a list or iterator of micro-batches.

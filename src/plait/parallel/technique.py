@@ -46,7 +46,7 @@ class TechniqueContext:
     """Results of the checks. Empty while the checks run."""
 
     def technique(self, kind: type[Kind]) -> Kind:
-        """Return the technique of a class, or its default if none was configured."""
+        """Return the configured technique of a class, or the default of the class."""
         for technique in self.techniques:
             if isinstance(technique, kind):
                 return technique
@@ -97,7 +97,7 @@ class Technique(Policy):
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks of a training step. Collective.
 
-        Called once the model has its weights.
+        Called once, when the model has its weights.
         """
         return []
 

@@ -131,7 +131,7 @@ def load_weights(
     Args:
         model: The model, allocated, sharded or not.
         folder: Folder of safetensors.
-        filled: Called with each tensor of the model that has its values.
+        filled: Called with each tensor of the model after its values were written.
         unsplit_model: The model on meta, if `model` is a stage of it.
 
     Raises:

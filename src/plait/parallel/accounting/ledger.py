@@ -438,9 +438,9 @@ def after_block_backward(
 
     Args:
         zero: The ZeRO stage.
-        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+        left: Backwards that each pipeline stage of the rank has left in this step, the ended one
             included.
-        ran: The pipeline stage that ran.
+        ran: The pipeline stage whose backward has ended.
         block_stage: The pipeline stage that the block belongs to.
     """
     # Backwards of other stages of the rank do not touch the block.
@@ -459,9 +459,9 @@ def after_root_backward(
 
     Args:
         zero: The ZeRO stage.
-        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+        left: Backwards that each pipeline stage of the rank has left in this step, the ended one
             included.
-        ran: The pipeline stage that ran. Every stage gathers the root unit.
+        ran: The pipeline stage whose backward has ended. Every stage gathers the root unit.
         users: The pipeline stages of the rank that compute gradients of it.
     """
     # Its gradients are complete after the last backward of the stages that use it. It is freed

@@ -585,7 +585,7 @@ class _StepSimulation:
         Args:
             unit: The unit.
             gradients: Bytes of its new gradients, which are part of `self.now`.
-            stage: The pipeline stage that ran.
+            stage: The pipeline stage whose backward has ended.
             only_keep: Whether the gradients are kept to be reduced later.
         """
         sizes = self.units[unit]

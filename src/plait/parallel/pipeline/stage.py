@@ -61,7 +61,7 @@ class StagedModel:
         model: The model, changed in place.
         cut: Blocks and parameters of all stages.
         stages: Stages of this rank, by index.
-        region: State that tensor parallelism shares: it knows the length of sequences that are
+        region: State that tensor-parallel modules share, such as the length of sequences that are
             split over tp.
         nan_parameters: Stand-ins for parameters of earlier stages.
     """
