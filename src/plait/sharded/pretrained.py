@@ -214,7 +214,7 @@ def weights_of(model: nn.Module) -> Path | None:
             raise InputError(
                 f"`{name}` was created by plait.from_pretrained and has no weights yet, but it is"
                 f" part of another model, and {folder} does not contain the other parameters;"
-                f" create it with {type(module).__name__}.from_pretrained, which loads it in full"
+                f" build it with {type(module).__name__}.from_pretrained, which loads it in full"
                 " in every process"
             )
         return folder
