@@ -491,8 +491,8 @@ DIFFERENT_RANKS = (
     Case(("has max_norm = 1", "renormalise the weight between steps"), lambda: renormalised(1.0), lambda: renormalised(None)),
     Case(("use scale_grad_by_freq=False",), lambda: renormalised(None, True), lambda: renormalised(None, False)),
     Case(("every backward of a step, on every rank, or for none",), lambda: weights_of([0]), each(weights_of, [0, 1], [])),
-    Case(("Encoder.encode computes with parameters that are shards", "call it from forward()"), lambda: encoded(False), lambda: encoded(True)),
-    Case(("call the block, and not", "name in parallel.blocks the modules that are called"), bypassed, lambda: bypassed(False) and bypassed(blocks=["blocks.*.side"])),
+    Case(("Encoder.encode computes with parameters that are shards", "call the method from forward()"), lambda: encoded(False), lambda: encoded(True)),
+    Case(("call the block itself instead of its forward()", "list the called modules in parallel.blocks"), bypassed, lambda: bypassed(False) and bypassed(blocks=["blocks.*.side"])),
 )  # fmt: skip
 
 

@@ -179,5 +179,5 @@ def test_what_it_does_not_go_with():
     with pytest.raises(ModelError, match="one element of a parameter"):
         plait.initialize(model, muon)
     model = cases.build("plain", tied=True, dtype=torch.float32)
-    with pytest.raises(ModelError, match="makes no optimizer"):
+    with pytest.raises(ModelError, match="creates no optimizer"):
         plait.parallelize(model, configuration(1, 0, 1, in_backward=True))

@@ -115,5 +115,5 @@ def test_one_bit_changes_the_sum():
 
 
 def test_nothing_to_compare_is_refused():
-    with pytest.raises(ConfigError, match="no process has a copy of what another one has"):
+    with pytest.raises(ConfigError, match="the layout has no replicas to compare"):
         engine_of(0, 1, compare_replicas_every=2)

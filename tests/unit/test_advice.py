@@ -369,7 +369,7 @@ FOLLOWED = {
     "resize and save it once": "unit/sharded/test_resized.py::test_more_tokens_than_a_saved_model_has",
     "delete the line, and build the model with plait.from_pretrained(name)": "unit/sharded/test_resized.py::test_configuration_of_transformers_without_deepspeed",
     "call plait.from_pretrained(name) without zero.Init()": "unit/sharded/test_resized.py::test_pretrained_inside_of_zero_init",
-    ".from_pretrained, in full in every process": "unit/sharded/test_resized.py::test_adapters_on_a_model_without_weights",
+    ".from_pretrained, which loads it in full in every process": "unit/sharded/test_resized.py::test_adapters_on_a_model_without_weights",
     "if it returns a mean, set loss_is_scaled_for_ga = False": "parity/test_own_steps.py::test_own_steps_are_one_process",
     "multiply the term by self.accelerator.num_processes": "parity/test_own_steps.py::test_own_steps_are_one_process",
     "for small states leave it out, and": "parity/test_trainer_mistakes.py::test_a_refused_optimizer_names_one_that_trains",

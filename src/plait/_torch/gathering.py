@@ -38,7 +38,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from plait._torch.operators import outside_of_transforms, tree_leaves
 from plait._torch.units import parameter_groups
 
-Moment = tuple[str, bool]
+GatherPhase = tuple[str, bool]
 """Phase in which a unit is gathered, and whether this is the last micro-batch of a step.
 
 The phase is "forward", "evaluation" (a forward without gradients) or "backward".
@@ -46,12 +46,12 @@ The phase is "forward", "evaluation" (a forward without gradients) or "backward"
 
 
 def on_shard_reads(
-    module: FSDPModule, before: Callable[[Moment], None], after: Callable[[], None]
+    module: FSDPModule, before: Callable[[GatherPhase], None], after: Callable[[], None]
 ) -> None:
     """Call functions before and after every gather that reads a unit's shards.
 
-    A gather does not read them if the unit is unsharded already, or if it gathers the shards of a
-    secondary partition.
+    A gather does not read the shards if the unit is gathered already, or if it gathers the shards
+    of a secondary partition.
 
     Args:
         module: A fully sharded unit.
@@ -62,7 +62,9 @@ def on_shard_reads(
         _watch_reads(group, before, after)
 
 
-def _watch_reads(group: Any, before: Callable[[Moment], None], after: Callable[[], None]) -> None:
+def _watch_reads(
+    group: Any, before: Callable[[GatherPhase], None], after: Callable[[], None]
+) -> None:
     unshard = group.unshard
     wait_for_unshard = group.wait_for_unshard
     # A single rank does not communicate. `wait_for_unshard` copies its shards.
@@ -275,7 +277,7 @@ class _OuterUnit:
         self.has_run = False
 
     def end(self) -> None:
-        """Record that the model's forward has ended or raised an error."""
+        """Record that the model's forward has returned or raised an error."""
         self._model_runs = False
         self._unit_runs = False
 

@@ -134,7 +134,7 @@ def copy_timeout(group: dist.ProcessGroup, source: dist.ProcessGroup) -> None:
 
 
 def _backend_options(group: dist.ProcessGroup) -> list[Any]:
-    """Return the options of those of the group's backends that have any."""
+    """Return the options of the group's backends. A backend without options is left out."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     return [backend.options for backend in backends if hasattr(backend, "options")]
 

@@ -1,4 +1,4 @@
-"""Registries of modules and parameters, and the rates that LR schedulers store."""
+"""Registries of modules and parameters, and the learning rates that LR schedulers store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Operators and the modes that intercept them.
-
-The module provides torch's fake tensors, dispatch and function modes, pytrees, and foreach kernels.
-"""
+"""Operators of torch: fake tensors, dispatch and function modes, pytrees, and foreach kernels."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _drop_gradients_of(p: Any) -> None:
 def zero_gradients(
     model: nn.Module, parameters: Iterable[torch.Tensor], *, set_to_none: bool
 ) -> list[nn.Parameter]:
-    """Drop the gradients of parameters of sharded units, reduced and unreduced.
+    """Drop or zero the gradients of parameters of sharded units, reduced and unreduced.
 
     Args:
         model: The root.
@@ -252,7 +252,7 @@ def leave_gathered(model: nn.Module) -> Iterator[None]:
 def unsharded_parameter_bytes(model: nn.Module) -> int:
     """Return the allocated bytes of gathered parameters, padding included.
 
-    Parameters that are read in shared memory do not count. Their storages cannot be resized.
+    Parameters in shared memory are not included: their storages cannot be resized.
     """
     storages = (
         tensor.untyped_storage() for p in _gathered(model) for tensor in p.all_gather_outputs

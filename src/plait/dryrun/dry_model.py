@@ -53,7 +53,7 @@ from plait.parallel.accounting.activations import (
     StageFacts,
     StageMode,
 )
-from plait.parallel.accounting.peak import HEAD, LOSS, OUTSIDE, StageMoments
+from plait.parallel.accounting.peak import HEAD, LOSS, OUTSIDE, StageIntervals
 from plait.parallel.activations.activation_store import OffloadedActivations
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.parts import Parts, Plans
@@ -133,7 +133,7 @@ class StageTrace:
     """Bytes of the boundary activations of the previous stage."""
     differentiable: bool
     """True if the backward sends a gradient to the previous stage."""
-    moments: StageMoments
+    moments: StageIntervals
     """Live memory while each unit runs, in the order of the computation."""
 
 
@@ -257,11 +257,11 @@ class DryModel:
                     input_moments = recorder.take()
                     recorder.mark("weights", OUTSIDE)
                     backward_weights(weight_backward)
-                    moments = StageMoments(forward, inputs=input_moments, weights=recorder.take())
+                    moments = StageIntervals(forward, inputs=input_moments, weights=recorder.take())
                 else:
                     if outputs:
                         torch.autograd.backward(outputs, gradients)
-                    moments = StageMoments(forward, backward=recorder.take())
+                    moments = StageIntervals(forward, backward=recorder.take())
         finally:
             remove()
             for parameter in model.parameters():

@@ -38,7 +38,7 @@ from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.optim.optimizer import build_optimizer, make_fake_states
 from plait.parallel.accounting.ledger import Ledger, parameter_part
-from plait.parallel.accounting.peak import Peak, StageMoments, StepFacts, step_peak
+from plait.parallel.accounting.peak import Peak, StageIntervals, StepFacts, step_peak
 from plait.parallel.micro_batches import default_forward, tensors_in
 from plait.parallel.order import account_all, apply_all, check_each
 from plait.parallel.parts import Parts
@@ -234,11 +234,11 @@ def _dry_model(
     )
 
 
-def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int, StageMoments]:
+def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int, StageIntervals]:
     """Return the moments of every stage of the rank, with full and split backward as scheduled."""
     if dry.staged is None:
         return {0: dry.trace()[0].moments}
-    moments: dict[int, StageMoments] = {}
+    moments: dict[int, StageIntervals] = {}
     # Length of this rank's part of a sequence.
     length = dry.batch["input_ids"].shape[1]
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from plait._torch.groups import finished_work, process_group_of
 from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
 from plait._torch.tensors import around_shape_inference, local_tensor, on_resize, storage_id
-from plait.parallel.accounting.peak import HEAD, OUTSIDE, Direction, LiveBytes, Moment
+from plait.parallel.accounting.peak import HEAD, OUTSIDE, Direction, Interval, LiveBytes
 
 
 class LiveStorages(TorchDispatchMode):
@@ -181,7 +181,7 @@ class Recorder(LiveStorages):
         unit.
         """
         self.drops_gradients = drops_gradients
-        self._done: list[Moment] = []
+        self._done: list[Interval] = []
         self._now: tuple[Direction, int] | None = None
         self._peak = self._peak_with = LiveBytes()
 
@@ -207,7 +207,7 @@ class Recorder(LiveStorages):
         self._now = (direction, unit)
         self._peak, self._peak_with = self._alive(with_gradients=False), self._alive()
 
-    def take(self) -> tuple[Moment, ...]:
+    def take(self) -> tuple[Interval, ...]:
         """Return the moments recorded so far, and start a new list."""
         self._close()
         done = tuple(self._done)
@@ -228,7 +228,7 @@ class Recorder(LiveStorages):
         if self._now is None:
             return
         direction, unit = self._now
-        self._done.append(Moment(direction, unit, self._peak, self._peak_with, self._alive()))
+        self._done.append(Interval(direction, unit, self._peak, self._peak_with, self._alive()))
         # The gradients of a sharding unit are reduced when its backward ends, and only their shards
         # stay.
         if direction == "backward" and (unit >= 0 or unit == HEAD) and self.drops_gradients:

@@ -1,14 +1,14 @@
 """Hooks of a training step, which techniques attach and the step calls.
 
 Note [Hooks of a step]
-    A step makes these calls, and a hook overrides those that it needs:
+    A step makes these calls. A hook overrides the methods that it needs:
 
     1. `transform` for every micro-batch.
     2. For every micro-batch: `before_microbatch`, the forward, and the backward inside the
        context `backward`.
     3. `finish_reduction`. Gradients are the sums over all ranks afterwards.
-    4. The global norm, and the decision to update or to skip. Without a skip: `before_update` and
-       the optimizer.
+    4. The global gradient norm decides whether the update is skipped. If it is not:
+       `before_update`, and then the optimizer step.
     5. `after_step`.
 
     `order.HOOKS` is the order in which the hooks of all techniques are called.
@@ -31,7 +31,7 @@ FailureScope = Literal["forward", "step"]
 
 @dataclass(frozen=True)
 class StepEnd:
-    """Outcome of a step."""
+    """Outcome of a training step, which `StepHook.after_step` receives."""
 
     skipped: bool
     """True if the update was skipped, because gradients were not finite."""
@@ -40,7 +40,9 @@ class StepEnd:
 
 
 class StepHook:
-    """Base class of hooks, which does nothing. See Note [Hooks of a step]."""
+    """Base class of the hooks of a training step. Its methods do nothing.
+
+    See Note [Hooks of a step]."""
 
     description: str = ""
     """Description of what the hook selected at the start, with the reason. Empty: nothing."""
@@ -61,7 +63,7 @@ class StepHook:
         return batch
 
     def join(self, output: Any, batch: Any) -> Any:
-        """Return the output for `batch` from the outputs of its transformed parts. Collective.
+        """Return the output for `batch`, given the output for its transformed form. Collective.
 
         It is called in `predict`.
         """
@@ -104,7 +106,7 @@ class StepHook:
         """Handle the user's call of `zero_grad` within a step, after it has changed `grad`.
 
         Args:
-            parameters: Parameters whose gradients were zeroed. Sharded ones are shards.
+            parameters: Parameters whose gradients were zeroed: the shards of sharded parameters.
             set_to_none: Whether their gradients were dropped or filled with zeros.
         """
 
@@ -119,18 +121,18 @@ class StepHook:
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank that a checkpoint stores, by name, without copies."""
+        """Return the tensors of this rank for a checkpoint, by name. They are not copied."""
         return {}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore the state of a checkpoint.
 
         Args:
-            saved: States of all hooks on this rank. Empty if the checkpoint has another layout.
+            saved: States of all hooks on this rank. Empty if another layout wrote the checkpoint.
         """
 
     def release(self) -> None:
-        """Remove all hooks from the model, which is passed to another owner."""
+        """Remove all that this hook registered on the model, before another owner takes it."""
 
     def close(self) -> None:
         """End threads and close files. Called after `release` when the engine is closed."""
@@ -139,8 +141,8 @@ class StepHook:
 class UncopiedHook:
     """Forward hook of a module that calls a function, and does nothing in a copy of the module.
 
-    The function belongs to the owner of the original, which knows no other module. A module with
-    such a hook can be copied and pickled.
+    The function refers to the original module, so it must not run for a copy. A module with such a
+    hook can be copied and pickled.
     """
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
@@ -201,12 +203,12 @@ class Hooks:
 
     @property
     def description(self) -> str:
-        """Description of all selections that were made at the start."""
+        """Descriptions of what all hooks selected at the start of the run, in one string."""
         return ". ".join(hook.description for hook in self.all if hook.description)
 
     @property
     def non_default_description(self) -> str:
-        """Description of the selections that are not a default."""
+        """The `description` without the selections that are defaults."""
         hooks = [hook for hook in self.all if not hook.is_default_choice]
         return ". ".join(hook.description for hook in hooks if hook.description)
 
@@ -221,9 +223,13 @@ class Hooks:
         return batch
 
     def join_output(self, output: Any, batch: Any) -> Any:
-        """Return the output for the full micro-batch from that of the prepared one. Collective.
+        """Return the output for the original micro-batch. Collective.
 
         It reverses `prepare`, for example by gathering the sequence.
+
+        Args:
+            output: The model's output for the prepared micro-batch.
+            batch: The original micro-batch.
         """
         for join in self.join:
             output = join(output, batch)

@@ -6,8 +6,8 @@ Note [Initialisation of a meta model]
     Each unit (a block, or an outer module without blocks) is built unsharded on the CPU,
     initialised by its own class, copied slice by slice into the sharded model, and freed. Every
     module draws from a generator seeded by its name, so the order of units and the layout do not
-    matter. Memory is filled with NaN first. A tensor that still has one afterwards was not
-    initialised, and is refused by name.
+    matter. Memory is filled with NaN first. If a tensor still contains NaN afterwards, it was not
+        initialised, and an error names it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WRITES = "_plait_writes"
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether the model has no data yet.
+    """Return True if the model is on `meta`, so its parameters have no data yet.
 
     Raises:
         ModelError: Some of its parameters are on `meta` and others are not.
@@ -105,10 +105,10 @@ def initialise(
 
     Args:
         model: The model, sharded or not.
-        template: Its copy by `template_of`, whose classes initialise the weights.
+        template: Copy of the model by `template_of`. The classes of its modules initialise.
         blocks: Names of the repeated blocks.
         seed: Seed of all draws.
-        filled: Called with every tensor of `model` that has received its values.
+        filled: Called with each tensor of `model` after its values were written.
 
     Raises:
         ModelError: A parameter or buffer has no initialisation that can be run again.
@@ -181,9 +181,9 @@ def initialise(
 
 
 def _tie(targets: dict[str, torch.Tensor], ties: Iterable[Sequence[str]]) -> None:
-    """Assign one target to all names of a tied parameter.
+    """Assign one target tensor to all names of a tied parameter.
 
-    Its value is that of the first name, which a pipeline stage may lack.
+    It is the target of the first name that exists on this pipeline stage.
     """
     for names in ties:
         target = next((targets[name] for name in names if name in targets), None)
@@ -211,7 +211,7 @@ def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> No
 
 
 def fill_buffers(model: nn.Module, template: nn.Module) -> None:
-    """Rebuild the non-persistent buffers (rotary frequencies, masks), which files do not hold.
+    """Rebuild the non-persistent buffers (rotary frequencies, masks), which checkpoints lack.
 
     Raises:
         ModelError: The class of a module cannot rebuild its buffer.
@@ -246,10 +246,10 @@ def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, whether its submodules are included), so that no tensor comes twice.
+    """Yield (name, module, whether its submodules are included). No tensor is in two of them.
 
-    The blocks, and outer modules without a block inside, include their submodules. The modules
-    around both are yielded with only the tensors that they own themselves.
+    Blocks, and modules that contain no block, are yielded with their submodules. A module that
+    contains a block is yielded with only its direct tensors.
     """
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -267,13 +267,13 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
 def _refuse_lost_writes(
     name: str, unit: nn.Module, *, original_writes: int, repeated_writes: int
 ) -> None:
-    """Refuse a parameter that has more writes on `meta` than its classes will repeat."""
+    """Raise ModelError if a parameter was written on `meta` more often than its classes repeat."""
     if original_writes > repeated_writes:
         raise ModelError(
             f"{name} was written to {original_writes} times while the model was built on meta,"
             " where values are lost, and reset_parameters and _init_weights repeat only"
-            f" {repeated_writes} of these writes: {type(unit).__name__} or a class around it sets"
-            " it in its constructor; set it in reset_parameters of its class or in"
+            f" {repeated_writes} of these writes: a constructor ({type(unit).__name__}, or a class"
+            " that contains it) sets this tensor; set it in reset_parameters of its class or in"
             " _init_weights(self, module) of the model, load weights from a folder, or build the"
             " model with real weights"
         )
@@ -281,7 +281,7 @@ def _refuse_lost_writes(
 
 @dataclass(frozen=True)
 class _Rule:
-    """Initialisation of one module: its own method, followed by those of the enclosing models.
+    """Initialisation of one module: `reset_parameters`, and then `_init_weights` of its model.
 
     The order is that of a constructor that ends with `self.apply(self._init_weights)`.
     """

@@ -4,8 +4,8 @@ A batch is a tensor or a nested container: mappings, tuples, named tuples, lists
 Containers keep their class when their entries change, because a loss may access `batch.labels`.
 
 If sequences are split over cp, code that counts tokens cannot read `attention_mask`: the mask of a
-sequence shard has another form, and splitting may add padding. The token mask, which tells tokens
-from padding, is attached to it.
+sequence shard has another form, and splitting may add padding. A token mask, which distinguishes
+tokens from padding, is therefore attached to the shard's mask.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ IGNORED = -100
 def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
     """Split the batch of a step into micro-batches.
 
-    A mapping, tuple, dataclass or tensor has count x size samples in dim 0 of every tensor. So has
-    a list `[x, y]` of torch's default collation. Values without dimensions go to every micro-batch.
-    Any other list, or an iterator, provides complete micro-batches, whose lengths may differ.
+    A mapping, tuple, dataclass or tensor has count x size samples in dim 0 of every tensor. The
+    same holds for a list `[x, y]` of torch's default collation. Values without dimensions go to
+    every micro-batch. Any other list, or an iterator, provides complete micro-batches, whose
+    lengths may differ.
 
     Args:
         batch: The batch, or a list or iterator of micro-batches.
@@ -57,8 +58,8 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
         size: Samples of a micro-batch, or None for equal parts.
 
     Raises:
-        InputError: The batch has another number of samples or micro-batches, or a list could be
-            either a batch or micro-batches.
+        InputError: The number of samples or micro-batches is wrong, or a list could be either a
+            batch or micro-batches.
     """
     if isinstance(batch, list):
         if not _is_one_batch(batch, count=count, size=size):
@@ -93,9 +94,9 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
 def samples(batch: Any) -> int:
     """Return the number of samples of a batch.
 
-    It is the size of dim 0 of the first tensor outside lists that has dimensions. If all such
-    tensors are in lists, it is their common size, or the length of the first list, which then has
-    one entry per sample.
+    The number is the size of dim 0 of the first tensor that has dimensions and is in no list. If
+    every tensor is in a list, it is their common size of dim 0. If these sizes differ, the first
+    list has one entry per sample, and the number is its length.
 
     Raises:
         InputError: The batch has no tensor with dimensions.
@@ -126,7 +127,7 @@ def _require_count(batches: list[Any], count: int) -> list[Any]:
     if len(batches) != count:
         raise InputError(
             f"train_batch got {len(batches)} micro-batches, but a step has"
-            f" gradient_accumulation_steps {count}; every step needs all of them"
+            f" gradient_accumulation_steps {count}; pass {count} micro-batches in every step"
         )
     return batches
 
@@ -155,7 +156,7 @@ def _is_one_batch(entries: list[Any], *, count: int, size: int | None) -> bool:
         return False
     raise InputError(
         f"train_batch got a list of {count} tensors of {length} rows, but a step has"
-        f" gradient_accumulation_steps {count}, so it could be one batch of {count} fields or"
+        f" gradient_accumulation_steps {count}, so the list could be one batch of {count} fields or"
         f" {count} micro-batches; pass a tuple for one batch, or iter([...]) for micro-batches"
     )
 
@@ -209,7 +210,7 @@ def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
 
 
 def _rows(entry: Any) -> int | None:
-    """Return dim 0 of the first tensor with dimensions, or None."""
+    """Return the size of dim 0 of the first tensor with dimensions, or None."""
     return next((int(tensor.shape[0]) for tensor in tensors_in(entry) if tensor.ndim), None)
 
 
@@ -383,7 +384,7 @@ def token_mask_of(mask: Any) -> Any:
 
 
 class TokenMaskObserver:
-    """Observer of the token mask of a model's forward."""
+    """Forward hook of a model that stores the token mask of the running or the last forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.mask: torch.Tensor | None = None

@@ -65,8 +65,8 @@ def find_mlps(model: nn.Module, blocks: Sequence[str], *, setting: str) -> Token
         setting: Name of the configuration field that needs the MLPs, for messages.
 
     Raises:
-        ModelError: A block widens tokens outside attention and MLPs, or an MLP has hooks inside,
-            which would receive a tile of the tokens.
+        ModelError: A layer outside attention and MLPs has an output at least as wide as its input,
+            or a module inside an MLP has a hook, which would receive a tile of the tokens.
     """
     experts = tuple(layer.name for layer in find_experts(model))
     adapted = adapted_layers(model)
@@ -119,7 +119,7 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 def _refuse_other_wide_layers(
     model: nn.Module, block: str, tiled: Sequence[str], reasons: dict[str, str], setting: str
 ) -> None:
-    """Raise ModelError if a block widens tokens outside attention and tiled modules."""
+    """Raise ModelError if a layer outside attention and tiled modules widens its input."""
     modules = dict(model.get_submodule(block).named_modules(prefix=block))
     known = list(tiled)
     for name, module in modules.items():
@@ -227,7 +227,7 @@ def _compare_with_single_tokens(
 
 
 def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Copy a narrowed module for the test, in float64 on the CPU, with random parameters.
+    """Return a narrower copy of a module, in float64 on the CPU, with random parameters.
 
     The copy is in training mode without dropout. If the module is large, all sizes of the copy are
     smaller by one factor.
@@ -264,9 +264,10 @@ def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def _narrowing_factor(module: nn.Module) -> int:
-    """Return the largest common divisor of all large sizes that leaves at least 4 elements.
+    """Return the factor by which `_narrow_copy` divides all large sizes.
 
-    It is 1 for a small module, and for one whose size comes from the number of its parameters.
+    It is the largest common divisor of these sizes that leaves at least 4 elements in each. It is 1
+    if the module has few parameters, or no large size.
     """
     if count_parameters(module) <= _MAX_PARAMETERS:
         return 1

@@ -169,7 +169,7 @@ def attach_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Par
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Account for every technique, in order."""
+    """Add the bytes and traffic of every technique to the ledger, in order."""
     for technique in in_order(techniques):
         ledger = technique.account(ledger, facts)
     return ledger
@@ -178,8 +178,8 @@ def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFac
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
     """Sort techniques by ORDER.
 
-    A technique of the user, which is not in it, comes after the pipeline, and before those that
-    change the forward of this rank's blocks or shard them.
+    A user's own technique is not in ORDER. It comes after the pipeline, and before the techniques
+    that change the forward of this rank's blocks or shard the blocks.
     """
     positions: dict[type, float] = {kind: index for index, kind in enumerate(ORDER)}
     default = positions[Pipeline] + 0.5
@@ -215,7 +215,7 @@ def refuse_incompatible(context: TechniqueContext) -> None:
 
 @dataclass(frozen=True)
 class UnsupportedCombination:
-    """A combination of settings that is refused."""
+    """Combination of settings that `refuse_incompatible` refuses."""
 
     field: str
     """Setting that the error names."""

@@ -23,7 +23,7 @@ from plait.cluster.layout import AXES, EXPERT_AXES, SPLIT_AXES
 
 @dataclass(frozen=True)
 class Reduction:
-    """Distribution of one parameter, its gradient and its optimizer states."""
+    """Distribution of one parameter, its gradient and its optimizer states over the ranks."""
 
     sharded: tuple[str, ...] = ()
     """Axes that split the parameter. All other axes replicate it."""
@@ -38,7 +38,7 @@ class Reduction:
     def is_first_stage(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if no earlier pipeline stage holds the parameter.
 
-        Only this stage counts and writes a tied parameter.
+        Only this stage includes a tied parameter in norms and checkpoints.
         """
         return not self.stages or coordinates["pp"] == min(self.stages)
 

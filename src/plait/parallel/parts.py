@@ -2,7 +2,7 @@
 
 The checks return `Plans`, from the full model and before any process group exists. `Parts` is the
 model while techniques transform it. What one technique passes to another is a named field of one of
-them.
+these classes.
 
 Some settings of several techniques are arguments of one call of torch: precision, offload,
 compression and sharding all configure `fully_shard` and the reduction of gradients. They are
@@ -98,7 +98,7 @@ class ShardSettings:
 
 @dataclass(frozen=True)
 class ShardCollectives:
-    """Selected collectives of the shards of a model."""
+    """Collectives that gather and reduce the shards of a model, and how they were selected."""
 
     description: str = ""
     """Description of the selection, with the reason."""
@@ -114,7 +114,7 @@ class ShardCollectives:
 class Parts:
     """Model and state while techniques convert a single-process model to a layout.
 
-    A field that a technique fills stays at its default where the technique is not used.
+    A field that a technique fills has its default value if the technique is not used.
     """
 
     model: nn.Module
@@ -172,7 +172,7 @@ class Parts:
         )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Return the axes that split a parameter of this rank, and those that sum its gradient."""
+        """Return the axes that split a parameter, and the axes that sum its gradient."""
         sharded = sharded_axes(parameter)
         # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
         return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)

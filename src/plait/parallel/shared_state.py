@@ -33,7 +33,7 @@ class SharedState(StepHook):
     def __init__(
         self, model: nn.Module, mesh: Mesh, *, own_loop: bool, sequence_parallel: bool
     ) -> None:
-        """Watch the first step.
+        """Watch the state that the first step changes.
 
         Args:
             model: The model on this rank.
@@ -58,7 +58,7 @@ class SharedState(StepHook):
             self._compare(module)
 
     def after_step(self, end: StepEnd) -> str:
-        """Compare after the first step. Collective."""
+        """Compare the state between ranks after the first step. Collective."""
         model = self._model()
         if self._before is not None and model is not None:
             self._compare(model)

@@ -27,7 +27,7 @@ Kind = TypeVar("Kind", bound="Technique")
 class TechniqueContext:
     """Information that is available before a process group exists.
 
-    These are the settings and, once it is built, the model.
+    This is the configuration and, if the model has been built, the model.
     """
 
     layout: Layout
@@ -46,7 +46,7 @@ class TechniqueContext:
     """Results of the checks. Empty while the checks run."""
 
     def technique(self, kind: type[Kind]) -> Kind:
-        """Return the technique of a class, or its default if none was configured."""
+        """Return the configured technique of a class, or the default of the class."""
         for technique in self.techniques:
             if isinstance(technique, kind):
                 return technique
@@ -56,7 +56,7 @@ class TechniqueContext:
 class Technique(Policy):
     """Base class of the techniques of distributed training.
 
-    Subclasses add fields, and override the methods below, which take all of its decisions.
+    Subclasses add fields for their settings, and override the methods below.
     """
 
     batch_axes: ClassVar[tuple[str, ...]] = ()
@@ -68,21 +68,22 @@ class Technique(Policy):
     def check(self, context: TechniqueContext) -> Plans | None:
         """Check the settings before any process group exists.
 
+        Without a model in the context, only the configuration is checked.
+
         Returns:
             The plans that `apply` or another technique needs, or None. They are added to
             `Parts.plans`.
 
         Raises:
-            ConfigError: A setting is impossible. The message has the numbers and a remedy. Without
-                a model in the context, only the configuration is checked.
+            ConfigError: A setting is impossible. The message has the numbers and a remedy.
             ModelError: The model does not allow the settings.
         """
         return None
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the process groups that this technique needs in addition to those of every mesh.
+        """Return the process groups that this technique needs besides those of every mesh.
 
-        All groups are created with the mesh, after the checks, and none later.
+        All groups are created together with the mesh, after the checks.
         """
         return Groups()
 
@@ -96,14 +97,14 @@ class Technique(Policy):
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks of a training step. Collective.
 
-        Called once the model has its weights.
+        Called once, when the model has its weights.
         """
         return []
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Add this technique's bytes and traffic to the ledger.
 
-        Fields may be arrays with one entry per candidate (see `sweep`).
+        The technique's fields may be arrays with one entry per candidate (see `sweep`).
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ or wrong tensors of the same shape, and no collective would detect it. The check
 once, before anything else is sent between ranks. It compares the objects that the user built,
 before they are split, so they must be equal on every rank of every layout. The optimizer is built
 afterwards, so it is compared within a pipeline stage. The check costs one all-gather of a digest;
-the facts themselves are sent only if digests differ.
+the descriptions of the inputs are sent only if digests differ.
 
 Replicas are computed from the same bits by the same operations, so a difference is a fault of
 memory, of a processor, or of code that treats ranks differently. `compare_replicas` compares a sum
@@ -202,7 +202,7 @@ def _comparable_values(values: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _compare(facts: Sequence[Fact], mesh: Mesh, *, equal_over_stages: bool) -> int:
-    """Compare facts between ranks, and return rank 0's seed. Collective."""
+    """Compare descriptions of inputs between ranks, and return rank 0's seed. Collective."""
     world = mesh.layout.world_size
     seed = torch.initial_seed()
     if world == 1 or is_fake():
@@ -230,7 +230,7 @@ def _raise_difference(rank_sets: list[list[int]], facts: Sequence[Fact], mesh: M
 
     Args:
         rank_sets: Sets of ranks with equal facts. The largest set is taken to be right.
-        facts: Facts of this rank.
+        facts: Descriptions of this rank's inputs.
         mesh: Mesh of the ranks.
     """
     usual, *others = sorted(rank_sets, key=lambda ranks: (-len(ranks), ranks[0]))
@@ -281,7 +281,7 @@ def _with_verb(ranks: list[int]) -> str:
 
 
 def refuse_without_replicas(resolved: Resolved) -> None:
-    """Raise ConfigError if replicas are to be compared and the layout has none."""
+    """Raise ConfigError if replicas are to be compared, but the layout has none."""
     layout = resolved.layout
     every = resolved.faults.compare_replicas_every
     if every and layout.dp_replicate == layout.cp == layout.tp == 1:
@@ -289,7 +289,7 @@ def refuse_without_replicas(resolved: Resolved) -> None:
             Problem(
                 "faults.compare_replicas_every",
                 every,
-                f"no process has a copy of what another one has: the layout is {layout}",
+                f"the layout has no replicas to compare: {layout}",
                 "use 0, or a layout with dp_replicate, tp or cp",
             )
         )

@@ -95,7 +95,7 @@ class CheckedModel:
     def with_resolved(self, resolved: Resolved) -> CheckedModel:
         """Return a copy with another configuration.
 
-        It may differ only in settings that no check reads.
+        The configurations may differ only in settings that no check reads.
         """
         return replace(self, resolved=resolved)
 
@@ -145,9 +145,9 @@ def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
 
 @contextmanager
 def destroying_new_group() -> Iterator[None]:
-    """Destroy a process group that was created inside the context if it ends with an error.
+    """Destroy the process group that was created inside the context if the context raises.
 
-    A corrected call then starts as the first one did.
+    A corrected call then starts again without a process group.
     """
     existed = dist.is_initialized()
     try:
@@ -236,8 +236,8 @@ def split(
 ) -> tuple[Mesh, Parts, int]:
     """Build the mesh, and apply every technique to the model in place. Collective.
 
-    A model on meta stays there. Refusals come before the process group is created, except for
-    differences between ranks.
+    A model on meta stays on meta. Errors are raised before the process group is created, except
+    those about differences between ranks.
 
     Args:
         checked: The checked model.

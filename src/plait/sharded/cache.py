@@ -167,8 +167,8 @@ def attends_to_later_tokens(model: nn.Module) -> bool:
 def has_recurrent_state(model: nn.Module) -> bool:
     """Return True if some layers keep a recurrent state, with or without keys and values.
 
-    Every token changes the state. Not all such layers continue from it with more than one token
-    (Jamba, Zamba), and none of them can drop requests.
+    Every token changes the state. Some of these layers (Jamba, Zamba) continue from a state with
+    one token only. None of them can drop requests.
     """
     return any(map(_has_state, _layers(model)))
 
@@ -176,7 +176,7 @@ def has_recurrent_state(model: nn.Module) -> bool:
 def counts_tokens(model: nn.Module) -> bool:
     """Return True if every layer of a model's cache counts the tokens that it has seen.
 
-    If only some of them know it, a pipeline stage may have none of these.
+    If only some layers count them, a pipeline stage may have no such layer.
     """
     return all(hasattr(layer, "get_seq_length") for layer in _layers(model))
 

@@ -32,8 +32,8 @@ def iterate_weights(
 ) -> Iterator[WeightBucket]:
     """Yield every parameter and persistent buffer as a full tensor. Collective.
 
-    All ranks receive the same buckets. Training is not changed. Besides the model, a rank has one
-    bucket in memory at a time, if the caller keeps none.
+    All ranks receive the same buckets. Training is not changed. A rank needs memory for one bucket
+    besides the model, unless the caller keeps earlier buckets.
 
     Args:
         sharded: The result of `plait.parallelize`, or `engine.sharded`.
@@ -42,9 +42,9 @@ def iterate_weights(
         trained_only: Leave out buffers and parameters that do not require a gradient.
 
     Yields:
-        Detached tensors on this rank's device, in the dtype that the model has them in. A tensor
-        that this rank holds in full shares the model's memory: copy it if it must outlive the next
-        step.
+        Detached tensors on this rank's device, in the dtypes of the model. If this rank has the
+        full tensor already, the result shares the model's memory: copy it if it must outlive the
+        next step.
 
     Raises:
         InputError: `bucket_bytes` is not positive, or the parameters are kept in files.

@@ -47,7 +47,7 @@ class Guard(StepHook):
         variable: Name of the user's variable, for messages.
 
     Attributes:
-        replaced: Whether it was closed, or another owner has the model.
+        replaced: Whether the sharded model was closed, or another owner has the model.
         known: Parameters that the model has had since it was sharded, by id.
         backwards: Number of backwards in the step so far.
         in_backward: Whether a backward is running.
@@ -128,7 +128,7 @@ class Guard(StepHook):
             raise
 
     def refuse_mixed_tensors(self, error: BaseException) -> None:
-        """Raise InputError if `error` is torch's about shards and full tensors together."""
+        """Raise InputError if `error` is torch's error about mixing shards and full tensors."""
         if _is_of_mixed_tensors(error):
             raise InputError(_mixed_tensors_message(error, self._parts)) from error
 
@@ -266,10 +266,10 @@ _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 @functools.cache
 def _explain_uncaught_errors() -> None:
-    """Explain torch's error about mixed tensors where no call of Plait sees it.
+    """Make an uncaught error of torch about mixed tensors end with an explanation.
 
-    The loop computes a loss between the forward and the backward, and torch raises from C++. Only
-    an error that ends the process is explained, by a note under torch's message.
+    A loop that computes a loss between forward and backward gets this error from torch, outside of
+    any call of Plait. `sys.excepthook` adds a note under torch's message.
     """
     report = sys.excepthook
 
@@ -334,7 +334,8 @@ def checked_loss(loss: Any, variable: str = "engine") -> torch.Tensor:
     if not loss.requires_grad:
         raise InputError(
             f"{variable}.backward was given a loss without a gradient: it was detached, or computed"
-            " under torch.no_grad()"
+            " under torch.no_grad(); compute the loss from the model's output with gradients"
+            " enabled"
         )
     return loss
 
@@ -365,7 +366,7 @@ class RunningForwards:
         ]
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop counting the model's forwards."""
         for handle in self._handles:
             handle.remove()
 
@@ -401,7 +402,7 @@ class UnchangedParameters:
             self._before = self._digests()
 
     def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Count an update. Update number `STEPS` compares the parameters, and the next call warns.
+        """Count an update. After `STEPS` updates, compare the parameters. The next call warns.
 
         Collective in update `STEPS`. The next call reads its result without waiting for the device.
 

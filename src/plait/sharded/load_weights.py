@@ -131,7 +131,7 @@ def load_weights(
     Args:
         model: The model, allocated, sharded or not.
         folder: Folder of safetensors.
-        filled: Called with each tensor of the model that has its values.
+        filled: Called with each tensor of the model after its values were written.
         unsplit_model: The model on meta, if `model` is a stage of it.
 
     Raises:
@@ -248,18 +248,18 @@ def _raise_misfit(folder: Path, missing: list[str], left_over: list[str]) -> Non
         )
     raise CheckpointError(
         f'{folder} is not of this model: the files {" and ".join(problems)}; check "model_type"'
-        " in its config.json; where Transformers converts the files of this family while it"
-        " loads them, load it in Python with plait.from_pretrained, which lets it do so, in"
-        " full in every process"
+        " in its config.json; if Transformers converts the files of this family while it loads"
+        " them, create the model in Python with plait.from_pretrained: Transformers then loads"
+        " it in full in every process"
     )
 
 
 def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], str]:
-    """Return a function from a name in the model to the name in the files.
+    """Return a function that maps a name in the model to the name in the files.
 
-    They differ for a base model that was saved by itself, without its prefix: GPT-2's
-    `transformer.h.0` is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers decides by the
-    names as well.
+    The names differ for a base model that was saved by itself, without its prefix: GPT-2's
+    `transformer.h.0` is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers also recognises
+    this from the names.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     has_prefix = any(name.startswith(prefix) for name in files)
@@ -269,7 +269,7 @@ def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], st
 def _ignored_names(model: nn.Module) -> Callable[[str], bool]:
     """Return a predicate for file names that the model need not have, by Transformers' rules.
 
-    They are layers that the model's class declares as unused, and `_OLD_BUFFERS`.
+    These names are of layers that the model's class declares as unused, and of `_OLD_BUFFERS`.
     """
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]

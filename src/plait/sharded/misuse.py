@@ -38,7 +38,7 @@ GATHERED_AT_ONCE = 2**24
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
-    """Raise ModelError for layers whose weight or gradient would be that of one process alone.
+    """Raise ModelError for layers that would get the weight or gradient of one process only.
 
     Needs no process group.
     """
@@ -71,7 +71,7 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
         if module.scale_grad_by_freq and ranks > 1:
             raise ModelError(
                 f"`{name}` has scale_grad_by_freq=True: it divides by how often a row is in the"
-                f" batch, and each of {ranks} ranks knows only its own part of that; use"
+                f" batch, and each of {ranks} ranks has only its own part of the batch; use"
                 " scale_grad_by_freq=False, or one data-parallel rank"
             )
 
@@ -143,14 +143,14 @@ def _explain_error(method: Callable[..., Any], name: str, is_forward: bool) -> C
             if is_forward:
                 raise InputError(
                     f"{name} computes with parameters of a block that are shards, because the"
-                    " block's own forward does not run; call the block, and not its forward(), its"
-                    " modules or its parameters; or name in parallel.blocks the modules that are"
-                    " called, or use ZeRO stage 0"
+                    " block's own forward does not run; call the block itself instead of its"
+                    " forward(), its modules or its parameters, list the called modules in"
+                    " parallel.blocks, or use ZeRO stage 0"
                 ) from error
             raise InputError(
                 f"{name} computes with parameters that are shards outside the model's forward; "
-                "call it from forward() (which may choose it by a flag of the batch), or use ZeRO "
-                "stage 0"
+                "call the method from forward() (a flag in the batch can select it), or use ZeRO"
+                " stage 0"
             ) from error
 
     return call
@@ -178,7 +178,7 @@ def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> No
 def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
     """Refuse a KV cache that does not fit the layout.
 
-    A cache has full sequences, and in a pipeline the layers of this rank's stages.
+    A valid cache contains full sequences, and in a pipeline the layers of this rank's stages.
 
     Args:
         parts: The model after all techniques were applied.
@@ -243,7 +243,7 @@ def refuse_split_experts(parts: Parts, call: str) -> None:
 
 
 def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
-    """Refuse a mean over samples if each rank of cp has a part of every sample.
+    """Refuse a loss that is a mean over samples if each rank of cp has a part of every sample.
 
     Raises:
         ConfigError: The loss is `plait.per_sample` and `parallel.cp` is larger than 1.
@@ -255,7 +255,7 @@ def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
                 resolved.layout.cp,
                 "the loss is a mean over samples (plait.per_sample), and each of the ranks would"
                 " count every sample as its own",
-                "use plait.causal_lm_loss or another loss that counts tokens, or 1",
+                "use 1, or a loss that is a mean over tokens (plait.causal_lm_loss)",
             )
         )
 
@@ -322,7 +322,7 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer
 
 
 def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler: Any) -> None:
-    """Warn on rank 0 about a section of the file that an argument of the caller overrides."""
+    """Warn on rank 0 about a section of the configuration that an argument overrides."""
     if place().rank != 0:
         return
     replacements = (
@@ -339,7 +339,7 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Return the configuration with the seed of the caller's torch.manual_seed if it has none.
+    """Return the configuration. If it sets no seed, the caller's torch.manual_seed provides it.
 
     Args:
         resolved: The configuration.

@@ -57,7 +57,7 @@ _ATTRIBUTE = "_plait"
 class ShardedModel:
     """A model that was sharded in place. It remains the user's object.
 
-    `sharded.assemble.shard` makes its arguments.
+    `sharded.assemble.shard` creates the arguments.
 
     Args:
         parts: The model after all techniques were applied, with its step hooks.
@@ -176,7 +176,7 @@ class ShardedModel:
         return [self.prepare_batch(micro_batch) for micro_batch in batches]
 
     def before_microbatch(self, *, last: bool) -> None:
-        """Notify the step hooks of the forward of a micro-batch.
+        """Call the step hooks before the forward of a micro-batch.
 
         Args:
             last: Whether the micro-batch is the last of its step.
@@ -200,8 +200,8 @@ class ShardedModel:
             loss: Maps (output, micro-batch) to the tensor that the backward starts from,
                 0-dimensional.
             loss_fn: The function that `loss` computes with. If it supports logits that are split
-                over the vocabulary, they are not gathered. A pipeline checks that the last stage
-                has everything that it reads.
+                over the vocabulary, the logits are not gathered. A pipeline checks that the last
+                stage has everything that this function reads.
         """
         with self.logits_for(loss_fn):
             if self.pipeline is not None:
@@ -397,8 +397,8 @@ class ShardedModel:
             pass_name = "forward" if self._forwards.running else "backward"
             raise InputError(
                 f"{call} was called inside the model's {pass_name} (by a hook, or by one of its"
-                " modules), which computes with parts of the model on each rank, and the call would"
-                " change what it has gathered; call it before or after"
+                " modules), and the call would change the parameters that the"
+                f" {pass_name} has gathered; call it before or after the {pass_name}"
             )
 
     def predict(self, batch: Any, *, cache: Any = None, continue_on_error: bool = False) -> Any:
@@ -450,7 +450,7 @@ class ShardedModel:
     def output(self, micro_batch: Any, *, continue_on_error: bool = False) -> Any:
         """Return the output for a micro-batch of `prepare_batch`, in evaluation mode. Collective.
 
-        Unlike `predict`, it leaves sequences split and logits deferred.
+        Unlike `predict`, it does not gather split sequences or logits.
         """
         with self.evaluating():
             if self.pipeline is not None:
@@ -557,7 +557,7 @@ class ShardedModel:
     def close(self) -> None:
         """Release the model, and end threads, files and process groups.
 
-        The default process group is ended only if Plait made it and nobody else uses it.
+        The default process group is destroyed only if Plait created it and nothing else uses it.
         """
         self.release()
         for end in self.hooks.close:

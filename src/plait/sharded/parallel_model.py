@@ -117,9 +117,9 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
 
     every = resolved.faults.compare_replicas_every
     if every:
-        rule = "plait.parallelize makes no optimizer, whose states are compared too"
+        rule = "plait.parallelize creates no optimizer, whose states are compared too"
         raise ConfigError(
-            Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0")
+            Problem("faults.compare_replicas_every", every, rule, "use 0, or plait.initialize")
         )
 
     rule = "plait.parallelize does not see the steps of the loop, which has its own tracker"
@@ -130,8 +130,8 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
 
     if resolved.data_parallel.update_in_backward:
         raise ModelError(
-            "parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use"
-            " plait.initialize, or false"
+            "parallel.optimizer_in_backward: plait.parallelize creates no optimizer; use false, or"
+            " plait.initialize"
         )
 
     if resolved.layout.ep > 1:
@@ -140,7 +140,7 @@ def _refuse_engine_settings(resolved: Resolved) -> None:
                 "parallel.ep",
                 resolved.layout.ep,
                 "plait.parallelize with experts on different processes is not tested",
-                "use plait.initialize and engine.train_batch, or 1",
+                "use 1, or plait.initialize and engine.train_batch",
             )
         )
 
@@ -298,8 +298,8 @@ class ParallelModel(ShardedModel):
         self.guard.recover()
         if self.why_called is not None and self.guard.backwards:
             raise InputError(
-                "sharded.forward_backward is a step's only call; call sharded.step(optimizer)"
-                " before the next"
+                "sharded.forward_backward runs all micro-batches of a step, so it is called once"
+                " per step; call sharded.step(optimizer) before the next call"
             )
 
         count = self.config.batch.accumulation
@@ -473,7 +473,7 @@ class StepWatch(StepHook):
         self.has_accumulated |= not last
 
     def release(self) -> None:
-        """Stop checking."""
+        """Stop checking the steps of optimizers."""
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -46,7 +46,8 @@ def from_pretrained(
         fields: Values that replace fields of config.json.
 
     Raises:
-        InputError: There is no such folder, the model cannot be built, or it has no such field.
+        InputError: The folder does not exist, the model cannot be built, or config.json has no
+            field of this name.
     """
     require_transformers("plait.from_pretrained")
     from transformers import AutoModelForCausalLM
@@ -105,7 +106,8 @@ def _build_on_meta(
         if unknown:
             raise InputError(
                 f"plait.from_pretrained({', '.join(f'{field}=...' for field in unknown)}):"
-                f" {config.model_type} has no such field"
+                f" config.json of a {config.model_type} has no such field; check its spelling, or"
+                " leave it out"
             )
         with torch.device("meta"):
             model = _build(kind, config, dtype, trust_remote_code=fields["trust_remote_code"])
@@ -182,14 +184,14 @@ def _refuse_resize(
 
 
 def resize_remedy(folder: Path, tokens: int) -> str:
-    """Return the remedy for a saved model that has too few rows for a tokenizer.
+    """Return the remedy for a saved model whose embedding has too few rows for a tokenizer.
 
     Args:
         folder: The folder of the model.
         tokens: Number of rows that are needed.
 
     Returns:
-        A sentence without its end, for a message.
+        A clause for a message, without a final period.
     """
     return (
         f'resize and save it once: model = AutoModelForCausalLM.from_pretrained("{folder}"), '
@@ -201,8 +203,8 @@ def weights_of(model: nn.Module) -> Path | None:
     """Return the weights folder of a model that `from_pretrained` returned, or None.
 
     Raises:
-        InputError: A module of the model is one of `from_pretrained` without weights. There are no
-            weights for the other modules.
+        InputError: Only a submodule comes from `from_pretrained` and has no weights yet. The folder
+            has no weights for the other modules.
     """
     for name, module in model.named_modules():
         folder: Path | None = vars(module).get(_WEIGHTS_FOLDER)
@@ -210,9 +212,10 @@ def weights_of(model: nn.Module) -> Path | None:
             continue
         if name and next(module.parameters()).is_meta:
             raise InputError(
-                f"`{name}` is a model of plait.from_pretrained, which has no weights yet, inside"
-                f" another one, whose other parameters {folder} does not hold; build it with"
-                f" {type(module).__name__}.from_pretrained, in full in every process"
+                f"`{name}` was created by plait.from_pretrained and has no weights yet, but it is"
+                f" part of another model, and {folder} does not contain the other parameters;"
+                f" build it with {type(module).__name__}.from_pretrained, which loads it in full"
+                " in every process"
             )
         return folder
     return None

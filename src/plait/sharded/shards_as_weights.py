@@ -63,7 +63,7 @@ def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool 
     Args:
         model: A sharded model.
         remedy: What to call instead, for the message.
-        is_partial: The model lacks layers that other ranks have, as a pipeline stage does.
+        is_partial: Whether the model lacks layers that other ranks have, as a pipeline stage does.
     """
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -102,7 +102,7 @@ def refuse_pickled_shards(model: nn.Module, *, remedy: str = FULL_STATE) -> None
 
 
 def _reduce_shard(tensor: DTensor) -> Any:
-    """Reduce a DTensor for pickle. Replaces torch's own method."""
+    """Return how pickle stores a DTensor. Raise InputError if it would store only a shard."""
     if tensor.device_mesh not in _REMEDIES or _is_called_from("copy", _TORCH_CHECKPOINT):
         return tensor.__reduce_ex__(2)
     if is_full_here(tensor):
@@ -181,8 +181,8 @@ def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
 def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
     """Make `save_pretrained` of a model and of its modules raise InputError without full weights.
 
-    `push_to_hub` calls it. `resize_token_embeddings` raises InputError too, and with tensor
-    parallelism PEFT's calls that merge adapters.
+    This includes `push_to_hub`, which calls `save_pretrained`. `resize_token_embeddings` raises
+    InputError too. With tensor parallelism, so do PEFT's methods that merge adapters.
 
     Args:
         model: A model with its layout.

@@ -1,4 +1,4 @@
-"""Optimizer step on reduced gradients: norm, choice to skip, clipping, update.
+"""Optimizer step on reduced gradients: norm, decision to skip, clipping, update.
 
 The global norm counts each element once on every layout and needs one all-reduce. The error of a
 step that is not finite names the ranks whose loss is not finite and the first bad gradient.

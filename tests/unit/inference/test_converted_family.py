@@ -60,6 +60,8 @@ def test_python_loads_it(folder):
 
 
 def test_the_command_says_how_to_load_it(folder):
-    words = r'check "model_type" in its config.json; where Transformers converts .* plait.from_pretrained'
+    words = (
+        r'check "model_type" in its config.json; if Transformers converts .* plait.from_pretrained'
+    )
     with pytest.raises(CheckpointError, match=words):
         load_model(open_source(folder))

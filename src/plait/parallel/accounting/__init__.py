@@ -1,5 +1,6 @@
 """Ledgers of memory and traffic, computed without tensors.
 
-`ledger` holds the bytes of candidate layouts, and every technique adds its own. `activations` and
-`peak` combine measured figures of one micro-batch along the schedule of a step.
+`ledger` holds the bytes of candidate layouts, to which every technique adds its own bytes.
+`activations` and `peak` combine the measured bytes of one micro-batch, in the order of the schedule
+of a step.
 """

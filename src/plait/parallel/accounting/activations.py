@@ -1,14 +1,14 @@
 """Bytes of the activations that a rank holds, by block and recompute mode.
 
-The figures of a rank's stages are combined in the order of the rank's actions in the schedule (its
+The bytes of a rank's stages are combined in the order of the rank's actions in the schedule (its
 row). Without a pipeline a rank has one stage, which runs one micro-batch at a time (`ONE_STAGE`).
 
 A pipeline rank holds activations of several micro-batches. Their number depends on the schedule and
-the rank's position, so a budget for activations limits the sum at the worst moment of the row. If a
-backward is split into two halves, a stage holds tensors of the first half, such as recomputed
-activations, until the second half.
+the rank's position, so a budget for activations limits the largest sum during any action of the
+row. If a backward is split into two halves, a stage holds tensors of the first half, such as
+recomputed activations, until the second half.
 
-`dryrun.rank_activations` measures the figures. Bytes are those of distinct storages, without
+`dryrun.rank_activations` measures the bytes. They are those of distinct storages, without
 parameters, buffers and the batch. The input of a block belongs to the block, so the bytes of blocks
 in different modes can be added.
 """
@@ -77,7 +77,7 @@ class StageMode:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Measurements of a stage in all modes."""
+    """Bytes of one stage in every recompute mode, as the dry run measures them."""
 
     modes: Mapping[BlockMode, StageMode]
     received: int = 0
@@ -90,7 +90,7 @@ class StageFacts:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks of the stage."""
         return len(self.modes["none"].saved)
 
     def saved(self, assignment: Assignment) -> int:
@@ -104,12 +104,12 @@ class StageFacts:
         return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
     def restored(self, assignment: Assignment) -> int:
-        """Return the most bytes that one block's backward recomputes or prefetches."""
+        """Return the most bytes that the backward of any one block recomputes or prefetches."""
         restored = [self.modes[mode].restored[index] for index, mode in enumerate(assignment)]
         return max(restored, default=0)
 
     def stored(self, assignment: Assignment) -> int:
-        """Return the bytes of one micro-batch that blocks put into a store."""
+        """Return the bytes of one micro-batch that blocks move to an activation store."""
         return sum(
             self.modes[mode].stored[index]
             for index, mode in enumerate(assignment)
@@ -117,7 +117,7 @@ class StageFacts:
         )
 
     def repeated(self, assignment: Assignment) -> float:
-        """Return the operations that one micro-batch recomputes, assuming equal blocks."""
+        """Return the FLOPs that one micro-batch recomputes, assuming equal blocks."""
         base = self.modes["none"].flops
         additional = {mode: figures.flops - base for mode, figures in self.modes.items()}
         return sum(additional[mode] for mode in assignment) / max(1, len(assignment))
@@ -125,7 +125,7 @@ class StageFacts:
     def repeated_traffic(self, assignment: Assignment) -> dict[str, int]:
         """Return the bytes that recomputation sends over tp, by collective.
 
-        Blocks count as equal.
+        All blocks are assumed to be equal.
         """
         base = self.modes["none"].traffic
         repeated = dict.fromkeys(base, 0)
@@ -140,7 +140,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Stages of one rank and its row of the schedule."""
+    """Activations of one pipeline rank, from its stages and its row of the schedule."""
 
     schedule: Schedule
     rank: int
@@ -154,40 +154,45 @@ class RankActivations:
         return sum(stage.blocks for stage in self.stages)
 
     def held_after(self, assignment: Assignment) -> list[tuple[Action, int]]:
-        """Return every action of the row with the bytes that are kept after it.
+        """Return every action of the row with the activation bytes that exist after it.
 
-        These are the bytes of all micro-batches in flight: blocks, outside them, head and loss.
+        The bytes are those of all micro-batches in flight, in and outside the blocks, head and loss
+        included.
         """
         stages = self._stage_bytes(assignment)
         return [
             (action, _bytes_in_flight(after, stages))
-            for action, _, after in _moments(self.schedule, self.rank)
+            for action, _, after in _actions_in_flight(self.schedule, self.rank)
         ]
 
     def peak_bytes(self, assignment: Assignment) -> int:
-        """Return the peak that a budget limits.
+        """Return the peak of the activations, which a budget limits.
 
         It consists of the saved tensors, and the tensors that the backward of one block recomputes
         or prefetches.
         """
-        return _peak_bytes(self._moments(), self._stage_bytes(assignment))
+        return _peak_bytes(self._distinct_in_flight(), self._stage_bytes(assignment))
 
     def most_in_flight(self) -> float:
         """Return the largest number of micro-batches in flight at once.
 
-        A micro-batch counts fully if the rank holds its activations in all of its stages.
+        A micro-batch counts 1 if the rank holds its activations in all of the rank's stages, and
+        proportionally less if it holds them in only some.
         """
-        counts = [sum(moment.waiting) + sum(moment.deferred) for moment in self._moments()]
+        counts = [
+            sum(in_flight.waiting) + sum(in_flight.deferred)
+            for in_flight in self._distinct_in_flight()
+        ]
         return max(counts) / len(self.stages)
 
     def solve(self, budget_bytes: int) -> Assignment | None:
-        """Return the modes that recompute the fewest operations within the budget, or None.
+        """Return the modes that recompute the fewest FLOPs within the budget, or None.
 
-        Blocks of a stage count as equal, so only the number of blocks in each mode matters. The
-        first blocks of a rank keep the least, because their forward comes first and their backward
-        last.
+        All blocks of a stage are assumed to be equal, so only the number of blocks in each mode
+        matters. The first blocks of a rank save the least, because their forward comes first and
+        their backward last.
         """
-        moments = self._moments()
+        distinct = self._distinct_in_flight()
         best: Assignment | None = None
         best_cost = (float("inf"), 0)
         for assignment in self.candidates():
@@ -195,7 +200,7 @@ class RankActivations:
             if flops > best_cost[0]:
                 # Compare the operations first, because the peak takes longer to compute.
                 continue
-            peak = _peak_bytes(moments, self._stage_bytes(assignment))
+            peak = _peak_bytes(distinct, self._stage_bytes(assignment))
             if peak <= budget_bytes and (flops, peak) < best_cost:
                 best_cost = (flops, peak)
                 best = assignment
@@ -203,9 +208,9 @@ class RankActivations:
 
     def least(self) -> tuple[int, Assignment]:
         """Return the smallest possible budget, and the modes that need it."""
-        moments = self._moments()
+        distinct = self._distinct_in_flight()
         return min(
-            (_peak_bytes(moments, self._stage_bytes(assignment)), assignment)
+            (_peak_bytes(distinct, self._stage_bytes(assignment)), assignment)
             for assignment in self.candidates()
         )
 
@@ -223,19 +228,22 @@ class RankActivations:
                 yield full_mode * full + selective_mode * selective + no_recomputation * none
 
     def repeated(self, assignment: Assignment) -> float:
-        """Return the operations that one micro-batch recomputes."""
+        """Return the FLOPs that one micro-batch recomputes."""
         return sum(stage.repeated(modes) for stage, modes in self._split(assignment))
 
-    def _moments(self) -> set[_RankMoment]:
-        """Return the distinct moments during the actions of the row."""
-        return {during for _, during, _ in _moments(self.schedule, self.rank)}
+    def _distinct_in_flight(self) -> set[_InFlight]:
+        """Return the distinct sets of micro-batches in flight during the actions of the row."""
+        return {during for _, during, _ in _actions_in_flight(self.schedule, self.rank)}
 
     def _stage_bytes(self, assignment: Assignment) -> list[_StageBytes]:
         return [_stage_bytes(stage, modes) for stage, modes in self._split(assignment)]
 
     def _split(self, assignment: Assignment) -> Iterator[tuple[StageFacts, Assignment]]:
         if len(assignment) != self.blocks:
-            raise ValueError(f"{len(assignment)} modes for {self.blocks} blocks")
+            raise ValueError(
+                f"the assignment has {len(assignment)} modes for {self.blocks} blocks; pass one"
+                " mode per block"
+            )
         start = 0
         for stage in self.stages:
             yield stage, assignment[start : start + stage.blocks]
@@ -243,7 +251,7 @@ class RankActivations:
 
 
 @dataclass(frozen=True)
-class _RankMoment:
+class _InFlight:
     """Micro-batches in flight on a rank, per stage of the rank, during or after an action."""
 
     waiting: tuple[int, ...]
@@ -258,7 +266,9 @@ class _RankMoment:
     """Kind of the action."""
 
 
-def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMoment, _RankMoment]]:
+def _actions_in_flight(
+    schedule: Schedule, rank: int
+) -> Iterator[tuple[Action, _InFlight, _InFlight]]:
     """Yield every action of a row, with the activations in flight while it runs and after it.
 
     A micro-batch in its backward is still in flight.
@@ -268,7 +278,7 @@ def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMomen
     # (stage, micro-batch) in flight -> the last computation of it
     in_flight: dict[tuple[int, int], Kind] = {}
 
-    def moment(action: Action) -> _RankMoment:
+    def snapshot(action: Action) -> _InFlight:
         waiting = [0] * len(stages)
         deferred = [0] * len(stages)
         shared = [0] * len(stages)
@@ -279,7 +289,7 @@ def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMomen
                 deferred[positions[stage]] += 1
             if (stage - 1, microbatch) in in_flight:
                 shared[positions[stage]] += 1
-        return _RankMoment(
+        return _InFlight(
             tuple(waiting), tuple(deferred), tuple(shared), positions[action.stage], action.kind
         )
 
@@ -287,12 +297,12 @@ def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _RankMomen
         key = (action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
             in_flight[key] = Kind.FORWARD
-        during = moment(action)
+        during = snapshot(action)
         if action.kind is Kind.INPUT:
             in_flight[key] = Kind.INPUT
         elif action.kind is not Kind.FORWARD:
             del in_flight[key]
-        yield action, during, moment(action)
+        yield action, during, snapshot(action)
 
 
 @dataclass(frozen=True)
@@ -346,28 +356,28 @@ def _stage_bytes(facts: StageFacts, modes: Assignment) -> _StageBytes:
     )
 
 
-def _bytes_in_flight(moment: _RankMoment, stages: Sequence[_StageBytes]) -> int:
-    """Return the bytes that all micro-batches in flight keep."""
+def _bytes_in_flight(in_flight: _InFlight, stages: Sequence[_StageBytes]) -> int:
+    """Return the activation bytes of all micro-batches in flight."""
     total = 0
     for waiting, deferred, shared, stage in zip(
-        moment.waiting, moment.deferred, moment.shared, stages, strict=True
+        in_flight.waiting, in_flight.deferred, in_flight.shared, stages, strict=True
     ):
         # A tensor that passes between two stages of this rank exists once.
         total += waiting * stage.saved + deferred * stage.deferred - shared * stage.received
     return total
 
 
-def _peak_bytes(moments: Iterable[_RankMoment], stages: Sequence[_StageBytes]) -> int:
-    """Return the largest number of bytes at any moment, including those of the running action."""
+def _peak_bytes(distinct: Iterable[_InFlight], stages: Sequence[_StageBytes]) -> int:
+    """Return the most bytes during any action, including those of the action itself."""
     peak = 0
-    for moment in moments:
-        total = _bytes_in_flight(moment, stages)
-        running = stages[moment.running]
-        if moment.kind is Kind.BACKWARD:
+    for in_flight in distinct:
+        total = _bytes_in_flight(in_flight, stages)
+        running = stages[in_flight.running]
+        if in_flight.kind is Kind.BACKWARD:
             total += running.in_backward
-        elif moment.kind is Kind.INPUT:
+        elif in_flight.kind is Kind.INPUT:
             total += running.in_first_half
-        elif moment.kind is Kind.WEIGHT:
+        elif in_flight.kind is Kind.WEIGHT:
             total += running.in_second_half
         peak = max(peak, total)
     return peak

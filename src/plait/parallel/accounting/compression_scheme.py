@@ -1,8 +1,8 @@
 """Compression scheme between data-parallel ranks: its collectives, and its cost in bytes.
 
-`comm.compress` implements the collectives. A scheme installs them: as the reducer's buckets at
-stage 0, and per unit at the sharded stages. Every rank ends with the same bits. With `dp_replicate
-> 1` the collectives over `dp_shard` are compressed, and the sum over the replicas is torch's.
+`comm.compress` implements the collectives. A scheme installs them: as the reducer's buckets at ZeRO
+stage 0, and per unit of `fully_shard` at stages 1 to 3. Every rank gets the same bits. With
+`dp_replicate > 1` only the collectives over `dp_shard` are compressed.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class Scheme(Policy):
         *,
         uncompressed_steps: int = POWERSGD_START,
     ) -> Buckets:
-        """Return compressed buckets for stage 0.
+        """Return compressed buckets for ZeRO stage 0.
 
         Args:
             group: The ranks that sum gradients.
             device: The device of the gradients.
             flats: The form of each bucket.
-            uncompressed_steps: Number of steps that PowerSGD sums uncompressed before it begins.
+            uncompressed_steps: Number of steps before PowerSGD begins to compress.
         """
         if self.powersgd_rank:
             return PowerSGDBuckets(
@@ -126,7 +126,7 @@ class Scheme(Policy):
             levels: Groups within and between machines, or None.
 
         Returns:
-            The reduce-scatters of gradients, by name, which keep errors.
+            The reduce-scatters of gradients by name. They store the compression errors.
         """
         scatters = {}
         for index, module in enumerate(sharded_modules(model)):
@@ -164,9 +164,9 @@ def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -
 
 
 def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Numbers) -> Numbers:
-    """Return the bytes of the error that a sharded unit keeps for a parameter.
+    """Return the bytes of the compression error that a sharded unit stores for a parameter.
 
-    It is float32, and covers the parts of all ranks.
+    The error is float32, and covers the parts of all ranks.
     """
     if len(shape) < 2:
         return np.zeros_like(numel)

@@ -45,7 +45,7 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageCounts:
-    """Work of one pipeline rank in a step, counted from the schedule's table.
+    """How often one pipeline rank gathers, reduces and sends in a step, from the schedule's table.
 
     See `pipeline.estimates`.
     """
@@ -117,7 +117,7 @@ _ONE_RANK = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """Candidate layouts and their cost so far."""
+    """Memory and traffic of candidate layouts, which techniques add one after another."""
 
     dp_replicate: Array
     dp_shard: Array
@@ -309,9 +309,9 @@ def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
 
 
 def of_experts(ledger: Ledger) -> Ledger:
-    """Return a ledger with the degrees for parameters of experts, and without any bytes.
+    """Return an empty ledger with the degrees of parallelism of expert parameters.
 
-    Ranks along dp_replicate that have the same experts shard them as well.
+    Ranks along dp_replicate with the same experts also shard these experts.
     """
     same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
     shards = is_sharded(ledger)
@@ -331,7 +331,7 @@ def of_experts(ledger: Ledger) -> Ledger:
 
 
 def ledger_view_of(ledger: Ledger) -> Callable[[str], Ledger]:
-    """Return a function from a parameter's name to the ledger with its degrees of parallelism."""
+    """Return a function that maps a parameter's name to the ledger with its parallel degrees."""
     if not ledger.experts:
         return lambda name: ledger
     expert_ledger = of_experts(ledger)
@@ -414,7 +414,7 @@ class AfterBackward(NamedTuple):
 
 
 def reduces_gradients(zero: Any, *, last: Any) -> Any:
-    """Return whether a unit reduces its gradients after a backward, per candidate for arrays.
+    """Return True if a unit reduces its gradients after a backward. Elementwise for arrays.
 
     Args:
         zero: The ZeRO stage.
@@ -438,10 +438,10 @@ def after_block_backward(
 
     Args:
         zero: The ZeRO stage.
-        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+        left: Backwards that each pipeline stage of the rank has left in this step, the ended one
             included.
-        ran: The pipeline stage that ran.
-        block_stage: The pipeline stage of the block.
+        ran: The pipeline stage whose backward has ended.
+        block_stage: The pipeline stage that the block belongs to.
     """
     # Backwards of other stages of the rank do not touch the block.
     if block_stage != ran:
@@ -459,9 +459,9 @@ def after_root_backward(
 
     Args:
         zero: The ZeRO stage.
-        left: Backwards that each pipeline stage of the rank has to run in this step, this one
+        left: Backwards that each pipeline stage of the rank has left in this step, the ended one
             included.
-        ran: The pipeline stage that ran. Every stage gathers the root unit.
+        ran: The pipeline stage whose backward has ended. Every stage gathers the root unit.
         users: The pipeline stages of the rank that compute gradients of it.
     """
     # Its gradients are complete after the last backward of the stages that use it. It is freed
@@ -477,9 +477,9 @@ def after_root_backward(
 def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
     """Return the units whose optimizer states are offloaded (`offload_optimizer.ratio`).
 
-    These are first the blocks, then everything outside them (-1). Units are added until their
-    share of the parameters is at least `ratio`. Unsharded shapes are counted, so that every rank of
-    a pipeline stage selects the same units.
+    Blocks are selected first, then everything outside them (-1), until the share of the parameters
+    is at least `ratio`. The share is computed from unsharded shapes, so that every rank of a
+    pipeline stage selects the same units.
     """
     sizes = Counter[int]()
     for parameter in facts.parameters:
@@ -502,8 +502,8 @@ def offloaded_bytes_of(
     """Yield every parameter of the offloaded units with its bytes on this rank.
 
     Yields:
-        (parameter, bytes of its shard padded to that of the first rank, bytes of this rank's
-        shard).
+        (parameter, bytes of its shard padded to the size of the first rank's shard, bytes of this
+            rank's shard).
     """
     units = offloaded_units(facts, ratio)
     ledger_of = ledger_view_of(ledger)

@@ -1,14 +1,12 @@
-"""Peak memory of a rank in a training step, and the moment of the peak.
+"""Peak memory of a rank in a training step, and the point of the step at which it occurs.
 
-`step_peak` follows the tensors in flight through the step, in order. It combines what a micro-batch
-keeps and needs, the parameters and gradients that ranks hold and move (`unit_bytes`, arithmetic, in
-the order of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the rank's
-row of the schedule. Bytes are those of storages. What an allocator rounds up or cannot reuse is not
-included.
+`step_peak` simulates a step in order. It combines the measured tensors of a micro-batch, the
+parameters and gradients of the units (`unit_bytes`, which are computed, in the order of torch
+2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the rank's row of the schedule.
+Bytes are those of storages. The allocator's rounding and fragmentation are not included.
 
-`dryrun.predicted_peak` measures the moments of one micro-batch of a stage on fake tensors. A moment
-ends where something about the parameters changes: a block begins or ends, the loss is reached, a
-gradient arrives.
+`dryrun.predicted_peak` measures one micro-batch of a stage on fake tensors, divided into intervals.
+An interval ends when a block begins or ends, when the loss is reached, and when a gradient arrives.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ PEAK_KINDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Bytes of one micro-batch by kind."""
+    """Bytes of the live tensors of one micro-batch, by kind."""
 
     activations: int = 0
     """Tensors of the forward in the blocks and in the modules before them."""
@@ -94,8 +92,8 @@ class LiveBytes:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Interval of a computation between two points."""
+class Interval:
+    """Interval of a forward or backward, with the bytes that are live in it."""
 
     direction: Direction
     unit: int
@@ -112,15 +110,15 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class StageMoments:
-    """Moments of one micro-batch in one stage, or in the model without a pipeline."""
+class StageIntervals:
+    """Intervals of one micro-batch in one stage, or in the whole model without a pipeline."""
 
-    forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...] = ()
+    forward: tuple[Interval, ...]
+    backward: tuple[Interval, ...] = ()
     """Unsplit backward. Empty if the schedule has none."""
-    inputs: tuple[Moment, ...] = ()
+    inputs: tuple[Interval, ...] = ()
     """First half of a split backward. Empty if no backward is split."""
-    weights: tuple[Moment, ...] = ()
+    weights: tuple[Interval, ...] = ()
     """Second half of a split backward."""
 
 
@@ -128,7 +126,7 @@ class StageMoments:
 class StepFacts:
     """Measurements of a rank's step on fake tensors."""
 
-    stages: Mapping[int, StageMoments]
+    stages: Mapping[int, StageIntervals]
     boundary_bytes: int
     """Bytes of a message between two stages."""
     batch_bytes: int
@@ -154,11 +152,11 @@ class Peak:
 
     peak_bytes: int
     moment: str
-    """Description of the moment, e.g. `backward of model.layers.3`."""
+    """Point of the step at which the peak occurs, e.g. `backward of model.layers.3`."""
     kinds: Mapping[str, int]
-    """Bytes at that moment by kind (see PEAK_KINDS)."""
+    """Bytes at the peak by kind (see PEAK_KINDS)."""
     phases: Mapping[str, int]
-    """Most bytes in each phase of the step: forward, backward, optimizer step."""
+    """Largest number of bytes in each phase of the step: forward, backward, optimizer step."""
 
 
 def step_peak(
@@ -232,7 +230,7 @@ class _StepSimulation:
         self.root_users = {0, self.last_stage} & set(facts.stages)
         """Stages of this rank that compute gradients of the root unit."""
         self.blocks = {
-            index: [moment.unit for moment in stage.forward if moment.unit >= 0]
+            index: [interval.unit for interval in stage.forward if interval.unit >= 0]
             for index, stage in facts.stages.items()
         }
 
@@ -279,7 +277,7 @@ class _StepSimulation:
 
         self.phase = "forward"
         self.place = ""
-        """Micro-batch and stage of the running computation, for the description of a moment."""
+        """Micro-batch and stage of the running computation, for descriptions."""
         self.best = 0
         self.best_moment = ""
         self.best_kinds: dict[str, int] = {}
@@ -294,14 +292,14 @@ class _StepSimulation:
         unsharded_gradients: int = 0,
         gradient_shards: int = 0,
     ) -> None:
-        """Compare the bytes held at a moment with the peak so far.
+        """Update the peak with the bytes that exist at one point of the step.
 
         Args:
-            moment: Description of the moment.
+            moment: Description of this point.
             alive: Bytes of the running computation, `self.now` by default.
-            buffers: Communication buffers that exist at this moment only.
-            unsharded_gradients: Unsharded gradients that exist at this moment only.
-            gradient_shards: Shards of gradients that exist at this moment only.
+            buffers: Communication buffers that exist at this point only.
+            unsharded_gradients: Unsharded gradients that exist at this point only.
+            gradient_shards: Shards of gradients that exist at this point only.
         """
         total = _sum([alive or self.now, *self.in_flight.values()])
         local_gradients = [m for m in self.local_messages if m.payload is Payload.GRADIENT]
@@ -341,10 +339,10 @@ class _StepSimulation:
             self.best_moment = f"{moment}{self.place}"
             self.best_kinds = kinds
 
-    def _moment_name(self, moment: Moment) -> str:
-        if moment.direction == "weights":
+    def _interval_name(self, interval: Interval) -> str:
+        if interval.direction == "weights":
             return "gradients of weights"
-        return f"{moment.direction} of {self._unit_name(moment.unit)}"
+        return f"{interval.direction} of {self._unit_name(interval.unit)}"
 
     def _unit_name(self, unit: Unit) -> str:
         if isinstance(unit, str):
@@ -359,7 +357,7 @@ class _StepSimulation:
         return Peak(self.best, self.best_moment, kinds, dict(self.phases))
 
     def run(self, action: Action) -> None:
-        """Simulate one computation."""
+        """Simulate one action of the schedule."""
         stage = self.facts.stages[action.stage]
         self.place = ""
         if self.schedule is not None:
@@ -383,7 +381,7 @@ class _StepSimulation:
             "optimizer step", alive=LiveBytes(temporaries=self.facts.optimizer_temporary_bytes)
         )
 
-    def _forward(self, action: Action, stage: StageMoments) -> None:
+    def _forward(self, action: Action, stage: StageIntervals) -> None:
         shared = 0
         if action.stage > 0:
             shared = self._receive(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
@@ -393,21 +391,21 @@ class _StepSimulation:
         for name in self.embeddings:
             self._gather(name, forward=True)
 
-        for moment in stage.forward:
-            if moment.unit >= 0:
-                self._gather(moment.unit, forward=True)
-            elif moment.unit == HEAD:
+        for interval in stage.forward:
+            if interval.unit >= 0:
+                self._gather(interval.unit, forward=True)
+            elif interval.unit == HEAD:
                 self._gather(self.head, forward=True)
-            elif moment.unit == LOSS:
+            elif interval.unit == LOSS:
                 self.last_gather = 0
-            self._compute(moment, blocks=blocks, shared=shared)
-            if moment.unit >= 0:
-                self.forward_order.append(moment.unit)
+            self._compute(interval, blocks=blocks, shared=shared)
+            if interval.unit >= 0:
+                self.forward_order.append(interval.unit)
             if self.zero == 3:
-                # Embeddings run outside the blocks, and the first such moment frees them.
+                # Embeddings run outside the blocks, and the first such interval frees them.
                 freed: Sequence[Unit] = self.embeddings
-                if moment.unit >= 0:
-                    freed = (moment.unit,)
+                if interval.unit >= 0:
+                    freed = (interval.unit,)
                 for unit in freed:
                     self.gathered.pop(unit, None)
 
@@ -418,33 +416,33 @@ class _StepSimulation:
         if action.stage < self.last_stage:
             self._send(Message(Payload.ACTIVATION, action.stage, action.microbatch))
 
-    def _backward(self, action: Action, stage: StageMoments) -> None:
+    def _backward(self, action: Action, stage: StageIntervals) -> None:
         if action.stage < self.last_stage:
             self._receive(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
         self.now = self.in_flight.pop((action.stage, action.microbatch))
         shared = stage.forward[-1].end.activations - self.now.activations
         is_first_half = action.kind is Kind.INPUT
-        moments = stage.inputs if is_first_half else stage.backward
+        intervals = stage.inputs if is_first_half else stage.backward
         # If some backwards of a schedule are split, the others reduce at their end too
         # (`techniques.pipeline_parallel.StagedZero`).
         reduces_late = self.schedule is not None and self.schedule.splits_backward
         has_root = False
         blocks = self.blocks[action.stage]
-        for moment in moments:
-            if moment.unit != LOSS and not has_root:
+        for interval in intervals:
+            if interval.unit != LOSS and not has_root:
                 has_root = True
                 self._gather(ROOT, forward=False)
                 self._prefetch(blocks[-1:])
-            if moment.unit >= 0:
-                self._gather(moment.unit, forward=False)
-                self._prefetch(self._previous_in_forward(moment.unit, blocks))
-            self._compute(moment, blocks=blocks, shared=shared)
-            if moment.unit >= 0 and not is_first_half:
+            if interval.unit >= 0:
+                self._gather(interval.unit, forward=False)
+                self._prefetch(self._previous_in_forward(interval.unit, blocks))
+            self._compute(interval, blocks=blocks, shared=shared)
+            if interval.unit >= 0 and not is_first_half:
                 self._finish_gradients(
-                    moment.unit, self.now.gradients, action.stage, only_keep=reduces_late
+                    interval.unit, self.now.gradients, action.stage, only_keep=reduces_late
                 )
                 self.now = replace(self.now, gradients=0)
-            elif moment.unit == HEAD and self.head != ROOT:
+            elif interval.unit == HEAD and self.head != ROOT:
                 self._finish_gradients(self.head, self.now.gradients, action.stage)
                 self.now = replace(self.now, gradients=0)
 
@@ -462,12 +460,12 @@ class _StepSimulation:
         if action.stage > 0:
             self._send(Message(Payload.GRADIENT, action.stage, action.microbatch))
 
-    def _weights(self, action: Action, stage: StageMoments) -> None:
+    def _weights(self, action: Action, stage: StageIntervals) -> None:
         self.now = self.in_flight.pop((action.stage, action.microbatch))
         shared = stage.inputs[-1].end.activations - self.now.activations
         blocks = self.blocks[action.stage]
-        for moment in stage.weights:
-            self._compute(moment, blocks=blocks, shared=shared, is_second_half=True)
+        for interval in stage.weights:
+            self._compute(interval, blocks=blocks, shared=shared, is_second_half=True)
 
         # The gradients of all blocks exist now. They are reduced block by block.
         gradients = self.now.gradients
@@ -482,17 +480,23 @@ class _StepSimulation:
         self._end_backward(action.stage)
 
     def _compute(
-        self, moment: Moment, *, blocks: Sequence[int], shared: int, is_second_half: bool = False
+        self,
+        interval: Interval,
+        *,
+        blocks: Sequence[int],
+        shared: int,
+        is_second_half: bool = False,
     ) -> None:
         """Simulate an interval of computation.
 
         Args:
-            moment: The interval.
+            interval: The interval.
             blocks: The blocks of the stage.
-            shared: Bytes of its activations that belong to the previous stage, on this rank.
-            is_second_half: Whether it belongs to the second half of a split backward.
+            shared: Bytes of activations that a previous stage on this rank holds and counts
+                already.
+            is_second_half: Whether the interval is in the second half of a split backward.
         """
-        unit = moment.unit
+        unit = interval.unit
         if is_second_half:
             # The second half keeps the gradients of all blocks, so any of them stands for all.
             unit = blocks[0]
@@ -507,17 +511,17 @@ class _StepSimulation:
             or self._adds(ROOT)
             or any(self._adds(name) for name in self.embeddings)
         )
-        end = moment.end
+        end = interval.end
         if adds:
-            peaks = [moment.peak]
+            peaks = [interval.peak]
             end = replace(end, gradients=0, root_gradients=0)
         elif adds_root:
-            peaks = [moment.peak, replace(moment.peak_with_gradients, root_gradients=0)]
+            peaks = [interval.peak, replace(interval.peak_with_gradients, root_gradients=0)]
             end = replace(end, root_gradients=0)
         else:
-            peaks = [moment.peak_with_gradients]
+            peaks = [interval.peak_with_gradients]
         for alive in peaks:
-            self._record(self._moment_name(moment), alive=_without_shared(alive, shared))
+            self._record(self._interval_name(interval), alive=_without_shared(alive, shared))
         self.now = _without_shared(end, shared)
 
     def _gather(self, unit: Unit, *, forward: bool) -> None:
@@ -546,10 +550,10 @@ class _StepSimulation:
             self._record(f"gather of {self._unit_name(unit)}", buffers=self.units[unit].cast_shards)
 
     def _previous_in_forward(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
-        """Return the block to prefetch when the backward of a block begins, or an empty list.
+        """Return a list of the block that the backward of block `unit` prefetches. It may be empty.
 
-        It is the block whose forward ran before that of `unit`. torch forgets the order when
-        another backward ends, and then prefetches nothing.
+        The prefetched block is the one whose forward ran just before the forward of `unit`. torch
+        forgets the order when another backward ends, and then prefetches nothing.
         """
         if unit == blocks[0] or unit not in self.forward_order:
             return ()
@@ -581,7 +585,7 @@ class _StepSimulation:
         Args:
             unit: The unit.
             gradients: Bytes of its new gradients, which are part of `self.now`.
-            stage: The pipeline stage that ran.
+            stage: The pipeline stage whose backward has ended.
             only_keep: Whether the gradients are kept to be reduced later.
         """
         sizes = self.units[unit]
@@ -643,7 +647,7 @@ class _StepSimulation:
         self.gradient_shards[unit] = sizes.sharded_gradients
 
     def _adds(self, unit: Unit) -> bool:
-        """Return True if new gradients of the unit are immediately added to an unsharded one."""
+        """Return True if new gradients of the unit are added at once to an unsharded gradient."""
         return unit in self.unsharded_gradients and not self.units[unit].casts_gradients
 
     def _rule(self, unit: Unit, stage: int) -> AfterBackward:
@@ -657,7 +661,7 @@ class _StepSimulation:
         """Simulate a receive. As in the runtime, the next message of the sender arrives meanwhile.
 
         Returns:
-            Bytes of the message that another stage of this rank holds too.
+            Bytes of the message that the sending stage also holds, because it is on this rank.
         """
         assert self.schedule is not None
         if message in self.local_messages:

@@ -1,13 +1,13 @@
 """Stores for a block's saved tensors between forward and backward.
 
-By default autograd keeps saved tensors on the device. `SavedTensors` moves them to a slice on each
-rank of the tp axis, or to a store: pinned host memory (`HostStore`) or files (`DiskStore`).
+By default autograd keeps saved tensors on the device. `SavedTensors` splits them over the ranks of
+the tp axis, or moves them to a store: pinned host memory (`HostStore`) or files (`DiskStore`).
 
 Note [Life of an offloaded tensor]
     Each call of a block opens a group in the store. Saved tensors leave the device while the
     forward continues: copies to host memory run on a side stream, and threads write files. In the
-    backward, the first access to a tensor of a block starts the prefetch of the block before it, so
-    that its tensors are back in time. A store changes no bit of a tensor.
+    backward, the first access to a tensor of a block starts the prefetch of the previous block's
+    tensors, so that they are on the device in time. A store changes no bit of a tensor.
 
     Files have no name (they are unlinked as soon as they are open), so a process that dies leaves
     nothing behind.
@@ -72,7 +72,7 @@ class SavedGroup(Protocol):
 
 
 class ActivationStore(Protocol):
-    """Store for saved tensors."""
+    """Store for the tensors that blocks save for their backward."""
 
     def begin(self) -> None:
         """Begin another forward. Required if the last forward's backward may not have begun."""
@@ -87,7 +87,7 @@ class ActivationStore(Protocol):
         """Wait until all stored tensors have left the device's memory."""
 
     def close(self) -> None:
-        """End threads and free unused memory. Nothing is stored afterwards."""
+        """End threads and free unused memory. Nothing may be stored afterwards."""
 
 
 class OffloadedActivations(StepHook):
@@ -136,7 +136,7 @@ class SavedTensors:
 
     @property
     def needed(self) -> bool:
-        """True if any tensor is moved."""
+        """True if any saved tensor of the block is moved."""
         return self._store is not None or self._partition is not None
 
     def hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -189,7 +189,7 @@ def _is_movable(tensor: torch.Tensor, shared: set[int]) -> bool:
 
     Args:
         tensor: The saved tensor.
-        shared: Storages that something else keeps in memory.
+        shared: Storages that something other than the block keeps in memory.
     """
     if type(tensor) not in _MOVED_TYPES or memory_key(tensor) in shared:
         return False
@@ -253,7 +253,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _StoredCall:
-    """Saved tensors of one call of a block, whose storages are put into its group once each."""
+    """Saved tensors of one call of a block. Each of their storages is put into the group once."""
 
     def __init__(self, group: SavedGroup) -> None:
         self._group = group
@@ -539,7 +539,7 @@ class DiskStore(_Store):
 
 
 class DiskError(PlaitError):
-    """A file cannot be written."""
+    """Error of a write to a file of a `DiskStore`."""
 
 
 @dataclass

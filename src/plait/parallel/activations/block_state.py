@@ -2,13 +2,13 @@
 
 Note [State of recomputed blocks]
     A block may change buffers or attributes in its forward, such as a running mean or a counter.
-    The recomputation begins with the values with which the forward began, and leaves the values
-    that the forward left. Otherwise a mean would move twice, and gradients would be those of
-    another loss.
+    The recomputation starts from the values that the forward started from. Afterwards the block has
+    the values again that it had just before the recomputation. Otherwise a running mean would be
+    updated twice, and gradients would be those of another loss.
 
     A tensor that changes in place needs a copy of its values. The first forward copies all of them,
-    and later ones those that have changed before. Attributes need a reference, and lists, sets and
-    dictionaries a shallow copy.
+    and a later forward copies those that an earlier one changed. Attributes need a reference, and
+    lists, sets and dictionaries a shallow copy.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BlockState:
             snapshot: Result of `save` for this forward.
 
         Raises:
-            InputError: A tensor changed for the first time after the first forward.
+            InputError: This forward changed a tensor that the first forward did not change.
         """
         changed = {key for key in self._versions if self._has_changed(key)}
         for module, name in changed:

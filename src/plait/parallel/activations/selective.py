@@ -3,9 +3,9 @@
 Selective recomputation keeps the results of chosen operators during the forward. The recomputation
 returns them instead of calling the operators. torch's `create_selective_checkpoint_contexts` is not
 used: it returns a wrong value if something writes into a kept result through another view (as the
-in-place all-reduce after a row-split matrix product does), and it lets dropout drift if a kept
-operator draws random numbers. Here a result that is written into is dropped and recomputed, and the
-generator is set to the state in which the kept operator left it.
+in-place all-reduce after a row-split matrix product does), and it gives later dropout another mask
+if a kept operator draws random numbers. Here a result that is written into is dropped and
+recomputed, and the generator is set to the state in which the kept operator left it.
 
 Decisions are reused as well (`decide_once`). A forward may have to read a number from the device,
 such as how many tokens go to each expert. The recomputation would wait for the device again, and
@@ -91,8 +91,8 @@ class KeptOperators:
 
     Attributes:
         always: Operators of which every call is kept.
-        alternating: Operators of which every second call is kept, counted together, the first
-            included.
+        alternating: Operators of which every second call is kept, starting with the first. The
+            calls of all these operators are counted together.
     """
 
     always: frozenset[Any]

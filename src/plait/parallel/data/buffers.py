@@ -148,7 +148,7 @@ class ChangingBuffers(StepHook):
             self._broadcast(names, self._stage_group, source)
 
     def _has_any_unsent(self) -> bool:
-        """Return the result of the exchange that the previous step has started."""
+        """Return True if any rank saw unsent changes, from the exchange of the previous step."""
         if self._any_unsent is None:
             return False
         exchange = self._any_unsent
@@ -236,7 +236,8 @@ class _WatchedBuffer:
 def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
     """Restrict each SyncBatchNorm without a group to the data-parallel ranks.
 
-    Its default is all processes, but only data-parallel ranks have parts of the batch.
+    Without a group, its statistics are over all processes, but only data-parallel ranks have
+    different parts of the batch.
     """
     if mesh.layout.world_size == mesh.layout.dp:
         return

@@ -1,4 +1,4 @@
-"""Hooks for compressed gradients: their persistent state, and the selection by measured time.
+"""Hooks for compressed gradients: state between steps, and selection by measured step time.
 
 `Residuals` is the state of compressed collectives between steps. A checkpoint stores it, and a
 skipped step does not change it.
@@ -88,7 +88,7 @@ class Residuals(StepHook):
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore the tensors that have the same shape in this run.
 
-        The others are reset, which loses the compression error of one step.
+        Tensors of another shape are reset, which loses the compression error of one step.
         """
         if self._reducer is not None:
             for name, tensor in self._reducer.reduction.state.items():
@@ -112,7 +112,7 @@ class Residuals(StepHook):
         return [*self.state().values(), *copies]
 
     def after_step(self, end: StepEnd) -> str:
-        """Keep the new values, or drop them after a skipped step, and apply a new loss scale."""
+        """Keep the step's new state, or drop it if the step was skipped. Rescale residuals."""
         self.end_step(skipped=end.skipped)
         # Residuals are in the units of the loss scale. PowerSGD's factors and step count are not.
         if end.rescaled != 1.0:
@@ -122,7 +122,7 @@ class Residuals(StepHook):
         return ""
 
     def drop_gradients(self) -> None:
-        """Drop the new values, as after a skipped step."""
+        """Drop the new state of this step, as after a skipped step."""
         self.end_step(skipped=True)
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
@@ -139,7 +139,7 @@ class Residuals(StepHook):
                 tensor.zero_()
 
     def end_step(self, *, skipped: bool) -> None:
-        """Keep the new values, or drop them if the gradients were not applied."""
+        """Keep the new state of this step, or drop it if the gradients were not applied."""
         for carried in self._carriers():
             carried.end_step(skipped=skipped)
 
@@ -168,7 +168,7 @@ class CompressionAutotuner(StepHook):
     Attributes:
         groups: One group for each axis whose ranks must take the same decision (see
             `deciding_groups`).
-        device: The device of this rank. Its queue is empty when a step's time is taken.
+        device: The device of this rank. A step is timed until its queue is empty.
         deactivate: Returns to uncompressed gradients.
         candidates: Candidates, the least lossy first.
         decision: int64 scalar for a checkpoint. -1: undecided, 0: uncompressed, otherwise the code

@@ -2,9 +2,9 @@
 
 In a single process the gradient of an unused parameter stays None, and the optimizer skips the
 parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
-the collective, and zeros would decay weights and moments. `UnusedTracker` records the parameters
-that autograd reached on this rank. After the reduction it restores None for those that no rank
-used.
+the collective. With a gradient of zeros, the optimizer would decay weights and its moments.
+`UnusedTracker` records the parameters that autograd reached on this rank. After the reduction it
+restores None for those that no rank used.
 
 At ZeRO stages 1 and 2 ranks may also differ in the *units* that they run. At stage 3 they may not,
 because every use of a unit gathers it, which is a collective. The exchange of the flags therefore
@@ -47,8 +47,8 @@ class UnusedTracker(StepHook):
     """Hook that restores None as the gradient of parameters that no rank used.
 
     An engine calls `finish_reduction` once per step, after the last backward and before gradients
-    are read. In the user's own training loop, the end of every backward outside `accumulate`
-    calls it instead, and gradients from before that backward are kept.
+    are read. In the user's own training loop, the end of every backward outside `accumulate` calls
+    it instead. Gradients of earlier backwards are kept.
     """
 
     def __init__(
@@ -216,8 +216,9 @@ class UnusedTracker(StepHook):
         name = parameter_name(self._model, parameter)
         raise CommunicationError(
             f"{name} has a gradient that no rank has seen autograd compute, and would not be"
-            " trained; report this, and meanwhile set parallel.unused_parameters = false (if every"
-            " step uses every parameter) or use ZeRO stage 0"
+            " trained: this is a bug in Plait; report it with the model and the configuration, and"
+            " meanwhile set parallel.unused_parameters = false (if every step uses every"
+            " parameter) or use ZeRO stage 0"
         )
 
 

@@ -1,8 +1,8 @@
 """Arena of tensors in memory-mapped files, and prefetching of parameter shards in an arena.
 
 A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it
-unchanged. The order of accesses bounds the memory: `fetch` reads a range before it is used, and
-`evict` starts to write it to the disk and releases its pages. Disk space is reserved when a tensor
+unchanged. Explicit calls bound the memory: `fetch` reads a range before it is used, and `evict`
+starts to write the range to the disk and releases its pages. Disk space is reserved when a tensor
 is created, so a full disk raises an error there and never faults in the middle of a step. The files
 have no name: a process that dies leaves nothing behind.
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch.gathering import Moment, on_shard_reads
+from plait._torch.gathering import GatherPhase, on_shard_reads
 from plait._torch.units import shard_buffers
 from plait.errors import PlaitError
 from plait.files import require_folder
@@ -62,7 +62,7 @@ class Arena:
     def __init__(
         self, folder: Path, *, field: str = "zero_optimization.offload_optimizer.nvme_path"
     ) -> None:
-        """Create an arena in `folder`. `field` is the setting that names it, for errors."""
+        """Create an arena in `folder`. Errors name `field`, the setting that names the folder."""
         self.folder = folder
         self.field = field
         self.reserved_bytes = 0
@@ -186,7 +186,7 @@ class Arena:
 
 
 class _Segment:
-    """A file, mapped as bytes."""
+    """File of an arena, mapped into memory as bytes."""
 
     def __init__(self, file: Any, size: int) -> None:
         self.file = file
@@ -199,7 +199,7 @@ class _Segment:
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-_Gather = tuple[Moment, int | None, int]
+_Gather = tuple[GatherPhase, int | None, int]
 """All-gather of a unit: (moment, the unit gathered before it or None, the unit)."""
 
 
@@ -233,7 +233,7 @@ class ShardPrefetcher:
             self._sizes.append(sum(shard.nbytes for shard in shards))
         self._pool_bytes = pool_bytes
         self._reader = reader
-        self._follows: dict[_Gather, tuple[Moment, int] | None] = {}
+        self._follows: dict[_Gather, tuple[GatherPhase, int] | None] = {}
         """All-gather that last followed each all-gather, or None at the end of a step."""
         self._last: _Gather | None = None
         self._ahead: dict[int, Future[None]] = {}
@@ -251,7 +251,7 @@ class ShardPrefetcher:
         for unit in list(self._ahead):
             self._drop(unit)
 
-    def _before(self, unit: int, when: Moment) -> None:
+    def _before(self, unit: int, when: GatherPhase) -> None:
         previous_unit = None
         if self._last is not None:
             self._follows[self._last] = (when, unit)

@@ -46,7 +46,7 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
 @dataclass
 class CutCheck:
-    """Check that runs once per kind of batch, and again if attributes outside the blocks change.
+    """Check of a model's stages: once per kind of batch, and again if outer attributes change.
 
     Attributes:
         skeleton: Copy of the uncut model without weights.
@@ -90,7 +90,7 @@ class CutCheck:
         return self._results[key]
 
     def follow_settings(self) -> None:
-        """Copy attributes that changed since the last call to the copy, and drop older results."""
+        """Update the copy with the attributes that have changed, and drop older results."""
         settings = outer_settings(self._modules)
         changed = changed_settings(self._settings, settings)
         self._settings = settings
@@ -103,7 +103,7 @@ class CutCheck:
             self._results.clear()
 
     def _refuse_state(self, flow: Dataflow, name: str) -> None:
-        """Raise ModelError for state that only one stage changes or parameters the loss reads."""
+        """Raise ModelError if only one stage changes some state, or the loss reads parameters."""
         last = self.cut.blocks[-1]
         if flow.late_settings:
             setting = setting_text(min(flow.late_settings))
@@ -166,8 +166,9 @@ class CutCheck:
             trace = self.skeleton.trace(run, training=training)
         except Untraceable as error:
             raise ModelError(
-                f"parallel.pp: cannot check that {name} computes the same when it is cut, because "
-                f"its forward cannot be traced without weights ({error}); use parallel.pp = 1"
+                f"parallel.pp: cannot check that the pipeline stages of {name} compute what the"
+                " full model computes, because its forward cannot be traced without weights"
+                f" ({error}); use parallel.pp = 1"
             ) from error
         self._set_by_forward |= set(trace.flow.settings)
         self._refuse_state(trace.flow, name)
@@ -201,7 +202,7 @@ class CutCheck:
     def _shapes_differ(
         self, run: Callable[[nn.Module, ForwardTrace], Any], trace: ForwardTrace, training: bool
     ) -> bool:
-        """Return True if inverting every branch on a batch's values changes shapes of blocks."""
+        """Return True if taking the other side of every data-dependent branch changes shapes."""
         try:
             inverted = self.skeleton.trace(run, training=training, negate=True)
         except PlaitError:
@@ -211,7 +212,7 @@ class CutCheck:
     def _why_missing(
         self, entry: str | int, leaves: list[torch.Tensor], trace: ForwardTrace
     ) -> str | None:
-        """Return the error message if the last stage lacks an entry, else None."""
+        """Return the error message if the last stage lacks an entry of the output, else None."""
         last = self.cut.stages - 1
         begin = self.cut.bounds[last]
         for leaf in leaves:
@@ -253,8 +254,8 @@ class CutResult:
     Attributes:
         missing: Entries of the output that the last stage does not have, with the error message of
             each.
-        values: Whether shapes between stages may depend on the batch's values, not only on its
-            shapes.
+        values: Whether the shapes of tensors between stages may depend on the batch's values, not
+            only on its shapes.
     """
 
     missing: dict[str | int, str]

@@ -80,7 +80,7 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
 
 @dataclass(frozen=True)
 class ForwardCosts:
-    """Costs of the parts of a model, in one unit.
+    """Costs of a model's blocks and of the modules before and after them, all in one unit.
 
     Attributes:
         blocks: Cost of every block, in the model's order.
@@ -96,7 +96,7 @@ class ForwardCosts:
 def balance_stages(
     costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[int, ...]:
-    """Return the number of blocks of each stage that minimises the cost of the largest stage.
+    """Return the number of blocks of each stage, so that the largest cost of a stage is minimal.
 
     Several partitions may be best. Of these, each stage in turn takes as many blocks as fit into an
     equal share of what remains, and more only if the remainder would not fit otherwise. So later
@@ -211,7 +211,7 @@ def stage_costs(
 def imbalance(loads: Sequence[float]) -> float:
     """Return the largest cost divided by the mean.
 
-    1.0 is even. With 1.2 a pipeline of many micro-batches takes 1.2 times as long as it could.
+    1.0 is balanced. With 1.2 a pipeline of many micro-batches takes 1.2 times as long as it could.
     """
     mean = sum(loads) / len(loads)
     return max(loads) / mean if mean else 1.0
@@ -349,7 +349,7 @@ def _shared_bytes(
 
 @dataclass(frozen=True)
 class StageRow:
-    """Summary of one stage.
+    """Summary of one pipeline stage: its rank, blocks, parameters and cost.
 
     Attributes:
         stage: Number of the stage.

@@ -2,14 +2,14 @@
 
 torch's own runtime is not used, because it fixes the shapes of a run, divides batches into equal
 parts, and keeps a stage's parameters and gradients unsharded between micro-batches at every ZeRO
-stage. This one executes the same tables.
+stage. This runtime executes the same tables.
 
 Note [Shapes between stages]
     Every rank of the pipeline receives the same micro-batches. Shapes may differ between them and
     between steps. A stage describes what it sends (`Boundary`) once for every signature of a
     micro-batch, so that later receives start without a message about shapes. If the shapes may
-    follow from the values of a batch, or from the tokens in a cache, the stage sends a description
-    with every micro-batch.
+    depend on the values of a batch, or on the tokens in a cache, the stage sends a description with
+    every micro-batch.
 
     Receives from a rank are started in the order in which that rank sends, which both know from the
     schedule.
@@ -60,7 +60,7 @@ MASK = "attention_mask"
 
 @dataclass
 class Runtime:
-    """Pipeline of one rank.
+    """Executor of a pipeline schedule on one rank.
 
     Attributes:
         schedule: Table of the computations of all ranks.
@@ -109,7 +109,7 @@ class Runtime:
     def announce_output(self, stage: int, batch: Any, output: Any) -> None:
         """Set the boundary of a stage for micro-batches like `batch`.
 
-        A rank that runs without the others does not wait for their descriptions afterwards.
+        This is for a rank that runs alone and receives no descriptions from other ranks.
         """
         if self.statistics is not None:
             output = self.statistics.like(output)
@@ -177,7 +177,7 @@ class Runtime:
 
         Returns:
             The model's output on the rank of the last stage, None on the others. Entries that
-            follow from values of earlier stages are unavailable: their use is an error.
+            depend on values of earlier stages are unavailable: their use is an error.
         """
         rows = [
             tuple(Action(stage, Kind.FORWARD, 0) for stage in self.schedule.stages_of(rank))
@@ -320,7 +320,7 @@ class _ScheduleRun:
             )
 
     def _receive_activations(self, action: Action) -> tuple[list[torch.Tensor], Boundary]:
-        """Return the tensors of the previous stage, as leaves, and their description."""
+        """Return the tensors received from the previous stage, as leaves, and their description."""
         message = Message(Payload.ACTIVATION, action.stage - 1, action.microbatch)
         received = list(self._take(message))
         boundary = self._boundary(action.stage - 1, action.microbatch)
@@ -332,7 +332,7 @@ class _ScheduleRun:
     def _forward_or_pass_on(self, action: Action) -> None:
         """Run a forward. After an error on this rank, send a placeholder to the next stage.
 
-        Otherwise the next stage would wait forever for its input.
+        Without the placeholder the next stage would wait forever for its input.
         """
         if self.failed is None:
             try:
@@ -438,7 +438,7 @@ class _ScheduleRun:
             )
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
-        """Return the boundary of a stage for a micro-batch, or None if it must be described."""
+        """Return the boundary of a stage for a micro-batch, or None if the stage must send it."""
         known = self.runtime._boundaries.get((stage, self.signatures[microbatch]))
         # In addition to hidden states, blocks may return attention weights (GPT-Neo), biases of
         # positions or the like, which are as long as the cache.
@@ -500,7 +500,7 @@ class _ScheduleRun:
         return tensors
 
     def _start_receive(self, source: int, *, may_wait: bool) -> None:
-        """Start to receive the next message of a rank.
+        """Start to receive the next message from a rank.
 
         Args:
             source: The pp rank that sends it.

@@ -22,7 +22,7 @@ Note [Splitting a backward pass]
       pass through both would run everything between them again: collectives, hooks, recomputation.
     - An intermediate is the backward of a `torch.autograd.Function`, which may change what it
       saved (the fused losses of Liger multiply in place). Functions whose backward may run twice
-      say so (`allow_two_runs`).
+      declare it (`allow_two_runs`).
     - The graph holds a reentrant checkpoint. Its parameters are not in the graph, and it allows no
       backward pass that is limited to some leaves, so the first half is the complete backward.
 """

@@ -61,7 +61,7 @@ class StagedModel:
         model: The model, changed in place.
         cut: Blocks and parameters of all stages.
         stages: Stages of this rank, by index.
-        region: State that tensor parallelism shares: it knows the length of sequences that are
+        region: State that tensor-parallel modules share, such as the length of sequences that are
             split over tp.
         nan_parameters: Stand-ins for parameters of earlier stages.
     """
@@ -192,7 +192,7 @@ class NanParameter:
     device: torch.device
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the attribute to NaN in a dtype, expanded from one element."""
+        """Set the attribute to a tensor of NaN in a dtype, expanded from one element."""
         current = self.module.__dict__.get(self.leaf)
         if not isinstance(current, torch.Tensor) or current.dtype != dtype:
             self.module.__dict__[self.leaf] = _nan(self.shape, dtype, self.device, dense=False)
@@ -294,8 +294,8 @@ def _drop_parameters(
     """Remove the parameters outside the blocks that only other stages use.
 
     Returns:
-        Stand-ins for those that an earlier stage uses: the model's code still passes over them. Any
-        use of the others is an error.
+        Stand-ins for the removed parameters that an earlier stage uses, because the model's code
+            also runs over them here. Any use of another removed parameter is an error.
     """
     begin = max(cut.bounds[stage] for stage in indices)
     nan_parameters = []
@@ -550,14 +550,14 @@ class StageCaches:
         return cache
 
     def own_layers(self) -> list[Any]:
-        """Return the layers that this rank's blocks write to."""
+        """Return the cache layers that this rank's blocks write to."""
         layers = []
         for stage, cache in self.caches.items():
             layers += [cache.layers[index] for index in self._layers[stage]]
         return layers
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen."""
+        """Return the number of tokens that the caches have seen."""
         stage, cache = next(iter(self.caches.items()))
         return int(cache.layers[self._layers[stage][0]].get_seq_length())
 
@@ -588,7 +588,7 @@ def for_stage(batch: Any, stage: int) -> Any:
 
 
 def with_empty_cache(batch: Any) -> Any:
-    """Return a micro-batch in which the caches are replaced by an empty one of the whole model."""
+    """Return a micro-batch in which an empty cache of the complete model replaces the caches."""
     return _replace_caches(batch, lambda caches: caches.make_empty())
 
 

@@ -92,7 +92,7 @@ def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]
         named: Parameters by name. Only their shapes and placements are read.
 
     Raises:
-        ConfigError: A parameter has such a block.
+        ConfigError: Tensor parallelism splits a block of a parameter.
     """
     if form not in CODED:
         return

@@ -306,7 +306,7 @@ def problems_of(
 ) -> tuple[Problem, ...]:
     """Return the reasons why a schedule of SCHEDULES does not exist for these numbers.
 
-    The result is empty if it exists. No table is generated.
+    The result is empty if the schedule exists. No table is generated.
     """
     return tuple(_problems(name, SCHEDULES[name], pp, microbatches, stages_per_rank))
 
@@ -587,5 +587,5 @@ def _check_counts(schedule: Schedule) -> None:
 def _malformed(schedule: Schedule, problem: str) -> InputError:
     return InputError(
         f"schedule {schedule.name} with pp {schedule.pp} and {schedule.microbatches} micro-batches:"
-        f" {problem}"
+        f" {problem}; correct the table, or create it with make_schedule"
     )

@@ -23,10 +23,12 @@ from plait.parallel.schedules.schedule import (
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Run the table. Messages of a pair of ranks are sent one after another, in their order.
+    """Return the times of all actions of a schedule.
+
+    Messages between a pair of ranks are sent one after another, in their order.
 
     Raises:
-        InputError: `durations` has another number of stages, or a duration below 0.
+        InputError: `durations` has the wrong number of stages, or a duration below 0.
     """
     _check_durations(schedule, durations)
     rows: list[list[Span]] = [[] for _ in schedule.ranks]
@@ -124,7 +126,7 @@ def even(
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Action with its start and end."""
+    """Action with its start and end time."""
 
     action: Action
     start: float
@@ -156,7 +158,7 @@ class Timeline:
 
     @property
     def bubble_overall(self) -> float:
-        """Mean of the bubbles of all ranks, the idle share of their time."""
+        """Mean over all ranks of the share of the step in which a rank is idle, from 0 to 1."""
         return sum(self.bubble(rank) for rank in range(len(self.ranks))) / len(self.ranks)
 
 
@@ -175,7 +177,7 @@ def peak_in_flight(
             (stages per rank), so that the result counts micro-batches through all stages of a rank.
 
     Raises:
-        InputError: `sizes` has another number of stages.
+        InputError: `sizes` has the wrong number of stages.
     """
     if sizes is None:
         sizes = (schedule.pp / schedule.stages,) * schedule.stages
