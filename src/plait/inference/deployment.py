@@ -85,7 +85,7 @@ class InferenceWork:
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of one machine."""
+    """Kind, number and free memory of the devices of one machine."""
 
     on_gpu: bool
     count: int
@@ -126,13 +126,13 @@ class DeploymentBytes:
 
     @property
     def streamed(self) -> int:
-        """Bytes of weights that are streamed for every token, and for every part of the prompts."""
+        """Bytes of weights that are streamed in every forward, of a prefill or of one token."""
         return self.on_host + self.in_files
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Layout of processes, or budgets for streaming."""
+    """Chosen deployment: a layout of processes, or memory budgets for streaming."""
 
     why: str
     """Explanation for the user."""

@@ -40,7 +40,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """Line of a file of prompts."""
+    """Prompt in one line of a JSONL file, with the other fields of the line."""
 
     prompt: Any
     fields: dict[str, Any]
@@ -151,7 +151,7 @@ def _with_template_arguments(messages: Any, fields: dict[str, Any], where: str) 
 
 
 class _DuplicateField(Exception):
-    """Name that occurs twice in a JSON object."""
+    """A JSON object has two fields of one name. The argument is the name."""
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class AnswerFile:
         self._remove(self._command_file)
 
     def leave(self) -> None:
-        """Keep the finished answers for the next command, and remove empty files."""
+        """Close the files, and remove them if they are empty. Finished answers are kept."""
         with suppress(OSError):
             self._file.truncate(self._end)
         if not self.done:
@@ -310,7 +310,7 @@ class AnswerFile:
         if not isinstance(earlier, dict):
             raise InputError(
                 f"--out {self.path}: {self.partial} has answers, but {self._command_file.name} does"
-                f" not name their command; {remedy}"
+                f" not record the options of the command that wrote them; {remedy}"
             )
         for name in sorted(earlier.keys() | self._command.keys()):
             before = earlier.get(name)
@@ -378,7 +378,7 @@ def _row(line: PromptLine, generation: Generation) -> dict[str, Any]:
 
 
 def _copied_fields(line: PromptLine) -> dict[str, Any]:
-    """Return the fields of a prompt that its answer repeats."""
+    """Return the fields of a prompt's line that are copied to the line of its answer."""
     return {key: value for key, value in line.fields.items() if key != "token_ids"}
 
 

@@ -256,10 +256,9 @@ They are enough for a character of 4 bytes.
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
-    """Decode tokens.
+    """Return the text of tokens.
 
-    Numbers that the vocabulary leaves out have no text. Fast tokenizers skip them, others raise an
-    error.
+    Token ids that are not in the vocabulary are skipped.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -301,8 +300,8 @@ def text_after(
 class TextStream:
     """Incremental decoder that returns text as soon as no later token can change it.
 
-    Incomplete characters are held back, and spaces at the end that a clean-up may still remove. The
-    returned texts add up to `text()`.
+    It holds back incomplete characters, and spaces at the end that the tokenizer's clean-up may
+    still remove. The returned texts add up to `text()`.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -338,11 +337,11 @@ class TextStream:
         return self._advance(text)
 
     def remainder(self) -> str:
-        """Return the text that is left at the end."""
+        """Return the text that `add` has held back, after the last token."""
         return self._advance(self.text())
 
     def text(self) -> str:
-        """Return the text of all tokens."""
+        """Return the text of all tokens that were added."""
         return text_after(self._tokenizer, self._prompt, self._tokens, skip_special_tokens=True)
 
     def _advance(self, text: str) -> str:

@@ -30,7 +30,10 @@ DYNAMIC = "dynamic"
 
 @dataclass(frozen=True)
 class RopeByLength:
-    """Rotary embedding of a model. See Note [Rotary frequencies by length]."""
+    """Rotary embedding of a model, of the type `dynamic` or `longrope`.
+
+    See Note [Rotary frequencies by length].
+    """
 
     kind: str
     """RoPE type: LONGROPE, DYNAMIC, or `several (...)`."""

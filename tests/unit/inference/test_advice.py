@@ -96,8 +96,8 @@ COMMANDS = """
     generate --model lost --prompt a -> pass --model BASE --adapter lost -> generate --model MODEL --adapter lost --prompt a NEW
     generate --model MODEL --adapter lora --adapter lost --prompt a -> or merge one into the model -> generate --model merged --adapter lost --prompt a NEW
     generate --model MODEL --adapter pickled --prompt a -> save it with safe_serialization=True -> generate --model MODEL --adapter lora --prompt a NEW
-    generate --model MODEL --adapter pissa --prompt a -> merge it into the model with PEFT (merge_and_unload), and save that -> generate --model merged --prompt a NEW
-    generate --model MODEL --adapter ia3 --prompt a -> merge it into the model with PEFT, and save that -> generate --model merged --prompt a NEW
+    generate --model MODEL --adapter pissa --prompt a -> merge it into the model with PEFT (merge_and_unload), and save the merged model -> generate --model merged --prompt a NEW
+    generate --model MODEL --adapter ia3 --prompt a -> merge it into the model with PEFT, and save the merged model -> generate --model merged --prompt a NEW
     generate --model MODEL --prompts gone.jsonl --out 8.jsonl -> name a readable JSONL file -> generate --model MODEL --prompts one.jsonl --out 8.jsonl NEW
     generate --model MODEL --prompts empty.jsonl --out 9.jsonl -> write one JSON object per line, such as {"prompt": "Once"} -> generate --model MODEL --prompts once.jsonl --out 9.jsonl NEW
     generate --model MODEL --prompts answer.jsonl --out a.jsonl -> give it another name -> generate --model MODEL --prompts named.jsonl --out a.jsonl NEW
