@@ -128,7 +128,7 @@ def open_checkpoint(place: Place) -> CheckpointFolder:
         folder = checkpoints_of(place)
         checkpoint = find_checkpoint(folder)
     if checkpoint is None:
-        raise CheckpointError(f"{folder}: contains no complete checkpoint")
+        raise CheckpointError(f"{folder}: contains no complete checkpoint; name another folder")
     return checkpoint
 
 
@@ -164,7 +164,7 @@ def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
         if expected != actual:
             raise CheckpointError(
                 f"{checkpoint.path}: its tensors of {kind} have the content hash {actual} instead"
-                f" of {expected}, which its manifest lists"
+                f" of {expected}, which its manifest lists; load another checkpoint"
             )
 
 

@@ -350,7 +350,8 @@ def reading(place: Place) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or place} cannot be read: {error.strerror or error}"
+            f"{error.filename or place} cannot be read: {error.strerror or error};"
+            " check that it exists and can be read"
         ) from error
 
 

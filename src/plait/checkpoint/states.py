@@ -449,7 +449,10 @@ def _refuse_rank_local_state(
 
 
 def _refuse_other_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
-    """Return True if this class saved the states. Refuse others, except among Adam variants."""
+    """Return True if this class saved the states.
+
+    States of another class are refused unless both classes are variants of Adam.
+    """
     saved = record["type"]
     current = class_name(optimizer)
     if saved != current and not {saved, current} <= set(_ADAM_CLASSES):

@@ -157,8 +157,9 @@ class Source:
             stored_names = [f"{MODEL_START}{alias}" for alias in (name, *ties.get(name, ()))]
             stored_name = next((alias for alias in stored_names if alias in reader.tensors), None)
             if stored_name is None:
-                raise CheckpointError(f"{reader.path} lacks {name}, a tensor of its model;"
-                    " load another checkpoint")
+                raise CheckpointError(
+                    f"{reader.path} lacks {name}, a tensor of its model; load another checkpoint"
+                )
             destinations[stored_name] = tensor
         reader.fill(destinations)
 

@@ -237,7 +237,9 @@ class Skeleton:
                         _mark_opaque(trace, opaque, error)
         finally:
             random.setstate(python_state)
-        raise Untraceable("too many of its modules cannot run without their weights")
+        raise Untraceable(
+            f"after {_MAX_ATTEMPTS} attempts, some modules still fail on the meta device"
+        )
 
 
 def _copy_without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -398,7 +400,7 @@ class ForwardTrace(TorchDispatchMode):
         return self._region if self._inside is None else self._inside
 
     def _block_output(self, leaf: Any, since: int) -> Any:
-        """Copy a tensor that a block returns, because origins belong to storages."""
+        """Copy a tensor that a block returns, because origins are recorded per storage."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         output = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
@@ -411,7 +413,10 @@ class ForwardTrace(TorchDispatchMode):
         tensors = tensors_of((args, kwargs))
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
-            raise Untraceable(f"{type(module).__name__} takes no tensor")
+            raise Untraceable(
+                f"{type(module).__name__} fails on the meta device, and takes no floating-point"
+                " tensor"
+            )
 
         origin = INDEPENDENT
         for tensor in (*tensors, *module.parameters()):
@@ -544,8 +549,8 @@ class _ValueReads(TorchFunctionMode):
 class _OuterState:
     """Plain attributes and buffers of a skeleton outside its blocks.
 
-    They are compared at three moments of a forward: its beginning, the end of its last block, and
-    its end.
+    They are compared at three points of a forward: at its start, after the last block, and at its
+    end.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:

@@ -192,7 +192,7 @@ class OuterUnits:
     head: str | None = None
 
     def without(self, names: Collection[str]) -> OuterUnits:
-        """Return the units that are neither in `names` nor inside these modules."""
+        """Return the units that are neither in `names` nor inside modules in `names`."""
         prefixes = tuple(f"{name}." for name in names)
         embeddings = tuple(name for name in self.embeddings if not f"{name}.".startswith(prefixes))
         head = self.head

@@ -77,7 +77,7 @@ _GATHERED_STYLES: dict[Style, Style] = {
 
 @dataclass(frozen=True)
 class StyledModule:
-    """Module with a style."""
+    """Module of a plan, and its tensor-parallel style."""
 
     name: str
     """Full name of the module."""

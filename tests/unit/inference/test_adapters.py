@@ -122,7 +122,7 @@ def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
     with pytest.raises(InputError, match="is an adapter itself"):
         open_source(adapter, adapter)
     changed(adapter, base_model_name_or_path="someone/model")
-    words = "'someone/model', which it names as its base, is not a folder on this machine; pass --model BASE --adapter"
+    words = "its base model 'someone/model' is not a folder on this machine; pass --model BASE --adapter"
     with pytest.raises(InputError, match=words):
         open_source(adapter)
 

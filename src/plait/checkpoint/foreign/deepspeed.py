@@ -62,8 +62,9 @@ def read(folder: Path) -> ForeignCheckpoint:
     files = {_rank(path): path for path in folder.glob("*zero_pp_rank_*_mp_rank_*_optim_states.pt")}
     if sorted(files) != list(range(len(files))) or not files:
         raise CheckpointError(
-            f"{folder} has the optimizer states of the ranks {sorted(files)}: every rank of ZeRO 1,"
-            " 2 or 3 is needed, and only data parallelism is supported"
+            f"{folder} has the optimizer states of the ranks {sorted(files)}: those of all ranks"
+            " are needed, and only ZeRO 1 to 3 with data parallelism is supported; copy the files"
+            " of all ranks to it"
         )
     ranks = [read_torch(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     stage = ranks[0]["zero_stage"]
@@ -115,7 +116,10 @@ def read(folder: Path) -> ForeignCheckpoint:
 def _latest_name(folder: Path) -> str:
     name = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
     if name in ("", ".", "..") or "/" in name:
-        raise CheckpointError(f"{folder / 'latest'} names {name!r}, which is not a folder there")
+        raise CheckpointError(
+            f"{folder / 'latest'} names {name!r}, which is not a folder there; pass the folder of"
+            " one checkpoint"
+        )
     return name
 
 
