@@ -233,7 +233,7 @@ def _are_saved_files(names: Iterable[str]) -> bool:
 
 
 def delete_checkpoint(path: Place) -> None:
-    """Delete a checkpoint. An interrupted deletion leaves either all of it or an unfinished folder.
+    """Delete a checkpoint. If interrupted, it leaves a complete checkpoint or an unfinished folder.
 
     Raises:
         OSError: A file cannot be deleted.

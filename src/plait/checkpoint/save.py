@@ -23,8 +23,8 @@ Note [Asynchronous save]
     group then runs the save (Note [Life of a save]) while training continues. Only one checkpoint
     is written at a time, so there is at most one copy, and its buffers are reused.
 
-    Ranks learn at different moments that a save ended. An error is therefore raised where all ranks
-    are at the same point: in `raise_failed` after a step, or at the next save. A rank without
+    Ranks learn at different times that a save has ended. An error is therefore raised where all
+    ranks are at the same point: in `raise_failed` after a step, or at the next save. A rank without
     memory for a copy writes in the training thread; the other ranks' threads wait for it.
 """
 
@@ -407,10 +407,9 @@ class Writer:
         self._running = self._unsettled = self._pool.submit(write, staged, self._group)
 
     def finished(self) -> Place | None:
-        """Return the checkpoint that was written since the last call.
+        """Return the checkpoint that was finished since the last call, or None.
 
-        None if no save was started, or if it has not ended or has failed. `raise_failed` raises its
-        error on all ranks.
+        After a failed save the result is None, and `raise_failed` raises the error on all ranks.
         """
         running = self._running
         if running is None or not running.done() or running.exception() is not None:

@@ -135,7 +135,7 @@ def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
 
 @runtime_checkable
 class MakesStates(Protocol):
-    """Optimizer whose states differ in shape from their parameters, and which can create them."""
+    """Optimizer that creates its states itself, because they differ in shape from parameters."""
 
     def fresh_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the states of a parameter before its first step."""
@@ -468,7 +468,7 @@ def _refuse_missing_states(
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     names: Mapping[nn.Parameter, list[str]],
 ) -> None:
-    """Refuse a checkpoint that lacks states that torch would not create after loading it."""
+    """Refuse a checkpoint without states that the optimizer needs and does not create later."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     for option, (class_names, state) in _STATES_OF_OPTIONS.items():

@@ -1,18 +1,17 @@
 """Memory and positions that a generation needs, checked before its first token.
 
-Most of the memory is the KV cache. No rule for a family of models computes its size: there may be
-keys of every head or of a single one, latent keys, windows, and states of fixed size.
-`cache_layout_of` measures the tensors that the model's own code writes.
+Most of the memory is the KV cache. Model families store different things in it: keys of every head
+or of a single one, latent keys, sliding windows, or states of fixed size. `cache_layout_of`
+therefore measures the tensors that the model's own code writes to its cache.
 
 Note [Dry runs]
     A copy of the model without weights processes two tokens, and then one token more, with
     Transformers' own cache. The sizes of the cache's tensors after both forwards give the fixed
     size and the size per token.
 
-    Nothing is read from names or configurations of families: the tensors are those that the model's
-    own code writes to its cache, a window is that of the cache's layer, and the heads of a rank
-    follow from the tensor-parallel plan. If a model cannot run without values, its number of heads
-    is read from its configuration instead.
+    Window sizes are read from the layers of the cache, and the heads of a rank follow from the
+    tensor-parallel plan. If a model cannot run without values, its number of heads is read from its
+    configuration instead.
 """
 
 from __future__ import annotations
@@ -229,9 +228,9 @@ def _tensor_sizes(layout: CacheLayout, demand: CacheDemand, tp: int) -> list[lis
 
 
 def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
-    """Return the size of the activations of one forward.
+    """Return the size in bytes of the activations of one forward.
 
-    They are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
+    Counted are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
     values), a mask, and the logits of the last position in float32 with the temporary tensors of
     sampling.
 
@@ -258,14 +257,14 @@ def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) 
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating-point weight, in which the model computes."""
+    """Return the dtype that a model computes in: that of its first floating-point weight."""
     return next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
 
 
 def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
-    """Return the size of all parameters that a sharded model gathers.
+    """Return the size in bytes of all parameters of a sharded model after they are gathered.
 
     Args:
         model: The sharded model.

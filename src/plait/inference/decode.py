@@ -5,8 +5,8 @@ of the last positions, on the rank that reads them.
 
 Note [Padding]
     With a KV cache, prompts are padded on the left, so that all requests append at the same
-    position. Without a cache, sequences are padded on the right, where a causal model does not
-    attend.
+    position. Without a cache, sequences are padded on the right, which causal
+    attention does not read.
 
 Note [Reproducible draws]
     Each request draws from its own generator, one number per token. It takes the token at which the
@@ -304,7 +304,7 @@ class TokenSampler:
         requests: The requests of the batch.
         settings: Settings of the call.
         tokenizer: A tokenizer, which stop strings need, or None.
-        tokens: Number of tokens of the tokenizer, if it has been computed before.
+        tokens: Result of `tokens_of_tokenizer`, if the caller has computed it.
     """
 
     def __init__(

@@ -172,8 +172,8 @@ def deploy(
 ) -> Deployment:
     """Choose the deployment on the fewest devices that hold the model.
 
-    If all devices together do not hold it, and the user chose none of `tp`, `pp` and `devices`, its
-    weights are streamed to one device.
+    If all devices together do not hold the model, and the user chose none of `tp`, `pp` and
+    `devices`, the weights are streamed to one device.
 
     Args:
         work: Model and requests.

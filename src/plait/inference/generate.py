@@ -199,8 +199,9 @@ def check_model(sharded: ShardedModel) -> None:
     _refuse_other_adapters(model)
     if sharded.parts.hooks.transform:
         raise InputError(
-            "generate: a technique of this layout changes every micro-batch (its part of the"
-            " sequence); use a layout without it"
+            "generate passes its inputs to the model unchanged, but a technique of this layout must"
+            " transform every micro-batch (for example to this rank's part of the sequence); use a"
+            " layout without this technique"
         )
 
 

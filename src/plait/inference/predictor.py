@@ -270,7 +270,7 @@ class Predictor:
                 are not if parameters are gathered.
 
         Raises:
-            Exception: `work` has failed on this rank, or on a rank that waits for it.
+            Exception: `work` has failed on this rank, or on a rank that must run as many forwards.
         """
         failure: Exception | None = None
         while True:

@@ -170,8 +170,8 @@ class AnswerFile:
     Args:
         path: Path of the complete file.
         lines: Lines of the prompts.
-        command: Everything besides the prompts that the answers depend on, by the names of the
-            command's options.
+        command: Values of all options of the command that affect the answers, by option name. The
+            prompts are added as a hash.
 
     Raises:
         InputError: The file cannot be written, or belongs to another command.

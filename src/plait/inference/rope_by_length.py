@@ -11,7 +11,7 @@ Note [Rotary frequencies by length]
       remembers the longest input that it has seen.
 
     Requests are therefore decoded in batches in which each of them has the frequencies that it
-    would have in a batch of its own.
+    would have if it were decoded alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RopeByLength:
     def remembers(self, longest: int) -> bool:
         """Return True if a forward may use the frequencies of an earlier, longer forward.
 
-        A forward over a single token resets them.
+        A forward over a single token resets the frequencies.
 
         Args:
             longest: Number of tokens of the forward.

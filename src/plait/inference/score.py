@@ -1,6 +1,6 @@
 """`score`: log probabilities of the tokens of complete sequences, by a model on any layout.
 
-They are computed as in training: in full forwards, without a cache.
+The log probabilities are computed as in training: in full forwards, without a KV cache.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
         model: Its model, on the meta device.
 
     Returns:
-        Locations by the names of the model.
+        Locations by the tensors' names in the model.
     """
     files = weight_files(source.folder)
     tensors: dict[str, StoredTensor] = {}

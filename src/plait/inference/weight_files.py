@@ -455,7 +455,7 @@ def _read_pages(file: int, block: FileBlock, view: memoryview) -> bool:
     """Read a block into complete pages of memory, through a descriptor for direct reads.
 
     Returns:
-        False if the system does not support it, or the file ends before the block.
+        False if the system does not support direct reads, or the file ends before the block.
     """
     done = 0
     while done < block.size:

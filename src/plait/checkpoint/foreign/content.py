@@ -32,7 +32,7 @@ class LazyTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
-        """Return an entry for an existing tensor."""
+        """Return a `LazyTensor` for an existing tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def __call__(self) -> torch.Tensor:

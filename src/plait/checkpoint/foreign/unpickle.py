@@ -179,8 +179,8 @@ def read_torch(path: Path) -> Any:
     try:
         if not path.is_file() or not zipfile.is_zipfile(path):
             raise CheckpointError(
-                "it is missing, or not a zip file of torch.save; copy the checkpoint again, or save it"
-                " again with torch 1.6 or later"
+                "it is missing, or not a zip file of torch.save; copy the checkpoint again, or"
+                " save it again with torch 1.6 or later"
             )
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
@@ -191,8 +191,8 @@ def read_torch(path: Path) -> Any:
         unknown = [name for name in records_of(path) if not _RECORD.fullmatch(name)]
         if unknown:
             raise CheckpointError(
-                f"it has the record {unknown[0]}, which torch.save never writes; copy the checkpoint"
-                " again"
+                f"it has the record {unknown[0]}, which torch.save never writes; copy the"
+                " checkpoint again"
             )
         return torch.load(
             path, map_location="cpu", pickle_module=Module, weights_only=False, mmap=True
