@@ -170,7 +170,7 @@ def _encode_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
         if tensor.dtype not in _DTYPES or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise CheckpointError(
                 f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint cannot"
-                " contain"
+                " contain; convert it to a plain tensor of another dtype"
             )
         size = tensor.numel() * tensor.element_size()
         header[name] = {
@@ -469,7 +469,7 @@ class Manifest(Policy):
     def _names_axes(cls, degrees: dict[str, int]) -> dict[str, int]:
         unknown = degrees.keys() - {*AXES, *EXPERT_AXES}
         if unknown:
-            raise ValueError(f"{min(unknown)} is not an axis of a layout")
+            raise ValueError(f"{min(unknown)} is not a mesh dimension")
         try:
             layout = _layout(degrees)
         except ConfigError as error:

@@ -72,7 +72,7 @@ class TensorRecord(Policy):
     def _cuts_existing_dimensions(self) -> Self:
         for axis, dim in self.cuts:
             if axis not in (*AXES, *EXPERT_AXES) or dim >= len(self.shape):
-                raise ValueError(f"{axis} cannot cut dimension {dim} of {self.shape}")
+                raise ValueError(f"{axis} cannot split dimension {dim} of the shape {self.shape}")
         return self
 
     def window(self, coordinates: Mapping[str, int], degrees: Mapping[str, int]) -> Window:

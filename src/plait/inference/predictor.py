@@ -4,7 +4,8 @@ Note [Errors of a forward]
     The ranks of one model replica (tp, pp) wait for each other in collectives. If one of them
     raised an error and left, the others would wait forever. An error of a pipeline stage is
     therefore stored and raised by the next `compute_on_first`, which all of these ranks call. The
-    failed rank raises its own error, and the others raise an InputError with the same message.
+    failed rank raises its own error, and the other ranks raise an InputError with the same
+    message.
 
 `untouched` undoes the changes that generation makes to a model in training.
 """

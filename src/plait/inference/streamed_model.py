@@ -408,7 +408,7 @@ def on_huge_pages(fill: WeightFiller) -> WeightFiller:
 def _by_layer(
     tensors: dict[str, torch.Tensor], blocks: Sequence[str]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each layer together, and all others one by one.
+    """Yield the tensors of each layer together, and tensors outside the layers one by one.
 
     Tensors that are read together are in memory at the same time.
     """

@@ -225,7 +225,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def embedding_scale(module: nn.Module) -> float | torch.Tensor | None:
-    """Return the factor of Transformers' scaled embeddings (Gemma, BART), or None for others."""
+    """Return the factor of Transformers' scaled embeddings (Gemma, BART), or None otherwise."""
     module_class = type(module)
     if not module_class.__name__.endswith("ScaledWordEmbedding"):
         return None

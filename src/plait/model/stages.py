@@ -318,8 +318,8 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
     if list(blocks) != children:
         raise ModelError(
             f"parallel.pp > 1: {parent or 'the model'} holds {len(children)} modules and"
-            f" {len(blocks)} of them are blocks; stages are cut from whole lists: name all of them"
-            " in parallel.blocks"
+            f" {len(blocks)} of them are blocks; only a list of blocks can be split into stages:"
+            " name all of its modules in parallel.blocks"
         )
     return parent
 
