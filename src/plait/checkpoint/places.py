@@ -263,7 +263,7 @@ FILES: Files = Files()
 
 
 class ByteSink(Protocol):
-    """Writable stream."""
+    """Stream that the content of a file is written to."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Write all of `data`, or raise OSError."""

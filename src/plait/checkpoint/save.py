@@ -232,7 +232,7 @@ class _Save:
         return token.encode()
 
     def _write_files(self, token: str, counted: set[str]) -> tuple[str, ContentHash, ContentHash]:
-        """Write this rank's files.
+        """Write the tensors and the manifest of this rank to the unpublished folder.
 
         Args:
             token: Token of the folder that rank 0 created.
@@ -449,7 +449,7 @@ class Writer:
             writing.result()
 
     def wait(self) -> Place | None:
-        """Wait for the current save.
+        """Wait until the save that is running ends.
 
         Returns:
             The checkpoint, or None if no save is running.

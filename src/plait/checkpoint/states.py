@@ -143,7 +143,7 @@ class MakesStates(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerContent:
-    """State of this rank's optimizer."""
+    """State of this rank's optimizer in the form in which a checkpoint stores it."""
 
     tensors: dict[str, torch.Tensor]
     """Tensor states by `state.<parameter>.<name>`."""
@@ -398,7 +398,7 @@ def _allocate_state(
     parameter_dtype: torch.dtype | None,
     place: StateAllocator | None,
 ) -> torch.Tensor:
-    """Allocate one state.
+    """Allocate one optimizer state of a parameter.
 
     Args:
         parameter: Parameter of the state.

@@ -19,7 +19,7 @@ from plait.sizes import is_count, is_integer
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompt and limits of one request."""
+    """Prompt of one request, its largest number of new tokens, and its seed."""
 
     token_ids: tuple[int, ...]
     new_tokens: int
@@ -46,7 +46,7 @@ class Conversation:
 
 @dataclass
 class Answer:
-    """New tokens of one request while it is decoded."""
+    """New tokens of one request so far, while it is decoded."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Generation:
-    """Continuation of one prompt."""
+    """Result of one request: the continuation of its prompt."""
 
     prompt_ids: list[int]
     token_ids: list[int]

@@ -165,7 +165,7 @@ class Source:
 
     @cached_property
     def _reader(self) -> Reader:
-        """Reader of the checkpoint."""
+        """Reader of the checkpoint that `plait train` wrote."""
         assert self.checkpoint is not None
         return Reader(self.checkpoint)
 
@@ -332,7 +332,7 @@ def is_of_transformers(folder: Path) -> bool:
 
 
 def open_source(folder: Path, adapter: Path | None = None) -> Source:
-    """Open the source of a model.
+    """Open the folder of a model, run, checkpoint or adapter as a `Source`.
 
     Args:
         folder: Folder of the model, or of an adapter that names its base model.

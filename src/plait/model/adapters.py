@@ -67,7 +67,7 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
 
 
 def adapter_type(config: Any) -> str:
-    """Return the type in a configuration of PEFT, such as `LORA`, which is an enum or a string."""
+    """Return the adapter type in a PEFT configuration as a string, such as `LORA`."""
     kind = getattr(config, "peft_type", None)
     return str(getattr(kind, "value", kind))
 

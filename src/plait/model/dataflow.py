@@ -112,7 +112,7 @@ class Need:
 
 @dataclass
 class Dataflow:
-    """Record of one forward."""
+    """What a traced forward used, ran and changed, by block. See Note [Tracing without weights]."""
 
     blocks: tuple[str, ...]
     uses: dict[str, set[int]] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[str]) -> Skeleton:
-        """Copy a model without its weights.
+        """Create the skeleton of a model: a copy without its weights.
 
         Args:
             model: The model, on any device.
@@ -302,7 +302,7 @@ class ForwardTrace(TorchDispatchMode):
         """Names of tensors outside the copy whose use is recorded, keyed by storage."""
 
     def origin(self, tensor: torch.Tensor) -> ValueOrigin:
-        """Return the origin of a value."""
+        """Return what the value of a tensor depends on. See `ValueOrigin`."""
         key = memory_key(tensor)
         if key in self.skeleton.names:
             return ValueOrigin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
@@ -559,7 +559,7 @@ class _OuterState:
         self._read: set[str] = set()
 
     def begin(self) -> None:
-        """Record the state before the forward."""
+        """Record plain attributes and buffers before the forward."""
         self._settings = outer_settings(self._modules)
         self._settings_after_block = self._settings
         self._buffers = self._buffer_versions()
@@ -567,7 +567,7 @@ class _OuterState:
             self._storages[memory_key(buffer)] = name
 
     def after_block(self) -> None:
-        """Record the state after a block."""
+        """Record plain attributes and buffers after a block."""
         self._settings_after_block = outer_settings(self._modules)
         self._buffers = self._buffer_versions()
 

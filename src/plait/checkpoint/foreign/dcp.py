@@ -165,7 +165,7 @@ def _add_tensors(checkpoint: ForeignCheckpoint, tensors: dict[str, LazyTensor]) 
 
 
 def _add_values(checkpoint: ForeignCheckpoint, values: dict[str, Any]) -> None:
-    """Add parameter groups and step counts."""
+    """Add parameter groups and step counts to `checkpoint`."""
     settings: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         grouped = _GROUPED.search(name)

@@ -126,7 +126,7 @@ def _latest_name(folder: Path) -> str:
 def _read_flat_groups(
     checkpoint: ForeignCheckpoint, ranks: list[Any], shapes: list[dict[str, tuple[int, ...]]]
 ) -> None:
-    """Add the tensors of ZeRO 1 and 2."""
+    """Add the tensors of a ZeRO 1 or 2 checkpoint to `checkpoint`."""
     states = [rank["base_optimizer_state"]["state"] for rank in ranks]
     all_paddings = ranks[0].get("param_alignment_paddings")
     for index, group in enumerate(shapes):
@@ -151,7 +151,7 @@ def _read_stage_3(
     shapes: list[dict[str, tuple[int, ...]]],
     models: list[Any],
 ) -> None:
-    """Add the tensors of ZeRO 3."""
+    """Add the tensors of a ZeRO 3 checkpoint to `checkpoint`."""
     groups = [rank["fp32_flat_groups"] for rank in ranks]
     states = [rank["optimizer_state_dict"]["state"] for rank in ranks]
     sub_groups = range(len(groups[0]))

@@ -55,7 +55,7 @@ _ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
 
 
 def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
-    """Rebuild a tensor without its attributes."""
+    """Rebuild a pickled tensor, and drop the Python attributes that were saved with it."""
     if rebuild is not rebuilt_tensor:
         raise CheckpointError(
             "it contains a tensor subclass, which is not supported; save plain tensors"
