@@ -78,8 +78,8 @@ class Reader:
         self.layout = checkpoint.manifest.layout
         if len(self.manifest.ranks) != self.layout.world_size:
             raise CheckpointError(
-                f"{self.path}: its manifest lists {len(self.manifest.ranks)} ranks, but a layout"
-                f" of {self.layout.world_size} ranks; load another checkpoint"
+                f"{self.path}: its manifest lists files of {len(self.manifest.ranks)} ranks, but"
+                f" its layout has {self.layout.world_size} ranks; load another checkpoint"
             )
         self._last_read: tuple[int, RankManifest] | None = None
         leaders = [self._rank_manifest(rank) for rank in self.manifest.leaders]

@@ -52,7 +52,7 @@ def test_calls(monkeypatch):
         Case(("stop_strings requires tokenizer=",), lambda: generated(stop_strings="a"), lambda: generated(stop_strings="a", tokenizer=text)),
         Case(("pass one for each, or one number",), lambda: generated(([1], [2]), seed=[1], do_sample=True), each(lambda seed: generated(([1], [2]), seed=seed, do_sample=True), [1, 2], 1)),
         Case(("must be a whole number from 0 to 2**63 - 1, or a list of them",), lambda: generated(seed=-1), each(lambda seed: generated(seed=seed), 2**63 - 1, [0])),
-        Case(("pass one list for each, such as [[5, 7], [9]]",), lambda: generated(bad_words_ids=[["a"]]), lambda: generated(bad_words_ids=[[5, 7], [9]])),
+        Case(("pass one list per word, such as [[5, 7], [9]]",), lambda: generated(bad_words_ids=[["a"]]), lambda: generated(bad_words_ids=[[5, 7], [9]])),
         Case(("leave it out, or use tokens of the model",), lambda: generated(suppress_tokens=[10**6]), lambda: generated() and generated(suppress_tokens=[3])),
         Case(("must be Transformers' GenerationConfig, or a dictionary of its settings",), lambda: generated(generation_config=3), lambda: generated(generation_config={"top_k": 3})),
         Case(("temperature = 1e-31 must be 0 (greedy), or at least 1e-30",), lambda: generated(temperature=1e-31, do_sample=True), each(lambda value: generated(temperature=value), 0, 1e-30)),
@@ -88,7 +88,7 @@ COMMANDS = """
     generate --model MODEL --prompt a --max-new-tokens 999 -> ask for fewer new tokens, or shorten the prompt -> generate --model MODEL --prompt a NEW
     generate --model short --prompt abcdefghijklmnopqrstuvwxyz -> pass max_new_tokens, raise max_length, or shorten the prompt -> generate --model short --prompt abcdefghijklmnopqrstuvwxyz --max-new-tokens 1 | generate --model short --prompt a
     generate --model beams --prompt a -> set it to 1 there, or pass num_beams=1 to generate -> generate --model beams --prompt a --num-beams 1 NEW
-    generate --model words --prompt a -> prompts must be token_ids in a file of --prompts -> generate --model words --prompts ids.jsonl --out 6.jsonl NEW
+    generate --model words --prompt a -> write the prompts as token_ids in a file of --prompts -> generate --model words --prompts ids.jsonl --out 6.jsonl NEW
     generate --model gone --prompt a -> pass one of save_pretrained, a run's folder, or one of its checkpoints -> generate --model MODEL --prompt a NEW
     generate --model broken --prompt a -> correct or remove them -> generate --model mended --prompt a NEW
     generate --model MODEL --adapter MODEL --prompt a -> pass a folder that PEFT's save_pretrained wrote -> generate --model MODEL --adapter lora --prompt a NEW
