@@ -287,8 +287,8 @@ def allocate(
         optimizer: Its optimizer.
         stored: All tensors of the checkpoint by name.
         record: Record of the optimizer, from `merge_stages`.
-        place: Allocates states of their parameter's shape, for example in host memory. None
-            allocates them on the parameter's device.
+        place: Function that allocates states of their parameter's shape, for example in host
+            memory. None allocates them on the parameter's device.
 
     Raises:
         CheckpointError: The states are those of another optimizer.
@@ -406,7 +406,7 @@ def _allocate_state(
         record: Record of the state in the checkpoint.
         parameter_dtype: dtype of the parameter in the checkpoint. None if another optimizer of the
             same kind wrote the states.
-        place: Allocates states of the parameter's shape.
+        place: Function that allocates states of the parameter's shape, see `allocate`.
     """
     shape = record.shape
     dtype = dtype_of(record)

@@ -417,7 +417,7 @@ class BandwidthBound:
 
 
 def bandwidth_bound(estimate: DeploymentBytes, gpu: DeviceSpec) -> BandwidthBound:
-    """Return the maximum over all tiers of the bytes per token divided by the tier's bandwidth.
+    """Return the largest time per token over all memory tiers: bytes read, divided by bandwidth.
 
     Every token reads all weights, and the keys and values of all requests at their full length.
     Files are left out, because no datasheet says how fast they are read.

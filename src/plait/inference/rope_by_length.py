@@ -62,12 +62,12 @@ class RopeByLength:
 
 
 def rope_by_length(model: nn.Module) -> RopeByLength | None:
-    """Return the rotary embedding of a model, or None if its frequencies do not change."""
+    """Return a model's rotary embedding, or None if its frequencies do not depend on the length."""
     return rope_of_config(getattr(model, "config", None))
 
 
 def rope_of_config(config: Any) -> RopeByLength | None:
-    """Return the rotary embedding of a configuration, or None if its frequencies do not change."""
+    """Return a configuration's rotary embedding, or None if no frequency depends on the length."""
     get_text_config = getattr(config, "get_text_config", None)
     if callable(get_text_config):
         config = get_text_config(decoder=True)

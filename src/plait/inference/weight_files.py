@@ -286,7 +286,7 @@ def blocks_of(parts: Sequence[TensorPart], image: FileImage | None = None) -> It
 
     Args:
         parts: The parts. With an image they are all in one file.
-        image: Image whose views the memory of the parts is.
+        image: Memory that contains all parts in the layout of the file, or None.
     """
     block = None
     limit = MAX_BUFFERED_READ_BYTES
@@ -360,7 +360,7 @@ class FileReader:
 
         Args:
             parts: The parts.
-            image: Image that they are views of.
+            image: See `blocks_of`.
 
         Raises:
             CheckpointError: A file cannot be read.

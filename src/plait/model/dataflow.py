@@ -572,7 +572,7 @@ class _OuterState:
         self._buffers = self._buffer_versions()
 
     def read(self, storage: int) -> None:
-        """Record that a tensor is used before or inside a block."""
+        """Record that the tensor with a storage is used before or inside a block."""
         if storage in self._storages:
             self._read.add(self._storages[storage])
 

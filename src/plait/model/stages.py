@@ -208,7 +208,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
         name: Class name of the model, for messages.
 
     Raises:
-        ModelError: A stage needs a value that it cannot have.
+        ModelError: A stage needs a value that it cannot compute.
     """
     check_order(flow, bounds, name)
     owners = {}
