@@ -270,7 +270,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Place) -> None:
-    """Delete what a killed save left, except a checkpoint whose replacement is missing."""
+    """Delete remains of killed saves, but no older checkpoint whose replacement is missing."""
     for path in entries(folder):
         successor = folder / path.name[1:].removesuffix(".replaced")
         # Without its manifest the successor is incomplete, and the replaced one is still loaded.

@@ -175,7 +175,7 @@ class Reader:
         return tensor
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's parts from the files into tensors.
+        """Read the values of tensors from the files: of sharded tensors, only this rank's parts.
 
         Args:
             targets: Tensors by name, sharded or not. Values are cast to their dtypes.

@@ -366,7 +366,7 @@ def size_of(path: Place) -> int:
 
 
 def size_of_folder(path: Place) -> int:
-    """Return the size of a folder's files in bytes; 0 if it is deleted during the call."""
+    """Return the size of a folder's files in bytes; 0 if the folder is deleted during the call."""
     try:
         if isinstance(path, StorePath):
             return sum(path.sizes().values())

@@ -345,8 +345,8 @@ def answer_file(
 ) -> Iterator[AnswerFile]:
     """Write the answers to `lines` inside the context. See Note [Files of answers].
 
-    At the end of the context the file gets its final name. After an exception it keeps the finished
-    answers.
+    At the end of the context the file gets its final name. After an exception, the finished
+    answers stay in the partial file.
 
     Args:
         path: Path of the complete file.

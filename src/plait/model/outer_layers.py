@@ -201,7 +201,7 @@ class OuterUnits:
         return OuterUnits(embeddings, head)
 
     def unit_of(self, parameter: str) -> str:
-        """Return the name of the outer unit that contains a parameter, or an empty string if none."""
+        """Return the name of the outer unit that contains a parameter, or an empty string."""
         module = parameter.rpartition(".")[0]
         if module in self.embeddings or module == self.head:
             return module
