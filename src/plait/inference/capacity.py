@@ -230,9 +230,9 @@ def _tensor_sizes(layout: CacheLayout, demand: CacheDemand, tp: int) -> list[lis
 def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
     """Return the size in bytes of the activations of one forward.
 
-    The size includes the widest tensors of a block (hidden states, three of the MLP's, queries, keys
-    and values), a mask, and the logits of the last position in float32 with the temporary tensors
-    of sampling.
+    These are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
+    values), a mask, and the logits of the last position in float32 with the temporary tensors of
+    sampling.
 
     Args:
         config: Configuration of the model, or None.
