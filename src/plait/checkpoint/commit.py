@@ -42,12 +42,12 @@ _SAVED_FILE = re.compile(r"\d{5,}\.(json|safetensors)|manifest\.(json|sha256)|be
 
 
 class Commit(ABC):
-    """Commit of one checkpoint, on one rank. The caller writes the ranks' files into `files`.
+    """Commit of one checkpoint, on one rank. The caller writes the files of this rank to `files`.
 
     Attributes:
         folder: Folder of checkpoints.
         tag: Name of the checkpoint.
-        files: Folder that the ranks write to.
+        files: Folder that all ranks write to.
     """
 
     def __init__(self, folder: Place, tag: str, files: Place) -> None:
@@ -233,7 +233,7 @@ def _are_saved_files(names: Iterable[str]) -> bool:
 
 
 def delete_checkpoint(path: Place) -> None:
-    """Delete a checkpoint. An interrupted deletion leaves either all of it or an unfinished folder.
+    """Delete a checkpoint. If interrupted, it leaves a complete checkpoint or an unfinished folder.
 
     Raises:
         OSError: A file cannot be deleted.

@@ -223,8 +223,8 @@ def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
     Args:
         folder: Folder of checkpoints.
         keep: Number of checkpoints to keep.
-        checks_files: Whether checkpoints with missing or truncated files do not count either. This
-            reads the manifests of all ranks.
+        checks_files: Whether to ignore checkpoints with missing or truncated files, which are then
+            neither counted nor deleted. This reads the manifests of all ranks.
     """
     try:
         for path in entries(folder):
@@ -260,7 +260,7 @@ def _is_truncated(checkpoint: CheckpointFolder) -> bool:
 
 
 def _damaged(folder: Place) -> list[str]:
-    """Return the names of folders that were once complete checkpoints."""
+    """Return the names of folders that contain files of a checkpoint."""
     if not folder.is_dir():
         return []
     saved_files = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))

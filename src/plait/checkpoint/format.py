@@ -46,6 +46,8 @@ from plait.errors import CheckpointError, ConfigError
 from plait.hashing import sha256_of
 from plait.policy import Policy
 
+RESTORE = "restore the file from a copy, or load another checkpoint"
+"""Remedy of the errors of damaged files."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -116,12 +118,13 @@ def write_shards(
     tensors: Mapping[str, torch.Tensor],
     observers: Mapping[str, Observer] | None = None,
 ) -> FileManifest:
-    """Write plain tensors to a new file and wait until it is on disk.
+    """Write tensors to a new safetensors file, and wait until the file is on disk.
 
     Args:
         path: The file.
-        tensors: Tensors by name.
-        observers: Functions that receive the blocks of a tensor while it is written, by its name.
+        tensors: Local tensors by name. DTensors and other subclasses are not supported.
+        observers: Functions by tensor name. Each receives the blocks of its tensor when they are
+            written.
 
     Raises:
         CheckpointError: A tensor is of a subclass or a dtype that the format does not support.
@@ -167,7 +170,7 @@ def _encode_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
         if tensor.dtype not in _DTYPES or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise CheckpointError(
                 f"{name} is a {type(tensor).__name__} of {tensor.dtype}, which a checkpoint cannot"
-                " contain"
+                " contain; convert it to a plain tensor of another dtype"
             )
         size = tensor.numel() * tensor.element_size()
         header[name] = {
@@ -228,11 +231,12 @@ class ShardReader:
         Args:
             name: Name of the tensor.
             record: Expected record of the full tensor. None accepts dtype and shape of the file.
-            window: Expected window of the file's shard.
+            window: Expected window of the shard in the file. See Note [Windows].
             part: Slices of the shard. () reads all of it.
 
         Raises:
-            CheckpointError: The file cannot be read, or is not as expected.
+            CheckpointError: The file cannot be read, or differs from its manifest, `record` or
+                `window`.
         """
         with self._checkpoint_errors():
             if record is None or window is None:
@@ -250,7 +254,7 @@ class ShardReader:
             if (dtype_name, shape) != (_DTYPES[dtype_of(record)], expected_shape):
                 raise CheckpointError(
                     f"{self._path}: {name} is {dtype_name} {shape} in the file, but its manifest"
-                    " says otherwise"
+                    f" lists {record.dtype} {expected_shape}; {RESTORE}"
                 )
             return view[part] if part else self._file.get_tensor(name)
 
@@ -266,12 +270,16 @@ class ShardReader:
         return _read_from_store(self._store, self._manifest.entries[name], dtype, entry["shape"])
 
     def _read_header(self, store: StorePath) -> dict[str, Any]:
-        """Return the header of a file in a store. Raises CheckpointError if it is not as listed."""
+        """Return the safetensors header of a file in a store.
+
+        Raises:
+            CheckpointError: The header does not agree with the manifest of the file.
+        """
         length = int.from_bytes(store.read_bytes(0, 8), "little")
         if length > self._manifest.size:
             raise CheckpointError(
-                f"{self._path}: its header would have {length:,} bytes, but the whole file has"
-                f" {self._manifest.size:,}"
+                f"{self._path}: its header would have {length:,} bytes, but the file has"
+                f" {self._manifest.size:,}; {RESTORE}"
             )
         header: dict[str, Any] = json.loads(store.read_bytes(8, 8 + length))
         self._check_offsets(header, 8 + length)
@@ -299,7 +307,7 @@ class ShardReader:
             if header_ranges.get(name) != listed_ranges.get(name):
                 raise CheckpointError(
                     f"{self._path}: its header and its manifest give {name} different positions in"
-                    " the file"
+                    f" the file; {RESTORE}"
                 )
 
     @contextmanager
@@ -319,7 +327,8 @@ class ShardReader:
             RuntimeError,
         ) as error:
             raise CheckpointError(
-                f"{self._path} cannot be read: {getattr(error, 'strerror', None) or error}"
+                f"{self._path} cannot be read: {getattr(error, 'strerror', None) or error};"
+                f" {RESTORE}"
             ) from error
 
 
@@ -330,7 +339,9 @@ def _read_from_store(
     if entry.size:
         raw = bytearray(path.read_bytes(entry.offset, entry.offset + entry.size))
     if len(raw) != entry.size:
-        raise CheckpointError(f"{path} ends within a tensor: it was truncated while it was read")
+        raise CheckpointError(
+            f"{path} ends within a tensor: it was truncated while it was read; {RESTORE}"
+        )
     # torch.frombuffer refuses empty buffers.
     tensor = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return tensor.reshape(shape)
@@ -348,26 +359,26 @@ def check_size(path: Place, manifest: FileManifest) -> None:
             size = size_of(path)
     if size is None:
         raise CheckpointError(
-            f"{path} is missing or not a file; {manifest.size:,} bytes were written"
+            f"{path} is missing or not a file, but {manifest.size:,} bytes were written; {RESTORE}"
         )
     if size != manifest.size:
         raise CheckpointError(
-            f"{path} has {size:,} bytes, but {manifest.size:,} were written; it was truncated, or"
-            " it is another file"
+            f"{path} has {size:,} bytes, but {manifest.size:,} were written; it was truncated or"
+            f" replaced; {RESTORE}"
         )
 
 
 def check_entry(
     path: Place, manifest: FileManifest, name: str, record: TensorRecord, window: Window
 ) -> FileEntry:
-    """Return the entry of a tensor in the manifest of a file.
+    """Return the entry of a tensor in a file's manifest, after checking its size.
 
     Args:
         path: The file.
         manifest: Manifest of the file.
         name: Name of the tensor.
         record: Record of the full tensor.
-        window: Window that the file should have.
+        window: Part of the full tensor that the file should contain. See Note [Windows].
 
     Raises:
         CheckpointError: The manifest does not list the tensor, or lists it with another size.
@@ -376,13 +387,14 @@ def check_entry(
     dtype = dtype_of(record)
     if entry is None:
         raise CheckpointError(
-            f"{path}: its manifest lacks {name}, of which the layout assigns a part to this file"
+            f"{path}: its manifest does not list {name}, of which the file should contain a part;"
+            f" {RESTORE}"
         )
     size = math.prod(length for _, length in window) * dtype.itemsize
     if dtype not in _DTYPES or entry.size != size:
         raise CheckpointError(
             f"{path}: {name} has {entry.size:,} bytes in the file, but its shape and dtype"
-            f" ({record.dtype}) take {size:,}"
+            f" ({record.dtype}) take {size:,}; {RESTORE}"
         )
     return entry
 
@@ -406,12 +418,12 @@ def verify_shards(
         offsets = (entry.offset for entry in manifest.entries.values())
         header_size = min(offsets, default=manifest.size)
         if _digest(stream, 0, header_size) != manifest.header_sha256:
-            raise CheckpointError(f"{path}: its header was changed after it was written")
+            raise CheckpointError(f"{path}: its header was changed after it was written; {RESTORE}")
         for name, entry in manifest.entries.items():
             if names is not None and name not in names:
                 continue
             if _digest(stream, entry.offset, entry.size) != entry.sha256:
-                raise CheckpointError(f"{path}: {name} was changed after it was written")
+                raise CheckpointError(f"{path}: {name} was changed after it was written; {RESTORE}")
 
 
 def _digest(stream: Any, offset: int, size: int) -> str:
@@ -457,7 +469,7 @@ class Manifest(Policy):
     def _names_axes(cls, degrees: dict[str, int]) -> dict[str, int]:
         unknown = degrees.keys() - {*AXES, *EXPERT_AXES}
         if unknown:
-            raise ValueError(f"{min(unknown)} is not an axis of a layout")
+            raise ValueError(f"{min(unknown)} is not a mesh dimension")
         try:
             layout = _layout(degrees)
         except ConfigError as error:
@@ -500,27 +512,29 @@ def read_json(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
     """Read and validate a JSON file.
 
     Args:
-        kind: Model of the content.
+        kind: Pydantic model of the content.
         path: The file.
         sha256: Expected hash of the file. None does not compare it.
 
     Raises:
         CheckpointError: The file is missing, damaged, or of another form. The error names it.
     """
+    # An error of LATEST is part of a message with a remedy.
+    remedy = "" if kind is Pointer else f"; {RESTORE}"
     try:
         text = read_bytes(path, most=_MAX_BYTES).decode()
     except FileNotFoundError as error:
         problem = IS_NO_FILE if error.strerror == IS_NO_FILE else "is missing"
-        raise CheckpointError(f"{path} {problem}") from None
+        raise CheckpointError(f"{path} {problem}{remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}{remedy}"
         ) from error
 
     if sha256 is not None and sha256_of(text) != sha256:
         raise CheckpointError(
             f"{path} was changed after it was written: its sha256 is"
-            f" {sha256_of(text)[:12]}... and not {sha256[:12]}..."
+            f" {sha256_of(text)[:12]}... and not {sha256[:12]}...{remedy}"
         )
     try:
         return kind.model_validate_json(text)
@@ -528,7 +542,7 @@ def read_json(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the file"
         raise CheckpointError(
-            f"{path} is not a valid {kind.__name__} of Plait: {field}: {first['msg']}"
+            f"{path} is not a valid {kind.__name__} of Plait: {field}: {first['msg']}{remedy}"
         ) from None
 
 
@@ -542,7 +556,8 @@ def manifest_hash(path: Place) -> str:
         return read_bytes(path / MANIFEST_HASH, most=1000).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path / MANIFEST_HASH} cannot be read: {getattr(error, 'strerror', None) or error}"
+            f"{path / MANIFEST_HASH} cannot be read: {getattr(error, 'strerror', None) or error};"
+            f" {RESTORE}"
         ) from error
 
 
@@ -556,6 +571,6 @@ def read_manifest(path: Place) -> Manifest:
     if manifest.format != FORMAT:
         raise CheckpointError(
             f"{path / MANIFEST} has format {manifest.format}, but this version of Plait reads"
-            f" format {FORMAT}"
+            f" format {FORMAT}; use the version of Plait that wrote the checkpoint"
         )
     return manifest

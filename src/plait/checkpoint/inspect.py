@@ -128,7 +128,7 @@ def open_checkpoint(place: Place) -> CheckpointFolder:
         folder = checkpoints_of(place)
         checkpoint = find_checkpoint(folder)
     if checkpoint is None:
-        raise CheckpointError(f"{folder}: contains no complete checkpoint")
+        raise CheckpointError(f"{folder}: contains no complete checkpoint; name another folder")
     return checkpoint
 
 
@@ -164,7 +164,7 @@ def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
         if expected != actual:
             raise CheckpointError(
                 f"{checkpoint.path}: its tensors of {kind} have the content hash {actual} instead"
-                f" of {expected}, which its manifest lists"
+                f" of {expected}, which its manifest lists; load another checkpoint"
             )
 
 
@@ -233,7 +233,7 @@ def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
 def prune(folder: Place, *, keep: int) -> list[str]:
     """Delete all but the `keep` newest valid checkpoints, and remains of interrupted saves.
 
-    A checkpoint with missing or truncated files does not count, and stays. The checkpoint that
+    A checkpoint with missing or truncated files is neither counted nor deleted. The checkpoint that
     LATEST names is never deleted.
 
     Returns:
@@ -270,7 +270,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Place) -> None:
-    """Delete what a killed save left, except a checkpoint whose replacement is missing."""
+    """Delete remains of killed saves, but no older checkpoint whose replacement is missing."""
     for path in entries(folder):
         successor = folder / path.name[1:].removesuffix(".replaced")
         # Without its manifest the successor is incomplete, and the replaced one is still loaded.

@@ -52,6 +52,7 @@ full: every byte is compared with its hash. sample: the header and every eighth 
 off: only sizes of files and hashes of manifests.
 """
 _SAMPLE_STRIDE = 8
+_REMEDY = "use the model that was saved, or load another checkpoint"
 
 
 class Reader:
@@ -77,8 +78,8 @@ class Reader:
         self.layout = checkpoint.manifest.layout
         if len(self.manifest.ranks) != self.layout.world_size:
             raise CheckpointError(
-                f"{self.path}: its manifest names {len(self.manifest.ranks)} ranks, but a layout"
-                f" of {self.layout.world_size} ranks"
+                f"{self.path}: its manifest lists files of {len(self.manifest.ranks)} ranks, but"
+                f" its layout has {self.layout.world_size} ranks; load another checkpoint"
             )
         self._last_read: tuple[int, RankManifest] | None = None
         leaders = [self._rank_manifest(rank) for rank in self.manifest.leaders]
@@ -119,7 +120,7 @@ class Reader:
             verify_shards(self._file(file_rank), shards, names=names)
 
     def content(self) -> tuple[str, str]:
-        """Return the content hashes of the shared tensors, and of the tensors of single ranks.
+        """Return the content hash of the model and optimizer, and that of tensors of single ranks.
 
         Raises:
             CheckpointError: A file cannot be read.
@@ -141,7 +142,7 @@ class Reader:
                     elif record is None:
                         raise CheckpointError(
                             f"{self._file(rank)} contains {name}, which the checkpoint's manifests"
-                            " do not list"
+                            " do not list; load another checkpoint"
                         )
                     elif record.stages[0] != coordinates["pp"]:
                         # Tied weights are counted on their first stage only.
@@ -174,7 +175,7 @@ class Reader:
         return tensor
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's parts from the files into tensors.
+        """Read the values of tensors from the files: of sharded tensors, only this rank's parts.
 
         Args:
             targets: Tensors by name, sharded or not. Values are cast to their dtypes.
@@ -188,7 +189,7 @@ class Reader:
             if record.shape != tuple(target.shape):
                 raise CheckpointError(
                     f"{self.path}: {name} has shape {record.shape} in the checkpoint and"
-                    f" {tuple(target.shape)} in this model"
+                    f" {tuple(target.shape)} in this model; {_REMEDY}"
                 )
             target_window = window_of(target)
             local = local_tensor(target)
@@ -269,7 +270,7 @@ def load_trained(
     """
     checkpoints = candidates(place_of(folder), tag)
     if not checkpoints:
-        raise CheckpointError(f"{folder}: contains no checkpoint")
+        raise CheckpointError(f"{folder}: contains no checkpoint; name a folder of checkpoints")
     for checkpoint in checkpoints:
         try:
             reader = Reader(checkpoint)
@@ -314,13 +315,13 @@ def compare_model(reader: Reader, model_shapes: Mapping[str, tuple[int, ...]]) -
                 listed += ", ..."
             raise CheckpointError(
                 f"{reader.path} is of another model: it {verb} {len(names)} tensors that"
-                f" {difference}: {listed}"
+                f" {difference}: {listed}; {_REMEDY}"
             )
     for name, shape in model_shapes.items():
         if saved[name] != shape:
             raise CheckpointError(
                 f"{reader.path} is of another model: {name} has shape {saved[name]} in the"
-                f" checkpoint and {shape} in this model"
+                f" checkpoint and {shape} in this model; {_REMEDY}"
             )
 
 

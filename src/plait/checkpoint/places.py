@@ -263,7 +263,7 @@ FILES: Files = Files()
 
 
 class ByteSink(Protocol):
-    """Writable stream."""
+    """Stream that the content of a file is written to."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Write all of `data`, or raise OSError."""
@@ -350,7 +350,8 @@ def reading(place: Place) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or place} cannot be read: {error.strerror or error}"
+            f"{error.filename or place} cannot be read: {error.strerror or error};"
+            " check that it exists and can be read"
         ) from error
 
 
@@ -365,7 +366,7 @@ def size_of(path: Place) -> int:
 
 
 def size_of_folder(path: Place) -> int:
-    """Return the size of a folder's files in bytes; 0 if it is deleted during the call."""
+    """Return the size of a folder's files in bytes; 0 if the folder is deleted during the call."""
     try:
         if isinstance(path, StorePath):
             return sum(path.sizes().values())

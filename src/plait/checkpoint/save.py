@@ -23,8 +23,8 @@ Note [Asynchronous save]
     group then runs the save (Note [Life of a save]) while training continues. Only one checkpoint
     is written at a time, so there is at most one copy, and its buffers are reused.
 
-    Ranks learn at different moments that a save ended. An error is therefore raised where all ranks
-    are at the same point: in `raise_failed` after a step, or at the next save. A rank without
+    Ranks learn at different times that a save has ended. An error is therefore raised where all
+    ranks are at the same point: in `raise_failed` after a step, or at the next save. A rank without
     memory for a copy writes in the training thread; the other ranks' threads wait for it.
 """
 
@@ -232,7 +232,7 @@ class _Save:
         return token.encode()
 
     def _write_files(self, token: str, counted: set[str]) -> tuple[str, ContentHash, ContentHash]:
-        """Write this rank's files.
+        """Write the tensors and the manifest of this rank to the unpublished folder.
 
         Args:
             token: Token of the folder that rank 0 created.
@@ -407,10 +407,9 @@ class Writer:
         self._running = self._unsettled = self._pool.submit(write, staged, self._group)
 
     def finished(self) -> Place | None:
-        """Return the checkpoint that was written since the last call.
+        """Return the checkpoint that was finished since the last call, or None.
 
-        None if no save was started, or if it has not ended or has failed. `raise_failed` raises its
-        error on all ranks.
+        After a failed save the result is None, and `raise_failed` raises the error on all ranks.
         """
         running = self._running
         if running is None or not running.done() or running.exception() is not None:
@@ -450,7 +449,7 @@ class Writer:
             writing.result()
 
     def wait(self) -> Place | None:
-        """Wait for the current save.
+        """Wait until the save that is running ends.
 
         Returns:
             The checkpoint, or None if no save is running.

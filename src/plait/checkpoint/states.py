@@ -135,7 +135,7 @@ def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
 
 @runtime_checkable
 class MakesStates(Protocol):
-    """Optimizer whose states differ in shape from their parameters, and which can create them."""
+    """Optimizer that creates its states itself, because they differ in shape from parameters."""
 
     def fresh_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the states of a parameter before its first step."""
@@ -143,7 +143,7 @@ class MakesStates(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerContent:
-    """State of this rank's optimizer."""
+    """State of this rank's optimizer in the form in which a checkpoint stores it."""
 
     tensors: dict[str, torch.Tensor]
     """Tensor states by `state.<parameter>.<name>`."""
@@ -287,8 +287,8 @@ def allocate(
         optimizer: Its optimizer.
         stored: All tensors of the checkpoint by name.
         record: Record of the optimizer, from `merge_stages`.
-        place: Allocates states of their parameter's shape, for example in host memory. None
-            allocates them on the parameter's device.
+        place: Function that allocates states of their parameter's shape, for example in host
+            memory. None allocates them on the parameter's device.
 
     Raises:
         CheckpointError: The states are those of another optimizer.
@@ -398,7 +398,7 @@ def _allocate_state(
     parameter_dtype: torch.dtype | None,
     place: StateAllocator | None,
 ) -> torch.Tensor:
-    """Allocate one state.
+    """Allocate one optimizer state of a parameter.
 
     Args:
         parameter: Parameter of the state.
@@ -406,7 +406,7 @@ def _allocate_state(
         record: Record of the state in the checkpoint.
         parameter_dtype: dtype of the parameter in the checkpoint. None if another optimizer of the
             same kind wrote the states.
-        place: Allocates states of the parameter's shape.
+        place: Function that allocates states of the parameter's shape, see `allocate`.
     """
     shape = record.shape
     dtype = dtype_of(record)
@@ -449,7 +449,10 @@ def _refuse_rank_local_state(
 
 
 def _refuse_other_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
-    """Return True if this class saved the states. Refuse others, except among Adam variants."""
+    """Return True if this class saved the states.
+
+    States of another class are refused unless both classes are variants of Adam.
+    """
     saved = record["type"]
     current = class_name(optimizer)
     if saved != current and not {saved, current} <= set(_ADAM_CLASSES):
@@ -465,7 +468,7 @@ def _refuse_missing_states(
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     names: Mapping[nn.Parameter, list[str]],
 ) -> None:
-    """Refuse a checkpoint that lacks states that torch would not create after loading it."""
+    """Refuse a checkpoint without states that the optimizer needs and does not create later."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     for option, (class_names, state) in _STATES_OF_OPTIONS.items():

@@ -1,9 +1,10 @@
-"""Windows of tensors (the part that a rank has), and a hash that is equal for every layout.
+"""The part of each tensor that a rank holds, and a content hash that is equal for every layout.
 
 Note [Windows]
-    A window is the (start, length) of a rank's part in every dimension. A tensor is split along
-    mesh axes by the rule of torch.chunk, one axis after the other. Over the other axes it is
-    replicated, and the first replica writes it. A record of a few numbers per tensor is therefore
+    A window describes the part of a tensor that a rank holds: its (start, length) in every
+    dimension of the tensor. A tensor is split over mesh dimensions by the rule of torch.chunk, one
+    mesh dimension after the other. Over the remaining mesh dimensions it is replicated, and the
+    first replica writes it. A record of a few numbers per tensor is therefore
     enough to compute the window of any rank, and the metadata of a checkpoint does not grow with
     the world size.
 
@@ -45,7 +46,7 @@ from plait.policy import Policy
 from plait.sizes import dtype_name
 
 Window = tuple[tuple[int, int], ...]
-"""(start, length) per dimension."""
+"""(start, length) per dimension of a tensor. See Note [Windows]."""
 Keys = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _WORDS_AT_ONCE = 1 << 17
@@ -63,7 +64,7 @@ class TensorRecord(Policy):
     shape: tuple[NonNegativeInt, ...]
     """Global shape."""
     cuts: tuple[tuple[str, NonNegativeInt], ...] = ()
-    """(mesh axis, dimension) pairs, in the order in which they split the tensor."""
+    """(mesh dimension, tensor dimension) pairs, in the order in which they split the tensor."""
     stages: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
     """Coordinates along pp of the stages that have it. The first one writes it."""
 
@@ -71,15 +72,15 @@ class TensorRecord(Policy):
     def _cuts_existing_dimensions(self) -> Self:
         for axis, dim in self.cuts:
             if axis not in (*AXES, *EXPERT_AXES) or dim >= len(self.shape):
-                raise ValueError(f"{axis} cannot cut dimension {dim} of {self.shape}")
+                raise ValueError(f"{axis} cannot split dimension {dim} of the shape {self.shape}")
         return self
 
     def window(self, coordinates: Mapping[str, int], degrees: Mapping[str, int]) -> Window:
-        """Return the part of a rank.
+        """Return the part of the tensor that a rank holds.
 
         Args:
-            coordinates: Coordinates of the rank by mesh axis.
-            degrees: Degrees of the layout by mesh axis.
+            coordinates: Coordinates of the rank by mesh dimension.
+            degrees: Sizes of the mesh dimensions.
         """
         starts = [0] * len(self.shape)
         sizes = list(self.shape)
@@ -92,7 +93,7 @@ class TensorRecord(Policy):
         return tuple(zip(starts, sizes, strict=True))
 
     def is_written_by(self, coordinates: Mapping[str, int]) -> bool:
-        """Return True if the rank at the coordinates writes its part."""
+        """Return True if the rank at the coordinates writes its part to the checkpoint."""
         axes = tuple(axis for axis, _ in self.cuts)
         return Reduction(axes, stages=self.stages[:1]).is_written_by(coordinates)
 
@@ -150,7 +151,10 @@ def dtype_of(record: TensorRecord) -> torch.dtype:
     """Return the dtype of a record. Raises CheckpointError for an unknown name."""
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a tensor's dtype is {record.dtype!r}, which torch does not have")
+        raise CheckpointError(
+            f"a tensor's dtype is {record.dtype!r}, which torch does not have; load another"
+            " checkpoint"
+        )
     return dtype
 
 
@@ -322,7 +326,7 @@ def _row_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def _row_indices(
     first: int, count: int, sizes: list[int], starts: list[int], shape: list[int]
 ) -> Keys:
-    """Return the indices among all rows of the full tensor.
+    """Return the indices that rows of a local part have in the full tensor.
 
     Args:
         first: Index of the first row in the local part.

@@ -1,9 +1,9 @@
-"""Adapter folders (PEFT's LoRA) in models for inference.
+"""LoRA adapters for inference, read from folders that PEFT has saved.
 
-Nothing is merged. Layers compute base(x) + s B A x with PEFT's own modules, so results are equal to
-PEFT's, whether weights are in memory or streamed. The tensors of the adapter stay in memory.
-Tensors that the adapter has trained in full (`modules_to_save`, biases) replace those of the base
-model.
+The adapter is not merged into the model. Layers compute base(x) + s B A x with PEFT's own modules,
+so results are equal to PEFT's, whether weights are in memory or streamed. The tensors of the
+adapter stay in memory. Tensors that the adapter has trained in full (`modules_to_save`, biases)
+replace those of the base model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA adapter that is not loaded yet."""
+    """LoRA adapter in a folder of PEFT. Its tensors are not loaded yet."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -77,7 +77,7 @@ class Adapter:
 
     @property
     def replaced(self) -> dict[str, StoredTensor]:
-        """Base model tensors that the adapter trained in full, by their names in the base model."""
+        """Tensors that replace those of the base model, by their names in the base model."""
         tensors: dict[str, StoredTensor] = {}
         for name, tensor in self.stored.items():
             if not _LORA_TENSOR_IN_FILE.search(name):
@@ -85,13 +85,13 @@ class Adapter:
         return tensors
 
     def put_on(self, model: nn.Module) -> None:
-        """Wrap the layers of a model in place.
+        """Add the adapter to a model in place, by wrapping the adapted layers.
 
         Args:
             model: The base model, on the meta device.
 
         Raises:
-            InputError: The adapter belongs to another model, or has trained a tied tensor.
+            InputError: The adapter belongs to another model, or trained a tied tensor in full.
         """
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -106,7 +106,7 @@ class Adapter:
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"--adapter {self.folder}: PEFT cannot add it to the model:"
-                f" {str(error).splitlines()[0]}"
+                f" {str(error).splitlines()[0]}; pass an adapter of this model"
             ) from error
 
         for name, parameter in model.named_parameters():
@@ -126,17 +126,17 @@ class Adapter:
         base: Mapping[str, torch.Tensor],
         tied: set[str],
     ) -> None:
-        """Raise InputError unless the file has the tensors of the model.
+        """Raise InputError unless the tensors of the adapter's file match those of the model.
 
         Args:
-            adapter_tensors: The adapter's tensors in the model, by their names in the file.
+            adapter_tensors: Tensors of the wrapped model that belong to the adapter, by file name.
             base: All tensors of the base model.
             tied: Names of tied parameters of the base model.
         """
         if missing := sorted(adapter_tensors.keys() - self.stored.keys()):
             raise InputError(
-                f"--adapter {self.folder}: {WEIGHTS} lacks {len(missing)} of its tensors, first"
-                f" {missing[0]}; save the adapter again with PEFT"
+                f"--adapter {self.folder}: {WEIGHTS} lacks {len(missing)} tensors of the adapter,"
+                f" first {missing[0]}; save the adapter again with PEFT"
             )
         for name, stored in self.stored.items():
             tensor = adapter_tensors.get(name, base.get(base_tensor(name)))
@@ -153,7 +153,8 @@ class Adapter:
             if name not in adapter_tensors and base_tensor(name) in tied:
                 raise InputError(
                     f"--adapter {self.folder}: has trained {name} in full, but the model ties it to"
-                    " another tensor; merge it with PEFT's merge_and_unload, and save that"
+                    " another tensor; merge the adapter with PEFT's merge_and_unload, and save the"
+                    " merged model"
                 )
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -164,7 +165,7 @@ class Adapter:
                 to their dtypes.
 
         Returns:
-            The tensors that the adapter does not have, by the base model's names.
+            The remaining tensors, which are those of the base model, by their names in it.
         """
         replaced = self.replaced
         others = {}
@@ -203,10 +204,10 @@ def open_adapter(folder: Path) -> Adapter:
     if kind != "LORA":
         raise InputError(
             f"--adapter {folder}: is of the kind {kind}; only LORA is supported; merge it into the"
-            " model with PEFT, and save that"
+            " model with PEFT, and save the merged model"
         )
 
-    remedy = "merge it into the model with PEFT (merge_and_unload), and save that"
+    remedy = "merge it into the model with PEFT (merge_and_unload), and save the merged model"
     for name, value in config.items():
         if value and name not in _USED_FIELDS | _IGNORED_FIELDS:
             raise InputError(f"--adapter {folder}: {name} = {value!r} is not supported; {remedy}")
@@ -224,7 +225,7 @@ def open_adapter(folder: Path) -> Adapter:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of the base model that an adapter names.
+    """Return the folder of the base model that an adapter's configuration names.
 
     Raises:
         InputError: The base model is not a folder on this machine.
@@ -233,28 +234,29 @@ def base_folder(folder: Path) -> Path:
     base = _read_config(folder).get("base_model_name_or_path")
     if not base or not Path(base).is_dir():
         raise InputError(
-            f"--model {folder}: is an adapter, but {base!r}, which it names as its base, is not"
-            f" a folder on this machine; pass --model BASE --adapter {folder}"
+            f"--model {folder}: is an adapter, but its base model {base!r} is not a folder on this"
+            f" machine; pass --model BASE --adapter {folder}"
         )
     return Path(base)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an adapter. It must have a `peft_type`."""
+    """Return the configuration of an adapter, which must have a `peft_type`."""
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         config["peft_type"]  # other files of this name have none
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{folder / CONFIG} is not a configuration of PEFT: {error}"
+            f"{folder / CONFIG} is not a configuration of PEFT: {error}; save the adapter"
+            " again with PEFT"
         ) from None
     return config
 
 
 def _name_in_file(name: str) -> str:
-    """Return the name in the file of an adapter's tensor, without the common prefix.
+    """Return the name under which PEFT's file stores a tensor, without the common prefix.
 
-    PEFT leaves the name of the adapter out of the file.
+    Names in the file do not contain the name of the adapter.
     """
     if name.endswith(_MAGNITUDE):
         return name.removesuffix(f".{_ADAPTER_NAME}.weight")

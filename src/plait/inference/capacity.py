@@ -1,18 +1,17 @@
 """Memory and positions that a generation needs, checked before its first token.
 
-Most of the memory is the KV cache. No rule for a family of models computes its size: there may be
-keys of every head or of a single one, latent keys, windows, and states of fixed size.
-`cache_layout_of` measures the tensors that the model's own code writes.
+Most of the memory is the KV cache. Model families store different things in it: keys of every head
+or of a single one, latent keys, sliding windows, or states of fixed size. `cache_layout_of`
+therefore measures the tensors that the model's own code writes to its cache.
 
 Note [Dry runs]
     A copy of the model without weights processes two tokens, and then one token more, with
     Transformers' own cache. The sizes of the cache's tensors after both forwards give the fixed
     size and the size per token.
 
-    Nothing is read from names or configurations of families: the tensors are those that the model's
-    own code writes to its cache, a window is that of the cache's layer, and the heads of a rank
-    follow from the tensor-parallel plan. If a model cannot run without values, its number of heads
-    is read from its configuration instead.
+    Window sizes are read from the layers of the cache, and the heads of a rank follow from the
+    tensor-parallel plan. If a model cannot run without values, its number of heads is read from its
+    configuration instead.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ They are the layer to which a token is added, its longer copy with that token, a
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """Size of a tensor that a layer keeps for one request, in elements."""
+    """Size of one cache tensor of a layer, in elements per request."""
 
     fixed: float
     """Elements that do not depend on the number of tokens."""
@@ -90,7 +89,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """Tensors of one layer of a cache."""
+    """Sizes of the tensors in one layer of a KV cache."""
 
     tensors: tuple[CacheTensor, ...] = ()
     stays: bool = False
@@ -99,7 +98,7 @@ class CacheLayer:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Layers of a model's cache, and how a layout of ranks divides them."""
+    """Layers of a model's KV cache, and how tp and pp divide them between ranks."""
 
     layers: tuple[CacheLayer, ...] = ()
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -123,7 +122,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """Requests that a cache must hold."""
+    """Requests that a KV cache must hold: their number, length and element size."""
 
     requests: int
     tokens: int
@@ -140,7 +139,7 @@ def cache_bytes(
     pp: int = 1,
     blocks: Collection[str] | None = None,
 ) -> int:
-    """Return the bytes of a cache on the rank with the largest part.
+    """Return the bytes of the KV cache on the rank with the largest share.
 
     Args:
         layout: Layers of the model's cache.
@@ -170,7 +169,7 @@ def cache_bytes(
 
 
 def _size_of_layers(sizes: Sequence[int], groups: Iterable[tuple[int, ...]]) -> int:
-    """Return the size of the layers in some groups. Each layer counts once."""
+    """Return the total size of the layers in `groups`. A layer in several groups counts once."""
     layers: set[int] = set()
     for group in groups:
         layers.update(group)
@@ -178,16 +177,16 @@ def _size_of_layers(sizes: Sequence[int], groups: Iterable[tuple[int, ...]]) -> 
 
 
 def growing_bytes(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> int:
-    """Return the temporary bytes that it takes to add a token.
+    """Return the bytes of temporary memory that are needed to add a token to the cache.
 
-    A tensor is copied into a longer one before it is freed, one tensor at a time.
+    Each cache tensor is copied into a longer one and then freed, one tensor at a time.
     """
     return max(chain.from_iterable(_tensor_sizes(layout, demand, tp)), default=0)
 
 
 @dataclass(frozen=True)
 class OffloadedCache:
-    """Bytes of one rank whose KV cache is in host memory."""
+    """Bytes that an offloaded KV cache takes on the device and in host memory of one rank."""
 
     device: int
     """Memory of the device."""
@@ -200,7 +199,8 @@ class OffloadedCache:
 def offloaded_cache(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> OffloadedCache:
     """Return the sizes of an offloaded cache of a model without pipeline stages.
 
-    The device has `LAYERS_ON_DEVICE` layers at a time, and the layers that stay.
+    The device holds `LAYERS_ON_DEVICE` offloaded layers at a time, and the layers that are never
+    offloaded.
     """
     staying = 0
     moved = []
@@ -228,9 +228,9 @@ def _tensor_sizes(layout: CacheLayout, demand: CacheDemand, tp: int) -> list[lis
 
 
 def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
-    """Return the size of the activations of one forward.
+    """Return the size in bytes of the activations of one forward.
 
-    They are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
+    These are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
     values), a mask, and the logits of the last position in float32 with the temporary tensors of
     sampling.
 
@@ -257,14 +257,14 @@ def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) 
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating-point weight, in which the model computes."""
+    """Return the dtype that a model computes in: that of its first floating-point weight."""
     return next(
         parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
     )
 
 
 def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
-    """Return the size of all parameters that a sharded model gathers.
+    """Return the size in bytes of all parameters of a sharded model after they are gathered.
 
     Args:
         model: The sharded model.
@@ -302,7 +302,7 @@ def check_cache(
 
     Args:
         needed: Size of the keys and values in bytes.
-        free: Size of the free memory in bytes. None if it is unknown, which raises nothing.
+        free: Size of the free memory in bytes. None if it is unknown: then nothing is checked.
         requests: Number of requests, for the message.
         tokens: Length of the longest request, for the message.
         where: Place of the memory, for the message.
@@ -322,12 +322,12 @@ def check_positions(
     content: str = "its prompt and max_new_tokens",
     remedy: str = "ask for fewer new tokens, or shorten the prompt",
 ) -> None:
-    """Raise InputError if a request may exceed the model's positions.
+    """Raise InputError if a request may have more tokens than the model has positions.
 
     Args:
         config: Configuration of the model, or None.
         longest: Number of tokens of the longest request.
-        content: Description of the counted tokens, for the message.
+        content: Description of these tokens, for the message.
         remedy: Remedy, for the message.
     """
     if config is None:
@@ -382,7 +382,7 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
 
 @dataclass(frozen=True)
 class _ModelDescription:
-    """Class and configuration of a model. Key of the cached measurements."""
+    """Class and configuration of a model: the key under which its cache layout is stored."""
 
     model_class: type[nn.Module]
     fields: str
@@ -523,7 +523,7 @@ def _cache_tensor(
     lengths: tuple[int, int],
     window: int | None,
 ) -> CacheTensor:
-    """Return the size of a cache tensor from its elements after the first and second forward."""
+    """Return the size of a cache tensor from its numbers of elements after both forwards."""
     # The size is a linear function of the number of tokens, known at two points.
     token = (after - before) / lengths[1]
     fixed = max(before - token * lengths[0], after - token * sum(lengths), 0)
@@ -535,9 +535,9 @@ def _cache_tensor(
 
 
 def _open_window(layer: Any) -> int | None:
-    """Return how many tokens a layer keeps for the next token, or None if it keeps all.
+    """Remove a layer's sliding window, and return the number of earlier tokens in it.
 
-    The window is removed, so that a short one does not hide the size per token.
+    The result is None if the layer keeps all tokens. A short window would hide the size per token.
     """
     if not getattr(layer, "is_sliding", False):
         return None
@@ -547,7 +547,7 @@ def _open_window(layer: Any) -> int | None:
 
 
 def _named_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of a layer once. Several states of one attribute are numbered."""
+    """Yield (name, tensor) for the attributes of a cache layer, and for entries of containers."""
     seen: set[int] = set()
     for name, value in vars(layer).items():
         entries: Any = [("", value)]
@@ -562,9 +562,9 @@ def _named_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _layers_of_config(config: Any) -> list[CacheLayer]:
-    """Return the keys and values of the heads that a configuration defines.
+    """Return cache layers with ordinary keys and values, from the heads in a configuration.
 
-    The result is empty if it defines no heads.
+    The result is empty if the configuration defines no heads.
     """
     config = config.get_text_config(decoder=True)
     queries = sizes_of_layers(config, "num_attention_heads")

@@ -5,8 +5,8 @@ of the last positions, on the rank that reads them.
 
 Note [Padding]
     With a KV cache, prompts are padded on the left, so that all requests append at the same
-    position. Without a cache, sequences are padded on the right, where a causal model does not
-    attend.
+    position. Without a cache, sequences are padded on the right, which causal
+    attention does not read.
 
 Note [Reproducible draws]
     Each request draws from its own generator, one number per token. It takes the token at which the
@@ -51,7 +51,7 @@ OnToken = Callable[[int, int], None]
 class Decoder:
     """Decoder of batches of requests on one rank.
 
-    All ranks that hold parts of one model (tp, pp) decode the same requests.
+    All ranks of one model replica (tp, pp) decode the same requests.
 
     Attributes:
         sharded: The model.
@@ -88,8 +88,8 @@ class Decoder:
 
         Args:
             requests: The requests.
-            numbers: Their numbers for the callback.
-            answers: Their answers, to which new tokens are added.
+            numbers: Numbers of the requests, which the callback receives.
+            answers: Answers to the requests, to which new tokens are added.
         """
         longest = max(request.max_tokens_read for request in requests)
         if self.rope is not None and self.rope.remembers(longest):
@@ -142,7 +142,7 @@ class Decoder:
         return sampler, _UncachedBatch(self, requests)
 
     def _call_back(self, tokens: list[tuple[int, int]]) -> None:
-        """Call this rank's callback, if it has one. Collective over the parts of the model.
+        """Call this rank's callback, if it has one. Collective over the ranks of one replica.
 
         Raises:
             Exception: The callback has failed on one of these ranks.
@@ -196,8 +196,8 @@ class _CachedBatch:
     def next_forwards(self) -> Iterator[Callable[[], LogitsReader]]:
         """Yield the forwards over all tokens that the model has not read.
 
-        Each has at most `prefill_tokens` tokens per request. If rotary frequencies depend on the
-        length of the input, the prompts are read in one forward.
+        Each forward has at most `prefill_tokens` tokens per request. If rotary frequencies depend
+        on the length of the input, the prompts are read in one forward.
         """
         end = self._ids.shape[1]
         is_past = self._rope is not None and int(self._positions.max()) >= self._rope.original
@@ -304,7 +304,7 @@ class TokenSampler:
         requests: The requests of the batch.
         settings: Settings of the call.
         tokenizer: A tokenizer, which stop strings need, or None.
-        tokens: Number of tokens of the tokenizer, if it has been computed before.
+        tokens: Result of `tokens_of_tokenizer`, if the caller has computed it.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class InferenceWork:
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of one machine."""
+    """Kind, number and free memory of the devices of one machine."""
 
     on_gpu: bool
     count: int
@@ -126,13 +126,13 @@ class DeploymentBytes:
 
     @property
     def streamed(self) -> int:
-        """Bytes of weights that are streamed for every token, and for every part of the prompts."""
+        """Bytes of weights that are streamed in every forward, of a prefill or of one token."""
         return self.on_host + self.in_files
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Layout of processes, or budgets for streaming."""
+    """Chosen deployment: a layout of processes, or memory budgets for streaming."""
 
     why: str
     """Explanation for the user."""
@@ -172,8 +172,8 @@ def deploy(
 ) -> Deployment:
     """Choose the deployment on the fewest devices that hold the model.
 
-    If all devices together do not hold it, and the user chose none of `tp`, `pp` and `devices`, its
-    weights are streamed to one device.
+    If all devices together do not hold the model, and the user chose none of `tp`, `pp` and
+    `devices`, the weights are streamed to one device.
 
     Args:
         work: Model and requests.
@@ -417,7 +417,7 @@ class BandwidthBound:
 
 
 def bandwidth_bound(estimate: DeploymentBytes, gpu: DeviceSpec) -> BandwidthBound:
-    """Return the maximum over all tiers of the bytes per token divided by the tier's bandwidth.
+    """Return the largest time per token over all memory tiers: bytes read, divided by bandwidth.
 
     Every token reads all weights, and the keys and values of all requests at their full length.
     Files are left out, because no datasheet says how fast they are read.

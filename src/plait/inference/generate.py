@@ -72,8 +72,8 @@ def generate(
 ) -> list[Generation]:
     """Generate a continuation of each prompt. Collective over all ranks.
 
-    Each data-parallel rank passes its own prompts, which may be none. Of the ranks that hold parts
-    of one model (tp, pp), the prompts of the first one are used, and all of them get the results.
+    Each data-parallel rank passes its own prompts, which may be none. Of the ranks of one model
+    replica (tp, pp), the prompts of the first one are used, and all of them get the results.
     Sharded parameters are gathered once if they fit into memory, and otherwise in every forward.
     Training continues as if nothing had happened.
 
@@ -82,7 +82,8 @@ def generate(
         prompts: One prompt or several: texts or conversations, which require a tokenizer, or token
             ids.
         tokenizer: A tokenizer of Transformers. With it, results have a text.
-        generation_config: Settings that `settings` override. They override the model's own.
+        generation_config: GenerationConfig or dictionary. It overrides the model's own settings,
+            and `settings` override it.
         seed: Seed of the first request; the next one has `seed + 1`, and so on. A list has a seed
             for each request. None chooses new seeds.
         batch_size: Number of requests that are decoded at the same time. None decodes all of them.
@@ -186,28 +187,29 @@ def check_model(sharded: ShardedModel) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
-            f"{type(model).__name__} has an encoder and a decoder; generate is for models that"
-            " continue a text"
+            f"{type(model).__name__} has an encoder and a decoder; generate supports only"
+            " decoder-only models (...ForCausalLM)"
         )
     can_generate = getattr(model, "can_generate", None)
     if callable(can_generate) and not can_generate():
         raise InputError(
-            f"{type(model).__name__} has no head for the next token; load its ...ForCausalLM class"
+            f"{type(model).__name__} has no language-model head; load its ...ForCausalLM class"
         )
     refuse_split_experts(sharded.parts, "generate")
     _refuse_other_adapters(model)
     if sharded.parts.hooks.transform:
         raise InputError(
-            "generate: a technique of this layout changes every micro-batch (its part of the"
-            " sequence); use a layout without it"
+            "generate passes its inputs to the model unchanged, but a technique of this layout must"
+            " transform every micro-batch (for example to this rank's part of the sequence); use a"
+            " layout without this technique"
         )
 
 
 def _refuse_other_adapters(model: nn.Module) -> None:
-    """Raise InputError if an active adapter of PEFT gives wrong results in generation.
+    """Raise InputError if an active adapter of PEFT gives wrong results with a KV cache.
 
-    With such an adapter, a token that is decoded alone gets other values than in a full pass over
-    the text. Other adapters are computed by PEFT's own modules.
+    With such an adapter, a token that is decoded alone gets other values than in a full forward
+    over the text.
     """
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
     if not configs:
@@ -265,7 +267,7 @@ def _request_seed(seed: int | Sequence[int] | None, index: int) -> int:
 def _check_rope(
     sharded: ShardedModel, requests: Sequence[GenerationRequest], *, use_cache: bool
 ) -> None:
-    """Raise InputError if the rotary frequencies of a request would not be Transformers'."""
+    """Raise InputError if the rotary frequencies of a request would differ from Transformers'."""
     rope = rope_by_length(sharded.model)
     if rope is None:
         return
@@ -371,9 +373,9 @@ def _can_cache(sharded: ShardedModel, requests: Sequence[GenerationRequest]) -> 
 def requests_of_first_rank(
     sharded: ShardedModel, requests: list[GenerationRequest]
 ) -> list[GenerationRequest]:
-    """Return the requests of the first rank among those that hold parts of one model.
+    """Return the requests of the first rank of this model replica.
 
-    Collective over these ranks.
+    Collective over the ranks of the replica (tp, pp).
     """
     mesh = sharded.mesh
     # First over the tensor-parallel ranks of the first stage, then from there to the other stages.

@@ -1,4 +1,4 @@
-"""Settings of a generation: the choice of tokens and the end of a request.
+"""Settings of `generate`: how tokens are chosen, and when a request ends.
 
 Note [Precedence of settings]
     Names and precedence are those of Transformers: arguments of the call override
@@ -127,8 +127,8 @@ def settings_of(
 ) -> GenerationSettings:
     """Return the settings of a call. See Note [Precedence of settings].
 
-    A setting that is not supported is accepted at the value at which it changes nothing, and
-    overrides the model's own value (`num_beams=1`). `temperature=0` is greedy. A sampling argument
+    A setting that is not supported is accepted only at its neutral value (`num_beams=1`), which
+    overrides the model's own value. `temperature=0` is greedy. A sampling argument
     of the call (`temperature`, `top_k`, `top_p`, ...) enables sampling unless `do_sample` is set.
 
     Args:
@@ -217,7 +217,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
             raise InputError(f"{name} = {value!r} must be True or False")
     for value in values["stop_strings"]:
         if not isinstance(value, str) or not value:
-            raise InputError(f"stop_strings: {value!r} is not a string with characters")
+            raise InputError(f"stop_strings: {value!r} must be a string that is not empty")
     for name in _TOKEN_LISTS:
         for token in values[name]:
             if type(token) is not int:
@@ -225,7 +225,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
     for word in values["bad_words_ids"]:
         if not word or not all(type(token) is int for token in word):
             raise InputError(
-                f"bad_words_ids: {list(word)!r} is not a list of token ids; pass one list for each,"
+                f"bad_words_ids: {list(word)!r} is not a list of token ids; pass one list per word,"
                 " such as [[5, 7], [9]]"
             )
 
@@ -237,10 +237,11 @@ def _is_number(value: object) -> bool:
 def _check_tokens(
     values: Mapping[str, Any], arguments: Mapping[str, Any], vocabulary: int | None
 ) -> None:
-    """Raise InputError for tokens that a model does not have.
+    """Raise InputError if settings have token ids that are not in the model's vocabulary.
 
-    `eos_token_id` is not checked: such a token never ends a request. `pad_token_id` is checked only
-    if the call sets it, because other candidates replace that of the model's files.
+    `eos_token_id` is not checked, because a token outside the vocabulary is never chosen.
+    `pad_token_id` is checked only if the call sets it. A wrong one in the model's files is
+    replaced.
     """
     remedy = "leave it out, or use tokens of the model"
     for name in ("suppress_tokens", "begin_suppress_tokens"):
@@ -361,9 +362,9 @@ def tokens_of_model(model: nn.Module) -> int | None:
 
 
 def tokens_of_tokenizer(tokenizer: Any) -> int | None:
-    """Return the highest token of a tokenizer plus one, or None without a tokenizer.
+    """Return the highest token id of a tokenizer plus one, or None without a tokenizer.
 
-    A vocabulary may leave numbers out, so its length can be smaller.
+    A vocabulary may skip token ids, so its length can be smaller.
     """
     if tokenizer is None:
         return None

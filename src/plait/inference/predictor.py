@@ -1,10 +1,11 @@
 """Forwards without gradients on a layout, without side effects on a model in training.
 
 Note [Errors of a forward]
-    The ranks that hold parts of one model (tp, pp) wait for each other in collectives. If one of
-    them raised an error and left, the others would wait forever. An error of a pipeline stage is
+    The ranks of one model replica (tp, pp) wait for each other in collectives. If one of them
+    raised an error and left, the others would wait forever. An error of a pipeline stage is
     therefore stored and raised by the next `compute_on_first`, which all of these ranks call. The
-    failed rank raises its own error, and the others raise an InputError with the same message.
+    failed rank raises its own error, and the other ranks raise an InputError with the same
+    message.
 
 `untouched` undoes the changes that generation makes to a model in training.
 """
@@ -44,7 +45,7 @@ _IDLE, _BUSY, _BROKEN = range(3)
 class Predictor:
     """Runner of a model's forwards on one rank.
 
-    All ranks that hold parts of one model (tp, pp) run the same forwards.
+    All ranks of one model replica (tp, pp) run the same forwards.
 
     Args:
         sharded: The model.
@@ -68,11 +69,11 @@ class Predictor:
         if sharded.pipeline is not None:
             self._output_stage = sharded.pipeline.output_rank
         self.is_first = coordinates["pp"] == self._output_stage and coordinates["tp"] == 0
-        """True if this rank reads the logits. One of the ranks with parts of a model does."""
+        """True if this rank reads the logits. One rank per model replica does."""
         self._tp = sharded.mesh.layout.tp
         self._parts = sharded.mesh.layout.tp * sharded.mesh.layout.pp
         self._part = coordinates["pp"] * self._tp + coordinates["tp"]
-        """Number of this rank among those that hold parts of one model."""
+        """Number of this rank among those of its model replica."""
         self._first_part = self._output_stage * self._tp
         self._failure: Exception | None = None
         """Error of this rank since the last `compute_on_first`. See Note [Errors of a forward]."""
@@ -107,7 +108,7 @@ class Predictor:
         return partial(_logits_at, self.logits(inputs, cache), rows)
 
     def padded_inputs(self, rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Any]:
-        """Return the arguments of a forward over complete sequences, which fills no cache.
+        """Return the arguments of a forward over complete sequences, without a KV cache.
 
         Args:
             rows: Token ids of every sequence.
@@ -136,7 +137,9 @@ class Predictor:
         self.run_on_all(lambda: self._predict(inputs, None))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast a tensor of the rank that reads the logits. Collective over the model's parts.
+        """Broadcast a tensor of the rank that reads the logits to the other ranks of its replica.
+
+        Collective over these ranks.
 
         Args:
             tensor: The tensor, or on the other ranks one of the same shape and dtype.
@@ -156,14 +159,16 @@ class Predictor:
     def compute_on_first(
         self, work: Callable[[], torch.Tensor], template: torch.Tensor
     ) -> torch.Tensor:
-        """Compute a tensor on the rank that reads the logits. Collective over the model's parts.
+        """Compute a tensor on the rank that reads the logits, and return it on all ranks.
+
+        Collective over the ranks of one replica.
 
         Args:
             work: Function that computes the tensor.
-            template: Tensor of the same shape and dtype.
+            template: Tensor with the shape and dtype of the result.
 
         Returns:
-            The tensor, on the CPU of all of these ranks.
+            The tensor, on the CPU.
 
         Raises:
             Exception: See Note [Errors of a forward].
@@ -188,7 +193,7 @@ class Predictor:
         return total[: -self._parts].view_as(result)
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Call a function on every rank. Collective over the model's parts.
+        """Call a function on every rank of one replica. Collective over these ranks.
 
         Raises:
             Exception: The function has failed on a rank. See Note [Errors of a forward].
@@ -202,7 +207,7 @@ class Predictor:
         return results[0]
 
     def fail(self, error: Exception) -> None:
-        """Raise an error. In a pipeline, the next `compute_on_first` raises it.
+        """Raise an error, or in a pipeline store it for the next `compute_on_first`.
 
         See Note [Errors of a forward].
         """
@@ -218,11 +223,11 @@ class Predictor:
         return tensor.cpu()
 
     def _raise_failure(self, failure: Exception | None, part: int) -> NoReturn:
-        """Raise the error of the first failed rank on all ranks. Collective.
+        """Raise the error of the first failed rank on all ranks of the replica. Collective.
 
         Args:
             failure: Error of this rank, if it has failed.
-            part: Number of the first failed rank.
+            part: Number of the first failed rank in the replica.
         """
         # The message is empty on all other ranks, so a sum distributes it.
         message = b""
@@ -241,7 +246,7 @@ class Predictor:
         raise InputError(f"{rank}: {text}")
 
     def raise_together(self, failure: Exception | None) -> None:
-        """Raise an error if `on_token` has failed on any rank. Collective over the model's parts.
+        """Raise an error if `on_token` has failed on a rank of this replica. Collective.
 
         Args:
             failure: Error of this rank, or None.
@@ -266,7 +271,7 @@ class Predictor:
                 are not if parameters are gathered.
 
         Raises:
-            Exception: `work` has failed on this rank, or on a rank that waits for it.
+            Exception: `work` has failed on this rank, or on a rank that must run as many forwards.
         """
         failure: Exception | None = None
         while True:
@@ -290,7 +295,7 @@ class Predictor:
                 return
 
     def _highest(self, state: int, independent: bool) -> int:
-        """Return the highest state of the ranks that gather parameters together. Collective."""
+        """Return the highest state over the ranks that gather parameters together. Collective."""
         group = self._sharded.mesh.group("dp_shard")
         if independent or group is None:
             return state
@@ -335,10 +340,10 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 @contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers, plain attributes of modules and torch's generators at the end.
+    """Restore buffers, modules' plain attributes and random generators at the end of the context.
 
-    A forward over a longer input changes some of them: rotary frequencies that depend on the length
-    of the input, and the length that they were computed for.
+    A forward over a longer input changes some of these: rotary frequencies that depend on the input
+    length, and the length that they were computed for.
 
     Args:
         model: The model.

@@ -40,7 +40,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """Line of a file of prompts."""
+    """Prompt in one line of a JSONL file, with the other fields of the line."""
 
     prompt: Any
     fields: dict[str, Any]
@@ -151,7 +151,7 @@ def _with_template_arguments(messages: Any, fields: dict[str, Any], where: str) 
 
 
 class _DuplicateField(Exception):
-    """Name that occurs twice in a JSON object."""
+    """A JSON object has two fields of one name. The argument is the name."""
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,8 +170,8 @@ class AnswerFile:
     Args:
         path: Path of the complete file.
         lines: Lines of the prompts.
-        command: Everything besides the prompts that the answers depend on, by the names of the
-            command's options.
+        command: Values of all options of the command that affect the answers, by option name. The
+            prompts are added as a hash.
 
     Raises:
         InputError: The file cannot be written, or belongs to another command.
@@ -233,7 +233,7 @@ class AnswerFile:
         self._remove(self._command_file)
 
     def leave(self) -> None:
-        """Keep the finished answers for the next command, and remove empty files."""
+        """Close the files, and remove them if they are empty. Finished answers are kept."""
         with suppress(OSError):
             self._file.truncate(self._end)
         if not self.done:
@@ -310,7 +310,7 @@ class AnswerFile:
         if not isinstance(earlier, dict):
             raise InputError(
                 f"--out {self.path}: {self.partial} has answers, but {self._command_file.name} does"
-                f" not name their command; {remedy}"
+                f" not record the options of the command that wrote them; {remedy}"
             )
         for name in sorted(earlier.keys() | self._command.keys()):
             before = earlier.get(name)
@@ -345,8 +345,8 @@ def answer_file(
 ) -> Iterator[AnswerFile]:
     """Write the answers to `lines` inside the context. See Note [Files of answers].
 
-    At the end of the context the file gets its final name. After an exception it keeps the finished
-    answers.
+    At the end of the context the file gets its final name. After an exception, the finished
+    answers stay in the partial file.
 
     Args:
         path: Path of the complete file.
@@ -378,7 +378,7 @@ def _row(line: PromptLine, generation: Generation) -> dict[str, Any]:
 
 
 def _copied_fields(line: PromptLine) -> dict[str, Any]:
-    """Return the fields of a prompt that its answer repeats."""
+    """Return the fields of a prompt's line that are copied to the line of its answer."""
     return {key: value for key, value in line.fields.items() if key != "token_ids"}
 
 

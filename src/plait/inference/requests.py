@@ -19,7 +19,7 @@ from plait.sizes import is_count, is_integer
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompt and limits of one request."""
+    """Prompt of one request, its largest number of new tokens, and its seed."""
 
     token_ids: tuple[int, ...]
     new_tokens: int
@@ -46,7 +46,7 @@ class Conversation:
 
 @dataclass
 class Answer:
-    """New tokens of one request while it is decoded."""
+    """New tokens of one request so far, while it is decoded."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Generation:
-    """Continuation of one prompt."""
+    """Result of one request: the continuation of its prompt."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -256,10 +256,9 @@ They are enough for a character of 4 bytes.
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
-    """Decode tokens.
+    """Return the text of tokens.
 
-    Numbers that the vocabulary leaves out have no text. Fast tokenizers skip them, others raise an
-    error.
+    Token ids that are not in the vocabulary are skipped.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -301,8 +300,8 @@ def text_after(
 class TextStream:
     """Incremental decoder that returns text as soon as no later token can change it.
 
-    Incomplete characters are held back, and spaces at the end that a clean-up may still remove. The
-    returned texts add up to `text()`.
+    It holds back incomplete characters, and spaces at the end that the tokenizer's clean-up may
+    still remove. The returned texts add up to `text()`.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -338,11 +337,11 @@ class TextStream:
         return self._advance(text)
 
     def remainder(self) -> str:
-        """Return the text that is left at the end."""
+        """Return the text that `add` has held back, after the last token."""
         return self._advance(self.text())
 
     def text(self) -> str:
-        """Return the text of all tokens."""
+        """Return the text of all tokens that were added."""
         return text_after(self._tokenizer, self._prompt, self._tokens, skip_special_tokens=True)
 
     def _advance(self, text: str) -> str:

@@ -11,7 +11,7 @@ Note [Rotary frequencies by length]
       remembers the longest input that it has seen.
 
     Requests are therefore decoded in batches in which each of them has the frequencies that it
-    would have in a batch of its own.
+    would have if it were decoded alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ DYNAMIC = "dynamic"
 
 @dataclass(frozen=True)
 class RopeByLength:
-    """Rotary embedding of a model. See Note [Rotary frequencies by length]."""
+    """Rotary embedding of a model, of the type `dynamic` or `longrope`.
+
+    See Note [Rotary frequencies by length].
+    """
 
     kind: str
     """RoPE type: LONGROPE, DYNAMIC, or `several (...)`."""
@@ -50,7 +53,7 @@ class RopeByLength:
     def remembers(self, longest: int) -> bool:
         """Return True if a forward may use the frequencies of an earlier, longer forward.
 
-        A forward over a single token resets them.
+        A forward over a single token resets the frequencies.
 
         Args:
             longest: Number of tokens of the forward.
@@ -59,12 +62,12 @@ class RopeByLength:
 
 
 def rope_by_length(model: nn.Module) -> RopeByLength | None:
-    """Return the rotary embedding of a model, or None if its frequencies do not change."""
+    """Return a model's rotary embedding, or None if its frequencies do not depend on the length."""
     return rope_of_config(getattr(model, "config", None))
 
 
 def rope_of_config(config: Any) -> RopeByLength | None:
-    """Return the rotary embedding of a configuration, or None if its frequencies do not change."""
+    """Return a configuration's rotary embedding, or None if no frequency depends on the length."""
     get_text_config = getattr(config, "get_text_config", None)
     if callable(get_text_config):
         config = get_text_config(decoder=True)

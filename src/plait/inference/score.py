@@ -1,6 +1,6 @@
 """`score`: log probabilities of the tokens of complete sequences, by a model on any layout.
 
-They are computed as in training: in full forwards, without a cache.
+The log probabilities are computed as in training: in full forwards, without a KV cache.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def score(
 ) -> list[torch.Tensor]:
     """Return the log probabilities of the tokens of sequences. Collective over all ranks.
 
-    Each data-parallel rank passes its own sequences, which may be none. Of the ranks that hold
-    parts of one model (tp, pp), the sequences of the first one are used, and all of them get the
-    results. The model computes in the layout and the dtypes that it is trained in. Training
-    continues as if nothing had happened.
+    Each data-parallel rank passes its own sequences, which may be none. Of the ranks of one model
+    replica (tp, pp), the sequences of the first one are used, and all of them get the results.
+    The model computes in the layout and the dtypes that it is trained in. Training continues as if
+    nothing had happened.
 
     Args:
         sharded: The model.
@@ -125,17 +125,17 @@ class _Scorer:
         self.results = [results[index] for index in range(len(sequences))]
 
     def _logprobs(self, read: LogitsReader, row: int, sequence: tuple[int, ...]) -> torch.Tensor:
-        """Return the result of one sequence. Collective over the model's parts.
+        """Return the log probabilities of one sequence. Collective over the ranks of one replica.
 
         Args:
             read: Reader of the logits [sequences, positions, vocabulary].
             row: Row of the sequence.
-            sequence: Its token ids.
+            sequence: Token ids of the sequence.
         """
         logprobs: torch.Tensor | None = None
 
         def compute() -> torch.Tensor:
-            """Return the result on the rank that reads the logits, and its shape and dtype."""
+            """Compute `logprobs`. Return its width, and 1 if it is float64 or else 0."""
             nonlocal logprobs
             # The logits of a position are those of the next token.
             logprobs = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])
@@ -144,7 +144,7 @@ class _Scorer:
                 logprobs = logprobs.gather(1, next_tokens.unsqueeze(1))[:, 0]  # [tokens - 1]
             return torch.tensor([logprobs.shape[-1], int(logprobs.dtype == torch.float64)])
 
-        # The other ranks need its width and dtype for the broadcast.
+        # The other ranks need the width and the dtype of `logprobs` for the broadcast.
         form = self.predictor.compute_on_first(compute, torch.zeros(2, dtype=torch.int64))
         width, is_double = form.tolist()
         if logprobs is None:

@@ -44,7 +44,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 @dataclass(frozen=True)
 class Source:
-    """Model that is not loaded yet."""
+    """Folder of a model, run or checkpoint whose weights are not loaded yet."""
 
     folder: Path
     checkpoint: CheckpointFolder | None
@@ -131,7 +131,7 @@ class Source:
             filled(tensor)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], *, unsplit_model: nn.Module) -> None:
-        """Read the values of some of a model's tensors.
+        """Read the values of the given tensors of the model.
 
         Args:
             tensors: The tensors by name, sharded or not.
@@ -157,13 +157,15 @@ class Source:
             stored_names = [f"{MODEL_START}{alias}" for alias in (name, *ties.get(name, ()))]
             stored_name = next((alias for alias in stored_names if alias in reader.tensors), None)
             if stored_name is None:
-                raise CheckpointError(f"{reader.path} lacks {name}, a tensor of its model")
+                raise CheckpointError(
+                    f"{reader.path} lacks {name}, a tensor of its model; load another checkpoint"
+                )
             destinations[stored_name] = tensor
         reader.fill(destinations)
 
     @cached_property
     def _reader(self) -> Reader:
-        """Reader of the checkpoint."""
+        """Reader of the checkpoint that `plait train` wrote."""
         assert self.checkpoint is not None
         return Reader(self.checkpoint)
 
@@ -242,11 +244,13 @@ def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | No
             # An error of two lines has its reason in the second.
             reason = lines[1] if len(lines) == 2 else lines[0]
         name = config["model_type"] if isinstance(config, Mapping) else config
-        raise InputError(f"--model {name}: Transformers cannot build it: {reason}") from error
+        raise InputError(
+            f"--model {name}: Transformers cannot build it: {reason}; correct its configuration"
+        ) from error
 
 
 def _refuse_values(model: nn.Module, name: object) -> None:
-    """Raise CheckpointError if a model has parameters with values on the meta device."""
+    """Raise CheckpointError if a model that was built on the meta device has other parameters."""
     for parameter_name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise CheckpointError(
@@ -258,7 +262,7 @@ def _refuse_values(model: nn.Module, name: object) -> None:
 
 
 def _refuse_other_heads(config: Any, name: object) -> None:
-    """Raise InputError if Transformers has no causal language model of a configuration."""
+    """Raise InputError if Transformers has no causal language model for a configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -266,21 +270,20 @@ def _refuse_other_heads(config: Any, name: object) -> None:
     shown = config.model_type if isinstance(name, Mapping) else name
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
-            f"--model {shown}: {config.model_type} has an encoder and a decoder; generate is for"
-            " models that continue a text"
+            f"--model {shown}: {config.model_type} has an encoder and a decoder; generate supports"
+            " only decoder-only models (...ForCausalLM)"
         )
     raise InputError(
         f"--model {shown}: Transformers has no causal language model of the type"
-        f" {config.model_type}"
+        f" {config.model_type}; pass a model with a ...ForCausalLM class"
     )
 
 
 def refuse_quantised_folder(config: Any, name: object) -> None:
     """Raise InputError if the weights of a Transformers model are stored quantised.
 
-    Its config.json then has `quantization_config`. The names, shapes and dtypes of such files are
-    those of another library, so they cannot be counted, split or streamed by the names of the
-    model's parameters.
+    Such a model has `quantization_config` in its config.json. Names, shapes and dtypes in its files
+    are those of the quantisation library, and differ from those of the model's parameters.
 
     Args:
         config: Configuration of the model.
@@ -300,7 +303,7 @@ def refuse_quantised_folder(config: Any, name: object) -> None:
 def _dtype_of_weights(folder: Path) -> torch.dtype | None:
     """Return the dtype of the first floating-point tensor in the first file of weights.
 
-    Transformers chooses the same. The result is None if there are no weights.
+    Transformers chooses the same dtype. The result is None if there are no weights.
     """
     if not (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file():
         return None
@@ -319,7 +322,8 @@ def _dtype_of_weights(folder: Path) -> torch.dtype | None:
 def is_of_transformers(folder: Path) -> bool:
     """Return True if the config.json of a folder describes a Transformers model.
 
-    A run of `plait train` has a config.json of the run.
+    The folder of a `plait train` run also has a config.json, but that is the configuration of the
+    run.
     """
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -328,7 +332,7 @@ def is_of_transformers(folder: Path) -> bool:
 
 
 def open_source(folder: Path, adapter: Path | None = None) -> Source:
-    """Open the source of a model.
+    """Open the folder of a model, run, checkpoint or adapter as a `Source`.
 
     Args:
         folder: Folder of the model, or of an adapter that names its base model.

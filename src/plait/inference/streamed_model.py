@@ -61,7 +61,7 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True)
 class StreamingPlan:
-    """Streamed blocks of a model in one process, and bytes of weights."""
+    """Blocks of a model that one process streams, and bytes of resident and streamed weights."""
 
     streamed: tuple[str, ...]
     """Names of the streamed blocks, in the order in which they run."""
@@ -70,7 +70,7 @@ class StreamingPlan:
     slot_bytes: int
     """Bytes of the slots in which streamed blocks compute."""
     streamed_bytes: int
-    """Bytes of the weights that are copied to slots per token, and per part of the prompts."""
+    """Bytes of the weights that are copied to slots in every forward."""
     on_host: tuple[str, ...] = ()
     """Streamed blocks that are kept in pinned host memory. The others are read from files."""
     read_bytes: int = 0
@@ -91,7 +91,7 @@ def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
         model: Its model, on the meta device.
 
     Returns:
-        Locations by the names of the model.
+        Locations by the tensors' names in the model.
     """
     files = weight_files(source.folder)
     tensors: dict[str, StoredTensor] = {}
@@ -248,17 +248,20 @@ def plan_streaming(
     other_bytes: int,
     host_bytes: int = 0,
 ) -> StreamingPlan:
-    """Choose the streamed blocks of a model. See Note [Choice of streamed blocks].
+    """Choose the blocks to stream, and those that stay in host memory.
+
+    See Note [Choice of streamed blocks].
 
     Args:
         model: The model, on the meta device.
         stored: Locations of its weights.
-        budget_bytes: Budget of the memory in which it computes.
-        other_bytes: Part of the budget that is not for weights: the KV cache and activations.
-        host_bytes: Host memory that may be pinned. 0 for a model that computes on the CPU.
+        budget_bytes: Memory budget of the device that computes: of the GPU, or of the CPU.
+        other_bytes: Part of the budget for the KV cache and activations.
+        host_bytes: Host memory that may be pinned for weights. 0 if the CPU computes.
 
     Raises:
-        InputError: The budget or the host memory is too small.
+        InputError: The budget is too small even if all blocks that can be streamed are streamed, or
+            the host memory is too small.
     """
     sizes = _movable_blocks(model)
     movable = list(sizes)
@@ -299,7 +302,7 @@ def _spread_evenly(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_bytes: int) -> int:
-    """Return the bytes of the smallest budget on the CPU, which streams every movable block."""
+    """Return the smallest budget in bytes with which a model can be streamed on the CPU."""
     sizes = _movable_blocks(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     slots = _slot_bytes(model, stored, list(sizes), on_cpu=True)
@@ -307,7 +310,7 @@ def least_budget(model: nn.Module, stored: dict[str, StoredTensor], *, other_byt
 
 
 def _movable_blocks(model: nn.Module) -> dict[str, int]:
-    """Return the blocks that share no weight with another module, and their bytes."""
+    """Return the sizes in bytes of the blocks that can be streamed: those without tied weights."""
     tied = first_names(model)
     sizes = {}
     for name in find_blocks(model):
@@ -332,7 +335,7 @@ def _blocks_on_host(
     """Return the streamed blocks that are kept in pinned host memory.
 
     These are all streamed blocks if they fit. Otherwise they are blocks at even intervals, and the
-    staging buffers of the others take the rest of the memory.
+    staging buffers of the remaining blocks take the rest of the memory.
 
     Raises:
         InputError: Not even the staging buffers fit.
@@ -388,9 +391,9 @@ def _resident_filler(
 
 
 def on_huge_pages(fill: WeightFiller) -> WeightFiller:
-    """Wrap a filler of weights so that it writes to huge pages.
+    """Return a function that moves a model to huge pages and then reads its weights with `fill`.
 
-    The matrix products of a token read such memory faster.
+    Matrix products read weights faster from huge pages.
     """
 
     def filler(
@@ -405,7 +408,7 @@ def on_huge_pages(fill: WeightFiller) -> WeightFiller:
 def _by_layer(
     tensors: dict[str, torch.Tensor], blocks: Sequence[str]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each layer together, and all others one by one.
+    """Yield the tensors of each layer together, and tensors outside the layers one by one.
 
     Tensors that are read together are in memory at the same time.
     """
@@ -507,12 +510,13 @@ def _save_aligned(
 ) -> tuple[dict[str, StoredTensor], int]:
     """Save tensors so that the first one is aligned in the file.
 
-    It can then be read directly to the memory in which it computes, see `WEIGHT_ALIGNMENT`.
+    Its bytes can then be read with direct I/O into memory where it is aligned for computation, see
+    `WEIGHT_ALIGNMENT`.
 
     Args:
         tensors: The tensors, by name.
         path: Path of the new file.
-        shift: Padding of the header that is tried first. Files of similar blocks need equal ones.
+        shift: Padding of the header that is tried first, such as that of the previous file.
 
     Returns:
         Locations of the tensors, and the padding of the header in bytes.

@@ -1,14 +1,14 @@
 """Weights in safetensors files: locations of tensors, and buffered or direct reads.
 
 Note [Cached and direct reads]
-    A read through the kernel's cache takes pages of the cache and a copy. It does so even if the
-    pages are dropped before they are read again, as happens with a model that is larger than
-    memory. Bytes that are not in the cache when they are read again are therefore read directly
-    (O_DIRECT). They are read to the memory in which they compute, if tensors can lie there as in
-    the file (`FileImage`), and otherwise to a small buffer from which they are copied. Direct reads
-    transfer complete sectors to addresses that are multiples of a sector. The copies cost a third
-    of the rate of a disk of 3 GB/s if two cores do everything. Bytes that the kernel keeps are read
-    from its cache.
+    A read through the kernel's cache fills pages of the cache and copies them, even if the pages
+    are dropped before they are read again, as happens with a model that is larger than memory.
+    Bytes that are not in the cache when they are read again are therefore read directly (O_DIRECT).
+    They are read into the memory that computations use, if tensors can lie there as in the file
+    (`FileImage`), and otherwise into a small buffer from which they are copied. Direct reads
+    transfer complete sectors to addresses that are multiples of a sector. If two cores do
+    everything, the copies cost a third of the rate of a disk of 3 GB/s. Bytes that are still in the
+    kernel's cache are read from it.
 
 Note [No computation in mappings]
     Weights are copied from the cache. Computing with them in a mapping of the file saved a third of
@@ -131,7 +131,8 @@ def read_into(
             count = os.preadv(file, [view[done : done + READ_BYTES]], begin + done)
         except OSError as error:
             raise CheckpointError(
-                f"{stored.path} cannot be read at byte {begin + done:,}: {error.strerror}"
+                f"{stored.path} cannot be read at byte {begin + done:,}: {error.strerror};"
+                " check the disk"
             ) from error
         if not count:
             raise CheckpointError(
@@ -223,7 +224,7 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Bytes of a stored tensor, and the memory that they are read to."""
+    """Bytes of a stored tensor, and the memory into which they are read."""
 
     stored: StoredTensor
     first: int
@@ -285,7 +286,7 @@ def blocks_of(parts: Sequence[TensorPart], image: FileImage | None = None) -> It
 
     Args:
         parts: The parts. With an image they are all in one file.
-        image: Image that they are views of.
+        image: Memory that contains all parts in the layout of the file, or None.
     """
     block = None
     limit = MAX_BUFFERED_READ_BYTES
@@ -308,7 +309,10 @@ def blocks_of(parts: Sequence[TensorPart], image: FileImage | None = None) -> It
 
 
 def _continues(block: FileBlock, part: TensorPart, position: int, limit: int) -> bool:
-    """Return True if byte `position` of a file belongs to a block of at most `limit` bytes."""
+    """Return True if the bytes of a part from `position` on can be read with the same block.
+
+    The block may have at most `limit` bytes.
+    """
     if block.path != part.stored.path or position >= block.low + limit:
         return False
     return position - block.low - block.size <= _MAX_GAP_BYTES
@@ -317,7 +321,8 @@ def _continues(block: FileBlock, part: TensorPart, position: int, limit: int) ->
 def _even_read_bytes(size: int) -> int:
     """Return the size of reads of about equal size that transfer `size` bytes.
 
-    They are as few as possible, and complete pages. A small last read would take longer per byte.
+    There are as few reads as possible, of complete pages. A small last read would take longer per
+    byte.
     """
     reads = max(1, -(-size // MAX_IMAGE_READ_BYTES))
     return -(-size // reads // PAGE) * PAGE
@@ -355,7 +360,7 @@ class FileReader:
 
         Args:
             parts: The parts.
-            image: Image that they are views of.
+            image: See `blocks_of`.
 
         Raises:
             CheckpointError: A file cannot be read.
@@ -450,7 +455,7 @@ def _read_pages(file: int, block: FileBlock, view: memoryview) -> bool:
     """Read a block into complete pages of memory, through a descriptor for direct reads.
 
     Returns:
-        False if the system does not support it, or the file ends before the block.
+        False if the system does not support direct reads, or the file ends before the block.
     """
     done = 0
     while done < block.size:

@@ -12,8 +12,8 @@ Note [Order of copies]
     Threads fill slots. On the CPU they read a block's weights from the model's files to its slot.
     On another device the weights are copied there from pinned host memory, on a separate stream.
     That stream waits (event `used`) until the block that had the slot before has computed, and the
-    computation waits (event `copied`) for the copy. If all blocks fit into host memory, they are
-    read once. For the others, each slot has a staging buffer that is filled from files while the
+    computation waits (event `copied`) for the copy. Blocks that fit into host memory are read once.
+    For the remaining blocks, each slot has a staging buffer that is filled from files while the
     device computes. It is filled again only after the last copy from it.
 """
 

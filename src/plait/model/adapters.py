@@ -67,7 +67,7 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
 
 
 def adapter_type(config: Any) -> str:
-    """Return the type in a configuration of PEFT, such as `LORA`, which is an enum or a string."""
+    """Return the adapter type in a PEFT configuration as a string, such as `LORA`."""
     kind = getattr(config, "peft_type", None)
     return str(getattr(kind, "value", kind))
 
@@ -77,7 +77,7 @@ def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = 
 
     Args:
         model: The model.
-        axis: Field of the parallel degree that does not support it, for the message.
+        axis: Configuration field of the parallel degree that does not support it, for the message.
         kinds: Types of adapters that are refused. None refuses all that learn prompts.
     """
     for name, config in getattr(model, "peft_config", {}).items():
@@ -124,7 +124,7 @@ def adapter_names(model: Any) -> tuple[str, ...]:
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """Return the model that PEFT's `get_peft_model` wraps, or any other model itself.
+    """Return the model inside the wrapper of PEFT's `get_peft_model`, or a model without wrapper.
 
     A Transformers model with adapters of its own (`add_adapter`) has a `peft_config` too, but no
     wrapper.

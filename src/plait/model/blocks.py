@@ -20,10 +20,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
 
     Without patterns, the blocks are the children of every outermost `nn.ModuleList` or
     `nn.Sequential` of repeated layers that has at least 5 % of the parameters. Therefore an encoder
-    and a decoder both count, and a small stem does not. Layers are repeated if they have one class.
-    In an `nn.ModuleList` they may have several classes whose forward takes the same first argument
-    (attention layers between state space layers). A model without such a list has no blocks and is
-    a single unit.
+    and a decoder both count, and a small stem does not. Layers are repeated if all have the same
+    class. In an `nn.ModuleList` they may have several classes whose forward takes the same first
+    argument (attention layers between state space layers). A model without such a list has no
+    blocks and is a single unit.
 
     A model can name its blocks itself in an attribute `pipeline_blocks`. In a model with several
     input modalities only the blocks of the language model count: the layers of an image or audio
@@ -68,7 +68,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
 
 
 def block_index(name: str, blocks: Sequence[str]) -> int:
-    """Return the index of the block that has a parameter, or -1."""
+    """Return the index of the block that contains a parameter, or -1 if none does."""
     for index, block in enumerate(blocks):
         if name.startswith(f"{block}."):
             return index

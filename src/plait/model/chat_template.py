@@ -43,7 +43,7 @@ _RESERVED_VARIABLES = {
 class ChatTemplate:
     """Chat template of a tokenizer with the tools and settings of one conversation.
 
-    Templates that write today's date write `DATE`.
+    Templates that write the current date write the constant `DATE` instead.
 
     Args:
         tokenizer: A tokenizer with a chat template.

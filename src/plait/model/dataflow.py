@@ -112,7 +112,7 @@ class Need:
 
 @dataclass
 class Dataflow:
-    """Record of one forward."""
+    """What a traced forward used, ran and changed, by block. See Note [Tracing without weights]."""
 
     blocks: tuple[str, ...]
     uses: dict[str, set[int]] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[str]) -> Skeleton:
-        """Copy a model without its weights.
+        """Create the skeleton of a model: a copy without its weights.
 
         Args:
             model: The model, on any device.
@@ -237,7 +237,9 @@ class Skeleton:
                         _mark_opaque(trace, opaque, error)
         finally:
             random.setstate(python_state)
-        raise Untraceable("too many of its modules cannot run without their weights")
+        raise Untraceable(
+            f"after {_MAX_ATTEMPTS} attempts, some modules still fail on the meta device"
+        )
 
 
 def _copy_without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,7 +302,7 @@ class ForwardTrace(TorchDispatchMode):
         """Names of tensors outside the copy whose use is recorded, keyed by storage."""
 
     def origin(self, tensor: torch.Tensor) -> ValueOrigin:
-        """Return the origin of a value."""
+        """Return what the value of a tensor depends on. See `ValueOrigin`."""
         key = memory_key(tensor)
         if key in self.skeleton.names:
             return ValueOrigin(parameters=frozenset({(self.skeleton.names[key], self._region)}))
@@ -398,7 +400,7 @@ class ForwardTrace(TorchDispatchMode):
         return self._region if self._inside is None else self._inside
 
     def _block_output(self, leaf: Any, since: int) -> Any:
-        """Copy a tensor that a block returns, because origins belong to storages."""
+        """Copy a tensor that a block returns, because origins are recorded per storage."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         output = leaf.clone() if self.has_value(leaf) else torch.empty_like(leaf, device="meta")
@@ -411,7 +413,10 @@ class ForwardTrace(TorchDispatchMode):
         tensors = tensors_of((args, kwargs))
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
-            raise Untraceable(f"{type(module).__name__} takes no tensor")
+            raise Untraceable(
+                f"{type(module).__name__} fails on the meta device, and takes no floating-point"
+                " tensor"
+            )
 
         origin = INDEPENDENT
         for tensor in (*tensors, *module.parameters()):
@@ -544,8 +549,8 @@ class _ValueReads(TorchFunctionMode):
 class _OuterState:
     """Plain attributes and buffers of a skeleton outside its blocks.
 
-    They are compared at three moments of a forward: its beginning, the end of its last block, and
-    its end.
+    They are compared at three points of a forward: at its start, after the last block, and at its
+    end.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -554,7 +559,7 @@ class _OuterState:
         self._read: set[str] = set()
 
     def begin(self) -> None:
-        """Record the state before the forward."""
+        """Record plain attributes and buffers before the forward."""
         self._settings = outer_settings(self._modules)
         self._settings_after_block = self._settings
         self._buffers = self._buffer_versions()
@@ -562,12 +567,12 @@ class _OuterState:
             self._storages[memory_key(buffer)] = name
 
     def after_block(self) -> None:
-        """Record the state after a block."""
+        """Record plain attributes and buffers after a block."""
         self._settings_after_block = outer_settings(self._modules)
         self._buffers = self._buffer_versions()
 
     def read(self, storage: int) -> None:
-        """Record that a tensor is used before or inside a block."""
+        """Record that the tensor with a storage is used before or inside a block."""
         if storage in self._storages:
             self._read.add(self._storages[storage])
 

@@ -96,7 +96,7 @@ def recorded_routers(model: nn.Module) -> tuple[Router, ...]:
 
 
 def _declared_routers(model: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
-    """Yield the classes of routers in `_can_record_outputs`, and the index of their logits."""
+    """Yield the router classes in `_can_record_outputs`, and the index of logits in the output."""
     for module_class in {type(module) for module in model.modules()}:
         recorded: Any = getattr(module_class, "_can_record_outputs", None) or {}
         declarations = recorded.get("router_logits")

@@ -77,7 +77,7 @@ class ExpertFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Parameters and blocks of a model."""
+    """Parameters, blocks, attention heads and experts of a model, without tensors."""
 
     parameters: tuple[ParameterFacts, ...]
     """All parameters, tied ones once."""
@@ -116,7 +116,7 @@ class ModelFacts:
 def model_facts(
     model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorPlan | None = None
 ) -> ModelFacts:
-    """Read the facts of a model.
+    """Collect the `ModelFacts` of a model.
 
     Args:
         model: The model, on any device, before it is distributed.

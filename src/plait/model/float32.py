@@ -15,7 +15,7 @@ from plait.errors import ModelError
 
 
 def keep_in_float32(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Convert the tensors of a model that its class keeps in float32, as Transformers does.
+    """Convert the tensors that a model's class keeps in float32 to float32, as Transformers does.
 
     An example is the bias of DeepSeek's routers.
 

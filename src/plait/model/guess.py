@@ -5,7 +5,8 @@ Note [Choice of a guessed split]
 
     1. Column- and row-parallel layers, if a numerical test of the module shows that this is correct
        (`checked_split`).
-    2. The same for an MLP with the usual names and matching shapes, if the module cannot be run.
+    2. The same split for an MLP with the usual names and matching shapes, if the module cannot be
+       run.
     3. Otherwise every layer with its output gathered, which is correct for any layer that is called
        as a module.
 
@@ -134,7 +135,7 @@ def guess_rules(model: nn.Module, blocks: Sequence[str]) -> tuple[StyleRule, ...
 
 
 def _owners_of_linear_layers(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with linear children, except those that use the children's weights."""
+    """Yield the modules with linear children, except those that read the children's weights."""
     fused: list[str] = []
     for name, module in root.named_modules(prefix=prefix):
         if is_inside(name, fused):

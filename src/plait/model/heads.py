@@ -265,8 +265,8 @@ def _find_count(
     The module is searched first, then its configuration, then the configuration of the model.
 
     Returns:
-        The value, and its name in the configuration if it is the same there, because users know
-        that name.
+        The value, and the name to show to users: that of a field with the same value in the
+        configuration of the model if there is one, otherwise that of the attribute.
     """
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):

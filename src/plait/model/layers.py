@@ -72,9 +72,9 @@ class StyleRule:
 
 @dataclass(frozen=True)
 class Counts:
-    """Integers on modules that count heads.
+    """Attributes of modules that hold numbers of heads.
 
-    A rank that computes some of the heads needs its own values.
+    They are set to local numbers on a rank that computes only some of the heads.
     """
 
     pattern: str
@@ -225,7 +225,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def embedding_scale(module: nn.Module) -> float | torch.Tensor | None:
-    """Return the factor of Transformers' scaled embeddings (Gemma, BART), or None for others."""
+    """Return the factor of Transformers' scaled embeddings (Gemma, BART), or None otherwise."""
     module_class = type(module)
     if not module_class.__name__.endswith("ScaledWordEmbedding"):
         return None
@@ -307,8 +307,8 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
     parent = model.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, nn.MultiheadAttention):
         raise ModelError(
-            f"{source}: {name} belongs to an nn.MultiheadAttention, which uses the weight without a"
-            " call; leave it out"
+            f"{source}: {name} belongs to an nn.MultiheadAttention, which reads the layer's weight"
+            " instead of calling the layer; leave it out"
         )
     if not is_linear(module):
         reason = ""

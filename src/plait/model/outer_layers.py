@@ -192,7 +192,7 @@ class OuterUnits:
     head: str | None = None
 
     def without(self, names: Collection[str]) -> OuterUnits:
-        """Return the units that are neither in `names` nor inside these modules."""
+        """Return the units that are neither in `names` nor inside modules in `names`."""
         prefixes = tuple(f"{name}." for name in names)
         embeddings = tuple(name for name in self.embeddings if not f"{name}.".startswith(prefixes))
         head = self.head
@@ -201,7 +201,7 @@ class OuterUnits:
         return OuterUnits(embeddings, head)
 
     def unit_of(self, parameter: str) -> str:
-        """Return the name of the unit that holds a parameter, or an empty string."""
+        """Return the name of the outer unit that contains a parameter, or an empty string."""
         module = parameter.rpartition(".")[0]
         if module in self.embeddings or module == self.head:
             return module
@@ -211,10 +211,10 @@ class OuterUnits:
 def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
     """Return the outer units of a model.
 
-    A unit is exactly a lookup or a linear map, because it is not known what the backward of other
-    layers reads. It shares no parameter with another layer: tied weights stay in the root unit. The
-    head is the layer that the model names (`get_output_embeddings`). If the model names none, the
-    head is the last linear layer outside the blocks.
+    An outer unit is exactly a lookup or a linear map, because it is not known what the backward of
+    other layers reads. It shares no parameter with another layer: tied weights stay in the root
+    unit. The head is the layer that the model names (`get_output_embeddings`). If the model names
+    none, the head is the last linear layer outside the blocks.
 
     Args:
         model: The model before it is sharded.

@@ -1,6 +1,6 @@
 """Model as a plain list of layers, with the interface of DeepSpeed's `PipelineModule`.
 
-Scripts for DeepSpeed need only another import. Each layer takes the output of the previous one.
+Scripts for DeepSpeed need only a different import. Each layer takes the output of the previous one.
 Every layer is a block, so a stage can begin with any layer. Layers are built on the device that the
 script chooses. Under `torch.device("meta")` they need no memory; their parameters are initialised
 later by name, with the same values for every layout. All layers with the same key share the named

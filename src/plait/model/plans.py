@@ -77,7 +77,7 @@ _GATHERED_STYLES: dict[Style, Style] = {
 
 @dataclass(frozen=True)
 class StyledModule:
-    """Module with a style."""
+    """Module of a plan, and its tensor-parallel style."""
 
     name: str
     """Full name of the module."""
@@ -146,7 +146,7 @@ class TensorPlan:
 
     @property
     def styles(self) -> dict[str, Style]:
-        """Style by module name."""
+        """Style of each module, by module name."""
         return {entry.name: entry.style for entry in self.modules}
 
 
@@ -405,7 +405,7 @@ def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> N
 
 @dataclass(frozen=True)
 class _SplitSize:
-    """Size that tensor parallelism splits, with its unit."""
+    """Size of a module's dimension that tensor parallelism splits."""
 
     name: str
     """Name of the module."""
@@ -615,7 +615,7 @@ REPLICATED = "replicated"
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Parameter of a plan, for printing."""
+    """One row of a printed tensor-parallel plan: a parameter and its split."""
 
     parameter: str
     shape: tuple[int, ...]

@@ -1,11 +1,14 @@
 """Calls of Transformers models that compute position ids themselves.
 
 Note [Packed rows]
-    A model of Transformers that is called without a mask searches its position ids for rows that
-    consist of several sequences, and builds a mask for those. On a GPU it reads the result, so the
-    program waits for the device in every forward. A model that is called without position ids
-    counts them from 0 in every row, and a row with consecutive positions is one sequence. The
-    search is therefore skipped for the model types below, which are known to count this way.
+    A packed row consists of several sequences, one after the other. A Transformers model that is
+    called without an attention mask looks for packed rows in every forward: it compares
+    neighbouring position ids, and masks attention between the sequences that it finds. On a GPU
+    this check makes the program wait for the device.
+
+    A model that is called without position ids counts them from 0 in every row. No row is then
+    packed, so the check is skipped. This is done for the model types below only, which are known to
+    count positions this way.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ _STATE = threading.local()
 
 
 def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a model without Transformers' search for packed rows. See Note [Packed rows].
+    """Call a model, and skip Transformers' check for packed rows where no row can be packed.
 
-    The search is not skipped if position ids are passed, as second argument or by keyword, or if
-    the model is not known to count positions.
+    The check is skipped if the caller passes no position ids (second argument, or keyword) and
+    `counts_positions(model)` is True. See Note [Packed rows].
     """
     if len(args) > 1 or kwargs.get("position_ids") is not None or not counts_positions(model):
         return model(*args, **kwargs)
@@ -47,7 +50,7 @@ def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def counts_positions(model: nn.Module) -> bool:
-    """Return True if a model is known to count positions from 0 in every row by default."""
+    """Return True if a model is known to count position ids from 0 in every row by default."""
     if getattr(getattr(model, "config", None), "model_type", None) not in COUNTING_MODEL_TYPES:
         return False
     # The inner model counts the positions. A user's subclass of either may do something else.
@@ -67,7 +70,7 @@ def _defining_module(module: nn.Module) -> str:
 
 @contextmanager
 def skip_packed_row_search() -> Iterator[None]:
-    """Treat every row as one sequence in the models that this thread calls.
+    """Skip Transformers' check for packed rows in this thread, inside the context.
 
     See Note [Packed rows].
     """
@@ -81,7 +84,10 @@ def skip_packed_row_search() -> Iterator[None]:
 
 
 def _wrap_search() -> None:
-    """Replace Transformers' search once with a function that respects `skip_packed_row_search`."""
+    """Patch Transformers' check for packed rows to obey `skip_packed_row_search`.
+
+    Does nothing if it has been patched before, or if Transformers is not imported.
+    """
     masks = sys.modules.get(_MASKING_MODULE)
     search = getattr(masks, _SEARCH, None)
     if masks is None or search is None or getattr(search, "respects_rows", False):

@@ -41,7 +41,7 @@ _NO_STYLE = "replicate"
 def rules_for(
     model: nn.Module, *, user: Mapping[str, str] | None = None, blocks: Sequence[str] = ()
 ) -> RuleSet:
-    """Return the rules for a model.
+    """Return the tensor-parallel rules of a model, from the first source that has any.
 
     Args:
         model: The model without adapters.

@@ -70,9 +70,10 @@ class StageCut:
         return len(self.bounds) - 1
 
     def first_use(self, name: str) -> int:
-        """Return the first block before which a parameter outside the blocks is used.
+        """Return where in the chain of blocks a parameter outside the blocks is first used.
 
-        It is the number of blocks for a parameter that is used after the last one.
+        The result is the index of the block that uses it, or of the next block to run. It is the
+        number of blocks for a parameter that is used after the last block.
         """
         return self.lowest.get(name, 0 if name in self.first_stage else len(self.blocks))
 
@@ -207,7 +208,7 @@ def stages_needed(flow: Dataflow, bounds: Sequence[int], *, name: str) -> Stages
         name: Class name of the model, for messages.
 
     Raises:
-        ModelError: A stage needs a value that it cannot have.
+        ModelError: A stage needs a value that it cannot compute.
     """
     check_order(flow, bounds, name)
     owners = {}
@@ -299,8 +300,9 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
     """
     if not blocks:
         raise ModelError(
-            f"parallel.pp > 1: {type(model).__name__} has no list of equal blocks to cut into"
-            " stages; name them in parallel.blocks"
+            f"parallel.pp > 1: {type(model).__name__} has no list of repeated blocks that could"
+            " be divided into stages; name the blocks of one list in parallel.blocks, or use"
+            " parallel.pp = 1"
         )
     parents = {block.rpartition(".")[0] for block in blocks}
     if len(parents) > 1:
@@ -316,8 +318,8 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
     if list(blocks) != children:
         raise ModelError(
             f"parallel.pp > 1: {parent or 'the model'} holds {len(children)} modules and"
-            f" {len(blocks)} of them are blocks; stages are cut from whole lists: name all of them"
-            " in parallel.blocks"
+            f" {len(blocks)} of them are blocks; only a list of blocks can be split into stages:"
+            " name all of its modules in parallel.blocks"
         )
     return parent
 
@@ -462,7 +464,10 @@ class UnavailableTensor:
         for value in _leaves((args, kwargs or {})):
             if isinstance(value, UnavailableTensor):
                 raise ModelError(value._why)
-        raise ModelError("a value that is not on this pipeline stage is used")
+        raise ModelError(
+            "a tensor of another pipeline stage is used; this is a bug in Plait: report it with the"
+            " traceback"
+        )
 
 
 _OPERATORS = (

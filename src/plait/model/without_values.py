@@ -190,7 +190,7 @@ def _select_all(func: Any, args: Any) -> Any:
     if func is _aten.masked_select.default:
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return torch.empty(shape.numel(), dtype=args[0].dtype, device="meta")
-    raise NotImplementedError(f"{func} of values that are not known")
+    raise NotImplementedError(f"{func} needs values that are not known")
 
 
 def _masks_to_indices(args: Any, has_value: Callable[[torch.Tensor], bool]) -> tuple[Any, bool]:

@@ -122,7 +122,7 @@ def test_a_folder_of_the_adapter_names_its_base(base, tmp_path):
     with pytest.raises(InputError, match="is an adapter itself"):
         open_source(adapter, adapter)
     changed(adapter, base_model_name_or_path="someone/model")
-    words = "'someone/model', which it names as its base, is not a folder on this machine; pass --model BASE --adapter"
+    words = "its base model 'someone/model' is not a folder on this machine; pass --model BASE --adapter"
     with pytest.raises(InputError, match=words):
         open_source(adapter)
 
@@ -149,7 +149,7 @@ def plain(base, tmp_path_factory):
         ({"target_modules": ["no_such"]}, "PEFT cannot add it to the model"),
         ({"target_modules": ["q_proj"]}, "which the model does not have; pass an adapter of this model"),
         ({"r": 5}, r"the model's is \[5, 64\]"),
-        ({"lora_bias": True}, "lacks .* of its tensors, first model.layers.0"),
+        ({"lora_bias": True}, "lacks .* tensors of the adapter, first model.layers.0"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(fields, words, base, plain, tmp_path):

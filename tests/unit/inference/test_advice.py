@@ -52,7 +52,7 @@ def test_calls(monkeypatch):
         Case(("stop_strings requires tokenizer=",), lambda: generated(stop_strings="a"), lambda: generated(stop_strings="a", tokenizer=text)),
         Case(("pass one for each, or one number",), lambda: generated(([1], [2]), seed=[1], do_sample=True), each(lambda seed: generated(([1], [2]), seed=seed, do_sample=True), [1, 2], 1)),
         Case(("must be a whole number from 0 to 2**63 - 1, or a list of them",), lambda: generated(seed=-1), each(lambda seed: generated(seed=seed), 2**63 - 1, [0])),
-        Case(("pass one list for each, such as [[5, 7], [9]]",), lambda: generated(bad_words_ids=[["a"]]), lambda: generated(bad_words_ids=[[5, 7], [9]])),
+        Case(("pass one list per word, such as [[5, 7], [9]]",), lambda: generated(bad_words_ids=[["a"]]), lambda: generated(bad_words_ids=[[5, 7], [9]])),
         Case(("leave it out, or use tokens of the model",), lambda: generated(suppress_tokens=[10**6]), lambda: generated() and generated(suppress_tokens=[3])),
         Case(("must be Transformers' GenerationConfig, or a dictionary of its settings",), lambda: generated(generation_config=3), lambda: generated(generation_config={"top_k": 3})),
         Case(("temperature = 1e-31 must be 0 (greedy), or at least 1e-30",), lambda: generated(temperature=1e-31, do_sample=True), each(lambda value: generated(temperature=value), 0, 1e-30)),
@@ -96,8 +96,8 @@ COMMANDS = """
     generate --model lost --prompt a -> pass --model BASE --adapter lost -> generate --model MODEL --adapter lost --prompt a NEW
     generate --model MODEL --adapter lora --adapter lost --prompt a -> or merge one into the model -> generate --model merged --adapter lost --prompt a NEW
     generate --model MODEL --adapter pickled --prompt a -> save it with safe_serialization=True -> generate --model MODEL --adapter lora --prompt a NEW
-    generate --model MODEL --adapter pissa --prompt a -> merge it into the model with PEFT (merge_and_unload), and save that -> generate --model merged --prompt a NEW
-    generate --model MODEL --adapter ia3 --prompt a -> merge it into the model with PEFT, and save that -> generate --model merged --prompt a NEW
+    generate --model MODEL --adapter pissa --prompt a -> merge it into the model with PEFT (merge_and_unload), and save the merged model -> generate --model merged --prompt a NEW
+    generate --model MODEL --adapter ia3 --prompt a -> merge it into the model with PEFT, and save the merged model -> generate --model merged --prompt a NEW
     generate --model MODEL --prompts gone.jsonl --out 8.jsonl -> name a readable JSONL file -> generate --model MODEL --prompts one.jsonl --out 8.jsonl NEW
     generate --model MODEL --prompts empty.jsonl --out 9.jsonl -> write one JSON object per line, such as {"prompt": "Once"} -> generate --model MODEL --prompts once.jsonl --out 9.jsonl NEW
     generate --model MODEL --prompts answer.jsonl --out a.jsonl -> give it another name -> generate --model MODEL --prompts named.jsonl --out a.jsonl NEW

@@ -55,7 +55,7 @@ def test_when_tokens_are_drawn():
         ({"temperature": True}, "temperature = True must be a number"),
         ({"do_sample": 1}, "do_sample = 1 must be True or False"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id: '</s>' is not a token id"),
-        ({"stop_strings": ""}, "stop_strings: '' is not a string with characters"),
+        ({"stop_strings": ""}, "stop_strings: '' must be a string that is not empty"),
         ({"repetition_penalty": 0}, "repetition_penalty = 0 must be from 1e-30 to 1e[+]30"),
         ({"temperature": 1e-300}, "temperature = 1e-300 must be 0 .greedy., or at least 1e-30"),
         ({"temperature": float("inf")}, "temperature = inf must be a number"),

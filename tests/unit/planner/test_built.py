@@ -98,5 +98,5 @@ def test_blocks_of_two_lists_are_planned_without_a_pipeline():
 def test_a_model_without_blocks_has_its_parameters():
     config = {"model_type": "roc_bert", **SIZES, "intermediate_size": 96}
     model, found = built.built(config, dropout=False), from_config(config)
-    assert not find_blocks(model) and "no list of equal blocks" in found.uncut
+    assert not find_blocks(model) and "no list of repeated blocks" in found.uncut
     assert float(found.parameters) == sum(parameter.numel() for parameter in model.parameters())

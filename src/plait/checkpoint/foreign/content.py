@@ -32,7 +32,7 @@ class LazyTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
-        """Return an entry for an existing tensor."""
+        """Return a `LazyTensor` for an existing tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def __call__(self) -> torch.Tensor:
@@ -90,7 +90,7 @@ def slice_of_parts(parts: Sequence[torch.Tensor], start: int, length: int) -> to
     if missing:
         raise CheckpointError(
             f"a tensor of {length:,} elements lacks {missing:,} of them; the checkpoint is"
-            " incomplete"
+            " incomplete: copy it again"
         )
     return torch.cat(slices) if slices else torch.empty(0)
 

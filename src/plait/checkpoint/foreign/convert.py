@@ -66,8 +66,9 @@ def convert(source: Path, out: str, *, tag: str | None = None) -> ImportSummary:
         answer = json.loads(last_line)
     except ValueError:
         raise CheckpointError(
-            f"{source}: the process that reads it ended with {done.returncode}:"
-            f" {done.stderr.strip()[-500:]}"
+            f"{source}: the process that reads the checkpoint ended with exit code"
+            f" {done.returncode}; if memory suffices, this is a bug in Plait: report it with this"
+            f" output: {done.stderr.strip()[-500:]}"
         ) from None
     if "error" in answer:
         raise CheckpointError(answer["error"])
@@ -98,7 +99,7 @@ def _convert(folder: Path, out: str, tag: str) -> ImportSummary:
     read = deepspeed.read if deepspeed.is_deepspeed(folder) else dcp.read
     checkpoint = read(folder)
     if not any(name.startswith("model.") for name in checkpoint.tensors):
-        raise CheckpointError(f"{folder}: contains no tensors of a model")
+        raise CheckpointError(f"{folder}: contains no tensors of a model; name another folder")
     written = save(checkpoint, place_of(out), tag or f"step-{checkpoint.steps:08d}")
     states = sum(name.startswith("optimizer.") for name in checkpoint.tensors)
     return ImportSummary(

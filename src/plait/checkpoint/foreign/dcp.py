@@ -24,6 +24,7 @@ _STATE = re.compile(r"(?:^|\.)state\.(.+)\.([A-Za-z_]+)$")
 _GROUPED = re.compile(r"(?:^|\.)param_groups\.(.+)\.([A-Za-z_]+)$")
 _ROOTS = ("model", "state_dict", "module", "app")
 """Prefixes under which scripts store a model."""
+_REMEDY = "copy the complete checkpoint again, or save it again"
 
 
 def is_dcp(folder: Path) -> bool:
@@ -42,7 +43,7 @@ def read(folder: Path) -> ForeignCheckpoint:
     stored = metadata.get("storage_data") if isinstance(metadata, Inert) else None
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         raise CheckpointError(
-            f"{folder / '.metadata'} is not what torch.distributed.checkpoint writes"
+            f"{folder / '.metadata'} is not a file of torch.distributed.checkpoint; {_REMEDY}"
         )
     locations = {
         (index.get("fqn"), tuple(index.get("offset") or ())): info for index, info in stored.items()
@@ -81,9 +82,11 @@ def _assembler(
 ) -> Callable[[], torch.Tensor]:
     """Return a function that reads a tensor from its chunks, which are pairs (offsets, sizes)."""
     # Checked before memory is allocated: elements without a chunk would be uninitialized.
-    if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
+    elements = sum(prod(sizes) for _, sizes in chunks)
+    if elements != prod(shape):
         raise CheckpointError(
-            f"{folder}: the parts of {name} do not have {prod(shape):,} elements in all"
+            f"{folder}: the chunks of {name} have {elements:,} elements in all, but the tensor has"
+            f" {prod(shape):,}; {_REMEDY}"
         )
 
     def assemble() -> torch.Tensor:
@@ -91,7 +94,10 @@ def _assembler(
         for offsets, sizes in chunks:
             chunk = _load(folder, locations.get((name, offsets)), name)
             if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != sizes:
-                raise CheckpointError(f"{folder}: a part of {name} does not have the shape {sizes}")
+                raise CheckpointError(
+                    f"{folder}: a chunk of {name} does not have the shape {sizes} that .metadata"
+                    f" lists; {_REMEDY}"
+                )
             target = tuple(
                 slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
             )
@@ -114,7 +120,10 @@ def _load(folder: Path, info: Any, name: str) -> Any:
         or not isinstance(offset, int)
         or not isinstance(length, int)
     ):
-        raise CheckpointError(f"{folder}: .metadata names no file of the folder for {name}")
+        raise CheckpointError(
+            f"{folder}: .metadata does not list the file of this folder that contains {name};"
+            f" {_REMEDY}"
+        )
     try:
         with open(folder / file, "rb") as stream:
             stream.seek(offset)
@@ -122,7 +131,9 @@ def _load(folder: Path, info: Any, name: str) -> Any:
             raw = stream.read(min(length, (folder / file).stat().st_size))
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{folder / file}: {name} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{folder / file}: {name} cannot be read: {error}; {_REMEDY}"
+        ) from error
 
 
 def _read_value(folder: Path, info: Any, checkpoint: ForeignCheckpoint, name: str) -> Any:
@@ -154,7 +165,7 @@ def _add_tensors(checkpoint: ForeignCheckpoint, tensors: dict[str, LazyTensor]) 
 
 
 def _add_values(checkpoint: ForeignCheckpoint, values: dict[str, Any]) -> None:
-    """Add parameter groups and step counts."""
+    """Add parameter groups and step counts to `checkpoint`."""
     settings: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         grouped = _GROUPED.search(name)

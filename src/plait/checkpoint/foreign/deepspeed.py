@@ -62,8 +62,9 @@ def read(folder: Path) -> ForeignCheckpoint:
     files = {_rank(path): path for path in folder.glob("*zero_pp_rank_*_mp_rank_*_optim_states.pt")}
     if sorted(files) != list(range(len(files))) or not files:
         raise CheckpointError(
-            f"{folder} has the optimizer states of the ranks {sorted(files)}: every rank of ZeRO 1,"
-            " 2 or 3 is needed, and only data parallelism is supported"
+            f"{folder} has the optimizer states of the ranks {sorted(files)}: those of all ranks"
+            " are needed, and only ZeRO 1 to 3 with data parallelism is supported; copy the files"
+            " of all ranks to it"
         )
     ranks = [read_torch(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     stage = ranks[0]["zero_stage"]
@@ -115,14 +116,17 @@ def read(folder: Path) -> ForeignCheckpoint:
 def _latest_name(folder: Path) -> str:
     name = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
     if name in ("", ".", "..") or "/" in name:
-        raise CheckpointError(f"{folder / 'latest'} names {name!r}, which is not a folder there")
+        raise CheckpointError(
+            f"{folder / 'latest'} names {name!r}, which is not a folder there; pass the folder of"
+            " one checkpoint"
+        )
     return name
 
 
 def _read_flat_groups(
     checkpoint: ForeignCheckpoint, ranks: list[Any], shapes: list[dict[str, tuple[int, ...]]]
 ) -> None:
-    """Add the tensors of ZeRO 1 and 2."""
+    """Add the tensors of a ZeRO 1 or 2 checkpoint to `checkpoint`."""
     states = [rank["base_optimizer_state"]["state"] for rank in ranks]
     all_paddings = ranks[0].get("param_alignment_paddings")
     for index, group in enumerate(shapes):
@@ -147,7 +151,7 @@ def _read_stage_3(
     shapes: list[dict[str, tuple[int, ...]]],
     models: list[Any],
 ) -> None:
-    """Add the tensors of ZeRO 3."""
+    """Add the tensors of a ZeRO 3 checkpoint to `checkpoint`."""
     groups = [rank["fp32_flat_groups"] for rank in ranks]
     states = [rank["optimizer_state_dict"]["state"] for rank in ranks]
     sub_groups = range(len(groups[0]))

@@ -55,9 +55,11 @@ _ENUM_MEMBERS: dict[tuple[str, str], dict[str, int]] = {
 
 
 def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
-    """Rebuild a tensor without its attributes."""
+    """Rebuild a pickled tensor, and drop the Python attributes that were saved with it."""
     if rebuild is not rebuilt_tensor:
-        raise CheckpointError("it contains a tensor subclass, which is not supported")
+        raise CheckpointError(
+            "it contains a tensor subclass, which is not supported; save plain tensors"
+        )
     return rebuild(*arguments)
 
 
@@ -130,8 +132,8 @@ def _enum_member(enum: Any, member: Any) -> Inert:
             return enum_class(members[member])
 
     raise CheckpointError(
-        "it calls getattr on something other than a known enum, but only tensors and plain data"
-        " are loaded"
+        "it calls getattr on an object that is not a known enum, which could run code; save the"
+        " checkpoint again with tensors and plain data only"
     )
 
 
@@ -154,7 +156,8 @@ class Unpickler(pickle.Unpickler):
         if (module, name) in _UNCALLED or f"{module}.".startswith(_INERT_MODULES):
             return type(name, (Inert,), {})
         raise CheckpointError(
-            f"it references {module}.{name}, but only tensors and plain data are loaded"
+            f"it references {module}.{name}, but only tensors and plain data are loaded; save"
+            " the checkpoint again without it"
         )
 
 
@@ -165,22 +168,32 @@ class Module:
 
     @staticmethod
     def load(stream: Any, **_: Any) -> Any:
-        """Refuse the format that torch wrote before 2020."""
-        raise CheckpointError("it is not a zip file; save it again with torch 1.6 or later")
+        """Refuse the legacy format of torch before 1.6, which is not a zip file."""
+        raise CheckpointError(
+            "it has the format of torch before 1.6; load it with torch.load, and save it again"
+        )
 
 
 def read_torch(path: Path) -> Any:
     """Load a file of `torch.save`. Its tensors are memory-mapped. Raises CheckpointError."""
     try:
         if not path.is_file() or not zipfile.is_zipfile(path):
-            raise CheckpointError("it is missing, or not a file of torch.save")
+            raise CheckpointError(
+                "it is missing, or not a zip file of torch.save; copy the checkpoint again, or"
+                " save it again with torch 1.6 or later"
+            )
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CheckpointError("it is compressed, which torch.save never does")
+                raise CheckpointError(
+                    "it is compressed, which torch.save never does; copy the checkpoint again"
+                )
         # torch.load hands an archive of TorchScript to torch.jit.load, which runs the code in it.
         unknown = [name for name in records_of(path) if not _RECORD.fullmatch(name)]
         if unknown:
-            raise CheckpointError(f"it has the record {unknown[0]}, which torch.save never writes")
+            raise CheckpointError(
+                f"it has the record {unknown[0]}, which torch.save never writes; copy the"
+                " checkpoint again"
+            )
         return torch.load(
             path, map_location="cpu", pickle_module=Module, weights_only=False, mmap=True
         )
