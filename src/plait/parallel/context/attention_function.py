@@ -4,10 +4,10 @@ Transformers has one table of attention functions by name, for all models of the
 that differ between models are attached to their modules (`install`).
 
 A token attends to itself and to earlier tokens of its document, as in Transformers. Instead of a
-mask [seq, seq] there is one number per token, the position at which its document begins. The numbers
-are computed from the full batch (`document_starts`). They do not describe sliding windows, which may
-differ between layers. They need not describe padding on the right, because no token attends to it
-and the loss ignores it.
+mask [seq, seq] there is one number per token, the position at which its document begins. The
+numbers are computed from the full batch (`document_starts`). They do not describe sliding windows,
+which may differ between layers. They need not describe padding on the right, because no token
+attends to it and the loss ignores it.
 """
 
 from __future__ import annotations

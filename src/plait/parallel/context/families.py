@@ -93,7 +93,7 @@ def refuse_unknown_model(
 
     Raises:
         ModelError: The model, one of its settings or its attention kernel is not supported.
-        ConfigError: The kind is "ulysses", and cp does not divide the number of heads.
+        ConfigError: The kind is "ulysses", and tp * cp does not divide the number of heads.
     """
     refuse_prompts(model, "parallel.cp")
     model = without_wrapper(model)
@@ -223,9 +223,9 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 def implementation_of(model: nn.Module) -> str:
     """Return Transformers' name of the attention implementation of a model.
 
-    Transformers supports only "eager" for GPT-OSS and Gemma 2, because torch's SDPA has neither
-    sinks nor capped scores. Plait has fused kernels for both models, so the result for them is
-    "sdpa".
+    Transformers runs GPT-OSS and Gemma 2 with "eager" and not with "sdpa", because torch's SDPA has
+    neither sinks nor capped scores. Plait has fused kernels for both models, so "eager" becomes
+    "sdpa" for them.
     """
     config: Any = model.config
     implementation = str(config._attn_implementation)
