@@ -72,7 +72,7 @@ class RouterStatistics(StepHook):
             balances: Whether there is a balance loss.
             z_loss: Coefficient of the z loss.
             group: Ranks over whose tokens the losses are computed, or None for this rank only.
-            is_global: Whether the balance loss is for the tokens of all data-parallel ranks together.
+            is_global: Whether the balance loss is over the tokens of all data-parallel ranks.
         """
         self.is_global = is_global
         self.experts = experts
@@ -171,7 +171,8 @@ class RouterStatistics(StepHook):
         """Return the losses of the micro-batch whose last stage has run on this rank. Collective.
 
         The losses are for all tokens of the group, and their backward is collective as well.
-        Each rank adds them to its sum of token losses, multiplied by its number of targets.
+        The caller multiplies both by this rank's number of targets, and adds them to the rank's
+        sum of token losses.
 
         Returns:
             (balance loss, z loss times its coefficient), both 0-dimensional.
@@ -182,7 +183,7 @@ class RouterStatistics(StepHook):
         if self._logits is None:
             raise ModelError(
                 "the losses of a pipeline's routers exist only on its last stage after its forward;"
-                " read them there"
+                " read them on that stage"
             )
         tokens, probabilities, rows, squares = self.sums()
         if self.group is not None:
