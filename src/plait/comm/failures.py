@@ -278,7 +278,8 @@ class ComparedCollectives(TorchDispatchMode):
             raise CommunicationError(
                 f"{this_rank['call']} over {call.wait.axis}, number {call.wait.sequence}, at"
                 f" {this_rank['line']}: rank {call.wait.members[other]} has not started it"
-                f" within the timeout. {WATCH.hang_cause}"
+                " within the timeout; look for an error or a hang in the output of that rank."
+                f" {WATCH.hang_cause}"
             ) from error
 
         theirs = json.loads(self._store.get(key))

@@ -1,8 +1,8 @@
 """Quantisation to 8 or 4 bits with one scale per block, and the packing of flat ranges.
 
-A block of consecutive elements is divided by a float32 scale and rounded to the nearest integer. The
-scale is the largest magnitude of the block over 127 (8 bits) or 7 (4 bits). If an element is not
-finite, all elements of the dequantised block are not finite, so the receiver detects the overflow.
+A block of consecutive elements is divided by a float32 scale and rounded to the nearest integers.
+The scale is the largest magnitude of the block over 127 (8 bits) or 7 (4 bits). If any element is
+not finite, no element of the dequantised block is finite, so the receiver detects the overflow.
 Matrices are padded to a multiple of the block size and quantised. Tensors with fewer than two
 dimensions (norms, biases) are sent uncompressed. They have few elements, whose magnitudes differ
 from those of matrices.
@@ -269,7 +269,7 @@ class Packing:
 
 
 def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum [1, n] of rows [rows, n], which may be overwritten.
+    """Return the sum [1, n] of rows [rows, n]. The rows may be overwritten.
 
     On the CPU `torch.sum` adds the last columns of a tensor in a different order. Which columns a
     parameter has depends on how tensor parallelism has split earlier parameters, so `torch.sum`

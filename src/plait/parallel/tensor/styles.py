@@ -534,8 +534,8 @@ class SplitStream:
             raise ModelError(
                 "tensor parallelism: random numbers were drawn (dropout) between two"
                 " column-parallel layers that read different inputs, so every rank would drop"
-                " other elements of a replicated tensor; call the column-parallel layers one after"
-                " the other, or use the style 'colwise_gather_output' for the second one in"
+                " different elements of a replicated tensor; call the column-parallel layers one"
+                " after the other, or use the style 'colwise_gather_output' for the second one in"
                 " parallel.plan"
             )
 
