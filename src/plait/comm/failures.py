@@ -133,7 +133,7 @@ def run_on_all_ranks(
 
     Raises:
         PlaitError: The work of a rank failed. All ranks raise an `error_class` with the message of
-            the lowest such rank.
+            the lowest rank that failed.
     """
     result: T | None = None
     failure: Exception | None = None

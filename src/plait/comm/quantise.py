@@ -188,7 +188,7 @@ class Packing:
         return padded
 
     def _columns(self, rows: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """Return pairs of each segment and its columns of rows [rows, n]."""
+        """Yield (segment, columns of the segment) for rows [rows, n]."""
         sizes = [segment.numel for segment in self.segments]
         return zip(self.segments, rows.split(sizes, 1), strict=True)
 

@@ -116,7 +116,7 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
         return None
     if name not in _OPERATORS:
         raise NotImplementedError(
-            f"the traffic counter does not know the collective {name}; add it to its table"
+            f"the traffic counter does not know the collective {name}; add it to _OPERATORS"
         )
 
     kind, index = _OPERATORS[name]

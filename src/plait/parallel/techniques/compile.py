@@ -1,6 +1,6 @@
 """Compilation of each block with torch.compile, in place.
 
-Equal blocks share one small graph, and parameter names stay as they are.
+Identical blocks share one compiled graph, and parameter names do not change.
 """
 
 from __future__ import annotations

@@ -173,12 +173,12 @@ class ContextParallel(Technique):
         if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
             raise InputError(
                 "parallel.cp: a KV cache would contain only a part of each sequence; leave"
-                f" {', '.join(CACHES)} and use_cache out"
+                f" {', '.join(CACHES)} and use_cache out of the batch"
             )
         if batch.get("output_attentions"):
             raise InputError(
                 "parallel.cp: attention weights are never computed in full; leave"
-                " output_attentions out"
+                " output_attentions out of the batch"
             )
         starts = attention_function.document_starts(batch)
         if starts is not None:

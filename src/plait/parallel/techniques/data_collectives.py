@@ -137,7 +137,7 @@ def select_replicated(
 
     Args:
         technique: The settings.
-        shard: The scheme of compression, or its candidates.
+        shard: Settings with the compression scheme or its candidates.
         group: The ranks that sum gradients.
         mesh: The mesh of all ranks.
         gradient_bytes: Bytes of all gradients that this rank reduces per step.
@@ -436,7 +436,7 @@ def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) 
 
 
 def _computes_with_shards(parts: Parts) -> bool:
-    """Return True if the shards are in memory, in the dtype of the forward, on one mesh.
+    """Return True if all shards are in memory and on one mesh, in the dtype of the forward.
 
     Only such shards can be stored in shared memory.
     """

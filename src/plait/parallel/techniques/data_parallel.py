@@ -687,7 +687,7 @@ def _account_buckets(
         facts: The parameters of the model.
         numels: Elements of every trainable parameter on a rank, in the order of `facts`.
         bucket_bytes: Size of a gradient bucket.
-        candidates: The candidates to account, as a mask.
+        candidates: Mask of the candidates to account.
     """
     columns = [np.broadcast_to(numel, candidates.shape) for numel in numels]
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "send", "compression", "gradients")

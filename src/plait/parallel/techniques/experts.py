@@ -417,7 +417,7 @@ class Routing(Technique):
                 degree = getattr(context.layout, axis)
                 if degree > 1:
                     setting = f"parallel.{axis}"
-                    remedy = f"set it to False, or use {setting} = 1"
+                    remedy = f"set output_router_logits to False, or use {setting} = 1"
                     _check_statistics(model, f"{setting} = {degree}", remedy)
                     break
         if self.balance == "global" and not enables_balance_loss(model):
@@ -425,9 +425,8 @@ class Routing(Technique):
                 f"{type(model).__name__} has no balance loss, which"
                 " model.config.output_router_logits = True adds to models that support one"
             )
-            raise ConfigError(
-                Problem("experts.balance", self.balance, rule, 'set it, or use "micro_batch"')
-            )
+            remedy = 'set output_router_logits to True, or use "micro_batch"'
+            raise ConfigError(Problem("experts.balance", self.balance, rule, remedy))
         if self.balance == "global":
             _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')
         if self.z_loss and not (recorded_routers(model) and find_experts(model)):
@@ -583,7 +582,7 @@ def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
     if not has_numbers or not recorded_routers(model):
         raise ModelError(
             f"{setting}: model.config.output_router_logits is True, but {type(model).__name__} does"
-            " not declare which modules are its routers, so their balance cannot be summed over"
+            " not declare which modules are its routers, so its balance loss cannot be summed over"
             f" ranks; {remedy}"
         )
 

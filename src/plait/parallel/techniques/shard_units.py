@@ -213,7 +213,7 @@ def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool
                 f"{name} has the type {type(parameter).__name__} of bitsandbytes, which stores"
                 " scales apart from the values, so it can be neither split nor moved; load it on"
                 " this rank's device, and use parallel.tp = 1 without offload (any ZeRO stage and"
-                " parallel.pp)"
+                " parallel.pp are supported)"
             )
     for name, parameter in model.named_parameters():
         if _library(parameter) == "torchao" and (moved or cast or several):
@@ -238,7 +238,7 @@ def refuse_complex(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.is_complex():
             raise ModelError(
                 f"{name} is {dtype_name(parameter.dtype)}, and bf16, fp16 and"
-                " communication_data_type would drop its imaginary part; leave them out"
+                " communication_data_type would drop its imaginary part; leave these settings out"
             )
 
 

@@ -519,8 +519,8 @@ def _features(
     """Return the widths of the activations that collectives send per token.
 
     Returns:
-        The features per token by collective, with the float32 elements of the loss as `loss`; and
-        the widths of activations that are gathered along their features.
+        (features per token by collective, widths of activations that are gathered along their
+        features). The float32 elements of the loss have the key `loss`.
     """
     parameter_of = _parameters_by_name(facts)
     moved: Counter[str] = Counter()

@@ -127,7 +127,7 @@ def _check_first(
                 f"{name}: its weight is no longer a parameter of the layer (a parametrization,"
                 " weight_norm, spectral_norm or pruning was applied after tensor parallelism had"
                 " split it); use parallel.tp = 1, or a parallel.plan that leaves the layer out,"
-                " and apply it before plait.initialize"
+                " and call plait.initialize after the parametrization"
             )
         return forward(*args, **kwargs)
 

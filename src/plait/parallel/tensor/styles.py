@@ -541,7 +541,7 @@ class SplitStream:
 
 
 def _generator(like: torch.Tensor) -> torch.Generator | None:
-    """Return the generator that dropout uses for `like`, or None for tensors without values."""
+    """Return the generator that dropout uses for `like`, or None for fake and meta tensors."""
     if isinstance(like, FakeTensor) or like.is_meta:
         return None
     if accelerator.is_accelerator(like.device):
