@@ -192,7 +192,7 @@ def _summed_twice(module, region):
             name: enter(enter(p, region.group), region.group)
             for name, p in module.named_parameters(recurse=False)
         }
-        with styles.own_values(module, doubled):
+        with styles.replace_values(module, doubled):
             return original(*args, **kwargs)
 
     return forward

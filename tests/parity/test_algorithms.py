@@ -146,7 +146,7 @@ def test_two_levels_of_one_machine_are_refused(pool):
     config["parallel"] |= {"all_reduce": "hierarchical"}
     with pytest.raises(
         WorkerFailed,
-        match="parallel.all_reduce = 'hierarchical': the 2 processes are not on several machines",
+        match="parallel.all_reduce = 'hierarchical': it requires several machines",
     ):
         pool.run(2, train, "plain", True, config)
 

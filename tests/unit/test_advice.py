@@ -98,8 +98,8 @@ SETTINGS = """
     parallel.recompute.mode=full parallel.recompute.budget_gib=1 -> leave it out, or set parallel.recompute.mode = "budget" -> parallel.recompute.mode=full | parallel.recompute.mode=budget parallel.recompute.budget_gib=1 parallel.recompute.sequence_length=8
     model=mixtral world=6 parallel.ep=3 -> and 4 % 3 = 1; use 1, 2 -> model=mixtral world=6 parallel.ep=1 | model=mixtral world=6 parallel.ep=2
     model=mixtral world=4 parallel.ep=2 bf16.enabled=true -> set zero_optimization.stage = 1 -> model=mixtral world=4 parallel.ep=2 bf16.enabled=true zero_optimization.stage=1
-    model=mixtral experts.balance=global -> set it, or use "micro_batch" -> model=mixtral experts.balance=micro_batch
-    model=unknown experts.balance=global -> so their balance cannot be summed over ranks; use "micro_batch" -> model=unknown experts.balance=micro_batch
+    model=mixtral experts.balance=global -> set output_router_logits to True, or use "micro_batch" -> model=mixtral experts.balance=micro_batch
+    model=unknown experts.balance=global -> so its balance loss cannot be summed over ranks; use "micro_batch" -> model=unknown experts.balance=micro_batch
     model=llama world=2 parallel.pp=2 parallel.pipeline.stages_per_rank=4 -> use "1f1b", which has one stage per rank, leave parallel.pipeline.stages_per_rank out -> model=llama world=2 parallel.pp=2 parallel.pipeline.schedule=1f1b
     model=llama world=4 parallel.pp=4 parallel.pipeline.schedule=zbv -> use "1f1b", which has one stage per rank, and parallel.pp = 2 or less -> model=llama world=4 parallel.pp=2 parallel.pipeline.schedule=1f1b
     model=mixtral world=4 parallel.pp=2 parallel.ep=2 parallel.pipeline.schedule=zbv -> use "1f1b" or "gpipe", or parallel.ep = 1 -> model=mixtral world=4 parallel.pp=2 parallel.ep=2 parallel.pipeline.schedule=1f1b | model=mixtral world=4 parallel.pp=2 parallel.ep=2 parallel.pipeline.schedule=gpipe

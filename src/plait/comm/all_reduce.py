@@ -1,7 +1,7 @@
 """All-reduce: algorithms of torch's collectives, and buffers that are summed during a backward.
 
-Each algorithm is a generator. It yields collectives that must have ended before it is resumed.
-`run` executes one algorithm. `advance` executes several in turn, so that they overlap.
+Each algorithm is a generator that yields collectives. They must have ended before the generator is
+resumed. `run` executes one algorithm. `advance` executes several in turn, so that they overlap.
 
     name                       bytes per rank, tensor of S bytes      sequential messages
     all-reduce                 backend's choice; 2 (n-1)/n S assumed  backend's choice
@@ -80,10 +80,10 @@ def sum_over(
 def wire_bytes(
     algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_node: int = 1
 ) -> tuple[int, int]:
-    """Return the largest number of bytes that a rank sends, inside its machine and to others.
+    """Return (bytes inside the machine, bytes to other machines) of the rank that sends most.
 
-    The table in the module docstring has the formulas. If the group spans machines, all bytes of
-    an algorithm other than `hierarchical` count as sent to other machines.
+    The table in the module docstring has the formulas. If the group spans machines, only
+    `hierarchical` counts bytes as sent inside a machine.
 
     Args:
         algorithm: Name of the algorithm.
@@ -207,7 +207,7 @@ def padded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def _unpad(tensor: torch.Tensor, stacked: torch.Tensor) -> None:
-    """Copy the sum into `tensor` if `padded` has returned a copy of it."""
+    """Copy the sum from `stacked` to `tensor`, unless `padded` has returned `tensor` itself."""
     if stacked is not tensor:
         tensor.copy_(stacked[: tensor.numel()])
 
@@ -260,7 +260,7 @@ def receive(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> l
 
 
 def launched(work: dist.Work | None) -> dist.Work:
-    """Return the work of an asynchronous collective, which torch annotates as optional."""
+    """Return the argument with the type `Work`. torch annotates it as optional."""
     assert work is not None
     return work
 
@@ -288,10 +288,10 @@ def advance(running: Sequence[Started]) -> None:
 
 @dataclass(frozen=True)
 class Flat:
-    """Content of a buffer: the tensors that it stores one after the other.
+    """Content of a buffer: flattened tensors, one after the other.
 
     A buffer has either shards of tensor parallelism or replicated tensors. The position of an
-    element decides in which order it is summed and with which other elements it is quantised.
+    element determines in which order it is summed and with which other elements it is quantised.
     Replicated tensors must get the same bits on all ranks of tp, so their positions must not depend
     on the sizes of shards.
 
@@ -317,7 +317,7 @@ class Flat:
 
 
 class Buckets(Protocol):
-    """Buffers that are summed over a group. The module docstring explains the order of calls."""
+    """Interface of gradient buckets. The module docstring explains the order of calls."""
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -335,7 +335,7 @@ class Buckets(Protocol):
 
 
 class GroupBuckets:
-    """Buffers that are summed by torch's all-reduce."""
+    """Gradient buckets that are summed by torch's all-reduce."""
 
     def __init__(
         self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device
@@ -356,7 +356,7 @@ class GroupBuckets:
 
 
 class AlgorithmBuckets:
-    """Buffers that are summed by an algorithm of `sum_over`.
+    """Gradient buckets that are summed by an algorithm of `sum_over`.
 
     The first step of each buffer overlaps with the backward. The first `finish` performs the
     remaining steps of all buffers in turn.

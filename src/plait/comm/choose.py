@@ -2,9 +2,9 @@
 
 The module does not communicate, and it returns the reason with every choice.
 
-The cost of an algorithm is its measured time, or the sum of the costs of its operations if it was
-not measured. Compression changes the training slightly, so it is not a candidate. If candidates
-cost the same, the one with the fewest operations is chosen.
+The cost of an algorithm is its measured time. Without a measurement it is the sum of the costs of
+the algorithm's operations. Compression changes the training slightly, so it is not a candidate. If
+candidates cost the same, the one with the fewest operations is chosen.
 
 The cost of a collective on a link is a fixed time plus a time per byte. It is fitted to
 measurements (`comm.measure`) or derived from the latency and the bandwidth of a link.
@@ -96,7 +96,7 @@ class Cost:
 
 
 def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Return a cost that is fitted to (bytes, seconds) measurements and stores them.
+    """Fit a cost to (bytes, seconds) measurements, and store them in it.
 
     Disturbances only add time. If a larger tensor took less time than a smaller one, the
     measurement of the smaller one was disturbed and is replaced with the time of the larger one.
@@ -121,7 +121,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> Cost:
         ValueError: There is only one size, or a time is not positive.
     """
     if len({nbytes for nbytes, _ in samples}) < 2 or any(seconds <= 0 for _, seconds in samples):
-        raise ValueError("a fit needs two sizes and positive times")
+        raise ValueError("a fit requires at least two sizes and positive times; measure more sizes")
     # Minimize sum ((a + b x) / y - 1)^2.
     s11 = math.fsum(1 / y**2 for _, y in samples)
     s12 = math.fsum(x / y**2 for x, y in samples)
@@ -183,7 +183,7 @@ class GroupLinks:
         whole: Costs among all ranks of the group.
         inside: Costs among the ranks of one machine, or None unless there are several machines
             with several ranks each.
-        across: Costs among one rank per machine, or None in the same cases.
+        across: Costs among one rank per machine, or None where `inside` is None.
     """
 
     axis: str
@@ -233,7 +233,7 @@ def ring_level(ranks: int, link: Link, *, slow_steps: int = 0, slow: Link | None
 def describe(
     axis: str, *, machines: int, per_machine: int, inside: Link, network: Link | None = None
 ) -> GroupLinks:
-    """Return the costs of a group that follow from its links, for planning without measurements.
+    """Estimate a group's costs from its links' latency and bandwidth, without measurements.
 
     Args:
         axis: Name of the mesh dimension.
@@ -277,7 +277,7 @@ def save(path: Path, groups: Sequence[GroupLinks], *, facts: Mapping[str, Any]) 
 
 
 def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:
-    """Return the groups of a file that `save` wrote, by axis, and its facts.
+    """Return the links of each axis, and the facts, from a file that `save` wrote.
 
     Raises:
         InputError: The file is missing or has another form.
@@ -304,7 +304,7 @@ class AlgorithmChoice:
         others: Name and time of every other candidate, cheapest first.
         total_bytes: Size of all messages together.
         in_buckets: Whether the messages overlap with a backward.
-        why: Last sentence of the reason.
+        why: Last sentence of `reason`, which explains why the algorithm is fast.
     """
 
     algorithm: str
@@ -336,18 +336,18 @@ def algorithm_seconds(nbytes: float, group: GroupLinks) -> dict[str, float]:
         group: Costs of the links.
 
     Returns:
-        Seconds by algorithm. Those with fewer operations come first.
+        Seconds by algorithm. Algorithms with fewer operations come first.
     """
     costs = group.whole.costs
     seconds: dict[str, float] = {}
     if "exchange" in costs:
-        seconds = _composed_prices(nbytes, group)
+        seconds = _composed_seconds(nbytes, group)
     seconds |= {name: cost.seconds(nbytes) for name, cost in costs.items()}
     return {name: seconds[name] for name in _ALGORITHMS if name in seconds}
 
 
-def _composed_prices(nbytes: float, group: GroupLinks) -> dict[str, float]:
-    """Return the seconds of every algorithm as the sum of its operations."""
+def _composed_seconds(nbytes: float, group: GroupLinks) -> dict[str, float]:
+    """Return the seconds of every algorithm as the sum of the seconds of its operations."""
     costs = group.whole.costs
     ranks = group.ranks
     seconds = {
@@ -392,10 +392,10 @@ def choose_all_reduce(nbytes: int, group: GroupLinks) -> AlgorithmChoice:
 def refined(
     choice: AlgorithmChoice, group: GroupLinks, times: Mapping[str, float]
 ) -> AlgorithmChoice:
-    """Return a choice that is revised with times that were measured at its message size.
+    """Revise a choice with times that were measured at its message size.
 
     Args:
-        choice: The choice by the costs of the links.
+        choice: The choice that was made by the costs of the links.
         group: Costs of the links.
         times: Measured seconds of one message, by algorithm.
     """
@@ -421,7 +421,7 @@ def choose_buckets(
     A bucket is sent when the backward has filled it. Smaller buckets start earlier, but each adds a
     fixed time. The size matters most if the backward takes as long as the all-reduce T(G) of all
     gradients G. The sum of N buckets then ends T(G) / N + N T(G / N) after the backward has
-    started. For T = a + b x the minimum of this time is at N = sqrt(b G / a).
+    started. For T(x) = a + b x the minimum of this time is at N = sqrt(b G / a).
 
     Args:
         gradient_bytes: Size of all gradients in float32.
@@ -472,7 +472,7 @@ def _choose(
         candidates: Seconds by algorithm. The first of equal candidates is chosen.
         group: Costs of the links.
         in_buckets: Whether the messages overlap with a backward.
-        all_seconds: Seconds of all algorithms for the reason, if some of them are not candidates.
+        all_seconds: Seconds of all algorithms, for the reason. None if all are candidates.
     """
     cheapest = min(candidates.values())
     is_measured = any(cost.samples for cost in group.whole.costs.values())

@@ -1,6 +1,7 @@
 """Collectives that are differentiable, asynchronous, or add in a fixed order.
 
-The functions for tensor parallelism are named after their forward. The backward is the adjoint.
+The functions for tensor parallelism are named after what the forward does. The backward is the
+adjoint.
 
     function       forward                   backward                  used for
     enter          identity                  all-reduce                replicated input of a
@@ -16,9 +17,9 @@ The functions for tensor parallelism are named after their forward. The backward
     leave_scatter  reduce-scatter along dim  all-gather                partial output that becomes
                                                                        sequence shards
 
-`gather` assumes that all ranks compute the same from its output, and `split` that all ranks have
-computed the same input. `gather_sum` sums the gradients of different computations. Shards follow
-the rule of `torch.chunk`, so sizes need not be divisible.
+`gather` requires that all ranks compute the same from its output, and `split` that its input is the
+same on all ranks. With `gather_sum` ranks may compute different results from the output, whose
+gradients are summed. Shards have the sizes that `torch.chunk` gives them, which may be uneven.
 
 `reduce_scatter` for gloo is an all-to-all and a local sum. It sends the same bytes as gloo's own
 reduce-scatter in less than half the time (measured at 4 to 16 MB on 2 and 4 ranks of one machine).
@@ -142,17 +143,20 @@ class SynchronousReduceScatter(ReduceScatter):
             async_op: This argument is ignored.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise NotImplementedError(f"reduce-scatter supports SUM and AVG, not {op}")
+            raise NotImplementedError(
+                f"reduce-scatter supports SUM and AVG, not {op}; do not call"
+                " set_gradient_divide_factor on the model"
+            )
         self.reduce(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 
 
 class AllToAllReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
-    """Reduce-scatter for `fully_shard` that adds in the order of the ranks, with the same bits."""
+    """Reduce-scatter for `fully_shard` that always adds in the order of the ranks."""
 
     def reduce(self, output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Write this rank's shard of the sum, see `reduce_scatter`."""
+        """Write this rank's shard of the sum of `stacked` to `output`. See `reduce_scatter`."""
         reduce_scatter(output, stacked, group)
 
 
@@ -164,7 +168,7 @@ def shard_range(length: int, group: ProcessGroup) -> tuple[int, int]:
 
 
 def enter(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return a replicated tensor as input of tensor-parallel code (Megatron's f).
+    """Pass a replicated tensor to tensor-parallel code (Megatron's f).
 
     Its gradients are summed over the ranks. Collective in the backward.
     """
@@ -278,7 +282,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
 
 
 def _is_outermost(x: torch.Tensor, dim: int) -> bool:
-    """Return whether shards along `dim` follow each other in the memory of a contiguous tensor."""
+    """Return True if each shard along `dim` of a contiguous tensor is contiguous."""
     return all(size == 1 for size in x.shape[:dim])
 
 
@@ -291,7 +295,7 @@ def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return the first `length` entries along `dim` of a contiguous, unshared tensor."""
+    """Return the first `length` entries along `dim` of a contiguous tensor, maybe in place."""
     if x.shape[dim] == length:
         return x
     if _is_outermost(x, dim):
@@ -308,9 +312,9 @@ def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor
 
 
 def unshared(x: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of a tensor that may be changed in place.
+    """Copy a gradient, so that the caller may change the contiguous copy in place.
 
-    Autograd may use the same tensor as the gradient of several inputs.
+    Autograd may use the original as the gradient of several inputs.
     """
     return x.contiguous().clone()
 
@@ -497,6 +501,6 @@ class AsyncMaximum:
         self._flag = HostCopy(flag)
 
     def value(self) -> int:
-        """Return the largest number of all ranks."""
+        """Wait for the all-reduce and return the largest number of all ranks."""
         self._reduction.value()
         return int(self._flag.values())

@@ -1,6 +1,6 @@
 """Compressed collectives of the data-parallel ranks.
 
-They send fewer bytes, and their results differ from the exact ones by a bounded error.
+They send fewer bytes than the uncompressed collectives, with a bounded error.
 
     collective          ZeRO stage  sent                                state between steps
     bucket, int8, int4  0           quantised slices to their owners,   two residuals, if there
@@ -18,8 +18,9 @@ rank. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD (arXiv:190
 Note [Two messages per bucket]
     A compressed bucket is sent in two messages, and the second message depends on the result of the
     first. Both should overlap with the backward. The second message of a bucket therefore starts
-    when the bucket after the next one starts. The link transfers another message while the first
-    one is summed. Only the order of starts decides this, which is the same on every rank.
+    when the bucket after the next one starts. While a rank sums the first message, the link
+    transfers messages of other buckets. The order of messages depends only on the order in which
+    buckets start, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ POWERSGD_START = 10
 class PersistentTensors:
     """Tensors of a compressed collective that persist between steps (residuals, factors), by name.
 
-    A skipped step must not change them, but the decision to skip a step follows after all of its
+    A skipped step must not change these tensors, but ranks decide to skip a step only after its
     gradients were sent. If steps may be skipped, the new value of a tensor is written to a second
     tensor, which replaces the first one when the step is applied.
 
@@ -130,13 +131,13 @@ class _TwoMessageBuckets(ABC):
         """Buckets whose first message is in flight, in the order of their starts."""
 
     def _after_first_message(self, index: int) -> None:
-        """Record that the first message of a bucket was started."""
+        """Start the second message of an earlier bucket after the first message of this one."""
         self._first_messages.append(index)
         if len(self._first_messages) > _FIRST_MESSAGES:
             self._start_second_message(self._first_messages.pop(0))
 
     def _start_second_messages(self) -> None:
-        """Start the remaining second messages. Called after the last bucket was started."""
+        """Start the remaining second messages. Call this after the last bucket was started."""
         while self._first_messages:
             self._start_second_message(self._first_messages.pop(0))
 
@@ -538,8 +539,8 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
         segments: Shards of the unit's trainable parameters, in the order of the reduce-scatter.
         bits: Bits per element.
         feedback: Whether the residual is added to the next step's gradients.
-        levels: Groups inside and across machines, or None. With groups, gradients are summed inside
-            a machine first. The sums are quantised again and sent across machines.
+        levels: Groups inside and across machines, or None. With these groups, gradients are first
+            summed inside a machine. The sums are quantised again and sent across machines.
         revocable: Whether steps may be skipped.
 
     Attributes:
@@ -587,8 +588,8 @@ class QuantisedReduceScatter(DefaultAllocMixin, SynchronousReduceScatter):
     ) -> torch.Tensor:
         """Sum inside the machine first, then across machines.
 
-        Ranks are numbered machine by machine. Position l of a machine first receives the rows for
-        the positions l of all machines from the ranks of its machine.
+        Ranks are numbered machine by machine. The l-th rank of a machine first receives, from the
+        ranks of its machine, the rows for the l-th ranks of all machines.
         """
         inside = levels.inside
         across = levels.across

@@ -1,19 +1,19 @@
 """Failures of one rank or of a collective, which all ranks report.
 
-`naming` raises an error with the name of a collective that torch has aborted, and the likely cause.
-Only waits in shared memory (`comm.shared_memory`) can name the rank that has ended. Sockets and
-NCCL report just that some rank has.
+`naming` replaces torch's error of a failed collective with one that has the name of the collective
+and the likely cause. Only waits in shared memory (`comm.shared_memory`) can name a rank whose
+process has ended. gloo and NCCL only report that the connection to some rank was lost.
 
-`run_on_all_ranks` raises the first error of any rank on all of them. Otherwise the ranks without an
-error would wait in the next collective until the process group times out. The ranks agree by one
+`run_on_all_ranks` raises the error of the first rank that failed on all ranks. Otherwise the other
+ranks would wait in the next collective until the process group times out. The ranks agree by one
 all-gather of rows of fixed size, which also contain a short result of each rank.
 
 In the debug mode (`ComparedCollectives`) ranks compare a collective before it starts. Without this
-mode, ranks that issue collectives in different orders or with different shapes would hang, or
-compute wrong numbers if the shapes agree. Each rank writes the operation, the shapes, the dtypes
-and the place in the code to the store of the default group, and reads those of other ranks. Calls
-from different lines count as different collectives even if the shapes agree. The mode costs some
-messages per collective, and runs Python code for every operator.
+mode, ranks that issue different collectives would hang, or compute wrong numbers if the shapes
+agree. Each rank writes the operation, the shapes, the dtypes and the line of code to the store of
+the default group, and reads the entries of other ranks. Calls from different lines are different
+collectives even if the shapes agree. The mode costs some messages per collective, and runs Python
+code for every operator.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def failed_collective(error: BaseException, operation: str) -> CommunicationErro
         operation: Name of the collective for the message.
 
     Returns:
-        An error with the cause, as far as it is known. None if `error` is not a collective's.
+        An error with the likely cause, or None if no collective has raised `error`.
     """
     text = str(error)
     # gloo raises a plain RuntimeError for a connection that another process has closed.
@@ -125,7 +125,7 @@ def run_on_all_ranks(
         encode_result: Returns at most 64 bytes for the other ranks, given the result of `work`.
         device: Device of the tensors that are gathered.
         activity: Description of the work for error messages.
-        group: Group of all ranks. None is the default one.
+        group: Group of all ranks, or None for the default group.
         error_class: Class of the error that is raised.
 
     Returns:
@@ -133,7 +133,7 @@ def run_on_all_ranks(
 
     Raises:
         PlaitError: The work of a rank failed. All ranks raise an `error_class` with the message of
-            the lowest such rank.
+            the lowest rank that failed.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -185,8 +185,8 @@ class _ComparedCall:
         group: Name of the process group.
         rank: This process's rank in the group.
         description: Operation, shapes, line of user code, and callers. Equal on all ranks.
-        wait: Wait to publish while ranks are compared, with the number of the collective in its
-            group and the global ranks of the group.
+        wait: Wait that is published during the comparison. It has the number of the collective in
+            its group, and the global ranks of the group.
     """
 
     group: str
@@ -202,7 +202,7 @@ class _ComparedCall:
 class ComparedCollectives(TorchDispatchMode):
     """Dispatch mode that compares the collectives of this thread with those of other ranks.
 
-    All ranks must enter it, or none.
+    Either all ranks must enter the mode or none.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,8 @@ class ComparedCollectives(TorchDispatchMode):
             raise CommunicationError(
                 f"{this_rank['call']} over {call.wait.axis}, number {call.wait.sequence}, at"
                 f" {this_rank['line']}: rank {call.wait.members[other]} has not started it"
-                f" within the timeout. {WATCH.hang_cause}"
+                " within the timeout; look for an error or a hang in the output of that rank."
+                f" {WATCH.hang_cause}"
             ) from error
 
         theirs = json.loads(self._store.get(key))
@@ -290,12 +291,13 @@ class ComparedCollectives(TorchDispatchMode):
             )
             raise CommunicationError(
                 f"collective {call.wait.sequence} over {call.wait.axis} is not the same on all"
-                f" ranks: {first}, {second}"
+                f" ranks: {first}, {second}; make all ranks issue the same collectives in the same"
+                " order"
             )
 
 
 def _callers(frame: Any) -> str:
-    """Return the functions and line numbers of all code on a stack that is not of a library."""
+    """Return the functions and line numbers of all code on a stack outside libraries."""
     places = []
     while frame is not None:
         if not is_library(frame.f_code.co_filename):

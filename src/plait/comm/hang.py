@@ -7,10 +7,10 @@ holds the interpreter's lock or has ended. Times are those of the monotonic cloc
 processes of a machine share.
 
 Note [Late ranks]
-    A rank is late for a collective if it is a member of its group and has not started it. A late
-    rank that waits for another collective is not the cause, so the search continues with the ranks
-    that are late for the other collective. If it only finds ranks that it has visited before, the
-    ranks issue different collectives and wait for each other.
+    A rank is late for a collective if it is a member of the group and has not started the
+    collective. A late rank that waits for another collective is not the cause, so the search
+    continues with the ranks that are late for that collective. If the search returns to a rank that
+    it has visited, the ranks issue different collectives and wait for each other.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Wait:
         since: Time at which the rank started the collective.
         sequence: Number of the collective in its group, or 0 if it is unknown.
         shape: Shapes and dtypes of the tensors.
-        missing: Global ranks that have not taken part, or None if this rank cannot tell.
+        missing: Global ranks that have not joined the collective, or None if they are unknown.
         members: Global ranks of the group. Empty if they are unknown.
-        seen: Time at which the wait was last observed. Infinite if the rank itself removes the wait
-            from its board when it ends.
+        seen: Time at which the wait was last observed. Infinite if the rank removes the wait from
+            its board when the wait ends.
     """
 
     operation: str
@@ -177,7 +177,7 @@ class Board:
 
     @property
     def now(self) -> tuple[int, int, float]:
-        """Step, phase, and time at which the phase began."""
+        """Current step, current phase, and time at which the phase began."""
         return _PROGRESS.unpack_from(self._memory, _PROGRESS_OFFSET)
 
     def wait(self, wait: Wait) -> None:
@@ -274,7 +274,7 @@ def _reading(data: bytes) -> BoardContent | None:
 
 
 def _plain(wait: Wait) -> dict[str, Any]:
-    """Return the fields of a wait that differ from their defaults, for JSON."""
+    """Return the fields of a wait that do not have their default value, for JSON."""
     plain: dict[str, Any] = {}
     for name, value in vars(wait).items():
         if value not in ("", 0, ()) and name != "seen":
@@ -307,7 +307,7 @@ def _parsed_wait(plain: dict[str, Any], *, seen: float) -> Wait:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A rank that waits.
+    """A rank that waits for a collective, for reports about hangs.
 
     Attributes:
         rank: Global rank.
@@ -340,7 +340,7 @@ class Hang:
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """Ranks whose stacks are of interest."""
+        """Ranks whose stacks may show the cause."""
         if self.late:
             return self.late
         return tuple(waiting.rank for waiting in self.cycle or self.waiting)
@@ -413,7 +413,7 @@ def _find_late(
 
 
 def _missing_ranks(waiting: Waiting, readings: Mapping[int, BoardContent]) -> Sequence[int]:
-    """Return the members of a collective that have not started it."""
+    """Return the ranks that have not started the collective for which a rank waits."""
     if waiting.wait.missing is not None:
         return waiting.wait.missing
     participants = set()
@@ -468,7 +468,7 @@ def describe_cause(
 
 
 def _place(ranks: Sequence[int], readings: Mapping[int, BoardContent]) -> str:
-    """Return the step and the phase of ranks, or an empty string if they differ."""
+    """Return the step and the phase of ranks, or an empty string if they are not equal."""
     steps = {readings[rank].step for rank in ranks if rank in readings}
     phases = {PHASES[readings[rank].phase] for rank in ranks if rank in readings}
     if len(steps) != 1 or len(phases) != 1:

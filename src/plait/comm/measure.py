@@ -5,15 +5,14 @@ All functions here are collective.
 Note [Rounds of a measurement]
     All sizes are measured in every round, so that a disturbance affects all sizes and not one. Each
     round has a different order, because an operation influences the next one. The time of an
-    operation in a round is that of the slowest rank, and its result is the median over the rounds.
-    The first rank ends the measurement for all ranks when the time is over. On slow links the
-    largest sizes are left out.
+    operation is the median over the rounds of the time of the slowest rank. The first rank ends the
+    measurement for all ranks when the time is over. On slow links the largest sizes are left out.
 
-`find_links` returns the costs of a run's links at its start: measured, or read from the file of an
-earlier start. Stored costs are used for the same ranks on the same machines, and only if a probe of
-two sizes agrees with them within a factor. Links that became slower or faster are measured again.
-All ranks of the group use the result of the first rank. `refine` then compares the best algorithms
-at the message size of the run.
+At the start of a run `find_links` measures the costs of its links, or reads them from the file of
+an earlier run. Stored costs are used for the same ranks on the same machines, if a probe of two
+sizes agrees with them within a factor. Otherwise the links are measured again. All ranks of the
+group use the result of the first rank. `refine` then compares the best algorithms at the message
+size of the run.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def measure_algorithms(
         device: Device of the tensors.
         seconds: Approximate time.
         shared_memory: Whether to also measure shared memory, if the ranks have it.
-        largest_bytes: Size of the largest tensor, unless that leaves too few sizes.
+        largest_bytes: Limit of the size of tensors. Larger ones are used if too few sizes remain.
     """
     algorithms = all_reduce_operations(
         group, levels, device=device, shared_memory=shared_memory, lossy=False
@@ -416,7 +415,7 @@ def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device)
 def _median_of_slowest(
     samples: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Return the median of each list, in which every sample is replaced with the slowest rank's.
+    """Return the median of each list, after replacing each sample with the slowest rank's.
 
     The lists must have the same lengths on all ranks.
     """
@@ -538,8 +537,8 @@ def refine(
 ) -> tuple[AlgorithmChoice, str]:
     """Compare the chosen algorithm with similarly fast ones. Collective over the group.
 
-    They are measured at the message size of the run, because links behave differently between the
-    measured sizes, and because a short measurement has errors. The result is the same on all ranks.
+    The algorithms are measured at the message size of the run, because costs that are interpolated
+    between measured sizes have errors. The result is the same on all ranks.
 
     Args:
         choice: The choice by the costs of the links.

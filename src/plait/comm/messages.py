@@ -3,12 +3,12 @@
 Note [Groups of messages]
     Each direction (to higher ranks, to lower ranks) has its own process group. The messages from
     one rank to another are therefore one ordered stream, which no message in the other direction
-    can block. Sends return at once, and reference their tensors until these are delivered. Both
-    ranks of a pair must agree on the order of their messages. It follows from the schedule, which
-    all ranks know.
+    can block. A send returns at once, and its tensors are referenced until they are delivered. Both
+    ranks of a pair must agree on the order of their messages. The order follows from the schedule,
+    which is the same on all ranks.
 
     gloo matches the messages of each pair separately. NCCL executes the operations of a
-    communicator one after another, whoever the peer is. A receive that was started early would
+    communicator one after another, even for different peers. A receive that was started early would
     delay this rank's next send, and stages would wait for each other in a circle. With NCCL and
     more than two ranks each direction therefore has three groups (lanes), in each of which a rank
     has at most one peer.
@@ -117,7 +117,7 @@ class Messenger:
 
         Args:
             like: Shape and dtype of each tensor.
-            source: Rank that sends them.
+            source: Rank that sends the tensors.
         """
         buffers = tuple(
             torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like
@@ -157,7 +157,7 @@ class Messenger:
     def forget(self) -> None:
         """Abandon the messages in flight after a failure on all ranks.
 
-        Nothing waits for them, and no later receive can match them.
+        No rank waits for these messages, and no later receive can match them.
 
         Raises:
             CommunicationError: The backend is NCCL and messages are in flight. NCCL matches

@@ -1,10 +1,11 @@
 """Quantisation to 8 or 4 bits with one scale per block, and the packing of flat ranges.
 
-A block of consecutive elements is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits)
-and rounded to the nearest integer. The scale is float32. An element that is not finite makes its
-whole block not finite, so the receiver detects the overflow. Matrices are quantised, each padded to
-a multiple of the block size. Tensors with fewer than two dimensions (norms, biases) have few
-elements, whose magnitude differs from those of matrices. They are sent uncompressed.
+A block of consecutive elements is divided by a float32 scale and rounded to the nearest integers.
+The scale is the largest magnitude of the block over 127 (8 bits) or 7 (4 bits). If any element is
+not finite, no element of the dequantised block is finite, so the receiver detects the overflow.
+Matrices are padded to a multiple of the block size and quantised. Tensors with fewer than two
+dimensions (norms, biases) are sent uncompressed. They have few elements, whose magnitudes differ
+from those of matrices.
 
 The module does not communicate.
 
@@ -39,12 +40,12 @@ _SMALLEST_SCALE = 1e-37
 
 
 def blocks_of(numel: Any) -> Any:
-    """Return the number of blocks that `numel` elements fill (an int or an array)."""
+    """Return the number of blocks of `numel` elements, rounded up (an int or an array)."""
     return -(-numel // BLOCK)
 
 
 def packed_bytes(numel: Any, bits: Any) -> Any:
-    """Return the bytes of `numel` elements with padding and scales (ints or arrays)."""
+    """Return the bytes of `numel` quantised elements with padding and scales (ints or arrays)."""
     return blocks_of(numel) * (BLOCK * bits // 8 + _SCALE_BYTES)
 
 
@@ -141,9 +142,9 @@ class Packing:
         segments are then larger by the same factor.
 
         Raises:
-            ModelError: `numel` is not a multiple of the segments' size. Some parameters are
-                missing, and it is not known which, so a block could mix parameters that must not
-                share a scale.
+            ModelError: `numel` is not a multiple of the size of the segments, because some
+                parameters have no gradient. A block could then mix parameters that must not share a
+                scale.
         """
         total = sum(segment.numel for segment in segments)
         if total == 0 or numel % total:
@@ -187,7 +188,7 @@ class Packing:
         return padded
 
     def _columns(self, rows: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """Return pairs of each segment and its columns of rows [rows, n]."""
+        """Yield (segment, columns of the segment) for rows [rows, n]."""
         sizes = [segment.numel for segment in self.segments]
         return zip(self.segments, rows.split(sizes, 1), strict=True)
 
@@ -268,11 +269,11 @@ class Packing:
 
 
 def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum [1, n] of rows [rows, n], which may be overwritten.
+    """Return the sum [1, n] of rows [rows, n]. The rows may be overwritten.
 
-    On the CPU `torch.sum` adds the last columns of a tensor in another order than the other ones.
-    The columns of a parameter depend on how tensor parallelism has split earlier parameters, so
-    `torch.sum` would give replicated parameters different sums on different ranks.
+    On the CPU `torch.sum` adds the last columns of a tensor in a different order. Which columns a
+    parameter has depends on how tensor parallelism has split earlier parameters, so `torch.sum`
+    would give replicated parameters different sums on different ranks.
     """
     if rows.device.type != "cpu":
         return rows.sum(0, keepdim=True)

@@ -1,8 +1,8 @@
-"""Bytes that collective operators send, for traffic counters.
+"""Bytes that collectives send, for traffic counters.
 
-Counters (`engine.single_rank` and those of tests) are dispatch modes that call `call_of` for every
-operator. `record` reports data that moves without one of torch's collectives. It calls an operator
-that has no effect, which takes about 3 microseconds outside of a dispatch mode.
+Traffic counters (in `engine.single_rank` and in tests) are dispatch modes that call `call_of` for
+every operator. `record` reports data that moves without one of torch's collectives, by a call of an
+operator that has no effect. The call takes about 3 microseconds outside of a dispatch mode.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SILENT_OPERATORS = {
 
 @dataclass(frozen=True)
 class Call:
-    """Call of a collective.
+    """Call of a collective, as traffic counters count it.
 
     Attributes:
         kind: Kind of the collective, for example `all_gather`. `control` is a small all-reduce with
@@ -95,14 +95,14 @@ class Call:
 
 
 def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
-    """Return the collective that an operator performs.
+    """Return the call of a collective that an operator makes, or None.
 
     Args:
         func: Operator, as a dispatch mode receives it.
         args: Positional arguments of the operator.
 
     Returns:
-        None if the operator is not a collective, or sends no data.
+        The call, or None if the operator is not a collective or sends no data.
 
     Raises:
         NotImplementedError: The collective is unknown, so its bytes cannot be counted.
@@ -116,7 +116,7 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
         return None
     if name not in _OPERATORS:
         raise NotImplementedError(
-            f"the traffic counter does not know the collective {name}; add it to its table"
+            f"the traffic counter does not know the collective {name}; add it to _OPERATORS"
         )
 
     kind, index = _OPERATORS[name]

@@ -1,8 +1,8 @@
 """Stacks of the threads of another process.
 
 The other process writes them in a signal handler that is implemented in C (`faulthandler`), which
-works even while a call holds the interpreter's lock. A stopped process is resumed for this, and is
-not stopped again.
+works even while a call holds the interpreter's lock. A stopped process is resumed to write its
+stacks, and is not stopped again.
 
 The module does not import torch, because the launcher also uses it.
 """
@@ -31,7 +31,7 @@ _WORKER_FILE = "launching" + os.sep + "worker.py"
 
 
 def _library_folders() -> tuple[str, ...]:
-    """Return the folders of Python's and of installed libraries, each with a final separator."""
+    """Return the folders of Python and of installed libraries, each with a final separator."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")]
     paths += site.getsitepackages()
     return tuple({f"{path}{os.sep}" for path in paths})
@@ -87,7 +87,7 @@ def collect(process: int, written: Path, copy: Path, seconds: float) -> Path | N
         seconds: Longest time to wait.
 
     Returns:
-        `copy`, or None if the process has written nothing in time or cannot receive the signal.
+        `copy`, or None if the process cannot receive the signal or has not written in time.
     """
     size_before = _size(written)
     try:

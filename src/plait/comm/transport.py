@@ -32,10 +32,10 @@ class Transport:
     Attributes:
         name: The selected transport.
         reason: Reason of the selection, for reports.
-        buckets: Function that creates buffers that are summed over the group. Collective.
+        buckets: Function that creates gradient buckets which are summed over the group. Collective.
         all_gather: Replacement for the all-gather of `fully_shard`, or None to use torch's.
         reduce_scatter: Replacement for the reduce-scatter of `fully_shard`, or None to use torch's.
-        host: Shared memory of the ranks, or None if they do not use it.
+        host: Group of ranks with shared memory, or None if the ranks do not use shared memory.
     """
 
     name: Literal["torch", "shared-memory"]
@@ -62,7 +62,7 @@ def connect(
         requested: Requested transport.
 
     Raises:
-        ConfigError: `requested` is `shared-memory`, which is not available.
+        ConfigError: `requested` is "shared-memory", and the ranks cannot share memory.
     """
     if requested == "torch":
         return _torch_transport(group, device, "set in the configuration")

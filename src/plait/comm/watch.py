@@ -5,15 +5,16 @@ the collectives that torch records.
 
 Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs
 (`cli.launching.failures`). Under other launchers, such as torchrun, the thread reads the boards of
-the ranks on this machine. It prints which rank is late, and ends this process if its collective
-does not time out by itself. Nothing is reported before a wait has reached the timeout of the
+the ranks on this machine. It prints which rank is late, and ends this process if torch does not end
+the collective that hangs. Nothing is reported before a wait has reached the timeout of the
 process group.
 
 Note [Order of timeouts]
-    A process that reads the boards should report a hang before torch does, because only it can name
-    the late rank. `arm` therefore extends the timeout of torch's collectives by LATER_SECONDS if a
-    launcher watches, and by LATER_ALONE_SECONDS otherwise. If the collective of a rank does not
-    time out even then, the rank ends itself 2 x LATER_SECONDS after the original timeout.
+    A process that reads the boards should report a hang before torch does, because torch cannot
+    name the late rank. `arm` therefore extends the timeout of torch's collectives by LATER_SECONDS
+    if a launcher watches, and by LATER_ALONE_SECONDS otherwise. If torch does not end the
+    collective of a rank even then, the rank ends itself 2 x LATER_SECONDS after the original
+    timeout.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Watch:
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Record another phase for the duration of the block, and then the current phase again."""
+        """Record another phase during a `with` block, and the current phase again after it."""
         if self.board is None:
             yield
             return
@@ -119,7 +120,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Publish a wait that torch does not record, for the duration of the block."""
+        """Publish a wait that torch does not record, during a `with` block."""
         if self.board is None:
             yield
             return
@@ -137,8 +138,8 @@ class Watch:
     def arm(self) -> None:
         """Start watching the waits of the default group's ranks. Collective.
 
-        Further calls for the same default group do nothing, nor do calls for a single rank or a
-        fake group.
+        This does nothing if the default group has a single rank, is a fake group, or is watched
+        already.
         """
         group = dist.group.WORLD
         if group is None or group is self._group or group.size() == 1 or is_fake():
@@ -202,7 +203,7 @@ class Watch:
         return peers
 
     def disarm(self) -> None:
-        """Stop watching. The thread must have ended before the interpreter ends."""
+        """Stop watching, and end the thread. Call this before the interpreter ends."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -317,7 +318,7 @@ class Watch:
         return starts
 
     def _line(self) -> str:
-        """Return the line of user code that the main thread executes, and the last unit's name."""
+        """Return the main thread's line of user code, with the unit collective that began last."""
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return ""

@@ -5,9 +5,9 @@ then calls the collective. The all-reduce owns the buffers that the gradient red
 
 Note [Words in turn]
     Each rank announces a call in a word of shared memory and waits for the words of all other
-    ranks. A rank can be one call ahead of another rank that has seen all announcements but has not
-    read their values yet. It cannot be two calls ahead. Calls therefore use two words in turn, so
-    that no value is overwritten before it was read.
+    ranks. A rank may write the word of the next call before another rank has read the words of this
+    call, but not the word of the call after that. Calls therefore use two words in turn, so that no
+    word is overwritten before all ranks have read it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _READ_WORD = 4
 
 
 class _Slots:
-    """Slots of shared memory that grow on request, with words by which ranks agree on their use.
+    """Slots of shared memory that grow on request. Ranks agree by words on which slot to use.
 
     All ranks request the same sizes in the same order, so their slots grow together. The first
     request allocates memory. Subclasses decide which slots are free.
@@ -50,7 +50,7 @@ class _Slots:
     Args:
         host: Ranks of the group.
         word_count: Number of words per rank, see `_announce` for the first four.
-        slots: Number of slots, of equal size.
+        slots: Number of slots, which have equal sizes.
     """
 
     def __init__(self, host: SharedMemoryGroup, *, word_count: int, slots: int) -> None:
@@ -70,7 +70,7 @@ class _Slots:
 
     @property
     def _shared(self) -> SharedMemory:
-        """Current memory. It exists after a request that fits."""
+        """Current shared memory. Requires an earlier request for which there was enough memory."""
         assert self._memory is not None
         return self._memory
 
@@ -78,7 +78,7 @@ class _Slots:
         return self._memory is not None and count <= self._slot_bytes
 
     def _make_room(self, count: int) -> None:
-        """Grow the slots to `count` bytes if possible. Collective unless a call was as large."""
+        """Grow the slots to `count` bytes if possible. Collective unless they are large enough."""
         if self._fits(count):
             return
         if self._refused_bytes is not None and count >= self._refused_bytes:
@@ -103,7 +103,7 @@ class _Slots:
         """Return a tensor [numel] at the start of a slot.
 
         `on_release` is called when no tensor of this rank uses the slot any longer, unless new
-        memory has replaced it.
+        memory has replaced the slot.
         """
         memory = self._shared
 
@@ -148,7 +148,8 @@ class _Slots:
             if other_count != count:
                 raise CommunicationError(
                     f"{operation} over {host.label}: {host.name(rank)} {verb} {other_count} bytes"
-                    f" and {host.name(host.rank)} {count}; the ranks issue different collectives"
+                    f" and {host.name(host.rank)} {count}, so the ranks issue different"
+                    " collectives; set faults.check_collectives = true to find the lines"
                 )
         return [memory.read(rank, word) & ((1 << _FLAG_BITS) - 1) for rank in range(host.ranks)]
 
@@ -167,13 +168,13 @@ class SharedAllGather(_Slots, AllGather):
 
     `fully_shard` requests the output first (`allocate`), copies this rank's shard into it, and then
     calls this object. The output is one of a few slots of shared memory. Each rank writes its shard
-    once, to where the others read it, and the call only waits for the others.
+    once, to the place from which other ranks read it. The call only waits for the other ranks.
 
-    The ranks agree on a free slot without another exchange. With each call a rank publishes its
-    free slots, into which none of its tensors points. The next call uses the first slot that all
-    ranks have published as free. No rank starts to use a slot between these two calls, so reading
-    an older output is safe. If no slot is free, or there is not enough memory, all ranks use
-    torch's collective.
+    The ranks agree on a free slot without another exchange. With each call a rank publishes which
+    slots are free, because none of its tensors points into them. The next call uses the first slot
+    that all ranks have published as free. No rank starts to use a slot between these two calls, so
+    reading an older output is safe. If no slot is free, or there is not enough memory, all ranks
+    use torch's collective.
     """
 
     def __init__(self, host: SharedMemoryGroup) -> None:
@@ -285,8 +286,8 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
     ) -> torch.Tensor:
         """Return the input [ranks x n] of the next call, in shared memory if a slot is free.
 
-        If it is called twice before the collective, the second call returns the output [n], which
-        is not in shared memory.
+        If this method is called twice before the collective, the second call returns the output
+        [n], which is not in shared memory.
         """
         if self._has_input:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -462,7 +463,7 @@ class SharedBuckets:
         )
 
     def _sum_ready(self) -> None:
-        """Sum this rank's slices of buffers, up to the first one that some rank has not started."""
+        """Sum this rank's slices of buffers, up to the first buffer that a rank has not started."""
         while self._unsummed and not self._late_ranks(self._unsummed[0], 0):
             self._sum(self._unsummed.pop(0))
 

@@ -1,9 +1,9 @@
 """Shared memory and waits of process groups whose ranks all run on one machine.
 
 Memory is an anonymous file (`memfd`) that one rank creates and the others open through `/proc`. It
-has no name, so a killed run leaves nothing behind, and it does not count against the size of
-`/dev/shm`. The ranks share a machine if all of them read the random bytes that the first rank has
-written. Host names would prove nothing. If the ranks do not share a machine, all raise
+has no name, so a killed run leaves nothing behind, and the limit of `/dev/shm` does not apply. The
+ranks share a machine if all of them read the random bytes that the first rank has written. Host
+names would not prove this. If the ranks do not share a machine, all raise
 `SharedMemoryUnavailable`. Only x86-64 is supported, because ranks rely on its order of stores.
 """
 
@@ -49,7 +49,7 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 
 class SharedMemoryUnavailable(Exception):
-    """Memory cannot be shared, for the reason in the message.
+    """Raised if ranks cannot share memory. The message has the reason.
 
     Either all ranks of a group raise this error or none.
     """
@@ -170,13 +170,14 @@ class SharedMemoryGroup:
             )
             raise CommunicationError(
                 f"{operation} over {self.label}: {names} ended while {this_rank} waited for it;"
-                " look for the first failure there"
+                " look for the first error in the output of that process"
             )
         if missing and waited > self.timeout_seconds:
             names = ", ".join(self.name(rank) for rank in missing)
             raise CommunicationError(
                 f"{operation} over {self.label}: {this_rank} waited {waited:.0f} s for {names},"
-                " which is running and did not take part; it hangs or issues other collectives"
+                " which is running and did not take part; look for where it hangs, or set"
+                " faults.check_collectives = true to find different collectives"
             )
         return missing
 
@@ -195,8 +196,8 @@ class SharedMemory:
     """Bytes and counters that every rank of a `SharedMemoryGroup` reads and writes.
 
     The counters are int64 words that start at 0, and a rank writes only its own words. On x86-64 a
-    rank that reads a word also sees everything that was written before it. The memory is freed when
-    no tensor of any rank points into it.
+    rank that reads a word also reads everything that was written before the word. The memory is
+    freed when no tensor of any rank points into it.
 
     The constructor is collective over the host's group, with equal arguments on all ranks.
 
@@ -206,8 +207,8 @@ class SharedMemory:
         data_bytes: Bytes of data, from which `tensor` returns ranges.
 
     Raises:
-        SharedMemoryUnavailable: A rank cannot map the memory, or it exceeds its share of the free
-            memory.
+        SharedMemoryUnavailable: A rank cannot map the memory, or the size exceeds the allowed share
+            of the free memory.
     """
 
     def __init__(self, host: SharedMemoryGroup, *, word_count: int, data_bytes: int) -> None:
@@ -239,15 +240,15 @@ class SharedMemory:
         """Words of all ranks, in one row per rank."""
 
     def read(self, rank: int, index: int) -> int:
-        """Return a word of any rank of the group."""
+        """Return the word `index` of any rank of the group."""
         return int(self._words[rank * self._row_words + index])
 
     def write(self, index: int, value: int) -> None:
-        """Set a word of this rank."""
+        """Set the word `index` of this rank."""
         self._words[self._first_word + index] = value
 
     def behind(self, index: int, count: int) -> list[int]:
-        """Return the ranks whose counter with an index is below `count`."""
+        """Return the ranks whose word `index` is below `count`."""
         return [rank for rank in range(self._ranks) if self.read(rank, index) < count]
 
     def tensor(
@@ -291,7 +292,7 @@ def _unsupported_platform() -> str | None:
 
 
 def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
-    """Return (descriptor, (path, nonce)) of a new anonymous file, or (None, reason)."""
+    """Create an anonymous file. Return (descriptor, (path, nonce)), or (None, reason)."""
     free = free_host_bytes()
     if free is not None and total > free * _SHARE_OF_FREE_MEMORY:
         return None, f"{format_bytes(total)} to share, and {format_bytes(free)} of memory are free"
@@ -310,7 +311,7 @@ def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
 
 
 def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap | None, str | None]:
-    """Return (mapping, None), or (None, reason)."""
+    """Map the file that the first rank offers. Return (mapping, None), or (None, reason)."""
     if not isinstance(offer, tuple):
         return None, offer or "the first rank shares no memory"
     path, nonce = offer

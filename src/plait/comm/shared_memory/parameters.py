@@ -27,8 +27,8 @@ _READ_WORD = 1
 def share_parameters(model: nn.Module, host: SharedMemoryGroup) -> str:
     """Move the shards of every unit into memory that all ranks of `host` read. Collective.
 
-    A unit with several dtypes, or for which there is not enough memory, is still copied when it is
-    gathered. Call this before anything references the local tensor of a parameter.
+    The all-gather still copies units with several dtypes, and units for which there is not enough
+    memory. Call this before anything references the local tensor of a parameter.
 
     Args:
         model: The sharded model.
@@ -103,11 +103,11 @@ def _move_shards(unit: FSDPModule, memory: SharedParameters) -> None:
 class SharedParameters:
     """Parameters of one unit of `fully_shard` in shared memory.
 
-    An all-gather moves no data. Each rank marks its shards as written and waits for the others. All
-    ranks gather units in the same order, as with any collective. No rank changes shards that others
-    still read, because an update follows the reduction of the step's gradients, to which every rank
-    contributes after its last read. Without gradients there is no reduction, so all ranks wait for
-    each other when they release the parameters.
+    An all-gather moves no data. Each rank marks its shards as written and waits until all ranks
+    have done so. All ranks gather units in the same order, as with any collective. No rank changes
+    shards that others still read, because an update follows the reduction of the step's gradients,
+    to which every rank contributes after its last read. Without gradients there is no reduction, so
+    all ranks wait for each other when they release the parameters.
 
     The constructor is collective over the host's group.
 

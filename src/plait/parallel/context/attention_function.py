@@ -3,11 +3,11 @@
 Transformers has one table of attention functions by name, for all models of the process. Settings
 that differ between models are attached to their modules (`install`).
 
-A token may see the keys before it in its own document, as in Transformers. One number per token
-describes them, the position at which its document begins, so that no mask [seq, seq] exists. The
-numbers are computed from the full batch (`document_starts`). A sliding window is not part of them,
-because layers of one model may have different windows. Neither is padding on the right, because no
-token follows it and its own results enter no loss.
+A token attends to itself and to earlier tokens of its document, as in Transformers. Instead of a
+mask [seq, seq] there is one number per token, the position at which its document begins. The
+numbers are computed from the full batch (`document_starts`). They do not describe sliding windows,
+which may differ between layers. They need not describe padding on the right, because no token
+attends to it and the loss ignores it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NO_DOCUMENTS = 2
 
 @dataclass(frozen=True)
 class InstalledAttention:
-    """Record of what `ContextParallel.apply` has changed."""
+    """Attention implementation that `ContextParallel.apply` has installed in a model."""
 
     original: str
     """Name of the model's attention implementation before the change."""
@@ -61,7 +61,7 @@ class InstalledAttention:
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """Settings of the attention of one model.
+    """Settings of context-parallel attention that are attached to the modules of a model.
 
     Attributes:
         kind: Implementation of attention to the keys of other ranks.
@@ -79,7 +79,7 @@ class PartialAttention:
 
 
 def install(model: Any, attention: PartialAttention) -> None:
-    """Replace the attention of a model."""
+    """Make a model call `attend`, and attach the settings of attention to its modules."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -119,13 +119,13 @@ def attend(
         attention_mask: Result of `as_mask`.
         scaling: Factor of the scores. The default is head_dim ** -0.5.
         dropout: Dropout of attention weights, which must be 0.
-        sliding_window: Number of tokens that a token sees, itself included.
+        sliding_window: Number of tokens that a token attends to, itself included.
         softcap: Cap of the scores.
         s_aux: Attention sinks [heads].
-        other: Further arguments that a model passes.
+        other: Further arguments of the model, which are refused if they change attention.
 
     Returns:
-        The output [batch, tokens, heads, width], and no attention weights.
+        The output [batch, tokens, heads, width], and None instead of attention weights.
 
     Raises:
         InputError: The batch was not split.
@@ -198,7 +198,7 @@ def _flash_attention(
 ) -> torch.Tensor:
     """Compute causal attention of complete sequences. The result is differentiable.
 
-    Transformers finds the function for a name, in the installed package or as a kernel of the Hub.
+    Transformers looks up the kernel by name, in an installed package or on the Hub.
 
     Args:
         query: [batch, heads, tokens, head_dim].
@@ -289,7 +289,7 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
 def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
     """Return the documents that are attached to a mask.
 
-    A copy of the mask has lost them, so they are computed again and attached to the copy.
+    A copy of a mask has no attached documents. They are then computed and attached to the copy.
     """
     attached: PackedDocuments | None = getattr(mask, _DOCUMENTS, None)
     starts = starts_of_mask(mask)
@@ -310,8 +310,8 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
         [batch, seq] int64, or None if each row is one document.
 
     Raises:
-        InputError: The mask is not [batch, seq], has padding that is not on the right or that has
-            targets, or the positions have another shape.
+        InputError: `attention_mask` or `position_ids` do not have the shape [batch, seq], or
+            padding is not on the right or has targets.
     """
     ids = batch["input_ids"]
     mask = batch.get("attention_mask")
@@ -389,7 +389,7 @@ def starts_of_mask(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_document_mask(mask: torch.Tensor) -> bool:
-    """Return True if `as_mask` has made the mask."""
+    """Return True if the mask is a result of `as_mask`."""
     return (
         mask.ndim == 4
         and mask.dtype == torch.int64

@@ -1,8 +1,8 @@
-"""Models whose sequences can be split, according to their class and configuration.
+"""Models that context parallelism supports, according to their class and configuration.
 
-Between the parts of a sequence only attention may pass information, and the model must call it
-through Transformers' attention interface, with causal, sliding-window or document masks. The listed
-families are those that tests compare with one process.
+Only attention may pass information between the parts of a sequence. The model must call it through
+Transformers' attention interface, with causal, sliding-window or document masks. For the listed
+families, tests compare the results with those of a single process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _LAYERS = ("full_attention", "sliding_attention")
 def refuse_unknown_model(
     model: nn.Module, *, cp: int, kind: Kind, tp: int, device_type: str
 ) -> None:
-    """Check that a model would compute the same results as in one process.
+    """Refuse models whose results with split sequences may differ from those of one process.
 
     Args:
         model: The model.
@@ -93,7 +93,7 @@ def refuse_unknown_model(
 
     Raises:
         ModelError: The model, one of its settings or its attention kernel is not supported.
-        ConfigError: `ulysses` cannot divide the number of heads.
+        ConfigError: The kind is "ulysses", and tp * cp does not divide the number of heads.
     """
     refuse_prompts(model, "parallel.cp")
     model = without_wrapper(model)
@@ -150,7 +150,7 @@ def _why_unknown(model: nn.Module, config: Any) -> str | None:
 
 
 def _why_no_kernel(model: nn.Module, kind: Kind, device_type: str) -> str | None:
-    """Return why the model's attention implementation cannot be used, or None."""
+    """Return why a model's attention implementation is not supported, or None if it is."""
     config: Any = model.config
     implementation = config._attn_implementation
     instead = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
@@ -223,9 +223,9 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 def implementation_of(model: nn.Module) -> str:
     """Return Transformers' name of the attention implementation of a model.
 
-    Transformers does not support "sdpa" for GPT-OSS and Gemma 2, because torch's SDPA has neither
-    sinks nor capped scores. Their "eager" is therefore not a choice of the user. Plait has fused
-    kernels for both models, so the result for their "eager" is "sdpa".
+    Transformers runs GPT-OSS and Gemma 2 with "eager" and not with "sdpa", because torch's SDPA has
+    neither sinks nor capped scores. Plait has fused kernels for both models, so "eager" becomes
+    "sdpa" for them.
     """
     config: Any = model.config
     implementation = str(config._attn_implementation)
@@ -235,14 +235,14 @@ def implementation_of(model: nn.Module) -> str:
 
 
 def kernel_named(implementation: str) -> Kernel:
-    """Return the kernel for a result of `implementation_of`."""
+    """Return the kernel for a name that `implementation_of` has returned."""
     return _KERNEL_NAMES.get(implementation, "sdpa")
 
 
 def why_in_tiles(
     config: Any, implementation: str, device: torch.device, dtype: torch.dtype, *, documents: bool
 ) -> str:
-    """Return the reason why attention on a GPU is computed by matrix products in tiles.
+    """Return the reason why a GPU computes attention by matrix products in tiles.
 
     Args:
         config: Configuration of the model.

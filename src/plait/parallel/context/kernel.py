@@ -1,12 +1,12 @@
 """Attention of some queries to some keys, as part of a softmax over more keys.
 
-Queries and keys are described by their positions in the sequence, so no mask is passed. On a GPU
+The mask follows from the positions of queries and keys in the sequence, so none is passed. On a GPU
 one fused kernel computes a complete block. If the kernel does not support its shape, the block is
-divided into parts that are fully visible or causal, or into tiles that are small enough for a mask.
-Scores are computed in float32 or wider. This module does not communicate.
+divided into parts without a mask or with a causal mask, or into tiles that are small enough for a
+mask in memory. Scores are computed in float32 or wider. This module does not communicate.
 
-FlexAttention receives visibility as a function of positions as well, and skips blocks of scores
-without a visible pair. It is compiled, except on CPUs, where torch has no backward for it.
+FlexAttention receives the mask as a function of positions, and skips blocks of scores that are
+fully masked. It is compiled, except on CPUs, where torch has no backward for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class AttentionRule:
 
     Attributes:
         scale: Factor of the scores.
-        window: Number of tokens that a token sees, itself included, or None for all previous ones.
+        window: Number of tokens that a token attends to, itself included, or None for all previous
+            tokens.
         softcap: Cap of the scores, which become `softcap * tanh(score / softcap)`, or None.
         kernel: Kernel of the layer. "sdpa" stands for the best kernel of the device (`kernel_for`).
     """
@@ -129,7 +130,7 @@ def attend(block: AttentionBlock, rule: AttentionRule, into: PartialSoftmax) -> 
         rule: Rule of the layer.
         into: Softmax of all queries. Results are added starting at index `block.row`.
     """
-    visible = _drop_invisible(block, rule)
+    visible = _drop_masked(block, rule)
     if visible is None:
         return
     block = visible
@@ -170,7 +171,7 @@ def attend_backward(
         outputs: Inputs of the backward for all queries. Those of the block begin at `block.row`.
         into: Sums that receive the gradients.
     """
-    visible = _drop_invisible(block, rule)
+    visible = _drop_masked(block, rule)
     if visible is None:
         return
     block = visible
@@ -198,7 +199,7 @@ def attend_backward(
         return
 
     for tile in _divide_queries(block):
-        visible = _drop_invisible(tile, rule)
+        visible = _drop_masked(tile, rule)
         if visible is not None:
             into.add(visible, *_tile_gradients(visible, rule, outputs))
 
@@ -207,7 +208,7 @@ class PartialSoftmax:
     """Running softmax: the output and the log-sum-exp over the keys that were added so far."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
-        """Start with no keys.
+        """Create a softmax to which no keys were added yet.
 
         Args:
             query: [batch, heads, queries, head_dim], all queries of this softmax.
@@ -221,7 +222,7 @@ class PartialSoftmax:
     def add(self, row: int, output: torch.Tensor, log_sum_exp: torch.Tensor) -> None:
         """Add the softmax over more keys for the queries starting at index `row`.
 
-        Both tensors belong to this object afterwards and may be changed in place.
+        This object may change both tensors in place, so the caller must not use them afterwards.
         """
         count = output.shape[2]
         dtype = wide_dtype(self._query.dtype)
@@ -280,8 +281,8 @@ class BackwardInputs:
     def rows(self, start: int, end: int) -> BackwardInputs:
         """Return the inputs for the queries from index `start` up to but not including `end`.
 
-        In the result, tokens follow each other in memory, as fused kernels require. It is cached
-        for the next block with the same queries.
+        The tensors of the result are contiguous along the tokens, as fused kernels require. The
+        result is cached for the next block with the same queries.
         """
         if (start, end) == (0, self.output.shape[2]):
             return self
@@ -302,16 +303,16 @@ def _pack_tokens(x: torch.Tensor) -> torch.Tensor:
 class GradientSum:
     """Gradient of one tensor, summed over blocks.
 
-    A sum of more than one term has the dtype of `wide_dtype`.
+    A sum of several terms has the dtype that `wide_dtype` returns.
     """
 
     def __init__(self, like: torch.Tensor, total: torch.Tensor | None = None) -> None:
-        """Start with a sum of zero.
+        """Create a sum without terms.
 
         Args:
             like: The tensor whose gradient this is.
-            total: Tensor of zeros that receives the sum. Without it, if the first gradient has all
-                tokens, that tensor becomes the sum without a copy.
+            total: Tensor of zeros that receives the sum. Without it, a first gradient that covers
+                all tokens is used as the sum without a copy.
         """
         self.like = like
         self._total = total
@@ -319,7 +320,7 @@ class GradientSum:
     def add(self, start: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the tokens starting at index `start`.
 
-        The tensor belongs to this object afterwards and may be changed in place.
+        This object may change the tensor in place, so the caller must not use it afterwards.
         """
         if self._total is None and gradient.shape[2] == self.like.shape[2]:
             # One kernel often computes the full gradient. It is then neither copied nor added.
@@ -363,13 +364,13 @@ def sink_gradient(
     output: torch.Tensor,
     log_sum_exps: Sequence[torch.Tensor],
 ) -> torch.Tensor | None:
-    """Return the gradient of the attention sinks that flows through these queries.
+    """Return the contribution of some queries to the gradient of the attention sinks.
 
     Args:
         sinks: Attention sinks [heads], or None for a layer without sinks.
         grad: Gradient of `output`.
         output: First result of `PartialSoftmax.finished`.
-        log_sum_exps: Second results of `PartialSoftmax.finished`, of consecutive queries.
+        log_sum_exps: Second results of `PartialSoftmax.finished`, for consecutive queries.
     """
     if sinks is None:
         return None
@@ -438,8 +439,8 @@ def _choose_kernel(block: AttentionBlock, rule: AttentionRule) -> Kernel:
     )[0]
 
 
-def _drop_invisible(block: AttentionBlock, rule: AttentionRule) -> AttentionBlock | None:
-    """Drop the keys that no query sees, and the queries whose window begins after the last key.
+def _drop_masked(block: AttentionBlock, rule: AttentionRule) -> AttentionBlock | None:
+    """Drop keys that are masked for all queries, and queries whose window is after all keys.
 
     Returns:
         The smaller block, or None if nothing remains.
@@ -465,16 +466,16 @@ def _drop_invisible(block: AttentionBlock, rule: AttentionRule) -> AttentionBloc
 
 
 def _band(block: AttentionBlock, rule: AttentionRule) -> Band:
-    """Return the band of keys that queries see according to their positions and the window."""
+    """Return the band of keys that are not masked by causality or by the sliding window."""
     queries = block.query.shape[2]
     keys = block.key.shape[2]
-    # Query i sees key j if i + ahead - window < j <= i + ahead. A band counts from i + keys -
-    # queries. `_drop_invisible` has left no query without a key, so neither limit is negative.
+    # Query i attends to key j if i + ahead - window < j <= i + ahead. A band counts from i + keys -
+    # queries. `_drop_masked` has left no query without a key, so neither limit is negative.
     ahead = block.query_at - block.key_at
     right = ahead - (keys - queries) if ahead < keys - 1 else None
     if rule.window is None:
         return Band(None, right)
-    # First key that the first query sees.
+    # First key that the first query attends to.
     first_key = ahead - rule.window + 1
     left = keys - queries - first_key if first_key + queries > 1 else None
     return Band(left, right)
@@ -514,8 +515,8 @@ def _divide_queries(block: AttentionBlock) -> list[AttentionBlock]:
 
 
 def _attend_tile(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of a tile in the dtype of `wide_dtype`."""
-    visible = _drop_invisible(block, rule)
+    """Return the output and the log-sum-exp of a tile, in the dtype that `wide_dtype` returns."""
+    visible = _drop_masked(block, rule)
     # Every query of the tile needs a result, even if it sees no key.
     if visible is None or visible.query.shape[2] < block.query.shape[2]:
         visible = block
@@ -552,9 +553,9 @@ def _tile_gradients(
 
 
 def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scores [batch, heads, queries, keys] and the derivative of the softcap, or None.
+    """Return the scores [batch, heads, queries, keys], and the derivative of the softcap.
 
-    Scores of invisible keys are -inf.
+    Scores of masked keys are -inf. The derivative is None if the layer has no softcap.
     """
     key = _repeat_heads(block.key, block.groups)
     scores = (block.query @ key.transpose(-1, -2)).to(wide_dtype(block.query.dtype)) * rule.scale
@@ -570,7 +571,7 @@ def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, t
 
 
 def _mask(block: AttentionBlock, rule: AttentionRule) -> torch.Tensor | None:
-    """Return the mask [1 or batch, 1, queries, keys] of visible keys, or None if all are."""
+    """Return the mask [1 or batch, 1, queries, keys], or None if no key is masked."""
     if block.starts is None and _band(block, rule) == Band():
         return None
     query = torch.arange(
@@ -604,7 +605,7 @@ def _attend_flex(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tens
 
     Returns:
         The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries],
-        which is -inf where a query sees no key.
+        which is -inf for a query with only masked keys.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 

@@ -1,19 +1,19 @@
-"""Three implementations of attention to keys of other ranks.
+"""Three implementations of attention to the keys of other ranks.
 
 Each kind is an autograd function of local tensors:
 
     all-gather-kv   keys and values are all-gathered, in the forward and again in the backward, and
                     their gradients are reduce-scattered
     ring            keys and values move from rank to rank, and their gradients follow them
-    ulysses         an all-to-all gives each rank all tokens of some of the heads
+    ulysses         an all-to-all sends each rank all tokens of some heads
 
 For each layer a rank stores its local queries, keys, values and outputs. Tensors are
 [batch, heads, tokens, head_dim].
 
 `SequenceLayout` assigns the tokens of a sequence to the ranks of the cp axis. A sequence is padded
 at its end and divided into equal chunks. With one chunk per rank, rank r has the r-th chunk. With
-two chunks per rank (zigzag), it has the r-th from the front and the r-th from the end. A token sees
-the tokens before it, so with zigzag every rank has the same amount of attention to compute.
+two chunks per rank (zigzag), it has the r-th from the front and the r-th from the end. With causal
+attention, zigzag gives every rank the same amount of work.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SequenceLayout:
     Attributes:
         ranks: Number of ranks.
         rank: This rank.
-        zigzag: Whether a rank has two chunks, from both ends of the sequence, and not one.
+        zigzag: Whether a rank has two chunks, one from each half of the sequence, instead of one.
     """
 
     ranks: int
@@ -120,15 +120,15 @@ class SequenceLayout:
         return self.ranks * self.per_rank
 
     def padded(self, length: int) -> int:
-        """Return the length of a sequence with its padding."""
+        """Return the length to which a sequence is padded so that chunks have equal lengths."""
         return -(-length // self.count) * self.count
 
     def indices(self, rank: int) -> tuple[int, ...]:
-        """Return the indices, in the sequence, of the chunks of a rank."""
+        """Return the indices of a rank's chunks in the sequence."""
         return (rank, self.count - 1 - rank) if self.zigzag else (rank,)
 
     def chunks(self, part: int, rank: int | None = None) -> tuple[Chunk, ...]:
-        """Return the chunks of a rank, by default this one, if its part has `part` tokens."""
+        """Return the chunks of a rank, by default this one. Each rank has `part` tokens."""
         if rank is None:
             rank = self.rank
         size = part // self.per_rank
@@ -137,29 +137,29 @@ class SequenceLayout:
             for local, index in enumerate(self.indices(rank))
         )
 
-    def block(self, part: int, source: int) -> VisibleBlock | None:
-        """Return the block of this rank's queries and the keys of `source` with visible pairs.
+    def block(self, part: int, source: int) -> UnmaskedBlock | None:
+        """Return the block of this rank's queries with the keys of `source` that are not masked.
 
-        It is correct if visibility depends only on the order of tokens (no window or documents).
+        The result is for plain causal attention, without a sliding window or documents.
 
         With two chunks per rank, the first chunk of an earlier rank is before both chunks of this
         rank, and its second chunk is after them. Both chunks of a later rank are between the chunks
-        of this rank. The block is therefore fully visible, or causal if `source` is this rank.
+        of this rank. The block therefore needs no mask, or a causal one if `source` is this rank.
 
         Args:
             part: Number of tokens of a part.
             source: The rank that has the keys.
 
         Returns:
-            The block, or None if no query sees a key.
+            The block, or None if all keys are masked for all queries.
         """
         if source == self.rank:
-            return VisibleBlock(0, part)
+            return UnmaskedBlock(0, part)
         if source < self.rank:
-            return VisibleBlock(0, part // self.per_rank)
+            return UnmaskedBlock(0, part // self.per_rank)
         if not self.zigzag:
             return None
-        return VisibleBlock(part // 2, part)
+        return UnmaskedBlock(part // 2, part)
 
     def shard(self, sequence: torch.Tensor, *, dim: int, fill: int = 0) -> torch.Tensor:
         """Return this rank's part of a tensor.
@@ -219,13 +219,13 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class VisibleBlock:
-    """Smallest rectangle of this rank's queries and a rank's keys that has all visible pairs.
+class UnmaskedBlock:
+    """Smallest rectangle that has all unmasked pairs of this rank's queries and a rank's keys.
 
     Attributes:
         first_query: Index of the first query in this rank's part. The block extends to the last
             query.
-        keys: Number of keys, counted from the first key of the other rank.
+        keys: Number of keys in the block. It begins with the first key of the other rank.
     """
 
     first_query: int
@@ -406,9 +406,9 @@ class _RingAttention(torch.autograd.Function):
 class _RingBlocks:
     """Attention blocks of this rank's queries with the keys of one rank at a time.
 
-    If visibility depends only on the order of tokens, each step of the ring is one block, because
-    the queries of a rank see a full rectangle of another rank's keys (`SequenceLayout.block`). With
-    a window or documents, each pair of chunks is a block.
+    Without a sliding window and documents, each step of the ring is one block, because the unmasked
+    keys of another rank form a rectangle (`SequenceLayout.block`). Otherwise each pair of chunks is
+    a block.
     """
 
     def __init__(
@@ -434,11 +434,11 @@ class _RingBlocks:
             ]
 
     def blocks(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, AttentionBlock]]:
-        """Yield (index of the run of queries, block) for the keys and values of one rank.
+        """Yield (index in `runs`, block) for the keys and values of one rank.
 
         Args:
             kv: Keys and values, concatenated in the last dimension.
-            source: The rank that they come from.
+            source: Rank whose tokens these are.
         """
         if self._in_pairs:
             yield from self._pairs(kv, source)
@@ -493,7 +493,7 @@ class _RingGradients:
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum over previous ranks, to which this rank adds. The first access waits for it."""
+        """Sum over the previous ranks, to which this rank adds. The first access waits for it."""
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide_dtype(self.kv.dtype))
         return self._exchange.wait()
@@ -518,7 +518,7 @@ def _ring_steps(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (rank, its tensor) for every rank, starting with this one.
 
-    The next tensor is received while the caller works with the current one.
+    The next tensor is received while the caller uses the current one.
     """
     ranks = place.layout.ranks
     rank = place.layout.rank

@@ -1,4 +1,4 @@
-"""Mixture of experts: routers, their balance, and experts on different ranks.
+"""Mixture of experts: routers, load balancing, and experts on different ranks.
 
 `techniques.experts` splits experts over ranks, and `dispatch` sends tokens to them.
 `router_statistics` computes the losses of routers, and `adapted_parameters` supports adapters on

@@ -1,11 +1,11 @@
 """Low-rank adapters on parameters (PEFT's `target_parameters`), such as those of experts.
 
-PEFT's wrapper of a module adds the product of its two matrices to one parameter of the module. In
-every forward it registers a parametrization, which moves the parameter and counts as a write to it.
-Gathered parameters of `fully_shard` support neither, and a rank of expert parallelism has only some
-of the experts. The forwards that are installed here compute the same sum without a parametrization.
+PEFT's wrapper of a module adds the product of two low-rank matrices to one parameter of the module.
+In every forward it registers a parametrization, which moves the parameter and counts as a write to
+it. Gathered parameters of `fully_shard` support neither, and a rank of expert parallelism has only
+some of the experts. The forwards of this module compute the same sum without a parametrization.
 
-Wrappers are recognised by PEFT's names, so that PEFT need not be installed.
+Wrappers are recognised by the class names of PEFT, which need not be installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from plait._torch.modules import direct_parameters
 from plait.model.adapters import adapted_parameters
 from plait.parallel.hooks import StepHook
-from plait.parallel.tensor.styles import own_values
+from plait.parallel.tensor.styles import replace_values
 
 Forward = Callable[..., Any]
 
@@ -46,7 +46,7 @@ class AdaptedForward:
             # The dispatch of expert parallelism has replaced parameters with attributes.
             values = parameters if name in direct_parameters(self.module) else attributes
             values[name] = self._adapted(wrapper, getattr(self.module, name))
-        with own_values(self.module, parameters, **attributes):
+        with replace_values(self.module, parameters, **attributes):
             return self.original(*args, **kwargs)
 
     def _adapted(self, wrapper: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class WrapperForward:
 
 
 class AdaptedParameters(StepHook):
-    """Hook that restores the forwards that `install` has replaced when the model is released.
+    """Hook that restores the original forwards when the model is released.
 
     Args:
         modules: Modules with adapted parameters, and their wrappers.
@@ -109,7 +109,8 @@ def install(model: nn.Module, *, rank: int, ranks: int) -> AdaptedParameters | N
         ranks: Number of ranks of expert parallelism.
 
     Returns:
-        The hook that restores them, or None if the model has no adapted parameters.
+        The hook that restores the original forwards, or None if the model has no adapted
+        parameters.
     """
     wrappers_of: dict[nn.Module, list[Any]] = {}
     for wrapper in adapted_parameters(model).values():

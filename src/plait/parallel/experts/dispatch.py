@@ -1,8 +1,8 @@
 """Forward of a layer whose experts are distributed over ranks.
 
 Note [Dispatch of tokens]
-    An all-to-all sends tokens to the ranks of their experts. There the original forward of the
-    module computes them with the experts of the rank, and another all-to-all returns the results.
+    An all-to-all sends tokens to the ranks of their experts. The original forward of the module
+    computes them there with the experts of the rank, and another all-to-all returns the results.
     No token is dropped: every token reaches each expert that its router has chosen. The routing
     weights are not sent, so a router's gradient is computed on the rank of its tokens.
 
@@ -28,7 +28,7 @@ from plait.cluster.process_groups import is_fake
 from plait.comm.collectives import exchange_counts, exchange_rows, gather, shard_range, split
 from plait.parallel.activations.selective import decide_once
 from plait.parallel.tensor.hook_checks import is_foreign
-from plait.parallel.tensor.styles import Region, own_values
+from plait.parallel.tensor.styles import Region, replace_values
 
 Forward = Callable[..., torch.Tensor]
 
@@ -64,7 +64,7 @@ def install(
 
 
 def remove(module: nn.Module, *, count: int) -> None:
-    """Restore the original forward and the number of experts."""
+    """Restore the original forward and number of experts of a module."""
     if isinstance(module.__dict__.get("forward"), Dispatch):
         del module.__dict__["forward"]
         module.num_experts = count  # type: ignore[assignment]
@@ -122,9 +122,9 @@ class Dispatch:
     ) -> torch.Tensor:
         """Compute this rank's shards of sequences of `length` tokens. Other outputs are 0.
 
-        Outputs and gradients of tokens are not gathered, because each rank keeps those of its
-        shard. Gradients of weights are gathered, because all ranks compute the routers for all
-        tokens.
+        Outputs and gradients of tokens are not gathered, because each rank only needs those of its
+        shard. Gradients of routing weights are gathered, because all ranks compute the routers for
+        all tokens.
         """
         assert self.tp is not None
         rows = len(hidden) // length
@@ -176,7 +176,7 @@ class Dispatch:
         for name, parameter in direct_parameters(self.module).items():
             if parameter is not None:
                 local[name] = local_tensor(parameter)
-        with own_values(self.module, local):
+        with replace_values(self.module, local):
             return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
 
     def _plan(self, flat: torch.Tensor) -> _DispatchPlan | _EvenDispatchPlan:
@@ -202,10 +202,10 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class _DispatchPlan:
-    """Destinations of the rows of one call.
+    """Destinations of the rows of one call. Each row is a token for one of its experts.
 
-    A recomputation uses the plan of its forward, even if its router would choose differently. The
-    ranks therefore agree on the sizes of messages, and no rank waits for its device again.
+    A recomputation uses the plan of the first forward, even if its router would choose differently.
+    The ranks therefore agree on the sizes of messages, and no rank waits for its device again.
 
     Attributes:
         order: Indices of the rows in the order of their experts [rows].
@@ -249,7 +249,7 @@ class _EvenDispatchPlan:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Return True if a user's hook receives the output or its gradient, which must be complete."""
+    """Return True if a user's hook receives the output or its gradient, and needs all tokens."""
     return any(
         is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()
     )

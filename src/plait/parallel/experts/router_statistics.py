@@ -1,8 +1,7 @@
 """Statistics of routers, for losses that no single module can compute.
 
-One is the z loss, which Transformers does not have. The other is the balance loss if the routers of
-a model are on several pipeline stages, if each rank has a part of every sequence, or if the loss is
-that of the tokens of all ranks.
+These are the z loss, which Transformers does not have, and a balance loss over routers on several
+pipeline stages, over parts of sequences on several ranks, or over the tokens of all ranks.
 
 Note [Balance loss over stages and ranks]
     For each expert, Transformers sums two numbers over all routers of a model: the tokens that
@@ -72,8 +71,8 @@ class RouterStatistics(StepHook):
             top_k: Number of experts per token.
             balances: Whether there is a balance loss.
             z_loss: Coefficient of the z loss.
-            group: Ranks whose tokens count as well, this one included.
-            is_global: Whether the balance loss is that of the tokens of all data-parallel ranks.
+            group: Ranks over whose tokens the losses are computed, or None for this rank only.
+            is_global: Whether the balance loss is over the tokens of all data-parallel ranks.
         """
         self.is_global = is_global
         self.experts = experts
@@ -124,7 +123,7 @@ class RouterStatistics(StepHook):
         return output, self.sums()
 
     def like(self, output: Any) -> Any:
-        """Return tensors like those that `end` would return for `output` on another rank."""
+        """Return tensors with the shapes and dtypes of the result of `end` on another rank."""
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         return output, self._zeros(device)
@@ -171,8 +170,9 @@ class RouterStatistics(StepHook):
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of the micro-batch whose last stage has run on this rank. Collective.
 
-        The losses are those of all tokens of the group, and their backward is collective as well.
-        Each rank adds them to its sum of token losses, multiplied by its number of targets.
+        The losses are for all tokens of the group, and their backward is collective as well.
+        The caller multiplies both by this rank's number of targets, and adds them to the rank's
+        sum of token losses.
 
         Returns:
             (balance loss, z loss times its coefficient), both 0-dimensional.
@@ -183,7 +183,7 @@ class RouterStatistics(StepHook):
         if self._logits is None:
             raise ModelError(
                 "the losses of a pipeline's routers exist only on its last stage after its forward;"
-                " read them there"
+                " read them on that stage"
             )
         tokens, probabilities, rows, squares = self.sums()
         if self.group is not None:

@@ -1,7 +1,7 @@
-"""Techniques of distributed training, one class each, which implement all choices of a layout.
+"""Techniques of distributed training: one class for each, with its settings.
 
-A class has its methods in the order in which a run calls them: `check`, `groups`, `apply`, `attach`
-and `account`. The reducers, attention kernels and pipeline runtimes that these methods install are
-in the neighbouring packages that are named after their subjects. `parallel.order` lists the
-techniques in the order in which they are applied.
+The methods of a class are in the order in which a run calls them: `check`, `groups`, `apply`,
+`attach` and `account`. The reducers, attention kernels and pipeline runtimes that these methods
+install are in sibling packages such as `parallel.context`. `parallel.order` lists the techniques in
+the order in which they are applied.
 """

@@ -1,6 +1,6 @@
-"""torch.compile of each block, in place.
+"""Compilation of each block with torch.compile, in place.
 
-Equal blocks share one small graph, and parameter names stay as they are.
+Identical blocks share one compiled graph, and parameter names do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait.parallel.technique import Technique, TechniqueContext
 
 
 class Compile(Technique):
-    """Compilation of every block, or of the whole model if it has no blocks."""
+    """Settings of torch.compile for every block, or for the full model if it has no blocks."""
 
     enabled: bool = False
     """True to compile. The default is False, because compilation delays the first step."""
@@ -29,10 +29,10 @@ class Compile(Technique):
     """Mode of torch.compile, e.g. `max-autotune`, or None for its default."""
 
     def check(self, context: TechniqueContext) -> None:
-        """Check that torch has the backend and the mode. Nothing is compiled.
+        """Check, without compiling, that torch supports the configured backend and mode.
 
         Raises:
-            ConfigError: torch does not have one of them.
+            ConfigError: torch does not support the backend or the mode.
         """
         if not self.enabled:
             return
@@ -54,7 +54,7 @@ class Compile(Technique):
                 ) from error
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Compile the blocks in place. The forward of a block becomes its compiled form."""
+        """Make every block, or a model without blocks, run its compiled forward."""
         if not self.enabled:
             return parts
         targets = [parts.model.get_submodule(name) for name in parts.blocks] or [parts.model]

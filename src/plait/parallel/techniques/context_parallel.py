@@ -1,10 +1,9 @@
 """Context parallelism: each rank of the cp axis has a part of every sequence, in all layers.
 
-All layers except attention compute each token independently. Attention reads the keys of other
-parts in one of three ways (`context.kinds`). Everything that depends on the position of a token in
-its sequence is computed from the full batch before it is split: the label that the token predicts,
-its position, and the keys that it sees. All ranks of the axis have the same parameters, and a
-gradient is the sum over them.
+All layers except attention compute each token independently. `context.kinds` has three
+implementations of attention to the keys of other parts. Labels, positions and attention masks
+depend on the full sequence, so they are computed before a batch is split. All ranks of the axis
+have the same parameters, whose gradients are summed over the axis.
 
 Note [Traffic of context parallelism]
     With T tokens per micro-batch, n ranks, e bytes per element, q elements of a token's queries,
@@ -12,16 +11,17 @@ Note [Traffic of context parallelism]
     micro-batch:
 
     all-gather-kv   forward:  all-gather of T w e (n-1)/n
-                    backward: the same, and a reduce-scatter of as much
+                    backward: the same, and a reduce-scatter of T w e (n-1)/n
     ring            forward:  n-1 messages of T w e / n
                     backward: the same, and n messages of gradients in float32 or wider
-    ulysses         forward:  all-to-all of (2 q + w') (T/n) e (n-1)/n, w' with repeated heads
+    ulysses         forward:  all-to-all of (2 q + w') (T/n) e (n-1)/n, where w' is w with
+                              key-value heads repeated until n divides their number
                     backward: the same
 
-    All-to-all is counted as the reduce-scatter with which gloo implements it. `Recompute.account`
-    adds the collectives that recomputation repeats. Sequence lengths are assumed to be divisible. A
-    parameter's gradient is all-reduced once per step, after data parallelism has reduced and
-    sharded it.
+    An all-to-all is counted as a reduce-scatter, because a reduce-scatter with gloo is an
+    all-to-all. `Recompute.account` adds the collectives that recomputation repeats. Sequence
+    lengths are assumed to be divisible by the number of chunks. A parameter's gradient is
+    all-reduced once per step, after data parallelism has reduced and sharded it.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ class ContextParallel(Technique):
             )
 
     def layout(self, ranks: int, rank: int) -> SequenceLayout:
-        """Return the tokens of a rank: two chunks in zigzag order, or one chunk with `ulysses`."""
+        """Return which tokens a rank has: one chunk with `ulysses`, otherwise two (zigzag)."""
         # Zigzag balances causal attention. With `ulysses` each rank computes all tokens of its
         # heads, so the work is balanced in any order.
         return SequenceLayout(ranks, rank, zigzag=self.context != "ulysses")
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Replace the attention of the model."""
+        """Replace the attention of the model with the configured implementation."""
         group = mesh.group("cp")
         if group is None:
             return parts
@@ -151,9 +151,9 @@ class ContextParallel(Technique):
     ) -> dict[str, Any]:
         """Return a rank's part of a micro-batch.
 
-        Entries that have a row for each token are split. `attention_mask` is replaced with a
-        description of the keys that each token may see (see `attention_function.as_mask`). `labels`
-        are left out, because a loss would shift them within the part.
+        Entries [batch, seq, ...] are split along the sequence. `attention_mask` is replaced with
+        the result of `attention_function.as_mask`. `labels` are left out, because a loss would
+        shift them within the part.
 
         Args:
             batch: The micro-batch, after `with_explicit_entries`.
@@ -173,12 +173,12 @@ class ContextParallel(Technique):
         if batch.get("use_cache") or any(batch.get(name) is not None for name in CACHES):
             raise InputError(
                 "parallel.cp: a KV cache would contain only a part of each sequence; leave"
-                f" {', '.join(CACHES)} and use_cache out"
+                f" {', '.join(CACHES)} and use_cache out of the batch"
             )
         if batch.get("output_attentions"):
             raise InputError(
                 "parallel.cp: attention weights are never computed in full; leave"
-                " output_attentions out"
+                " output_attentions out of the batch"
             )
         starts = attention_function.document_starts(batch)
         if starts is not None:
@@ -200,7 +200,7 @@ class ContextParallel(Technique):
 
 
 def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
-    """Return the settings that are not supported with cp, as (applies, rule, remedy)."""
+    """Return (is violated, rule, remedy) for each rule about settings used with cp."""
     offload_devices = (
         context.technique(OptimizerOffload).device,
         context.technique(ParameterOffload).device,
@@ -228,7 +228,7 @@ def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
 
 
 class SequenceShards(StepHook):
-    """Hook that splits every micro-batch and sums gradients over the parts of sequences."""
+    """Hook that splits every micro-batch over the cp axis and sums gradients over it."""
 
     def __init__(
         self,
@@ -306,7 +306,8 @@ class SequenceShards(StepHook):
     def _compare_first(self, batch: Any) -> None:
         """Raise InputError if the first batch differs between the ranks. Collective.
 
-        Each rank takes its part from its own batch, and data loaders may return different rows.
+        Each rank splits the batch of its own data loader, so the loaders of all ranks of the axis
+        must return the same rows.
         """
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if self._compared or not isinstance(ids, torch.Tensor):
@@ -322,12 +323,12 @@ class SequenceShards(StepHook):
         if int(extremes[0]) != -int(extremes[1]):
             raise InputError(
                 f"parallel.cp = {self.layout.ranks}: the first batch is not the same on all ranks"
-                " of the cp axis, but each takes its part from it; give every rank the complete"
-                " rows of its engine.dp_rank (of engine.dp_size)"
+                " of the cp axis, and each rank splits its own copy; select the rows by"
+                " engine.dp_rank and engine.dp_size, and pass them with full length"
             )
 
     def join(self, output: Any, batch: Any) -> Any:
-        """Return the outputs of complete sequences. Collective over cp."""
+        """Gather the outputs of a micro-batch along the sequence. Collective over cp."""
         length = batch["input_ids"].shape[1]
         part_length = self.layout.padded(length) // self.layout.ranks
 
@@ -347,7 +348,7 @@ class SequenceShards(StepHook):
     def finish_reduction(self) -> None:
         """Sum the gradients over cp, after they were summed over data-parallel ranks. Collective.
 
-        A parameter that no rank used keeps no gradient.
+        The gradient of a parameter that no rank used stays None.
         """
         sum_gradients(self.parameters, self.group, users=self.group)
 
@@ -357,14 +358,14 @@ class SequenceShards(StepHook):
 
 
 def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:
-    """Return a rank's part of a micro-batch from the user, or all of it if cp is 1."""
+    """Return a cp rank's part of a micro-batch. If cp is 1, the part is the full micro-batch."""
     if cp == 1:
         return batch
     return dict(technique.local_batch(with_explicit_entries(batch), technique.layout(cp, rank)))
 
 
 class LocalBatch(dict[str, Any]):
-    """Part of a micro-batch on one rank. Reading `labels` raises InputError."""
+    """Part of a micro-batch on one cp rank. Reading `labels` raises InputError."""
 
     def __missing__(self, key: str) -> Any:
         if key == LABELS:
@@ -391,7 +392,10 @@ def _split_entry(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayou
 def _local_token_mask(
     batch: Mapping[str, Any], ids: torch.Tensor, layout: SequenceLayout
 ) -> torch.Tensor | None:
-    """Return this rank's part of a mask [batch, seq] of tokens that are not padding, or None."""
+    """Return this rank's part of the mask [batch, seq] of non-padding tokens.
+
+    The result is None if the batch has no `attention_mask` and its length needs no padding.
+    """
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor):
         return layout.shard(mask, dim=1)
@@ -402,18 +406,18 @@ def _local_token_mask(
 
 
 def _refuse_packed_documents(*, caches: bool, family: str) -> None:
-    """Raise InputError if one process would not separate the documents of a row."""
+    """Raise InputError if a single process would attend across the documents of a row."""
     if caches:
         raise InputError(
             "parallel.cp: position_ids restart within a row. Transformers treats this as several"
             " documents only if it creates no KV cache, but model.config.use_cache = True creates"
-            " one; set it to False on every layout, so that documents do not see each other"
+            " one; set it to False with every layout, so that no document attends to another"
         )
     if family in WITHOUT_DOCUMENTS:
         raise InputError(
             f"parallel.cp: position_ids restart within a row, and Transformers' {family} ignores"
-            " them when it masks attention: documents of a row see each other in one process, and"
-            " would not with context parallelism; use one row per document"
+            " them when it masks attention: a document would attend to others in one process, but"
+            " not with context parallelism; use one row per document"
         )
 
 

@@ -1,13 +1,13 @@
 """Selection and compression of the collectives between data-parallel ranks.
 
-The selection is made once, when the model is sharded. The first of these that applies decides:
-compression in the configuration, an algorithm in the configuration, shared memory, a measurement
-of the links at the start, and finally torch's default.
+The selection is made once, when the model is sharded. It follows the first of these that applies:
+the configured compression, the configured algorithm, shared memory, a measurement of the links at
+the start, and torch's default.
 
 Note [Same selection on all ranks of tp]
     Replicated parameters must keep the same bits on all ranks of tp, and each of these ranks sums
     their gradients in a separate data-parallel group. Different algorithms add in different orders.
-    Therefore all groups use the selection of one of them, even if their own links or machines
+    Therefore all groups use the selection of the first rank of tp, even if their links or machines
     differ.
 """
 
@@ -82,10 +82,10 @@ class CollectiveSettings(Technique):
 
 
 class Compression(Technique):
-    """Compression of gradients and gathered parameters.
+    """Settings of the compression of gradients and gathered parameters.
 
     The technique only stores the scheme, or the candidates from which the first steps choose.
-    `DataParallel` selects the compressed collectives together with all others.
+    `DataParallel` installs the compressed collectives.
     """
 
     scheme: Scheme = Scheme()
@@ -100,11 +100,11 @@ class Compression(Technique):
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """All schemes that may be used."""
+        """The configured scheme and all candidates."""
         return (self.scheme, *self.candidates)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Store the settings for the technique that reduces gradients."""
+        """Store the scheme and the candidates for `DataParallel`."""
         return parts.with_shard(compression=self.scheme, compression_candidates=self.candidates)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -121,7 +121,7 @@ class Compression(Technique):
         return [autotuner, residuals]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Store the scheme in the ledger, for the technique that counts the messages."""
+        """Store the scheme in the ledger for `DataParallel.account`, which counts the traffic."""
         return ledger.with_(scheme=self.scheme)
 
 
@@ -137,14 +137,14 @@ def select_replicated(
 
     Args:
         technique: The settings.
-        shard: The scheme of compression, or its candidates.
+        shard: Settings with the compression scheme or its candidates.
         group: The ranks that sum gradients.
         mesh: The mesh of all ranks.
         gradient_bytes: Bytes of all gradients that this rank reduces per step.
 
     Raises:
-        ConfigError: `all_reduce` is hierarchical, but the group is not on several machines with
-            equally many ranks, two or more each.
+        ConfigError: `all_reduce` is "hierarchical", which requires several machines, each with
+            the same number of at least two ranks of the group.
     """
     scheme = shard.compression
     if scheme.gradients:
@@ -215,7 +215,7 @@ def select_replicated(
 
 @dataclass(frozen=True)
 class ReplicatedReduction:
-    """Selected reduction, and the candidates that may replace it after the first steps."""
+    """Reduction of replicated gradients, and candidates that may replace it after some steps."""
 
     buckets: BucketReduction
     description: str
@@ -254,7 +254,11 @@ class BucketReduction:
 def _replica_levels(
     technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh
 ) -> Levels | None:
-    """Return the groups within and between machines, if the algorithm may need them."""
+    """Return the groups within and between machines.
+
+    The result is None if the algorithm does not use them, or if they do not exist on all ranks of
+    tp.
+    """
     levels = None
     if technique.all_reduce in NEEDS_LEVELS:
         levels = mesh.levels("dp_replicate")
@@ -263,8 +267,8 @@ def _replica_levels(
         levels = None
     if technique.all_reduce == "hierarchical" and levels is None:
         rule = (
-            f"the {group.size()} processes are not on several machines with equally many processes,"
-            " two or more each"
+            "it requires several machines that each run the same number (at least two) of the"
+            f" {group.size()} processes of dp_replicate"
         )
         raise ConfigError(
             Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"')
@@ -279,7 +283,7 @@ def _select_by_links(
     mesh: Mesh,
     gradient_bytes: int,
 ) -> tuple[str, int, str]:
-    """Measure the links of the group, and select by them. Collective over the group and tp.
+    """Measure the group's links, and select the algorithm. Collective over the group and tp.
 
     Returns:
         (algorithm, bucket size in bytes, reason).
@@ -324,7 +328,7 @@ def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
 
 
 def _candidate_schemes(shard: ShardSettings, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
-    """Return the schemes from which the first steps choose, and a sentence about them."""
+    """Return the schemes that the first steps compare, and a sentence for the report."""
     schemes = shard.compression_candidates
     if not schemes:
         return (), ""
@@ -348,7 +352,7 @@ def _compressed_reduction(
 def select_sharded(
     technique: CollectiveSettings, stage: int, parts: Parts, mesh: Mesh
 ) -> tuple[ShardCollectives, CompressionAutotuner | None]:
-    """Select the collectives of shards, and install them. Collective over `dp_shard` and tp.
+    """Select and install the collectives of shards. Collective over `dp_shard` and tp.
 
     Args:
         technique: The settings.
@@ -357,11 +361,11 @@ def select_sharded(
         mesh: The mesh of all ranks.
 
     Returns:
-        The collectives, and the hook that selects the compression in the first steps, or None if
-        the configuration has decided on it.
+        The collectives, and the hook that selects the compression in the first steps. The hook is
+        None if the first steps have no candidates to compare.
 
     Raises:
-        ConfigError: `transport` is shared memory, and the parameters are replicated.
+        ConfigError: `transport` is "shared-memory", but the parameters are not sharded.
     """
     group = mesh.group("dp_shard")
     if group is None:
@@ -432,7 +436,7 @@ def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) 
 
 
 def _computes_with_shards(parts: Parts) -> bool:
-    """Return True if the forward uses the shards without a cast, and they are in memory.
+    """Return True if all shards are in memory and on one mesh, in the dtype of the forward.
 
     Only such shards can be stored in shared memory.
     """
@@ -453,10 +457,10 @@ def _install_reduce_scatter(reduce_scatter: ReduceScatter, parts: Parts) -> None
 
 
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups whose ranks must make the same choice of compression.
+    """Return the groups whose ranks must select the same compression.
 
-    These are all ranks that sum the same gradients, and those of tp, which hold the same replicated
-    parameters and sum them in separate groups.
+    These are the groups that sum gradients, and tp, whose ranks have the same replicated parameters
+    and sum their gradients in separate groups.
     """
     groups = (mesh.group(axis) for axis in ("dp_replicate", "dp_shard", "tp"))
     return tuple(group for group in groups if group is not None)
@@ -465,7 +469,7 @@ def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
 def _connect(
     technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh, *, label: str
 ) -> Transport:
-    """Return the same type of transport on all ranks of tp. Collective over the group and tp."""
+    """Select one transport for all ranks of tp. Collective over the group and tp."""
     transport = connect(group, label=label, device=mesh.device, requested=technique.transport)
     # Only a preference can have different results on different ranks. The exchange comes before the
     # last condition, because all ranks of tp must take part in it.

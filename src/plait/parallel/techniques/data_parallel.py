@@ -118,10 +118,12 @@ class DataParallel(CollectiveSettings):
     """
 
     def check(self, context: TechniqueContext) -> Plans | None:
-        """Find the outer units before other techniques change the layers of the model.
+        """Check the parameters, and find the layers outside the blocks that become FSDP units.
+
+        They are found before other techniques change the layers of the model.
 
         Returns:
-            The plan of the outer units, or None if only the configuration is known.
+            The plan of these units, or None if the context has no model.
 
         Raises:
             ModelError: A parameter cannot be trained.
@@ -149,7 +151,7 @@ class DataParallel(CollectiveSettings):
         return Plans(outer_units=outer_units(context.model, context.blocks))
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the axes whose collectives run inside machines first, and then across them."""
+        """Return the axes that need separate groups inside machines and across them."""
         compression = context.technique(Compression)
         layout = context.layout
         if _all_reduces(context):
@@ -167,7 +169,7 @@ class DataParallel(CollectiveSettings):
         return Groups()
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Shard the model in place, or create the reducer of its gradients."""
+        """Shard the model in place, or create the reducer of gradients if nothing is sharded."""
         shard = parts.shard
         parts = replace(parts, zero_stage=self.stage, tracks_unused=self.unused_parameters)
         if shard.compute_dtype is not None or shard.reduce_dtype is not None:
@@ -303,7 +305,7 @@ class ShardedSteps(StepHook):
         self._units = sharded_modules(model)
 
     def before_microbatch(self, last: bool) -> None:
-        """Select which gradients are reduced and which parameters are freed."""
+        """Set which gradients are reduced and which parameters are freed in this micro-batch."""
         # Without a pipeline the only stage is stage 0, and the root unit ends its step together
         # with the blocks. Two backwards left stand for any number above one.
         backwards_left = 2
@@ -321,7 +323,7 @@ class ShardedSteps(StepHook):
             unit.reshard()
 
     def backward_failed(self) -> bool:
-        """Return True if an exception has ended the last backward of the model."""
+        """Return True if the last backward of the model ended with an exception."""
         return backward_was_interrupted(self.model)
 
     def on_error(self, lost: FailureScope) -> None:
@@ -330,7 +332,7 @@ class ShardedSteps(StepHook):
 
 
 def set_unit_flags(unit: FSDPModule, after_backward: AfterBackward) -> None:
-    """Set what `fully_shard` does with one unit at the end of the next backward."""
+    """Set whether `fully_shard` reduces and reshards a unit at the end of the next backward."""
     unit.set_requires_gradient_sync(after_backward.reduce, recurse=False)
     unit.set_requires_all_reduce(after_backward.last, recurse=False)
     unit.set_reshard_after_backward(after_backward.free, recurse=False)
@@ -383,7 +385,7 @@ class LostWrites(StepHook):
 
 
 def _all_reduces(context: TechniqueContext) -> bool:
-    """Return True if a `Reducer` will reduce the gradients, because nothing is sharded or cast.
+    """Return True if nothing is sharded or cast, so that a `Reducer` reduces the gradients.
 
     `DataParallel.apply` makes the same decision from the settings that earlier techniques stored.
     """
@@ -478,10 +480,10 @@ def reduce_by_sum(model: nn.Module) -> None:
 
 
 def watch_shards_of(model: nn.Module) -> None:
-    """Make sharded parameters either give the user correct results or raise an error.
+    """Make operations of the user on sharded parameters correct, or refuse them.
 
-    Numbers that are read from a sharded tensor, such as its norm, are those of the full tensor.
-    Changes that would not reach the shards are refused. Call this when the model has its final
+    A number that is read from a sharded tensor, such as its norm, is that of the full tensor.
+    Changes that would not reach the shards raise an error. Call this when the model has its final
     parameters.
     """
     sum_before_reading()
@@ -684,7 +686,7 @@ def _account_buckets(
         facts: The parameters of the model.
         numels: Elements of every trainable parameter on a rank, in the order of `facts`.
         bucket_bytes: Size of a gradient bucket.
-        candidates: The candidates to account, as a mask.
+        candidates: Mask of the candidates to account.
     """
     columns = [np.broadcast_to(numel, candidates.shape) for numel in numels]
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "send", "compression", "gradients")

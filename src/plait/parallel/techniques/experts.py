@@ -1,22 +1,21 @@
 """Mixture of experts: expert parallelism, load balancing, and updates of routing biases.
 
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
-are sent to the ranks of the experts that they are routed to. The axis is a second view of the ranks
-of a pipeline stage. Neighbouring ranks have different experts, whether their tokens are those of
-different samples (dp), of different parts of sequences (cp), or the same tokens (tp). Ranks with
-the same tokens each send a part of them. Parameters that are not experts are split, replicated or
-sharded by the first view. The gradient of an expert is summed over the ranks of `edp`, which have
-the same experts. From ZeRO stage 1 on, this sum is a reduce-scatter.
+are sent to the ranks of the experts that they are routed to. The axis belongs to a second mesh of
+the ranks of a pipeline stage. Ranks of ep may have different samples (dp), different parts of
+sequences (cp), or the same tokens (tp), of which each rank then sends a part. All other parameters
+are split, replicated or sharded over the first mesh. The gradient of an expert is summed over the
+`edp` axis, whose ranks have the same experts. From ZeRO stage 1 on, this sum is a reduce-scatter.
 
 A router may add a bias per expert to its scores when it selects experts, which balances experts
-without a loss, as in DeepSeek-V3. After a step the bias is raised for experts that had fewer tokens
-than the mean, and lowered for those that had more. The classes of Transformers have the bias, but
+without a loss, as in DeepSeek-V3. After a step the bias is raised for experts with fewer tokens
+than the mean, and lowered for experts with more. The classes of Transformers have the bias, but
 never change it.
 
 Note [Traffic of expert parallelism]
     With T tokens per micro-batch, k experts per token, h elements per token, e bytes per element, n
-    ranks of ep and E experts, a layer sends per micro-batch, if all experts have equally many
-    tokens:
+    ranks of ep and E experts, a layer sends per micro-batch, if all experts receive the same number
+    of tokens:
 
     forward    8 E (n-1)/n bytes of counts, and twice T k h e (n-1)/n: the tokens, and the results
     backward   twice T k h e (n-1)/n: the gradients of both
@@ -28,9 +27,10 @@ Note [Traffic of expert parallelism]
     rank keeps the results and the gradients of its tokens, and only gradients of weights are
     gathered.
 
-    All-to-all is counted as the reduce-scatter with which gloo implements it. If experts are chosen
-    unequally, ranks whose experts have more tokens send back more results. The sum over ranks stays
-    below n / (n-1) times this. `Recompute.account` adds the collectives that recomputation repeats.
+    An all-to-all is counted as a reduce-scatter, because a reduce-scatter with gloo is an
+    all-to-all. Ranks whose experts receive more tokens send back more results. The sum over all
+    ranks stays below n / (n-1) times the sum of these formulas. `Recompute.account` adds the
+    collectives that recomputation repeats.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Balance = Literal["micro_batch", "global"]
 
 
 class ExpertParallel(Technique):
-    """Expert parallelism. The layout defines its degree."""
+    """Expert parallelism over the ep axis, whose degree the layout defines."""
 
     def check(self, context: TechniqueContext) -> None:
         """Refuse models and settings whose results may differ from those of one process.
@@ -108,13 +108,13 @@ class ExpertParallel(Technique):
             _refuse_unsupported_model(context.model, context.layout)
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the group of all ranks that may use different experts of a layer."""
+        """Return the axes of a pipeline stage, whose ranks agree on which experts were used."""
         if context.layout.ep > 1:
             return Groups(axes=(STAGE_AXES,))
         return Groups()
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Keep the experts of this rank, and install the dispatch of tokens."""
+        """Remove the experts of other ranks, and install the dispatch of tokens."""
         adapters = install_adapters(
             parts.model, rank=mesh.coordinates.get("ep", 0), ranks=mesh.layout.ep
         )
@@ -145,7 +145,7 @@ class ExpertParallel(Technique):
         return replace(parts.with_shard(separate_mesh=separate_mesh), experts=layers)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook that sums gradients over ranks with the same experts."""
+        """Return the hooks of adapters on experts, and of the reduction of experts' gradients."""
         hooks: list[StepHook] = []
         if parts.expert_adapters is not None:
             hooks.append(parts.expert_adapters)
@@ -168,7 +168,7 @@ class ExpertParallel(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Mark the parameters of experts, and add the traffic of tokens."""
+        """Record which parameters are experts, and add the traffic of tokens."""
         if (ledger.ep == 1).all() or facts.experts is None:
             return ledger
         ledger = ledger.with_(experts=frozenset(facts.experts.parameters))
@@ -212,8 +212,8 @@ class ExpertGradients(StepHook):
     def finish_reduction(self) -> None:
         """Sum the gradients of experts. Collective.
 
-        A parameter that no rank used keeps no gradient. If any rank used some experts of a layer,
-        all ranks get a gradient, as in one process.
+        The gradient of a parameter that no rank used stays None. A parameter that some rank used
+        gets a gradient on all ranks, as in one process.
         """
         sum_gradients(self.parameters, self.replica_group, users=self.stage_group)
 
@@ -224,7 +224,7 @@ class ExpertGradients(StepHook):
 
 
 def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
-    """Return the refused settings as (applies, rule, remedy)."""
+    """Return (is violated, rule, remedy) for each rule about settings used with ep."""
     layout = context.layout
     data = context.technique(DataParallel)
     precision = context.technique(Precision)
@@ -288,7 +288,8 @@ def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
     if not layers:
         raise ModelError(
             f"parallel.ep = {ep}: {name} has no experts that are supported (modules of Transformers"
-            " with one parameter for all experts, stacked along its first dimension); use 1"
+            " with one parameter for all experts, stacked along its first dimension); use"
+            " parallel.ep = 1"
         )
     for experts in layers:
         if experts.count % ep:
@@ -309,14 +310,14 @@ def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
         if first != second and {first, second} & expert_names:
             raise ModelError(
                 f"parallel.ep = {ep}: {first} and {second} are one parameter, but experts are"
-                " split; use 1"
+                " split; use parallel.ep = 1"
             )
     config = getattr(model, "config", None)
     kind = getattr(config, "_experts_implementation", "eager")
     if kind not in _IMPLEMENTATIONS:
         raise ModelError(
             f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not tested with"
-            " a part of them; call model.set_experts_implementation with one of"
+            " expert parallelism; call model.set_experts_implementation with one of"
             f" {', '.join(_IMPLEMENTATIONS)}"
         )
 
@@ -330,7 +331,7 @@ def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
 
 
 def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
-    """Return this rank's experts of a parameter, as a DTensor of its global shape."""
+    """Return a DTensor of a parameter, whose local tensor has this rank's experts."""
     assert mesh.expert_mesh is not None
     count = parameter.shape[0] // mesh.layout.ep
     with torch.no_grad():
@@ -377,7 +378,7 @@ def _traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
 
 
 class Routing(Technique):
-    """Load balancing between experts."""
+    """Settings of load balancing between experts, and of the z loss of routers."""
 
     bias_update_rate: float = 0.0
     """Change of an expert's bias after a step. 0 leaves biases as they are."""
@@ -392,7 +393,7 @@ class Routing(Technique):
 
     @property
     def loss_settings(self) -> list[tuple[str, float | str, float | str]]:
-        """Settings that change the loss, as (name, value, value without effect)."""
+        """Settings that change the loss, each as (name, value, value that would not change it)."""
         settings: list[tuple[str, float | str, float | str]] = []
         if self.z_loss:
             settings.append(("experts.z_loss", self.z_loss, 0.0))
@@ -401,11 +402,11 @@ class Routing(Technique):
         return settings
 
     def check(self, context: TechniqueContext) -> None:
-        """Refuse settings that would count only some or none of the tokens.
+        """Refuse settings for which the tokens of the model's routers cannot be counted.
 
         Raises:
             ConfigError: The model does not support a setting.
-            ModelError: The model does not show its routers.
+            ModelError: The model does not declare its routers, or its tokens cannot be counted.
         """
         model = context.model
         if model is None:
@@ -416,7 +417,7 @@ class Routing(Technique):
                 degree = getattr(context.layout, axis)
                 if degree > 1:
                     setting = f"parallel.{axis}"
-                    remedy = f"set it to False, or use {setting} = 1"
+                    remedy = f"set output_router_logits to False, or use {setting} = 1"
                     _check_statistics(model, f"{setting} = {degree}", remedy)
                     break
         if self.balance == "global" and not enables_balance_loss(model):
@@ -424,9 +425,8 @@ class Routing(Technique):
                 f"{type(model).__name__} has no balance loss, which"
                 " model.config.output_router_logits = True adds to models that support one"
             )
-            raise ConfigError(
-                Problem("experts.balance", self.balance, rule, 'set it, or use "micro_batch"')
-            )
+            remedy = 'set output_router_logits to True, or use "micro_batch"'
+            raise ConfigError(Problem("experts.balance", self.balance, rule, remedy))
         if self.balance == "global":
             _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')
         if self.z_loss and not (recorded_routers(model) and find_experts(model)):
@@ -439,7 +439,7 @@ class Routing(Technique):
             _check_bias(model, self.bias_update_rate)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Record the statistics of routers if the model's own loss is not enough."""
+        """Install `RouterStatistics` if the model cannot compute the configured loss by itself."""
         model = parts.model
         balances = enables_balance_loss(parts.model)
         # The model sees all of its micro-batch, so its own balance loss is right.
@@ -479,7 +479,7 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged. The few numbers per expert count as control traffic."""
+        """Return the ledger unchanged, because a few numbers per expert are control traffic."""
         return ledger
 
 
@@ -487,7 +487,7 @@ class BiasUpdate(StepHook):
     """Hook that counts the tokens of each expert and updates the biases once per step.
 
     Counts are summed over the micro-batches of a step and over ranks with different tokens.
-    Padding, evaluations, recomputed forwards and skipped steps do not count.
+    Padding, evaluations, recomputed forwards and skipped steps are ignored.
     """
 
     def __init__(
@@ -532,7 +532,7 @@ class BiasUpdate(StepHook):
         if chosen is None:
             raise ModelError(
                 f"experts.bias_update_rate = {self.rate:g}: {name} does not return the experts of"
-                " every token, so they cannot be counted; use 0"
+                " every token, so tokens cannot be counted; use 0"
             )
         counts = self._counts[index]
         mask = self._tokens.mask
@@ -582,7 +582,7 @@ def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
     if not has_numbers or not recorded_routers(model):
         raise ModelError(
             f"{setting}: model.config.output_router_logits is True, but {type(model).__name__} does"
-            " not declare which modules are its routers, so their balance cannot be summed over"
+            " not declare which modules are its routers, so its balance loss cannot be summed over"
             f" ranks; {remedy}"
         )
 

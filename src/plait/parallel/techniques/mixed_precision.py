@@ -97,13 +97,13 @@ class Precision(Technique):
 
     @property
     def reduction(self) -> ReduceDtype | None:
-        """Resulting dtype of the gradient reduction."""
+        """Dtype of the gradient reduction, or None for the dtype of the parameters."""
         if self.reduce is None and self.compute:
             return "float32"
         return self.reduce
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Store the dtypes in the settings of the technique that shards."""
+        """Store the dtypes in the settings with which `DataParallel` shards."""
         if self.reduction is not None:
             parts = parts.with_shard(reduce_dtype=dtype_of(self.reduction))
         if self.compute is None:
@@ -117,7 +117,7 @@ class Precision(Technique):
         )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Store the element sizes in the ledger, for the technique that shards."""
+        """Store the element sizes in the ledger, for `DataParallel.account`."""
         if self.compute is not None:
             compute_bytes = np.full_like(ledger.dp_shard, dtype_of(self.compute).itemsize)
             ledger = ledger.with_(compute_bytes=compute_bytes)
@@ -136,7 +136,7 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """Factor of the loss and divisor of the gradients until the next `update`."""
+        """Current loss scale: multiply the loss and divide the gradients by it."""
         return self.state.scale
 
     def update(self, overflow: bool) -> None:
@@ -152,10 +152,10 @@ class LossScaler:
         return {**asdict(self.state), "dynamic": self.policy.dynamic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, within the settings of this run.
+        """Restore a result of `state_dict`, adjusted to the settings of this run.
 
-        Unless both runs have a dynamic scale, only the step count is restored. A saved scale is
-        raised to `minimum`, and a saved allowance is reduced to `hysteresis`.
+        If the scale of either run is static, only the step count is restored. Otherwise a scale
+        below `minimum` is raised to it, and an allowance above `hysteresis` is reduced to it.
 
         Raises:
             CheckpointError: An entry is missing.
@@ -165,7 +165,8 @@ class LossScaler:
         if missing:
             raise CheckpointError(
                 f"the saved loss scale has no {', '.join(missing)} (it has"
-                f" {', '.join(sorted(state)) or 'nothing'})"
+                f" {', '.join(sorted(state)) or 'nothing'}), so the checkpoint is damaged; load"
+                " another one"
             )
         if not self.policy.dynamic or not state["dynamic"]:
             # The first doubling of a run that turns dynamic comes a window after now, not after

@@ -1,20 +1,19 @@
 """Offload of optimizer states, parameter shards and activations: settings, checks and costs.
 
 `OptimizerOffload` (DeepSpeed's `offload_optimizer`) stores states and gradients on the device, in
-host memory, or in files. Master weights go to host memory with them. Host memory is an argument of
-the call that shards, and the optimizer then runs torch's CPU kernels. `offload.arena` stores
-tensors in files, and `optim.disk_optimizer` is the step over them.
+host memory, or in files. With host memory, master weights are stored there as well, by an argument
+of `fully_shard`, and the optimizer runs torch's CPU kernels. With files, `offload.arena` stores
+the tensors and `optim.disk_optimizer` updates them.
 
 `ParameterOffload` (DeepSpeed's `offload_param`) stores the shards from which parameters are
-gathered. They are the master weights that the optimizer updates, and no other copy exists between
-two steps. In files they are prefetched for the unit that is gathered next.
+gathered. The shards are the master weights that the optimizer updates, and no other copy exists
+between two steps. Shards in files are prefetched for the unit that is gathered next.
 
 `ActivationOffload` moves what the first blocks of a model save for backward to host memory or
-files. The setting is a fraction of the blocks and not a switch: copies that overlap with
-computation take no extra time, and further copies do. `activations.activation_store` decides which
-tensors move and stores them, and only `recompute` replaces a block's forward. If a block is
-recomputed, its input moves. Results of operators that selective recomputation saves stay on the
-device.
+files. The setting is a fraction of the blocks, because only as many copies as overlap with
+computation take no extra time. `activations.activation_store` selects and stores the tensors, and
+`recompute` replaces the forward of the blocks. Of a recomputed block only the input is offloaded.
+Results that selective recomputation saves stay on the device.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _FILES_NEED_CPU = (
 
 
 class OptimizerOffload(Technique):
-    """Placement of the optimizer states."""
+    """Settings that place optimizer states on the device, in host memory or in files."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Place of the states. none: the device. cpu: host memory. nvme: files."""
@@ -70,7 +69,7 @@ class OptimizerOffload(Technique):
     def check(self, context: TechniqueContext) -> None:
         """Refuse placements that the device does not support.
 
-        ZeRO stage 0 is refused where the configuration is resolved.
+        `config.resolving` refuses ZeRO stage 0.
 
         Raises:
             ConfigError: The device does not support this placement.
@@ -96,7 +95,7 @@ class OptimizerOffload(Technique):
             )
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Store the placement in the settings of the technique that shards.
+        """Store the placement in the settings with which `DataParallel` shards.
 
         The engine moves states to files later, when the shards exist.
         """
@@ -144,7 +143,7 @@ class OptimizerOffload(Technique):
 
 
 class ParameterOffload(Technique):
-    """Placement of the parameter shards."""
+    """Settings that place parameter shards on the device, in host memory or in files."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Place of the shards. none: the device. cpu: host memory, with the states. nvme: files."""
@@ -168,7 +167,7 @@ class ParameterOffload(Technique):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all buffers together."""
+        """Bytes of all buffers of the pool together."""
         return self.buffer_bytes * self.buffer_count
 
     def check(self, context: TechniqueContext) -> None:
@@ -222,7 +221,7 @@ class ActivationOffload(Technique):
     """Folder of the files, with device disk."""
 
     def blocks(self, count: int) -> int:
-        """Return the number of offloaded blocks among `count`."""
+        """Return how many of `count` blocks are offloaded."""
         return round(self.fraction * count)
 
     def check(self, context: TechniqueContext) -> None:

@@ -1,15 +1,15 @@
 """Pipeline parallelism: consecutive blocks of a model on different ranks.
 
 Micro-batches pass through the blocks in the order of a schedule (`schedules.schedule`).
-`pipeline.stage` reduces the model to the blocks and parameters of this rank, in place, and
+`pipeline.stage` removes the blocks and parameters of other ranks from the model, in place, and
 `pipeline.runtime` executes the schedule. This module has the settings. It also sums the gradients
-of tied parameters, which several stages hold, and prefetches offloaded activations.
+of tied parameters over the stages that share them, and prefetches offloaded activations.
 
 Note [ZeRO stages of a pipeline]
     The rules of `accounting.ledger.after_block_backward` hold per pipeline stage, with the stage's
     micro-batches as the accumulation steps. torch's flags are set on each unit before each
-    backward, because the stages of one rank end their steps at different times. A backward in two
-    halves reduces when its second half has run.
+    backward, because the stages of one rank end their steps at different times. If a backward is
+    split into two halves, gradients are reduced after the second half.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from plait.parallel.techniques.data_parallel import DataParallel, set_unit_flags
 
 
 class Pipeline(Technique):
-    """Settings of the pp axis. The layout defines its degree."""
+    """Settings of pipeline parallelism over the pp axis, whose degree the layout defines."""
 
     schedule: str = "1f1b"
     """Name of the order of forwards and backwards, a key of `SCHEDULES`."""
@@ -68,11 +68,11 @@ class Pipeline(Technique):
         return Plans(pipeline=self.plan(context))
 
     def plan(self, context: TechniqueContext) -> PipelinePlan | None:
-        """Return the schedule's table and the cut of the model, or None for one rank.
+        """Return the schedule and the blocks of each stage, or None if pp is 1.
 
         Raises:
-            ConfigError: The schedule does not fit the model or another setting.
-            ModelError: The model cannot be cut.
+            ConfigError: The schedule does not support the model or another setting.
+            ModelError: The model cannot be divided into stages.
         """
         pp = context.layout.pp
         model = context.model
@@ -126,7 +126,7 @@ class Pipeline(Technique):
     def _bounds(
         self, model: nn.Module, blocks: tuple[str, ...], schedule: Schedule
     ) -> tuple[int, ...]:
-        """Return the index of the first block of each stage, and the number of blocks."""
+        """Return the index of each stage's first block, followed by the number of blocks."""
         stages = schedule.stages
         counts = self.blocks_per_stage
         if counts is None:
@@ -189,7 +189,7 @@ class Pipeline(Technique):
         return replace(parts, blocks=blocks, plans=plans)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook that holds the runtime of this rank."""
+        """Return the hook through which the engine runs the pipeline on this rank."""
         plan = parts.plans.pipeline
         if plan is None:
             return []
@@ -240,8 +240,8 @@ class Pipeline(Technique):
         """Add the messages between stages and the sums of tied gradients.
 
         Args:
-            ledger: Ledger of one rank, with its counts in `ledger.stage` (see `account`).
-            facts: Facts of the part of the model on that rank.
+            ledger: Ledger of one rank, whose messages and tied parameters are in `ledger.stage`.
+            facts: Facts of the blocks and parameters on that rank.
         """
         stage = ledger.stage
         if stage is None:
@@ -258,7 +258,8 @@ class PipelineRank(StepHook):
         runtime: Runtime that executes the schedule.
         zero: Observer that applies the ZeRO stages.
         shared: Process group of each tied parameter that several pipeline ranks hold.
-        counted_by_other_stage: Tied parameters whose gradient another rank adds to the norm.
+        counted_by_other_stage: Tied parameters whose gradients another rank adds to the gradient
+            norm.
         track_unused: Whether a step may leave tied parameters unused.
         output_rank: The pp rank that holds the last stage.
     """
@@ -349,7 +350,7 @@ class StagedZero:
         self._remaining.clear()
 
     def __call__(self, action: Action, done: bool) -> None:
-        """Handle the start (`done` False) or the end of a computation."""
+        """Handle the start (`done` is False) or the end (`done` is True) of a computation."""
         if not self._initialised:
             # At this point all blocks of the rank are in the model, with their weights.
             self._initialised = True
@@ -388,7 +389,7 @@ class StagedZero:
         return [unit for unit in self._units if self._stage_of[unit] == stage]
 
     def _set_flags(self, stage: int, *, reduce: bool) -> None:
-        """Set torch's flags for the end of a backward of `stage`."""
+        """Set what `fully_shard` does with each unit at the end of a backward of `stage`."""
         after = _NOTHING_AFTER_BACKWARD
         for unit in self._units:
             if reduce:
@@ -430,7 +431,7 @@ class StagePrefetcher:
         self._prefetches: dict[tuple[int, int], Callable[[], None]] = {}
 
     def __call__(self, action: Action, done: bool) -> None:
-        """Handle the start (`done` False) or the end of a computation."""
+        """Handle the start (`done` is False) or the end (`done` is True) of a computation."""
         key = (action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
             if not done:

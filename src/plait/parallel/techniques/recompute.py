@@ -1,15 +1,15 @@
-"""Activation checkpointing: activations that a block does not keep are recomputed in backward.
+"""Activation checkpointing: activations that a block does not save are recomputed in backward.
 
 The recomputation is bitwise identical, including dropout. It is built on torch's non-reentrant
 checkpoint.
 
 A block's own `forward` is replaced, in place. Names of parameters do not change. Sharding and
 sequence parallelism act around a block (gather its parameters, split the sequence), so their work
-is not repeated. The mode of every block is decided before anything runs: by the setting or, for a
-budget, from measured activations (`accounting.activations`).
+is not repeated. The mode of every block is fixed before the first step: by the setting or, with a
+memory budget, by a search over measured activations (`accounting.activations`).
 
-If the forward of a block changes buffers or attributes, the block is recomputed with their earlier
-values, see Note [State of recomputed blocks].
+If the forward of a block changes buffers or attributes, the block is recomputed with the values
+from before the forward, see Note [State of recomputed blocks].
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Mode = Literal["none", "full", "selective", "budget"]
 
 
 class Recompute(Technique):
-    """Settings of activation checkpointing: recomputed blocks, and the results they keep."""
+    """Settings of activation checkpointing: recomputed blocks, and the results they save."""
 
     mode: Mode = "none"
     """Recomputation mode.
@@ -81,19 +81,19 @@ class Recompute(Technique):
         """Return the mode of each of `count` blocks.
 
         Raises:
-            ValueError: The mode is budget, and the modes have not been chosen by `solved`.
+            ValueError: The mode is "budget", for which only the result of `solved` has modes.
         """
         if self.assignment is not None:
             return self.assignment
         if self.mode == "budget":
-            raise ValueError('mode "budget" has no modes before `solved` was called; call it first')
+            raise ValueError('mode "budget" has no modes of blocks yet; call `solved` first')
         modes: list[BlockMode] = ["none"] * count
         for index in range(0, count, self.every):
             modes[index] = self.mode
         return tuple(modes)
 
     def check(self, context: TechniqueContext) -> None:
-        """Raise ModelError or ConfigError for a model or settings that cannot be recomputed."""
+        """Raise ModelError or ConfigError for a model or settings that are not supported."""
         if self.mode == "none":
             return
         field = "parallel.recompute.mode"
@@ -114,18 +114,18 @@ class Recompute(Technique):
     def solved(self, ranks: Sequence[RankActivations], *, rank: int = 0) -> Recompute:
         """Return the settings with the modes of a rank's blocks solved from the budget.
 
-        The modes recompute as few operations as possible, while all micro-batches in flight fit
-        into the budget. Each rank is solved separately: a rank with fewer micro-batches in flight
-        recomputes less, which does not delay other ranks. Settings with another mode than budget
-        are returned unchanged.
+        The modes recompute as few operations as possible, such that the activations of all
+        micro-batches in flight fit into the budget. Each rank is solved separately: a rank with
+        fewer micro-batches in flight recomputes less, which does not delay other ranks. If the mode
+        is not "budget", the settings are returned unchanged.
 
         Args:
             ranks: Measured activations of all pipeline ranks.
             rank: The rank whose modes are solved.
 
         Raises:
-            ConfigError: A rank exceeds the budget even if it recomputes every block. Every rank
-                raises it.
+            ConfigError: A rank exceeds the budget even if it recomputes every block. All ranks
+                raise this error.
         """
         if self.mode != "budget":
             return self
@@ -146,7 +146,7 @@ class Recompute(Technique):
         return self.model_copy(update={"assignment": assignment})
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Replace the forward of blocks that are recomputed or whose saved tensors are moved."""
+        """Replace the forward of blocks that are recomputed or whose activations are offloaded."""
         modes = self.modes(len(parts.blocks))
         kept_operators = selective.kept_operators(self.keep)
         region = parts.region
@@ -226,23 +226,23 @@ class Recomputed(StepHook):
 
 
 def _check_model(model: nn.Module, blocks: Sequence[str], *, setting: str) -> None:
-    """Raise ModelError for a model without blocks, or one that already recomputes."""
+    """Raise ModelError for a model without blocks, or one that already recomputes its blocks."""
     if not blocks:
         raise ModelError(
             f"{setting}: the model has no repeated blocks; name some with parallel.blocks, or use"
-            " none"
+            ' "none"'
         )
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ModelError(
                 f"{setting}: {name or 'the model'} already recomputes its blocks"
                 " (gradient_checkpointing is on), so each would be computed three times; call"
-                " model.gradient_checkpointing_disable(), or use none"
+                ' model.gradient_checkpointing_disable(), or use "none"'
             )
 
 
 def _budget_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
-    """Return the rule of an error message: the fewest bytes that a rank needs, and their parts."""
+    """Return the part of an error message that says how much memory a rank needs at least."""
     if rank.schedule.pp == 1:
         (stage,) = rank.stages
         head = stage.modes["none"].head
@@ -282,7 +282,7 @@ def _wrap(
         block: The block.
         mode: Recomputation mode of the block.
         contexts: `context_fn` of torch's checkpoint, or None.
-        saved: Moves the saved tensors of the block.
+        saved: Hooks that offload or partition the tensors that the block saves for backward.
         region: State of tensor parallelism, with the length of a sequence that is split over tp.
     """
     forward = block.forward
@@ -351,8 +351,8 @@ def _wrap(
 def _without_cache(value: Any) -> Any:
     """Return None for a KV cache, and other values unchanged.
 
-    A recomputed block would add its keys and values a second time. Training needs no cache, and
-    Transformers drops it as well if it recomputes.
+    A recomputed block would append its keys and values a second time. Training needs no cache, and
+    Transformers' gradient checkpointing drops it as well.
     """
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         return None
@@ -362,8 +362,8 @@ def _without_cache(value: Any) -> Any:
 def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
     """Start the prefetch of the previous block when the backward of this block begins.
 
-    `block` is the first block that is not offloaded. Offloaded blocks start the prefetch of the
-    block before them by themselves.
+    `block` is the first block that is not offloaded. Each offloaded block prefetches the block
+    before it.
     """
 
     def register_prefetch(_module: nn.Module, _args: object, output: Any) -> None:

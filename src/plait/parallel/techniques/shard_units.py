@@ -169,7 +169,7 @@ def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _block_of(blocks: Sequence[str], name: str) -> str:
-    """Return the block that is, or contains, a module or parameter. An empty string if none."""
+    """Return the name of the block that has a module or parameter, or an empty string."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
 
 
@@ -183,7 +183,8 @@ def _make_contiguous(model: nn.Module) -> None:
 def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the frozen 8-bit and 4-bit weights of bitsandbytes, by name.
 
-    They are replicated on every rank, because attributes of a weight hold the scales of all of it.
+    They are replicated on every rank, because the scales of a weight are stored in attributes that
+    cannot be sharded with it.
     """
     quantised: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
@@ -193,18 +194,18 @@ def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool) -> None:
-    """Refuse weights that another library has quantised, if the layout would break them.
+    """Refuse weights quantised by bitsandbytes or torchao if the layout does not support them.
 
     Args:
         model: The model of the user.
         moved: Whether parameters are moved to another device, offloaded, or split by tensor
             parallelism.
         cast: Whether blocks compute in another dtype.
-        several: Whether there are other processes.
+        several: Whether there are several processes.
 
     Raises:
-        ModelError: The layout would break a quantised weight. The error names the first, and a
-            remedy.
+        ModelError: The layout does not support a quantised weight. The error names the first one,
+            and a remedy.
     """
     for name, parameter in quantised_by_bitsandbytes(model).items():
         if moved:
@@ -212,7 +213,7 @@ def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool
                 f"{name} has the type {type(parameter).__name__} of bitsandbytes, which stores"
                 " scales apart from the values, so it can be neither split nor moved; load it on"
                 " this rank's device, and use parallel.tp = 1 without offload (any ZeRO stage and"
-                " parallel.pp)"
+                " parallel.pp are supported)"
             )
     for name, parameter in model.named_parameters():
         if _library(parameter) == "torchao" and (moved or cast or several):
@@ -237,7 +238,7 @@ def refuse_complex(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.is_complex():
             raise ModelError(
                 f"{name} is {dtype_name(parameter.dtype)}, and bf16, fp16 and"
-                " communication_data_type would drop its imaginary part; leave them out"
+                " communication_data_type would drop its imaginary part; leave these settings out"
             )
 
 
@@ -362,7 +363,7 @@ def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of elements of the storage that a tensor spans."""
+    """Return (start, end) of the range of storage elements that a tensor spans."""
     start = int(tensor.storage_offset())
     end = start + 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

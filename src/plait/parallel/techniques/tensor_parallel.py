@@ -1,18 +1,19 @@
 """Tensor parallelism and sequence parallelism over the tp axis.
 
-Linear layers are split by columns or by rows, and the embedding and the head over the vocabulary.
+Linear layers are split by columns or by rows. The embedding and the head are split over the
+vocabulary.
 A plan (`model.plans`) assigns a style to each module, and `tensor.styles` implements the styles.
 This module applies a plan to a model.
 
-Parameters keep their names and global shapes. Split ones become DTensors over tp. Replicated ones
-stay plain, with equal values and gradients on every rank of the axis.
+Parameters keep their names and global shapes. Split parameters become DTensors over tp. Replicated
+parameters stay plain tensors, with equal values and gradients on every rank of the axis.
 
 Note [Marked outputs]
     Besides logits, a model may return hidden states of its blocks, which sequence parallelism
-    shards, and attention weights, of which each rank has only its heads. They are plain tensors
+    shards, and attention weights, of which each rank has only its heads. Both are plain tensors
     while the model runs. A mark on such a tensor records the dimension along which it is sharded.
-    Tensors that the model returns are gathered if they have a mark, so that a loss computes the
-    same as in a single process.
+    Marked tensors are gathered when the model returns them, so that a loss computes the same as in
+    a single process.
 
 Note [Traffic of tensor parallelism]
     With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
@@ -25,7 +26,7 @@ Note [Traffic of tensor parallelism]
     gathered output, sliced input      forward, backward all-gather
     vocabulary-parallel embedding      forward all-reduce
     loss over sharded logits           forward all-reduces of 3 T elements
-    computed on all tokens             sp: forward, backward all-gather
+    module computed on all tokens      sp: forward, backward all-gather
 
     The traffic grows with the activations and not with the parameters. The only exceptions are
     replicated weights that ranks use on different tokens or heads, because their gradients are
@@ -66,7 +67,7 @@ from plait.parallel.tensor.styles import SEQUENCE, Region, RegionInput
 
 
 class TensorParallel(Technique):
-    """Tensor parallelism. The layout defines its degree."""
+    """Settings of tensor parallelism over the tp axis, whose degree the layout defines."""
 
     sequence_parallel: bool = False
     """True to shard norms and the residual stream along the sequence.
@@ -91,11 +92,11 @@ class TensorParallel(Technique):
         """Check that the model can be split, and return the plan of tensor parallelism.
 
         Returns:
-            The plan of the splits, or None if there is no model or a single rank of tp.
+            The plan, or None if tp is 1 or the context has no model.
 
         Raises:
             ModelError: The model cannot be split this way.
-            ConfigError: A setting is impossible.
+            ConfigError: A setting is not supported.
         """
         if context.model is None or context.layout.tp == 1:
             return None
@@ -145,7 +146,7 @@ class TensorParallel(Technique):
         return replace(parts, region=region, plans=replace(parts.plans, tensor=plan))
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Store the dimensions that are split, and add the traffic over the tp axis."""
+        """Record which dimensions are split, and add the traffic over the tp axis."""
         if facts.tensor_plan is None:
             return ledger
         ledger = ledger.with_(
@@ -340,7 +341,7 @@ def _shard_sequence(
 
 
 def _leave_random_streams(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
-    """Make each block and the model return to the shared random stream, even after an error."""
+    """Make ranks resume the shared random stream after each block, even after an error."""
 
     def leave(_module: nn.Module, _args: object, _output: object) -> None:
         region.stream.leave()
@@ -365,7 +366,7 @@ _MARK = "_plait_part"
 
 
 def _mark_output(tensor: Any, *, dim: int, length: int) -> None:
-    """Mark a tensor as this rank's part of a larger tensor. Other values are ignored.
+    """Mark a tensor as this rank's part of a larger tensor. A value of another type is ignored.
 
     See Note [Marked outputs].
 
@@ -379,9 +380,9 @@ def _mark_output(tensor: Any, *, dim: int, length: int) -> None:
 
 
 def _mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
-    """Mark the attention weights [batch, heads, queries, keys] that an attention returns.
+    """Mark the attention weights [batch, heads, queries, keys] that an attention module returns.
 
-    They follow the first entry of its output.
+    Attention weights come after the first entry of the module's output.
     """
     local_heads = heads // group.size()
 
@@ -399,7 +400,7 @@ def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
     """Gather every marked tensor in the output of a module. See Note [Marked outputs].
 
     All ranks compute the same from a gathered tensor. The gradient of a rank's part is therefore
-    that part of the gradient of the gathered tensor.
+    a slice of the gradient of the gathered tensor.
     """
 
     def gather_marked(_module: nn.Module, _args: object, output: Any) -> Any:
@@ -518,8 +519,8 @@ def _features(
     """Return the widths of the activations that collectives send per token.
 
     Returns:
-        The features per token by collective, with the float32 elements of the loss as `loss`; and
-        the widths of activations that are gathered along their features.
+        (features per token by collective, widths of activations that are gathered along their
+        features). The float32 elements of the loss have the key `loss`.
     """
     parameter_of = _parameters_by_name(facts)
     moved: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Tiled MLP: the widest activations of a block exist for one tile of tokens at a time.
+"""Tiled MLP: only one tile of tokens has the widest activations of a block at a time.
 
 An MLP computes each token independently, so its tokens may be computed in tiles, and each tile is
 recomputed in the backward. This bounds the memory for any length of the sequence. `parallel.mlps`
@@ -44,7 +44,7 @@ _FIELD = "parallel.mlp_tile_tokens"
 
 
 class TiledMLP(Technique):
-    """Number of tokens that an MLP computes at a time."""
+    """Settings of tiled MLPs."""
 
     tokens: int = 0
     """Tokens of a tile on a rank, in all rows of a micro-batch together. 0: nothing is tiled."""
@@ -53,10 +53,10 @@ class TiledMLP(Technique):
         """Find the modules that are computed in tiles.
 
         Returns:
-            The modules, or None if `tokens` is 0 or there is no model.
+            The plan of these modules, or None if `tokens` is 0 or the context has no model.
 
         Raises:
-            ConfigError: Blocks are compiled.
+            ConfigError: Compilation is enabled, which is not supported.
             ModelError: See `modules`.
         """
         if not self.tokens:
@@ -91,7 +91,7 @@ class TiledMLP(Technique):
         return find_mlps(model, blocks, setting=setting)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Replace the forward of the modules that this rank has."""
+        """Replace the forward of each tiled module on this rank."""
         token_modules = parts.plans.tiled
         if token_modules is None:
             return parts
@@ -135,7 +135,7 @@ class TiledMLP(Technique):
 
 
 class TiledModules(StepHook):
-    """Hook that restores the forwards that `Tiles` has replaced when the model is released."""
+    """Hook that restores the forwards of tiled modules when the model is released."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
@@ -155,7 +155,7 @@ Weights = dict[nn.Module, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Replacement for a module's forward whose arguments and output have one row per token."""
+    """Tiled forward of a module whose arguments and output have one row per token."""
 
     module: nn.Module
     original: Callable[..., torch.Tensor]
@@ -233,7 +233,7 @@ class Tiles:
 def _local_weights(module: nn.Module) -> Weights:
     """Return the local tensors of the parameters and tensor attributes of a module.
 
-    In the backward, when a tile is recomputed, the module may have other tensors.
+    A tile is recomputed with these tensors, because the module may have others in the backward.
     """
     weights: Weights = {}
     for owner in module.modules():
@@ -295,7 +295,7 @@ class _GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a gradient. Return the sum in its dtype after the last gradient, and None before."""
+        """Add a gradient. Return None until the last one, then the sum in the gradients' dtype."""
         wide = gradient.float()
         if self._total is None:
             total = wide
@@ -310,7 +310,7 @@ class _GradientAccumulator:
 
 
 class _TileWeight(torch.autograd.Function):
-    """View of a weight for one tile, whose gradients a `_GradientAccumulator` adds."""
+    """View of a weight for one tile. A `_GradientAccumulator` sums the gradients of all views."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, total: _GradientAccumulator) -> torch.Tensor:

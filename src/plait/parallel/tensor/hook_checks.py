@@ -1,10 +1,10 @@
 """Refusal of hooks and parametrizations on modules that tensor parallelism splits.
 
 Such a hook would receive this rank's part instead of the full tensor, and its results would differ
-from those of one process. Existing hooks are refused before a process group exists, and later ones
-in the forward. Hooks that receive full tensors are allowed: those on the input of a column-parallel
-layer, on the output of a row-parallel layer, and on containers of both. Hooks of Plait, torch and
-Transformers are always allowed.
+from those of one process. Hooks that exist at the start are refused before a process group exists,
+and hooks that are added later are refused in the forward. Hooks that receive full tensors are
+allowed: those on the input of a column-parallel layer, on the output of a row-parallel layer, and
+on modules that contain both layers. Hooks of Plait, torch and Transformers are always allowed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ALL = (*_BEFORE, *_AFTER, *_BACKWARD)
 def refuse_hooks(
     model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    """Refuse hooks that would receive a part, and hooks on parameters that are split.
+    """Refuse hooks that would receive part of a tensor, and hooks on parameters that are split.
 
     Args:
         model: The model of the user.
@@ -93,7 +93,7 @@ def watch(
 
 
 def _first_layer(name: str, layers: set[str]) -> str | None:
-    """Return a split layer inside or next to the module `name`, which is called with the module."""
+    """Return a split layer in the module `name` or in its parent, or None if there is none."""
     for scope in (name, name.rpartition(".")[0]):
         if not scope:
             continue
@@ -109,7 +109,7 @@ def _check_first(
     forward: Callable[..., Any],
     hooked_modules: Sequence[HookedModule],
 ) -> Callable[..., Any]:
-    """Return a forward that checks the hooks of modules near a layer before it runs."""
+    """Return a layer's forward that first checks the hooks of modules around the layer."""
     # These are torch's dictionaries of the hooks. A forward only tests whether one has entries.
     hooks = tuple(
         hooks_of(hooked, kind) for _, hooked, kinds, _ in hooked_modules for kind in kinds
@@ -127,7 +127,7 @@ def _check_first(
                 f"{name}: its weight is no longer a parameter of the layer (a parametrization,"
                 " weight_norm, spectral_norm or pruning was applied after tensor parallelism had"
                 " split it); use parallel.tp = 1, or a parallel.plan that leaves the layer out,"
-                " and apply it before plait.initialize"
+                " and call plait.initialize after the parametrization"
             )
         return forward(*args, **kwargs)
 
@@ -166,8 +166,8 @@ def _hooked_modules(
 def _between(model: nn.Module, layer: str) -> Iterator[str]:
     """Yield the names of modules without parameters next to a column-parallel layer.
 
-    These are activation functions, for example. Dropouts are excluded, because they may follow the
-    row-parallel layer, whose output is unsharded.
+    Such a module is an activation function, for example. Dropouts are excluded, because they may
+    follow the row-parallel layer, whose output is unsharded.
     """
     parent = layer.rpartition(".")[0]
     for leaf, child in model.get_submodule(parent).named_children():
@@ -202,7 +202,7 @@ def _remedy(name: str, split_values: str) -> str:
 
 
 def is_foreign(hook: Any) -> bool:
-    """Return True if a hook is a user's: not one of Plait, torch or Transformers."""
+    """Return True if a hook is the user's, and not one of Plait, torch or Transformers."""
     # A partial function has the module of functools.
     while isinstance(hook, functools.partial):
         hook = hook.func

@@ -30,8 +30,9 @@ from plait.comm.collectives import AsyncAllReduce, unshared
 class DeferredGradient:
     """Operands of a weight's gradient, which is computed after the gradient of the layer's input.
 
-    Before the backward it references no tensor of the graph, whose nodes reference it. A reference
-    cycle would keep activations alive until Python's garbage collection.
+    Nodes of the autograd graph reference this object. It must not reference tensors of the graph
+    before the backward, because the reference cycle would keep activations alive until Python's
+    garbage collection.
     """
 
     def __init__(self) -> None:
@@ -56,15 +57,15 @@ Weight = tuple[torch.Tensor, DeferredGradient]
 def enter_overlapped(
     x: torch.Tensor, group: ProcessGroup, weights: Mapping[int, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[int, Weight]]:
-    """Copy an input and the weights that read it to the tensor-parallel region.
+    """Enter the tensor-parallel region with an input and the weights of the layers that read it.
 
     Args:
         x: An input [..., in] that is equal on every rank.
         group: The ranks of tp.
-        weights: Trainable weights [out, in] of the layers that read `x`, by any key.
+        weights: Trainable weights [out, in] of the layers that read `x`. Any keys are allowed.
 
     Returns:
-        The input and the weights with which the layers must compute.
+        The input, and the weights by the same keys. The layers must compute with these.
     """
     # See Note [Order of nodes in an overlapped backward].
     gradient_sum = _GradientSum(group)
@@ -101,7 +102,7 @@ def summed_product(
 
 
 class _GradientSum:
-    """Asynchronous sum of an input's gradient."""
+    """Asynchronous all-reduce of an input's gradient."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -114,7 +115,7 @@ class _GradientSum:
         return total
 
     def wait(self, total: torch.Tensor) -> torch.Tensor:
-        """Wait for the all-reduce, and return the tensor that `start` has returned."""
+        """Wait until the tensor that `start` has returned has the sum, and return the tensor."""
         assert self._sum is not None
         self._sum.value()
         self._sum = None

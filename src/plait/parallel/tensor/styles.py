@@ -1,18 +1,18 @@
 """Forward functions of tensor-parallel modules, one per style of a plan.
 
-Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping know the global
-tensor. Computation uses plain local tensors with the collectives of `comm.collectives`. This takes
-fewer dispatches than DTensor arithmetic, and every collective is visible here. Layers that read the
-same input (q, k, v; gate, up) are siblings. They share one `RegionInput`, which gathers the input
-and reduces its gradient once for all of them.
+Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping have the shape of
+the global tensor. Computation uses plain local tensors with the collectives of `comm.collectives`.
+This takes fewer dispatches than DTensor arithmetic, and makes every collective explicit. Layers
+that read the same input (q, k, v; gate, up) are siblings. They share one `RegionInput`, which
+gathers the input and reduces its gradient once for all siblings.
 
 Note [Random streams of tensor parallelism]
     Tensors that are replicated over tp need the same random numbers (dropout) on all ranks. Tensors
     that are split need different numbers on each rank, so that heads, columns and tokens of
-    different ranks are dropped independently. Split parts of a model are those between a
-    column-parallel layer and the row-parallel layer after it, and those on sequence shards. A rank
-    may draw any number of random numbers in a split part. All ranks continue with the same shared
-    stream after it.
+    different ranks are dropped independently. A split part of a model is the part between a
+    column-parallel layer and the row-parallel layer after it, or one that computes on sequence
+    shards. A rank may draw any number of random numbers in a split part. After the part, all ranks
+    continue with the shared stream.
 
     Megatron-LM's `CudaRNGStatesTracker` does the same with a second generator state. Here the seed
     of a rank's stream is derived from the shared stream at the beginning of the split part, so
@@ -63,7 +63,7 @@ Forward = Callable[..., torch.Tensor]
 
 @dataclass
 class Region:
-    """State that the tensor-parallel modules of a model share: the tp group and its settings."""
+    """State that all tensor-parallel modules of a model share: the tp group and settings."""
 
     group: ProcessGroup
     mesh: DeviceMesh
@@ -89,11 +89,11 @@ class Region:
         self.stream = SplitStream(self.group.rank())
 
     def split_logits_for(self, loss_fn: object) -> None:
-        """Keep the head's logits sharded if `loss_fn` supports it."""
+        """Keep the head's logits sharded if `loss_fn` supports sharded logits."""
         self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
 
     def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
-        """Begin a part of the model in which each rank has different activations.
+        """Begin a split part, see Note [Random streams of tensor parallelism].
 
         Args:
             module: A column-parallel layer.
@@ -104,7 +104,7 @@ class Region:
             self.stream.enter(like, read=read)
 
     def leave_part(self) -> None:
-        """End such a part. A row-parallel layer calls this before it reads its input."""
+        """End a split part. A row-parallel layer calls this before it reads its input."""
         if self.random_scope == "parts":
             self.stream.leave()
 
@@ -113,8 +113,8 @@ class Region:
 class RegionInput:
     """Input of the tensor-parallel region that sibling layers share (Megatron's f).
 
-    The siblings read the same tensor, one after the other. The call of the first one gathers it,
-    and the calls of the others reuse the result.
+    The siblings read the same tensor, one after the other. The first sibling's call gathers the
+    tensor, and later calls reuse the result.
     """
 
     region: Region
@@ -165,9 +165,10 @@ class RegionInput:
         return entered
 
     def deferred(self, module: nn.Module) -> Weight | None:
-        """Return the weight of a sibling if its gradient overlaps with an all-reduce, or None.
+        """Return a sibling's weight, whose gradient overlaps with the all-reduce of the input's.
 
-        Call this after the sibling has read the input, whose gradient is all-reduced at that time.
+        The result is None if the gradients do not overlap. Call this after the sibling has read the
+        input.
         """
         return self._deferred.pop(id(module), None)
 
@@ -181,7 +182,8 @@ def colwise(
         module: The layer.
         region: The region of the model.
         region_input: The input that siblings share.
-        begins_part: Whether a split part of the model begins here, which a row-parallel layer ends.
+        begins_part: Whether the layer begins a split part of the model, see Note [Random streams of
+            tensor parallelism].
     """
     region_input.siblings.append(module)
 
@@ -248,7 +250,7 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
     Args:
         module: The layer.
         region: The region of the model.
-        split_input: Whether the input is replicated, so that each rank has to select its features.
+        split_input: Whether the input is replicated, so that each rank must select its features.
         sequence: Whether the output is sharded along the sequence.
     """
 
@@ -282,8 +284,8 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
 def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
     """Return the forward of an embedding whose rows are split over the ranks.
 
-    The rank that has the row of a token looks it up, and the other ranks add zeros. The original
-    forward of the module does the lookup, so that subclasses that scale the rows are supported.
+    The rank that has the row of a token looks the row up, and the other ranks add zeros. The lookup
+    uses the original forward of the module, so that subclasses that scale the rows are supported.
     """
     original = module.forward
     start, size = shard_range(module.num_embeddings, region.group)
@@ -298,7 +300,7 @@ def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
         if not size:
             return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
         is_local = (ids >= start) & (ids < start + size)
-        with own_values(module, {"weight": weight}, padding_idx=local_padding):
+        with replace_values(module, {"weight": weight}, padding_idx=local_padding):
             # [batch, seq] -> [batch, seq, hidden]
             hidden = original((ids - start).masked_fill(~is_local, 0))
         return leave(hidden * is_local.unsqueeze(-1), region.group)
@@ -332,15 +334,15 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
 
 
 def summed_gradient(module: nn.Module, region: Region) -> Forward:
-    """Return the forward of a replicated module if ranks call it with different tokens or heads.
+    """Return the forward of a replicated module that ranks call with different tokens or heads.
 
-    It runs the original forward, and the gradients of the parameters are summed over tp.
+    It runs the original forward. The backward sums the gradients of the parameters over tp.
     """
     original = module.forward
     names = [name for name, _ in module.named_parameters(recurse=False)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with own_values(
+        with replace_values(
             module, {name: enter(getattr(module, name), region.group) for name in names}
         ):
             return original(*args, **kwargs)
@@ -351,7 +353,7 @@ def summed_gradient(module: nn.Module, region: Region) -> Forward:
 def gather_at(module: nn.Module, region: Region) -> None:
     """Gather the sequence-sharded hidden states at the input of a container (attention, MLP).
 
-    The container derives shapes and positions from them.
+    The container derives shapes and positions from the hidden states, so it needs all tokens.
     """
 
     def gather(
@@ -367,7 +369,7 @@ def gather_at(module: nn.Module, region: Region) -> None:
 
 
 def compute_on_all_tokens(module: nn.Module, region: Region) -> None:
-    """Make a part of a block compute on all tokens, equally on every rank.
+    """Make a module of a block compute the same on every rank, with all tokens.
 
     Its sequence-sharded hidden states are gathered. Each rank keeps its tokens of the output, which
     is a tensor or the first entry of a tuple. The gradient of the output is gathered as well, so
@@ -407,10 +409,10 @@ def on_hidden(
 
 
 @contextmanager
-def own_values(
+def replace_values(
     module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any
 ) -> Iterator[None]:
-    """Replace parameters and attributes of a module inside the block.
+    """Replace parameters and attributes of a module during a `with` block.
 
     Args:
         module: The module.
@@ -492,8 +494,8 @@ class SplitStream:
             read: The input of the layer that is called, if it is known.
 
         Raises:
-            ModelError: Random numbers were drawn since the part began, and a layer in it reads
-                another replicated tensor, in which each rank has dropped other elements.
+            ModelError: Random numbers were drawn since the part began, and a layer in the part
+                reads another replicated tensor, of which each rank has dropped different elements.
         """
         generator = _generator(like)
         if generator is None:
@@ -512,7 +514,7 @@ class SplitStream:
     def leave(self) -> None:
         """End a split part, so that all ranks draw the same numbers again.
 
-        Outside a part this does nothing.
+        Outside a split part this does nothing.
         """
         if (
             self._generator is not None
@@ -532,14 +534,14 @@ class SplitStream:
             raise ModelError(
                 "tensor parallelism: random numbers were drawn (dropout) between two"
                 " column-parallel layers that read different inputs, so every rank would drop"
-                " other elements of a replicated tensor; call the column-parallel layers one after"
-                " the other, or use the style 'colwise_gather_output' for the second one in"
+                " different elements of a replicated tensor; call the column-parallel layers one"
+                " after the other, or use the style 'colwise_gather_output' for the second one in"
                 " parallel.plan"
             )
 
 
 def _generator(like: torch.Tensor) -> torch.Generator | None:
-    """Return the generator that dropout uses for `like`, or None for tensors without values."""
+    """Return the generator that dropout uses for `like`, or None for fake and meta tensors."""
     if isinstance(like, FakeTensor) or like.is_meta:
         return None
     if accelerator.is_accelerator(like.device):
