@@ -60,7 +60,7 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path):
         return {"time": content["time"] | change}
 
     for change, words in (
-        ({"format": "other"}, "holds no"),
+        ({"format": "other"}, "its format is not"),
         ({"time": {}}, "KeyError"),
         (time_with(covariance=[[1.0]]), "covariance"),
         (time_with(spread=float("nan")), "a covariance or a spread is not a finite number"),
