@@ -324,7 +324,7 @@ def account_states(
     Args:
         job: The candidates.
         reduce: Dtype of the gradient reduction.
-        form: Dtype of AdamW's moments, as in `optimizer.states`. None keeps float32.
+        form: Format of AdamW's moments, a value of `optimizer.states`. None for the default.
         every_moment: See `pipeline.holdings`.
     """
     layouts = job.layouts
@@ -533,7 +533,7 @@ class _PartsOfModel:
     def units_on_rank(
         self, layers: np.ndarray, present: Bytes, holdings_of_rank: Holdings
     ) -> Units:
-        """Return the sharding units of a rank that has `layers` blocks and the ends in `present`."""
+        """Return the sharding units of a rank with `layers` blocks and the ends in `present`."""
         head = self._elements(self.ends["embedding" if self.tied else "head"])
         outer = {
             end: np.where(self.single, self._elements(self.ends[end]) * present[end], 0.0)

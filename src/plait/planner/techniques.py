@@ -437,7 +437,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                     Problem(
                         name,
                         value,
-                        f"{name} has no such value",
+                        "not a supported value",
                         f"use one of {', '.join(values)}",
                     )
                 )

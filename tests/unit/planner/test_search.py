@@ -230,7 +230,7 @@ def test_fixed_values_are_kept():
     assert fixed == {"recompute": 3, "schedule": 3}
     for text, words in (
         ("recompute=some", "use none, full, selective, budget"),
-        ("speed=9", "must be FIELD=VALUE with a field of a layout"),
+        ("speed=9", "must be FIELD=VALUE, where FIELD is a field of a layout"),
         ("tp=many", "not a whole number"),
     ):
         with pytest.raises(ConfigError, match=words):
