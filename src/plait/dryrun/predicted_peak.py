@@ -59,7 +59,7 @@ class PredictedPeak:
 
 
 def why_not_predicted(resolved: Resolved) -> str | None:
-    """Return the first setting that the prediction does not support, or None."""
+    """Return the first setting that the prediction does not support and why, or None."""
     data = resolved.data_parallel
     reasons = (
         (

@@ -483,7 +483,7 @@ def _data_traffic(
     backward: Numbers,
     forward: Numbers,
 ) -> tuple[Numbers, Numbers]:
-    """Return the exposed seconds of data-parallel traffic, and the seconds that it slows computation.
+    """Return the exposed seconds of data-parallel traffic, and the seconds it adds to computation.
 
     Args:
         job: The candidates.
@@ -621,7 +621,8 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
     stages = pp * chunks
     if name is None:
         raise InputError(
-            f"schedule {kind}: Plait does not run it, so it cannot be simulated; use another schedule"
+            f"schedule {kind}: Plait does not run it, so it cannot be simulated; use another"
+            " schedule"
         )
     if 2 * stages * micro_batches > MOST_ACTIONS:
         raise InputError(
