@@ -252,8 +252,7 @@ def _mask_element(job: Job) -> Numbers:
 
 
 def _scores(job: Job) -> Numbers:
-    """Return the number of attention scores per token, or 0 if a fused kernel does not store them.
-    """
+    """Return the number of attention scores per token, or 0 with a fused attention kernel."""
     return np.where(job.attention_in_parts, _widths(job).heads * job.sequence, 0)
 
 

@@ -320,9 +320,7 @@ def memory_options(
     has_offload = techniques.offload and int(device.family) != DEVICE_FAMILIES.index("cpu")
     if fixed.get("offload", 0):
         return MemoryOptions(on_host if has_offload else (), ())
-    return MemoryOptions(
-        tuple(options), on_host if has_offload and "offload" not in fixed else ()
-    )
+    return MemoryOptions(tuple(options), on_host if has_offload and "offload" not in fixed else ())
 
 
 def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:

@@ -78,8 +78,7 @@ class Context:
         return small if self.is_small else full
 
     def group(self) -> Mesh:
-        """Return the mesh of all ranks, and create the process group in the first call. Collective.
-        """
+        """Return the mesh of all ranks. The first call creates the process group. Collective."""
         if self.mesh is None:
             # NCCL refuses two ranks on one GPU, so such ranks communicate over gloo.
             if self.shares_gpu:

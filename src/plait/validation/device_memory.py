@@ -150,8 +150,7 @@ def peak_of_step(
 
 
 def library_bytes(context: Context, dtype: torch.dtype) -> int:
-    """Return the bytes of library workspaces, which remain allocated after a forward and backward.
-    """
+    """Return the bytes of library workspaces that remain after a forward and backward."""
     layer = nn.Linear(256, 256, bias=False, device=context.device, dtype=dtype)
     x = torch.ones(256, 256, device=context.device, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()

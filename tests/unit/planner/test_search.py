@@ -16,7 +16,7 @@ from plait.planner.models import find_model
 from plait.planner.request import Request
 from plait.planner.search import FAMILY, estimate_space, plan, price, ties
 from plait.planner.space import divisors, space_of
-from plait.planner.techniques import format_fixed, parse_fixed, with_measures
+from plait.planner.techniques import format_fixed, parse_fixed, with_options
 from plait.sizes import GIB
 
 
@@ -37,7 +37,7 @@ def test_the_best_is_the_fastest_of_all_that_fit():
     space = space_of(small)
     is_new = np.diff(space.number, prepend=-1) != 0
     some = space.layouts.take((np.asarray(space.layouts.pp) == 1) & is_new)
-    layouts = with_measures(some, (*space.measures.on_device, *space.measures.on_host))
+    layouts = with_options(some, (*space.options.on_device, *space.options.on_host))
     fitting = [
         choice
         for choice in price(small, [layouts.as_dict(i) for i in range(len(layouts.tp))])
