@@ -436,7 +436,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                         name,
                         value,
                         "not a supported value",
-                        f"use one of {', '.join(values)}",
+                        f"use {', '.join(values)}",
                     )
                 )
             number = values[value]
