@@ -1,14 +1,15 @@
 """Forward, loss and backward of one micro-batch through a model stage on fake tensors.
 
 All techniques that change blocks are applied as in a real run (tensor parallelism, recomputation,
-the dtype of computation). Techniques that move parameters are not. Collectives return at once. The
-figures are therefore those of the model's code and of torch's operators for the device, not of a
-formula. Nothing is communicated, allocated or changed. A model without a pipeline is one stage.
+the compute dtype). Techniques that shard or move parameters are not applied. Collectives return at
+once. The results are therefore measured on the model's code and torch's operators for the device,
+and not computed by a formula. Nothing is communicated or allocated, and the model does not change.
+A model without a pipeline is one stage.
 
-`rank_activations` measures what every rank saves for a micro-batch, in every mode of recomputation.
-Every rank runs all stages on fake tensors, one after another. Without communication, each rank
-therefore knows what the others will decide, so all ranks refuse a budget that one of them cannot
-meet. Without a pipeline there is one rank with one stage.
+`rank_activations` measures the activation memory of every pipeline rank for a micro-batch, in every
+mode of recomputation. Every process runs all stages on fake tensors, one after another. It thus
+knows the results of all ranks without communication, and all ranks reject a memory budget that any
+rank cannot meet. Without a pipeline there is one rank with one stage.
 """
 
 from __future__ import annotations
@@ -75,14 +76,15 @@ def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Ite
     Args:
         resolved: Configuration, whose layout determines the number of ranks.
         rank: Rank of this process.
-        purpose: Subject of the error message.
+        purpose: What the group is created for, as the subject of the error message.
 
     Raises:
         InputError: The process has a process group already.
     """
     if dist.is_initialized():
         raise InputError(
-            f"{purpose} creates a fake process group, but this process already has a group"
+            f"{purpose} creates a fake process group, but this process already has a process group;"
+            " run it in another process"
         )
     dist.init_process_group(
         FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size
@@ -94,21 +96,21 @@ def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Ite
 
 
 def loss_of(resolved: Resolved) -> Loss:
-    """Return the loss of a dry run: that of a causal language model, in chunks if configured."""
+    """Return the loss of a causal language model for a dry run, in chunks if configured."""
     if resolved.loss_chunk_tokens:
         return ChunkedCausalLMLoss(chunk_tokens=resolved.loss_chunk_tokens)
     return causal_lm_loss
 
 
 def forward_of(resolved: Resolved, model: nn.Module) -> Forward:
-    """Return the forward that `loss_of` requires."""
+    """Return the function that calls the model in a dry run and returns what `loss_of` requires."""
     if resolved.loss_chunk_tokens:
         return chunked_loss.deferred(default_forward, model)
     return default_forward
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all tensors of the states of an optimizer."""
+    """Return all tensors in the state of an optimizer."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -121,7 +123,7 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """Measurements of a forward and a backward of one stage."""
+    """Memory, FLOPs and traffic of a forward and a backward of one pipeline stage."""
 
     figures: StageMode
     """Figures in the current recomputation mode of the blocks.
@@ -155,11 +157,12 @@ class DryModel:
 
         Args:
             model: Unsharded model.
-            apply: Applies techniques to the copy, under a fake tensor mode. Returns the parts of
-                the copy, and its stages if it has a pipeline.
+            apply: Applies techniques to the copy, in a FakeTensorMode. Returns the `Parts` of the
+                copy, and its stages if it has a pipeline.
             device: Device of the fake tensors.
             batch: Micro-batch on any device.
-            compute_dtype: Dtype of the parameters in forward and backward. None keeps theirs.
+            compute_dtype: Dtype of the parameters in forward and backward. None keeps the dtypes
+                of the model.
             loss_fn: Loss.
             forward: Returns the function that calls the copy.
         """
@@ -191,12 +194,12 @@ class DryModel:
         """Run a forward and a backward of a stage.
 
         Args:
-            index: Stage.
+            index: Index of the stage.
             received: Boundary activations of the previous stage on the meta device; None for the
-                first one.
-            length: Sequence length, if shapes depend on it.
+                first stage.
+            length: Sequence length if the shapes of the stage depend on it, otherwise 0.
             splits: Whether the backward is split into input and weight gradients.
-            first_unit: Number of the stage's first block in the timeline.
+            first_unit: Unit index of the stage's first block (`recorder.Recorder`).
 
         Returns:
             The measurements, and the boundary activations of the stage on the meta device.
@@ -311,18 +314,20 @@ class DryModel:
 def boundary_activations(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) -> Any:
     """Return the boundary activations of a stage on the meta device.
 
-    They are hidden states [samples, length, hidden], alone or in a tuple as the blocks return them.
-    With sequence parallelism `length` is this rank's part.
+    Boundary activations are the tensors that a stage sends to the next one: hidden states
+    [samples, length, hidden], alone or in a tuple as the blocks return them. With sequence
+    parallelism `length` is the length of this rank's shard.
 
     Raises:
-        ModelError: The model does not define the width, or its blocks return other tensors too.
+        ModelError: The model has no `config.hidden_size`, or its blocks return other tensors than
+            hidden states.
     """
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     name = type(model).__name__
     if width is None:
         raise ModelError(
             f"{name} has no config.hidden_size, so the shapes of the activations between its stages"
-            " are not known before a run"
+            " are not known before a run; set config.hidden_size of the model"
         )
 
     samples, length = batch["input_ids"].shape
@@ -341,7 +346,7 @@ def boundary_activations(model: nn.Module, parts: Parts, batch: dict[str, torch.
             raise ModelError(
                 f"{name}: its blocks return a tensor of shape {tuple(leaf.shape)}, not only"
                 f" hidden states {width} wide, so the shapes of the activations between its stages"
-                " are not known before a run"
+                " are not known before a run; use blocks that return hidden states only"
             )
 
         return torch.empty(
@@ -356,7 +361,7 @@ def boundary_activations(model: nn.Module, parts: Parts, batch: dict[str, torch.
 
 
 class CountingStore:
-    """Activation store that counts the bytes of tensors per block, but does not store them."""
+    """Activation store that counts the bytes of the tensors per block without storing them."""
 
     def __init__(self) -> None:
         self.bytes: Counter[int] = Counter()
@@ -406,9 +411,9 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _fake_copy(
     model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None
 ) -> nn.Module:
-    """Return a copy with fake tensors. Requires an active FakeTensorMode.
+    """Return a copy of a model with fake tensors. Requires an active FakeTensorMode.
 
-    Floating-point parameters get the dtype of computation, to which `fully_shard` casts them.
+    Floating-point parameters get the compute dtype, to which `fully_shard` would cast them.
     """
     # `deepcopy` takes the replacements from `memo`. Thus no real storage is copied, and tied
     # parameters stay tied.
@@ -434,14 +439,14 @@ def _fake_copy(
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Convert the errors of models that read tensor values to ModelError."""
+    """Convert errors that a model raises because it reads values of fake tensors to ModelError."""
     try:
         with refusing_triton_kernels():
             yield
     except KernelWithoutMemory as error:
         raise ModelError(
-            f"{type(model).__name__} cannot be run without data: {error}, so the memory that it"
-            " needs is not known beforehand; run the prediction on the model without this kernel"
+            f"{type(model).__name__} cannot be run on fake tensors: {error}, so its memory is not"
+            " known before a run; run the prediction on the model without this kernel"
         ) from error
     except Exception as error:
         # torch raises unrelated classes for this: DataDependentOutputException,
@@ -449,8 +454,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
         if "DataDependent" not in type(error).__name__ and "data_ptr" not in str(error):
             raise
         raise ModelError(
-            f"{type(model).__name__} cannot be run without data: its code reads values"
-            f" ({type(error).__name__}), so what it keeps is not known beforehand; set"
+            f"{type(model).__name__} cannot be run on fake tensors: its code reads values of"
+            f" tensors ({type(error).__name__}), so its memory is not known before a run; set"
             " parallel.recompute.mode instead of a budget"
         ) from error
 
@@ -461,11 +466,13 @@ MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
 def solved_recompute(
     resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
-    """Return a configuration's recompute settings, with a mode per block if it has a budget.
+    """Return the recompute settings of a configuration.
+
+    If they have a memory budget, the result has a mode per block that meets the budget.
 
     Args:
         resolved: The configuration.
-        parts: Full model before anything is sharded, with the plans of the checks.
+        parts: Full, unsharded model, with the plans that the checks of the techniques created.
         mesh: Mesh of the run.
         loss_fn: Loss. None uses the loss of a causal language model.
         forward: Calls the model.
@@ -488,7 +495,7 @@ def solved_recompute(
 
 @dataclass(frozen=True)
 class ActivationTechniques:
-    """Techniques that change which tensors a rank saves for the backward of a micro-batch."""
+    """Settings of all techniques that change which tensors a rank saves for the backward."""
 
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
@@ -513,14 +520,14 @@ def rank_activations(
     loss_fn: Loss = causal_lm_loss,
     forward: Forward = default_forward,
 ) -> tuple[RankActivations, ...]:
-    """Return the figures of every rank of the pipeline for one micro-batch. Collective over tp.
+    """Measure the activation memory of every pipeline rank for one micro-batch. Collective over tp.
 
-    The figures are those of the fullest rank of the tp axis, so that its ranks take the same
-    decision.
+    The results are maxima over the ranks of the tp mesh dimension, so that all of these ranks take
+    the same decisions.
 
     Args:
-        model_parts: Full, unsharded model, its blocks and the plan of its pipeline. They are not
-            changed.
+        model_parts: Full, unsharded model, its blocks and the plan of its pipeline. The model is
+            not changed.
         mesh: Mesh of the run.
         batch: Micro-batch with full sequences.
         techniques: Techniques that are applied to the model. None applies no technique.
@@ -559,7 +566,12 @@ def rank_activations(
     def measure(
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
-        """Run every stage, and return its trace and the bytes that its blocks store."""
+        """Run every stage, and return its trace and the offloaded bytes of its blocks.
+
+        Args:
+            mode: Recomputation mode of all blocks.
+            stored: Names of the blocks whose saved tensors are offloaded.
+        """
         # The sort is stable, so stored and other blocks keep their order.
         order = tuple(sorted(blocks, key=lambda name: name not in stored))
         # Every block gets the same mode. `RankActivations` combines the figures of the modes by
@@ -637,12 +649,12 @@ def rank_activations(
 def _facts(
     plain: StageTrace, modes: dict[BlockMode, tuple[StageTrace, tuple[int, ...]]]
 ) -> StageFacts:
-    """Combine the traces of a stage.
+    """Combine the traces of a stage in several recomputation modes.
 
     Args:
-        plain: Trace without recomputation and without offload. Its saved bytes are what the
+        plain: Trace without recomputation and without offload. Its saved bytes are those that the
             backward of a block needs on the device.
-        modes: Trace, and offloaded bytes per block, by recomputation mode.
+        modes: (trace, offloaded bytes per block), keyed by recomputation mode.
     """
     by_mode: dict[BlockMode, StageMode] = {}
     for mode, (trace, stored) in modes.items():
@@ -663,10 +675,10 @@ def _facts(
 
 
 def max_over_tp(stage: StageFacts, mesh: Mesh) -> StageFacts:
-    """Return the largest figures over the tp axis. Collective over tp.
+    """Return the maximum over the tp mesh dimension for every figure. Collective over tp.
 
-    Shards may be uneven, but all ranks must decide the same: a block is recomputed by all ranks of
-    the axis or by none, because its collectives are repeated.
+    Shards may be uneven, but all tp ranks must take the same decisions: either all of them
+    recompute a block or none does, because recomputation repeats the block's collectives.
     """
     group = mesh.group("tp")
     if group is None:

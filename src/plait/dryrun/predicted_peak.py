@@ -1,9 +1,9 @@
-"""Prediction of a rank's peak memory in a training step, and of where it occurs.
+"""Prediction of a rank's peak memory in a training step, and of the point in time of the peak.
 
 One micro-batch runs through each of the rank's stages on fake tensors, and the optimizer takes one
-step on fake shards. The ledger of the layout (`parallel.accounting.ledger`,
-`parallel.accounting.peak`) combines these with the movement of parameters and with the schedule.
-Settings that are not modelled are refused by name.
+step on fake shards. `parallel.accounting.ledger` and `parallel.accounting.peak` combine these
+measurements with the gathering of parameters, the reduction of gradients and the schedule. Settings
+that the prediction does not support raise an error with their name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from plait.sizes import dtype_of
 
 @dataclass(frozen=True)
 class PredictedPeak:
-    """Predicted memory of one rank."""
+    """Predicted peak memory of one rank in a training step, and the model states in it."""
 
     ledger: Ledger
     """Model states and traffic."""
@@ -59,7 +59,7 @@ class PredictedPeak:
 
 
 def why_not_predicted(resolved: Resolved) -> str | None:
-    """Return the first setting whose memory is not modelled, or None."""
+    """Return the first setting that the prediction does not support and why, or None."""
     data = resolved.data_parallel
     reasons = (
         (
@@ -104,17 +104,17 @@ def why_not_predicted(resolved: Resolved) -> str | None:
 def predict_peak(
     model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int
 ) -> PredictedPeak:
-    """Predict the peak of one rank. Creates and destroys a fake process group.
+    """Predict the peak memory of one rank. Creates and destroys a fake process group.
 
     Args:
         model: Unsharded causal language model. It is not changed.
         resolved: Configuration.
-        rank: Rank of its layout.
+        rank: Rank in the layout of the configuration.
         samples: Samples per micro-batch.
         length: Tokens per sample.
 
     Raises:
-        InputError: The process has a process group, or a setting is not modelled.
+        InputError: The process already has a process group, or a setting is not supported.
         ModelError: The model's code reads values of tensors.
     """
     with process_group_of_rank(resolved, rank, purpose="a prediction"):
@@ -126,10 +126,12 @@ def predict_peak(
 def predict_peak_on(
     mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: int, length: int
 ) -> PredictedPeak:
-    """Predict the peak of the rank of `mesh`. See `predict_peak`."""
+    """Predict the peak memory of this process's rank in `mesh`. See `predict_peak`."""
     reason = why_not_predicted(resolved)
     if reason is not None:
-        raise InputError(f"the peak of a step is not predicted with {reason}")
+        raise InputError(
+            f"the peak memory of a step cannot be predicted with {reason}; change this setting"
+        )
     blocks = find_blocks(model, resolved.blocks or None)
     context = resolved.context(model=model, blocks=blocks)
     checked = (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)
@@ -194,7 +196,7 @@ def predict_peak_on(
 def _dry_model(
     parts: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int
 ) -> DryModel:
-    """Return a fake copy of the rank's model, with all techniques except those that shard it."""
+    """Return a fake copy of the rank's model, with all techniques except ZeRO."""
     dtype = None
     if resolved.precision.compute:
         dtype = dtype_of(resolved.precision.compute)
@@ -235,7 +237,10 @@ def _dry_model(
 
 
 def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int, StageIntervals]:
-    """Return the moments of every stage of the rank, with full and split backward as scheduled."""
+    """Return the memory over time of every stage of the rank, keyed by the index of the stage.
+
+    A stage has the full backward, the split backward, or both, as in the schedule.
+    """
     if dry.staged is None:
         return {0: dry.trace()[0].moments}
     moments: dict[int, StageIntervals] = {}
@@ -266,7 +271,7 @@ def _optimizer_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of optimizer states, and the temporary bytes of an optimizer step.
 
-    They are measured in a step on fake shards.
+    Both are measured in an optimizer step on fake shards.
     """
     # Facts contain item sizes. Any floating-point dtype of a size has the same bytes.
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -1,12 +1,13 @@
 """Recorder of live memory per block and over time, during a forward and a backward.
 
 `Recorder` observes any run. `DryRecorder` observes a run on fake tensors: it also counts FLOPs and
-traffic, and its collectives return at once.
+traffic, and makes collectives return at once.
 
 `LiveStorages` tracks which storages are alive, their sizes, and the part of the model that created
-them. It is a dispatch mode for real and fake tensors. A storage belongs to the unit (a block, or an
-end of the model) during whose forward it was created, unless another unit claims it. Only storages
-that pass torch's dispatcher are visible. Temporary memory inside kernels is not.
+them. It is a dispatch mode for real and fake tensors. A unit is a block, the head, or the rest of
+the model. A storage belongs to the unit that was running when the storage was created, unless it is
+assigned to another unit (`claim`). Only storages of tensors that pass torch's dispatcher are
+visible. Temporary memory inside kernels is not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LiveStorages(TorchDispatchMode):
     """Dispatch mode that counts the bytes of storages that are created within its context.
 
     Args:
-        known: Tensors that are never counted, such as parameters and the batch.
+        known: Tensors whose storages are never counted, such as parameters and the batch.
     """
 
     def __init__(self, *, known: Iterable[torch.Tensor] = ()) -> None:
@@ -75,7 +76,7 @@ class LiveStorages(TorchDispatchMode):
             self._paused = before
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Stop counting tensors."""
+        """Stop counting the storages of `tensors`."""
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()
             self._gone(storage_id(storage))
@@ -83,16 +84,16 @@ class LiveStorages(TorchDispatchMode):
             self._known[storage_id(storage)] = storage
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that existed before the tracker was active."""
+        """Count the storages of `tensors` that existed before this mode was active."""
         for tensor in tensors:
             self._appeared(local_tensor(tensor.detach()).untyped_storage())
 
     def claim(self, tensor: torch.Tensor, unit: int) -> None:
-        """Assign a counted storage to another unit."""
+        """Assign the storage of a tensor to a unit, if the storage is counted."""
         self.claim_storage(storage_id(tensor.untyped_storage()), unit)
 
     def claim_storage(self, key: int, unit: int) -> None:
-        """Assign a storage by its address (`_cdata`) to another unit, if it is alive."""
+        """Assign the storage with the address `key` (`_cdata`) to a unit, if it is alive."""
         if key in self._units:
             size, before = self._units[key]
             self.bytes[before] -= size
@@ -114,7 +115,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. Subclasses override it."""
+        """Run an operator. Subclasses override this method."""
         return func(*args, **kwargs)
 
     def _appeared(self, storage: torch.UntypedStorage) -> None:
@@ -164,13 +165,13 @@ In its backward, block i has the unit BACKWARD - 1 - i.
 
 
 class Recorder(LiveStorages):
-    """Recorder of live storages by unit, with one moment per period in which a unit runs.
+    """Recorder of live storages by unit, with a `Moment` for each period in which one unit runs.
 
-    A unit is the index of a block, OUTSIDE, HEAD, or a unit of the backward.
+    A unit is the index of a block, OUTSIDE, HEAD, or a unit of the backward (BACKWARD).
 
     Args:
-        known: Tensors that are not counted, such as parameters and the batch.
-        drops_gradients: Whether a block's gradients are freed when its backward ends.
+        known: Tensors whose storages are not counted, such as parameters and the batch.
+        drops_gradients: Whether a block's gradients are freed when the backward of the block ends.
     """
 
     def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
@@ -186,21 +187,21 @@ class Recorder(LiveStorages):
         self._peak = self._peak_with = LiveBytes()
 
     def begin_forward(self, unit: int) -> None:
-        """Assign new storages to `unit`."""
+        """Assign storages that are created from now on to `unit`, which runs its forward."""
         self.mark("forward", unit)
         self.unit = unit
 
     def begin_backward(self, block: int) -> None:
-        """Assign new storages to the backward unit of a block."""
+        """Assign storages that are created from now on to the backward of a block."""
         self.mark("backward", block)
         self.unit = BACKWARD - 1 - block
 
     def of_block(self, index: int) -> int:
-        """Return the bytes that the forward and the backward of a block have created."""
+        """Return the live bytes that the forward and the backward of a block have created."""
         return self.bytes[index] + self.bytes[BACKWARD - 1 - index]
 
     def mark(self, direction: Direction, unit: int) -> None:
-        """Begin a moment, unless the current one has the same direction and unit."""
+        """Begin a new `Moment`, unless the current one has the same direction and unit."""
         if self._now == (direction, unit):
             return
         self._close()
@@ -208,7 +209,7 @@ class Recorder(LiveStorages):
         self._peak, self._peak_with = self._alive(with_gradients=False), self._alive()
 
     def take(self) -> tuple[Interval, ...]:
-        """Return the moments recorded so far, and start a new list."""
+        """Return the recorded intervals, and start a new list."""
         self._close()
         done = tuple(self._done)
         self._done = []
@@ -216,7 +217,7 @@ class Recorder(LiveStorages):
         return done
 
     def accumulated(self, parameter: nn.Parameter, unit: int) -> None:
-        """Count the gradient of a parameter that has just been computed."""
+        """Count the gradient of `parameter`, which has just been accumulated."""
         assert parameter.grad is not None
         before = self.total
         # Gradients are counted separately, because the ZeRO stage determines how long they stay.
@@ -321,16 +322,16 @@ def watch(
     last: bool = True,
     head: str | None = None,
 ) -> Callable[[], None]:
-    """Record the running block in forward and backward, and the gradients that are computed.
+    """Add hooks to a model that tell a recorder which block runs and which gradients are computed.
 
-    The input of a block counts as part of the block, even if another module computes it.
+    The input of a block belongs to the block, even if another module computes it.
 
     Args:
         model: The model that will run.
-        units: Indices of blocks by the name of the block.
+        units: Indices of the blocks, keyed by the name of the block.
         recorder: Receives the events.
-        last: Whether the head follows the last of the blocks.
-        head: Name of the head if it is a sharding unit, else None.
+        last: Whether the head follows the last block of `units`.
+        head: Name of the head if it is a sharding unit of its own, else None.
 
     Returns:
         A function that removes the hooks.
@@ -379,7 +380,7 @@ def watch(
 
 
 def on_first_gradient(output: Any, call: Callable[[], None]) -> None:
-    """Call a function when the first gradient of a tensor of `output` has been computed."""
+    """Call a function once: when the first gradient of a tensor in `output` has been computed."""
     if not isinstance(output, torch.Tensor | tuple | list | dict):
         output = vars(output)
     # The backward of several outputs begins with whichever gradient is computed first.

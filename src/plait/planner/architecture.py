@@ -1,11 +1,13 @@
 """Sizes of a decoder-only language model, which determine parameters, FLOPs and activations.
 
-`plait.planner.models` creates it. Fields may be arrays with one entry per candidate. Invariant:
-`parameters` counts what the Transformers model of the same configuration has (tests compare them).
+`plait.planner.models` creates an `Architecture`. Its fields may be arrays with one entry per
+candidate. Invariant: `parameters` equals the number of parameters of the Transformers model with
+the same configuration (tests compare the two).
 
-`products_of` lists the matrix multiplications of a block with its weights, in the order of
-computation. Recomputation of operators saves the output of every second one, with the same count as
-`parallel.activations.selective`. Routed experts use torch's grouped product, which is never saved.
+`products_of` lists the matrix multiplications of activations with weights in a block, in the order
+of computation. Recomputation of operators saves the output of every second one and chooses the same
+ones as `parallel.activations.selective`. Routed experts use torch's grouped matrix multiplication,
+whose output is never saved.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from plait.planner.hardware import Numbers
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a model. Widths are in elements."""
+    """Sizes of a decoder-only language model. Widths are in elements."""
 
     layers: Numbers
     hidden: Numbers
@@ -81,7 +83,7 @@ class Architecture:
 
     @property
     def is_counted(self) -> bool:
-        """True if `block_bytes` has exact formulas for the tensors that the blocks save.
+        """True if `block_bytes` has formulas for the blocks: no experts and no latent attention.
 
         The property is only defined for a single model, not for arrays of models.
         """
@@ -89,16 +91,16 @@ class Architecture:
 
     @property
     def value_width(self) -> Numbers:
-        """Width of a head's value and of its attention output."""
+        """Width of the values and of the attention output of one head."""
         return np.where(self.is_latent, self.value_dim, self.head_dim)
 
     @property
     def products_of_attention(self) -> tuple[tuple[Numbers, Numbers], ...]:
-        """(input, output) widths of the weight matrices of attention, in the order of computation.
+        """(input, output) widths of the five weight matrices of attention, in order.
 
-        Latent attention has five entries: compressed queries, queries, the latent, keys with
-        values, and the output. Other attention has no compressed queries, and its next entries are
-        queries, keys, values, and the output. The output width of a missing matrix is 0.
+        Latent attention: compressed queries, queries, the latent, keys with values, the output.
+        Other attention: a matrix with output width 0, then queries, keys, values, the output.
+        A matrix that the model does not have has the output width 0.
         """
         latent = self.is_latent
         width = self.heads * self.head_dim
@@ -116,7 +118,7 @@ class Architecture:
 
     @property
     def attention_parameters(self) -> Numbers:
-        """Matrix parameters of attention per layer."""
+        """Number of elements of attention's weight matrices per layer, without biases."""
         return sum(inner * columns for inner, columns in self.products_of_attention)
 
     @property
@@ -126,22 +128,22 @@ class Architecture:
 
     @property
     def dense_mlp_parameters(self) -> Numbers:
-        """Matrix parameters of an MLP without experts."""
+        """Number of elements of the weight matrices of an MLP without experts."""
         return (2 + self.gated) * self.hidden * self.ffn
 
     @property
     def routed_parameters(self) -> Numbers:
-        """Parameters of all routed experts of a layer."""
+        """Number of parameters of all routed experts of a layer."""
         return self.experts * (2 + self.gated) * self.hidden * self.expert_ffn
 
     @property
     def shared_parameters(self) -> Numbers:
-        """Matrix parameters of shared experts and router, which every token uses."""
+        """Number of elements of the weight matrices of a layer's shared experts and router."""
         return (2 + self.gated) * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @property
     def small_parameters(self) -> Numbers:
-        """Parameters of norms and biases per layer."""
+        """Number of parameters of norms and biases per layer."""
         widths = (
             2 * self.hidden + self.qk_norm * 2 * self.head_dim + self.query_rank + self.latent_rank
         )
@@ -157,7 +159,10 @@ class Architecture:
 
     @property
     def unexplained_parameters(self) -> Numbers:
-        """Counted parameters per layer minus those by formula, which may be negative."""
+        """Parameters per layer of the built model minus the number computed from the sizes.
+
+        The difference may be negative. It is 0 if the model was not built.
+        """
         return np.where(
             np.asarray(self.layer_parameters) > 0,
             self.layer_parameters - self._blocks_by_sizes / self.layers,
@@ -166,9 +171,9 @@ class Architecture:
 
     @property
     def products_counted(self) -> Numbers:
-        """Ratio of a layer's counted matrix parameters to those by formula.
+        """Ratio of the matrix parameters per layer of the built model to those from the sizes.
 
-        The ratio is 1 for models with experts, because a token uses only some of them.
+        The ratio is 1 for models with experts, because a token uses only some experts.
         """
         by_sizes = self._blocks_by_sizes / self.layers - self.small_parameters
         return np.where(
@@ -179,7 +184,7 @@ class Architecture:
 
     @property
     def block_parameters(self) -> Numbers:
-        """Parameters of all layers, experts included."""
+        """Number of parameters of all layers, experts included."""
         return np.where(
             np.asarray(self.layer_parameters) > 0,
             self.layers * self.layer_parameters,
@@ -194,7 +199,7 @@ class Architecture:
 
     @property
     def embedding_parameters(self) -> Numbers:
-        """Parameters before the layers: embedding, learned positions and others."""
+        """Number of parameters before the first layer: embedding, learned positions and others."""
         by_sizes = (self.vocab + self.positions) * self.hidden
         return np.where(
             np.asarray(self.end_parameters) > 0,
@@ -204,17 +209,20 @@ class Architecture:
 
     @property
     def head_parameters(self) -> Numbers:
-        """Parameters of the final norm, and of the head unless it is tied."""
+        """Number of parameters of the final norm, and of the head unless it is tied."""
         return (1 - self.tied) * self.vocab * self.hidden + (1 + self.bias) * self.hidden
 
     @property
     def parameters(self) -> Numbers:
-        """All parameters. Tied parameters count once."""
+        """Number of all parameters. Tied parameters count once."""
         return self.block_parameters + self.embedding_parameters + self.head_parameters
 
     @property
     def active_matrix_parameters(self) -> Numbers:
-        """Matrix parameters that multiply a token's activations: all except the embedding."""
+        """Number of elements of all weight matrices that one token is multiplied with.
+
+        The head is included. The embedding and experts that the token does not use are not.
+        """
         dense = (self.layers - self.expert_layers) * self.dense_mlp_parameters
         routed = self.active * (2 + self.gated) * self.hidden * self.expert_ffn
         expert = self.expert_layers * (routed + self.shared_parameters)
@@ -224,9 +232,10 @@ class Architecture:
     def model_flops(self, sequence: Numbers) -> Numbers:
         """Return the FLOPs per token of forward and backward.
 
-        They are 6 per matrix parameter, and 6 * layers * sequence * heads * width for attention,
-        where the width is the mean of a key's and a value's. Attention counts by half, because it
-        is causal (as in Megatron-LM since 2025).
+        The result is 6 * active_matrix_parameters for the weight matrices plus
+        6 * layers * sequence * heads * width for attention, where width is the mean width of a
+        head's keys and values. Only the causal half of the attention scores is included (as in
+        Megatron-LM since 2025).
 
         Args:
             sequence: Tokens per sample.
@@ -256,7 +265,10 @@ _FUSED_GATES = ("phi3", "glm", "glm4")
 
 @dataclass(frozen=True)
 class Product:
-    """Matrix multiplication [tokens, inner] x [inner, columns]. It is absent if `columns` is 0."""
+    """Matrix multiplication [tokens, inner] x [inner, columns].
+
+    If `columns` is 0, the model does not have this matrix multiplication.
+    """
 
     inner: Numbers
     columns: Numbers
@@ -266,7 +278,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Products:
-    """Matrix multiplications of a block with its weights."""
+    """Matrix multiplications of activations with weights in one block."""
 
     attention: tuple[Product, ...]
     dense: tuple[Product, ...]
@@ -276,7 +288,7 @@ class Products:
 
 
 def products_of(model: Architecture) -> Products:
-    """Return the matrix multiplications of a model's blocks with their weights."""
+    """Return the matrix multiplications of activations with weights in a block of the model."""
     kind = np.asarray(model.model_type)
     gated = np.asarray(model.gated) > 0
     fused = np.isin(kind, _FUSED_QUERIES)
@@ -305,7 +317,7 @@ def products_of(model: Architecture) -> Products:
 
 
 def rotates_fused_output(model: Architecture) -> Numbers:
-    """Return True if rotary embeddings read queries and keys from a fused projection's output.
+    """Return True if rotary embeddings are applied to the output of a fused QKV projection.
 
     Autograd then saves the fused output in addition to the rotated queries and keys.
     """
@@ -313,12 +325,12 @@ def rotates_fused_output(model: Architecture) -> Numbers:
 
 
 def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple[Product, ...]:
-    """Return products of which every second one is saved.
+    """Return the matrix multiplications with these sizes, of which every second one is saved.
 
     Args:
-        sizes: (inner, columns) of the products. A product with 0 columns does not exist, and does
-            not count.
-        before: Number of products before them.
+        sizes: (inner, columns) per matrix multiplication. Entries with 0 columns are skipped when
+            every second one is chosen.
+        before: Number of matrix multiplications of the block before the first of `sizes`.
     """
     products = []
     for inner, columns in sizes:
@@ -328,11 +340,11 @@ def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple
 
 
 def recomputed_share(products: tuple[Product, ...], *, without_last: Numbers = 0) -> Numbers:
-    """Return the share of FLOPs that is recomputed if every second product is saved.
+    """Return the share of FLOPs recomputed if the output of every second product is saved.
 
     Args:
-        products: Products in order.
-        without_last: 1 to skip the last product, whose output no backward needs.
+        products: Matrix multiplications in the order of computation.
+        without_last: 1 if the last one is not recomputed, because no backward needs its output.
     """
     size: Numbers = 0
     again: Numbers = 0
@@ -345,5 +357,5 @@ def recomputed_share(products: tuple[Product, ...], *, without_last: Numbers = 0
 
 
 def saved_columns(products: tuple[Product, ...]) -> Numbers:
-    """Return the saved elements per token of the outputs of products."""
+    """Return the elements per token of those outputs of `products` that are saved."""
     return sum(product.columns * product.is_saved for product in products)

@@ -1,11 +1,13 @@
-"""Formulas for the bytes that uncompiled Transformers blocks save, and that their backward needs.
+"""Formulas for the activation memory of uncompiled Transformers blocks, in bytes.
 
-The formulas depend on recomputation, tp, sp and cp. They are derived from `dryrun.dry_model` and
-the single-rank dry run, which execute the model on fake tensors, and tests compare the two. In
-bytes per element of 16-bit hidden states: an eager RMS norm saves its input in float32 and the
-normalized values in 16 bits (6), torch's layer norm kernel saves its input (2), and sequence
-parallelism saves the gathered inputs of matrix multiplications (4). All bytes per token are for one
-rank.
+They cover the tensors that the forward saves and the peak of the backward, and depend on
+recomputation, tp, sp and cp. They are derived from `dryrun.dry_model` and the single-rank dry run,
+which execute the model on fake tensors. Tests compare the formulas with both. In bytes per element
+of 16-bit hidden states: an eager RMS norm saves its input in float32 and the normalized values in
+16 bits (6), torch's layer norm kernel saves its input (2), and sequence parallelism saves the
+gathered inputs of matrix multiplications (4). All bytes per token are for one rank.
+
+"Counted bytes" were measured by a run on fake tensors (`plait.planner.built.counted`).
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ They include the input of the product that follows. GPT-2's GELU, written in fiv
 
 @dataclass(frozen=True)
 class BackwardMoment:
-    """Memory at one moment of a block's backward."""
+    """Memory at one point in time of a block's backward."""
 
     token_bytes: Numbers
     """Bytes per token of activations and of their gradients."""
@@ -95,7 +97,10 @@ def hidden_width(job: Job) -> Numbers:
 
 
 def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the bytes per token that a block saves in the modes none, operators and full."""
+    """Return the bytes per token that a block saves, for three modes of recomputation.
+
+    The modes are none, operators and full.
+    """
     none, operators, full = _by_formula(job)
     counted = job.counted
     if counted is None:
@@ -110,7 +115,10 @@ def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def saved_by_recomputation(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the bytes that a block saves per micro-batch, without and with recomputation."""
+    """Return the bytes that a block saves per micro-batch.
+
+    The first value is without recomputation, the second with the layout's recomputation.
+    """
     none, operators, full = (np.asarray(value) * job.tokens for value in saved_bytes(job))
     mixed = full + job.layouts.kept_operators * (operators - full)
     # In the order of RECOMPUTE. Recomputing only the core of attention, which is one kernel, frees
@@ -125,11 +133,12 @@ def _dropout_of_scores(job: Job, counted: CountedBytes) -> Numbers:
 
 
 def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]) -> Numbers:
-    """Return counted bytes minus the bytes of a formula, on one rank of the layout.
+    """Return the counted bytes of a block minus those of a formula, on one rank of the layout.
 
-    The formula includes dropout only if the counted model does. A positive difference is attributed
-    to norms, which only sequence parallelism shards. A negative difference scales like the formula.
-    Attention scores are split like the heads.
+    Bytes are counted on one rank without parallelism and then scaled to the layout. A positive
+    difference is attributed to norms, which only sequence parallelism shards. A negative difference
+    scales like the formula. Attention scores are sharded like the heads. The formula includes
+    dropout only if the model was counted with dropout.
     """
     assert job.counted is not None
     comparable = job
@@ -178,11 +187,11 @@ def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def logits_bytes(job: Job) -> Numbers:
-    """Return the peak bytes of head and loss.
+    """Return the peak bytes of the head and the loss.
 
-    On one rank these are float32 log-probabilities and two gradients of them. Split over tp they
-    are the logits, a float32 copy, the differences to the largest one, and exponentials. A chunked
-    loss has those of one chunk, and the gradient of the head's input.
+    Without tp these are the float32 log-probabilities and two gradients of the same size. With tp
+    they are the logits, a float32 copy, the differences to the largest logit, and the exponentials.
+    A chunked loss has these tensors for one chunk only, and the gradient of the head's input.
     """
     tp = np.asarray(job.layouts.tp)
     logits = np.where(tp > 1, 14 / tp, 12) * job.model.vocab * job.loss_tokens
@@ -195,18 +204,19 @@ def _in_chunks(job: Job) -> Numbers:
 
 
 def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
-    """Return the bytes per element of the head for its gradients in a chunked loss.
+    """Return the bytes of gradients per element of the head's weight during a chunked loss.
 
-    These are the gradient of one chunk and the float32 sum of earlier ones; 0 for a single chunk.
+    With several chunks these are the gradient of one chunk and the float32 sum over earlier chunks.
+    The result is 0 for a single chunk.
     """
     return np.where(job.loss_tokens < job.tokens, width + 4, 0)
 
 
 def head_gradient_bytes(job: Job, *, width: Numbers) -> Numbers:
-    """Return the bytes per element of the head's gradient between forward and backward.
+    """Return the bytes per element of the head's gradient between the forward and the backward.
 
-    Only a chunked loss computes this gradient in the forward. A sum over several chunks is in
-    float32.
+    Only a chunked loss computes this gradient in the forward; the result is 0 otherwise. With
+    several chunks the gradient is a float32 sum.
     """
     has_several_chunks = job.loss_tokens < job.tokens
     return np.where(_in_chunks(job), np.where(has_several_chunks, 4, width), 0)
@@ -242,15 +252,16 @@ def _mask_element(job: Job) -> Numbers:
 
 
 def _scores(job: Job) -> Numbers:
-    """Return the number of attention scores per token, if they are in memory."""
+    """Return the number of attention scores per token, or 0 with a fused attention kernel."""
     return np.where(job.attention_in_parts, _widths(job).heads * job.sequence, 0)
 
 
 def _attention_saved(job: Job) -> Numbers:
-    """Return the bytes per token saved by first norm and attention, with input and dropout mask.
+    """Return the bytes per token that the first norm and attention save.
 
-    Attention in separate products runs in float32. It saves the result of the softmax, and with
-    dropout also the mask and the result of dropout.
+    They include the input of the block and the dropout mask. Attention without a fused kernel runs
+    in float32. It saves the output of the softmax, and with dropout also the mask and the output of
+    dropout.
     """
     model = job.model
     widths = _widths(job)
@@ -284,7 +295,7 @@ def _attention_saved(job: Job) -> Numbers:
 
 
 def _mlp_saved(job: Job) -> Numbers:
-    """Return the bytes per token that the second norm and the MLP save, with dropout mask."""
+    """Return the bytes per token that the second norm, the MLP and its dropout save."""
     names = np.asarray(job.model.activation)
     ungated = np.select(
         [names == name for name in _FUSED_ACTIVATIONS], list(_FUSED_ACTIVATIONS.values()), 10
@@ -294,9 +305,10 @@ def _mlp_saved(job: Job) -> Numbers:
 
 
 def block_backward(job: Job) -> tuple[BackwardMoment, ...]:
-    """Return the moments of a block's backward that may be its peak.
+    """Return the memory at the four points of a block's backward that may be its peak.
 
-    They are the MLP's product, the second norm, attention, and the first norm.
+    They are the backwards of the MLP's down projection, the second norm, attention, and the first
+    norm.
     """
     points = _points(job)
     if job.counted is None:
@@ -334,10 +346,11 @@ def _points(job: Job) -> tuple[BackwardMoment, ...]:
 
 
 def _attention_backward(job: Job) -> Numbers:
-    """Return the bytes per token while the gradients of attention are computed.
+    """Return the bytes per token that the backward of attention needs.
 
-    With context parallelism they are summed in float32: those of the full sequence's keys and
-    values if these are gathered, or those of one part while the next one arrives.
+    With context parallelism the gradients of keys and values are summed in float32. With
+    all-gather-kv they cover the full sequence. In a ring they cover one shard of the sequence while
+    the next shard arrives.
     """
     widths = _widths(job)
     cp = np.asarray(job.layouts.cp)
@@ -358,9 +371,11 @@ def _attention_backward(job: Job) -> Numbers:
 
 
 def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the saved bytes per token that a recomputed block no longer needs but still holds.
+    """Return the saved bytes per token that are not needed once a block has been recomputed.
 
-    These are its input, and outputs of products that other tensors were computed from.
+    They stay in memory during its backward. The first value is for recomputation of operators (the
+    block's input and some outputs of matrix multiplications), the second for full recomputation
+    (the input).
     """
     widths = _widths(job)
     block_products = products_of(job.model)
@@ -383,9 +398,10 @@ def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
 
 
 def deferred_bytes(job: Job) -> Numbers:
-    """Return the bytes per token that a block holds between its two halves of a split backward.
+    """Return the bytes per token that a block keeps between the two halves of a split backward.
 
-    These are gradients of the outputs of its products and norms, in addition to its saved tensors.
+    These are the gradients of the outputs of its matrix multiplications and norms, in addition to
+    its saved tensors.
     """
     widths = _widths(job)
     return (
@@ -396,7 +412,7 @@ def deferred_bytes(job: Job) -> Numbers:
 
 
 def deferred_bytes_of_ends(job: Job) -> Numbers:
-    """Return the bytes per token that head and last norm hold in a split backward.
+    """Return the bytes per token of the head and last norm between the halves of a split backward.
 
     These are the gradient of the logits, the norm's saved tensors, and as many bytes again for the
     gradients of the norm.
@@ -407,18 +423,18 @@ def deferred_bytes_of_ends(job: Job) -> Numbers:
 
 
 def saved_by_ends(job: Job) -> Numbers:
-    """Return the bytes per token that loss and last norm save for their backward."""
+    """Return the bytes per token that the loss and the last norm save for the backward."""
     return np.where(_in_chunks(job), 0, 4 * job.model.vocab / job.layouts.tp) + _norm_saved(job)
 
 
 def last_norm_backward(job: Job) -> Numbers:
-    """Return the bytes per token that the backward of the last norm, before the head, needs."""
+    """Return the bytes per token that the backward of the model's last norm needs."""
     return np.where(_has_layer_norms(job), 6, 24) * job.element_bytes / 2 * _widths(job).hidden
 
 
 def reduces_on_host(job: Job) -> Numbers:
-    """Return True if reduce-scatter is an all-to-all plus a sum, which needs a second buffer.
+    """Return True on CPU devices, where gloo implements reduce-scatter as an all-to-all and a sum.
 
-    gloo does this for processes without GPUs.
+    This needs a second buffer.
     """
     return np.asarray(job.device.family) == DEVICE_FAMILIES.index("cpu")

@@ -1,14 +1,14 @@
-"""Counts on a model that Transformers builds from a configuration, without allocating it.
+"""Parameters and saved bytes of a model that Transformers builds, without allocating memory.
 
-Its parameters are counted on the meta device, for families that the planner has no formulas for
-(`as_built`).
+`as_built` counts the parameters on the meta device, for model families without formulas in the
+planner.
 
-The bytes that its blocks save for their backward are counted by running them on fake tensors
-(`counted`). `block_bytes` has formulas that are exact for a few families. For other families they
-approximate: they leave out what a family adds (soft caps on scores, norms after attention, head
+`counted` counts the bytes that the blocks save for the backward, by running them on fake tensors.
+The formulas of `block_bytes` are exact for a few families. For other families they are
+approximations, which leave out what a family adds (soft caps on scores, norms after attention, head
 sizes that torch's kernel does not support). If Transformers is installed, blocks of such a family
-run once without data, at the planned sequence on one rank, and the formula is corrected by the
-result.
+run once on fake tensors, with the planned sequence length and without parallelism. The result
+corrects the formulas.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
 
 
 def drops(config: Mapping[str, Any]) -> bool:
-    """Return True if the model of a configuration has dropout in training."""
+    """Return True if the model of a Hugging Face configuration has dropout in training."""
     for part in _parts(_configuration(config)):
         if any(value > 0 for value in _dropouts(part).values()):
             return True
@@ -146,10 +146,9 @@ def _sizes(config: str) -> Sizes | None:
 
 
 def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """Return an architecture with the blocks and parameters that Transformers builds.
+    """Return `model` with the numbers of blocks and parameters that Transformers builds.
 
-    Families that formulas cover, and configurations that Transformers cannot build, are returned
-    unchanged.
+    The result is `model` itself if formulas cover its family, or if Transformers cannot build it.
     """
     is_exact = config.get("model_type") in COUNTED_BY_FORMULA
     if is_exact or model.layers > _MOST_BLOCKS or find_spec("transformers") is None:
@@ -176,7 +175,7 @@ def as_built(model: Architecture, config: Mapping[str, Any]) -> Architecture:
 def why_refused(config: Mapping[str, Any]) -> str | None:
     """Return the reason why `plait train` cannot build the model of a configuration.
 
-    The result is None if it can build the model, or if Transformers is not installed.
+    The result is None if `plait train` can build the model, or if Transformers is not installed.
     """
     if find_spec("transformers") is None:
         return None
@@ -231,7 +230,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class CountedBytes:
-    """Counted saved bytes of a block, averaged over a model's blocks."""
+    """Saved bytes of a block, counted on fake tensors and averaged over the blocks of a model."""
 
     none: SavedBytes
     """Saved bytes without recomputation."""
@@ -256,20 +255,20 @@ class CountedBytes:
 def counted(
     section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool
 ) -> CountedBytes | None:
-    """Count the saved bytes of a model.
+    """Count the bytes that a model's blocks save for the backward, on fake tensors.
 
     Args:
         section: `model` section of a configuration.
-        kind: model_type.
+        kind: `model_type` of its Hugging Face configuration.
         sequence: Tokens per sample.
         precision: Name in `hardware.PRECISIONS`.
-        on_cores: Whether the run is on CPU cores, like the count. Then dropout is counted as it
-            runs. Kernels of GPUs apply dropout inside attention, so for them the model is
-            counted without dropout, except for attention whose scores are in memory.
+        on_cores: Whether the planned run is on CPU cores. If so, the model is counted with its
+            dropout. GPU kernels apply dropout inside attention, so for them the model is counted
+            without dropout, unless its attention stores the scores.
 
     Returns:
-        The counted bytes. None for families that formulas cover, for models whose code reads values
-        of tensors, and if Transformers is not installed.
+        The counted bytes. None if formulas cover the family, if the model's code reads values of
+        tensors, or if Transformers is not installed.
     """
     if find_spec("transformers") is None or kind in COUNTED_BY_FORMULA:
         return None
@@ -290,7 +289,7 @@ def not_counted(
     on_cores: bool,
     compiled: bool,
 ) -> str | None:
-    """Return a note for a family whose saved bytes come from an approximate formula, or None."""
+    """Return a note if a model's saved bytes come from an approximate formula, otherwise None."""
     if kind in COUNTED_BY_FORMULA:
         return None
     if compiled:
@@ -369,7 +368,7 @@ def _count_model(
 
 
 def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
-    """Return the saved bytes without recomputation."""
+    """Return the saved bytes of a model's blocks without recomputation."""
     blocks, shares = _keep_one_block_per_kind(model)
     lengths = _lengths(model, blocks, sequence, precision)
     long = _run(model, blocks, "none", lengths[0], precision).saved(shares)
@@ -380,10 +379,10 @@ def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
 def _lengths(
     model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
 ) -> tuple[int, int]:
-    """Return the two sequence lengths at which bytes are counted for `_extrapolate`.
+    """Return the long and the short sequence length at which bytes are counted for `_extrapolate`.
 
-    Some recurrences of Transformers call operators per token. A count of a full sequence would take
-    minutes to hours, so they are run with few tokens.
+    Some recurrent models of Transformers call operators per token. Counting at the full length
+    would take minutes to hours, so both lengths are short for such models.
     """
     calls = []
     for length in (4, 8):
@@ -408,10 +407,11 @@ class _CountCalls(TorchFunctionMode):
 
 
 def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
-    """Truncate the lists of blocks of a model to one block of each kind.
+    """Truncate a model's lists of blocks after the first block of the last kind.
 
     Returns:
-        Names of the remaining blocks, and the share of all blocks that each of them stands for.
+        Names of the remaining blocks, and the share of all blocks that each of them represents.
+        The share is 0 for all but the first block of a kind.
     """
     names = find_blocks(model)
     kinds = {name: (name.rpartition(".")[0], *_kind(model.get_submodule(name))) for name in names}
@@ -439,7 +439,8 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
 def _kind(block: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for blocks that save the same bytes.
 
-    It consists of the classes of modules, the shapes of parameters, and attention windows.
+    The key consists of the classes of the modules, the shapes of the parameters, and whether
+    attention has a sliding window.
     """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
     windows = tuple(bool(getattr(module, "is_sliding", False)) for module in block.modules())
@@ -449,10 +450,10 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 def _extrapolate(
     at_long: float, at_short: float, lengths: tuple[int, int], sequence: int
 ) -> SavedBytes:
-    """Compute the bytes per token at the planned length from those at two lengths.
+    """Compute the bytes per token at the planned length from those at two shorter lengths.
 
-    Recurrences are run with few tokens. Their bytes per token do not grow with the length, and
-    bytes that exist once per sequence are spread over more tokens.
+    Recurrent models are run with few tokens. Their bytes per token do not grow with the length, and
+    bytes that exist once per sequence are divided by more tokens.
     """
     long, short = lengths
     if long < sequence:
@@ -464,7 +465,7 @@ def _extrapolate(
 
 @dataclass(frozen=True)
 class _Run:
-    """Result of one forward and backward."""
+    """Result of one forward and backward on fake tensors."""
 
     trace: StageTrace
     tokens: int
@@ -476,7 +477,7 @@ class _Run:
 
     @property
     def working(self) -> float:
-        """Bytes per token at the peak of a block's backward, except those of earlier blocks."""
+        """Bytes per token at the peak of a block's backward, without tensors of earlier blocks."""
         saved = self.trace.figures.saved
         peak = 0
         for moment in self.trace.moments.backward:

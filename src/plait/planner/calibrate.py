@@ -1,17 +1,18 @@
-"""Calibration: layouts to measure, the fit of the planner's constants to runs, and its file.
+"""Calibration: layouts to measure, the fit of the planner's constants, and the calibration file.
 
 The fit finds the most probable logarithms of the constants under normal priors and heavy-tailed
 noise, and their covariance, from which intervals are computed. It is a Gauss-Newton iteration with
 reweighted residuals (Student's t, 4 degrees of freedom), which limits the influence of outliers.
-With few rows the priors dominate. Without rows the result equals the priors.
+A row is one measured run. With few rows the priors dominate. Without rows the result equals the
+priors.
 
-`calibration_layouts` returns a few short runs that separate the constants from each other. The
-engine measures them. `runs_of` turns measured runs into a job, which `calibrate` fits to, and
-`priors_from_rates` turns the rates of the device into priors of the fit.
+`calibration_layouts` returns a few layouts whose runs separate the constants from each other. The
+engine measures these runs. `runs_of` converts the measurements to the argument of `calibrate`, and
+`priors_from_rates` converts measured rates of the device to priors of the fit.
 
 `save_calibration` and `load_calibration` write and read a JSON file: the constants of one kind of
-device, their uncertainty, and their origin. The file of another device, or of another processor if
-the device is a CPU, is refused, because its constants would silently be wrong.
+device, their uncertainty, and their origin. `refuse_other` rejects the file of another device (or
+of another processor if the device is a CPU), because its constants would silently be wrong.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Fit:
 
 
 def unfitted(names: Sequence[str], priors: Priors, *, spread: float) -> Fit:
-    """Return the priors as a fit to no rows."""
+    """Return the priors as a `Fit` without any measured rows."""
     widths = LogRatios(tuple(names), priors.constants).widths
     return Fit(tuple(names), priors.rates, np.diag(widths**2), spread)
 
@@ -84,7 +85,7 @@ def fit(
     Args:
         predict: Returns the logarithms of what was measured, one per row.
         measured: Logarithms of the measured values.
-        names: Constants that may change. The others keep their medians.
+        names: Constants to fit. All other constants keep the medians of their priors.
         priors: Priors of all constants.
         spread: Noise of a row: the standard deviation of its logarithm.
     """
@@ -103,7 +104,10 @@ def fit(
 
 @dataclass(frozen=True)
 class LogRatios:
-    """Constants as a vector theta: logarithms of their ratios to the medians of their priors."""
+    """Conversion between constants and the vector theta of the fit.
+
+    An entry of theta is the logarithm of (constant / median of its prior).
+    """
 
     names: tuple[str, ...]
     priors: Mapping[str, Constant]
@@ -158,10 +162,10 @@ def most_probable(
         predict_at: Returns the predictions at a theta [rows].
         jacobian_at: Returns their derivatives [rows, len(theta)], from a theta and its predictions.
         measured: Measured values [rows].
-        start: Theta at which the search starts.
+        start: Theta at which the iteration starts.
         widths: Standard deviations of normal priors around 0.
         bounds: Lower and upper limits of theta.
-        spread: Noise of a row.
+        spread: Noise of a row: the standard deviation of its measured value.
         weights: Weights of the rows.
 
     Returns:
@@ -227,8 +231,8 @@ def sensitivity(predict: Callable[[Rates], Array], fitted: Fit, names: Sequence[
 
     Args:
         predict: Returns the predicted logarithms [rows].
-        fitted: Point of the derivative.
-        names: Constants that matter. Derivatives with respect to other constants are 0.
+        fitted: Fit at whose constants the derivatives are taken.
+        names: Constants for which derivatives are computed. All other derivatives are 0.
 
     Returns:
         Array [rows, constants].
@@ -244,7 +248,7 @@ def sensitivity(predict: Callable[[Rates], Array], fitted: Fit, names: Sequence[
 
 
 def deviation(predict: Callable[[Rates], Array], fitted: Fit, job: Job) -> Array:
-    """Return the standard deviation of log(measured / predicted), noise included [rows]."""
+    """Return the standard deviation [rows] of log(measured / predicted), including noise."""
     derivative = sensitivity(predict, fitted, relevant(fitted.names, job))
     return np.sqrt(
         np.einsum("ij,jk,ik->i", derivative, fitted.covariance, derivative) + fitted.spread**2
@@ -282,7 +286,7 @@ _OF_GPUS = ("ramp", "contention")
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
-    """Return the constants that apply to a job's devices, precisions and frameworks."""
+    """Return those of `names` that apply to a job's devices, precisions and frameworks."""
     families = {DEVICE_FAMILIES[index] for index in np.unique(job.device.family)}
     kinds = set(np.unique(np.asarray(job.framework.name)))
     precisions = {PRECISIONS[index] for index in np.unique(job.precision)}
@@ -309,7 +313,7 @@ class Calibration:
 
 
 def uncalibrated(priors: Priors | None = None) -> Calibration:
-    """Return the shipped constants, with the uncertainty for unknown machines and frameworks."""
+    """Return the constants of the package, with the uncertainty for unknown machines."""
     priors = priors or fitted_priors()
     time = unfitted(priors.time_names, priors, spread=priors.time_spread)
     return Calibration(time, unfitted(MEMORY_NAMES, priors, spread=priors.memory_spread))
@@ -322,7 +326,7 @@ def calibrate(
 
     Args:
         runs: At least one run.
-        priors: Priors. By default the shipped constants.
+        priors: Priors of the constants. None uses those of the package.
         within: Assumed noise of repeated runs: the standard deviation of the logarithm.
     """
     priors = priors or fitted_priors()
@@ -361,10 +365,10 @@ def calibrate(
 def _remaining(
     fitted: Fit, predict: Callable[[Rates], Array], measured: Array, within: float, between: float
 ) -> float:
-    """Return the noise of rows that are not in the fit.
+    """Return the expected noise of rows that are not in the fit.
 
-    It lies between the remaining error of the fitted rows and the usual noise (`between`). The more
-    rows were fitted, the closer it is to their error.
+    The result lies between the remaining error of the fitted rows and the usual noise (`between`).
+    The more rows were fitted, the closer the result is to the remaining error.
     """
     residual = measured - predict(fitted.rates)
     # Limited, so that a single outlier does not decide.
@@ -375,7 +379,7 @@ def _remaining(
 
 
 def merged_rates(calibration: Calibration) -> Rates:
-    """Return the time constants of the time fit with the memory constants of the memory fit."""
+    """Return time constants from the time fit and memory constants from the memory fit."""
     memory = {name: calibration.memory.rates[name] for name in MEMORY_NAMES}
     return Rates({**calibration.time.rates.values, **memory})
 
@@ -390,9 +394,10 @@ def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, floa
 def leave_one_out_errors(
     runs: MeasuredRuns, priors: Priors | None = None
 ) -> tuple[int, float, float]:
-    """Return the statistics of `errors_with` if each run is predicted by a fit to the others.
+    """Return the statistics of `errors_with` under leave-one-out cross-validation.
 
-    They estimate the errors for layouts that were not measured.
+    Each run is predicted by a fit to all other runs. The statistics estimate the errors for layouts
+    that were not measured.
     """
     errors = []
     for index in np.flatnonzero(np.isfinite(runs.seconds)):
@@ -406,7 +411,7 @@ def leave_one_out_errors(
 
 
 def _ratios(runs: MeasuredRuns, calibration: Calibration) -> Array:
-    """Return predicted over measured seconds [runs]; NaN where no seconds were measured."""
+    """Return predicted / measured seconds [runs]; NaN for runs without measured seconds."""
     predicted = np.asarray(step_seconds(runs.job, merged_rates(calibration)).seconds, dtype=float)
     return np.broadcast_to(predicted, runs.seconds.shape) / runs.seconds
 
@@ -418,7 +423,7 @@ RATE_WIDTH = 0.15
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates that each process of the machine reaches while all of them are busy."""
+    """Measured rates of one process while all processes of the machine are busy."""
 
     products: Mapping[str, float]
     """FLOP/s by `rows x inner x columns`, in the precision of the runs."""
@@ -431,14 +436,14 @@ class DeviceRates:
 def priors_from_rates(
     priors: Priors, device: DeviceSpec, rates: DeviceRates, *, processes: int, precision: str
 ) -> Priors:
-    """Return priors in which measured rates replace the usual ones.
+    """Return priors in which measured rates replace the medians of `priors`.
 
     Args:
         priors: Priors for any machine.
         device: Device of the machine.
         rates: Measured rates.
-        processes: Processes of one machine that were measured together.
-        precision: Precision of the products.
+        processes: Number of processes on the machine that were measured at the same time.
+        precision: Precision of the measured matrix multiplications.
     """
     family = DEVICE_FAMILIES[int(device.family)]
     suffix = ""
@@ -539,13 +544,13 @@ def _layout(
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured Plait run.
+    """Plait run of a calibration, with its measured time and memory.
 
     Attributes:
-        gpu: Device of the catalogue.
+        gpu: Name of the device in `data/hardware.yaml`.
         machine: Processor and threads per process if the device is a CPU. Empty for GPUs.
         devices: Number of processes.
-        devices_per_node: Processes per machine.
+        devices_per_node: Number of processes per machine.
         precision: Name in `hardware.PRECISIONS`.
         compiled: Whether blocks were compiled.
         sequence: Tokens per sample.
@@ -554,8 +559,8 @@ class Measured:
         seconds: Measured seconds per step.
         bytes: Peak allocated bytes of the rank with the highest peak. None if the memory was not
             measured by torch's allocator.
-        predicted_seconds: Seconds per step predicted with the constants that ship.
-        predicted_bytes: Peak bytes predicted with the constants that ship.
+        predicted_seconds: Seconds per step predicted with the constants of the package.
+        predicted_bytes: Peak bytes predicted with the constants of the package.
         steps: Number of timed steps.
         at: Time of the measurement, ISO 8601.
     """
@@ -584,7 +589,8 @@ class MeasuredRuns:
     Attributes:
         job: The runs, one entry each.
         seconds: Seconds per step [runs]; NaN if not measured.
-        peaks: Peak bytes and their kind (allocated, reserved, total) per run; None if not measured.
+        peaks: (peak bytes, kind) per run, or None if not measured. Kinds are allocated, reserved
+            and total.
     """
 
     job: Job
@@ -592,14 +598,14 @@ class MeasuredRuns:
     peaks: Sequence[tuple[float, str] | None]
 
     def take(self, indices: NDArray[np.int64]) -> MeasuredRuns:
-        """Return the runs at these indices."""
+        """Return the runs at `indices`."""
         return MeasuredRuns(
             self.job.take(indices), self.seconds[indices], [self.peaks[index] for index in indices]
         )
 
 
 def facts_of(model: Architecture) -> dict[str, Any]:
-    """Return the fields of an Architecture as plain values."""
+    """Return the fields of an Architecture as JSON values."""
     values = asdict(model)
     for name, value in values.items():
         if hasattr(value, "item"):
@@ -608,7 +614,7 @@ def facts_of(model: Architecture) -> dict[str, Any]:
 
 
 def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layout with schedule and recomputation by name."""
+    """Return a layout whose schedule and recomputation mode are names instead of indices."""
     values = asdict(Layouts()) | dict(layout)
     return values | {
         "schedule": SCHEDULES[int(values["schedule"])],
@@ -617,7 +623,7 @@ def layout_facts(layout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def runs_of(measured: Iterable[Measured]) -> MeasuredRuns:
-    """Convert at least one measured run to a job."""
+    """Convert measured runs, at least one, to arrays with one entry per run."""
     runs = list(measured)
     models = [Architecture(**run.architecture) for run in runs]
     devices = [
@@ -691,7 +697,9 @@ def load_calibration(path: Path) -> tuple[Calibration, CalibrationOrigin]:
         ) from None
 
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"{path}: holds no {FORMAT!r}; write one with `plait calibrate`")
+        raise InputError(
+            f"{path}: its format is not {FORMAT!r}; write a calibration with `plait calibrate`"
+        )
     try:
         calibration = Calibration(_fit(content["time"]), _fit(content["memory"]))
         return calibration, CalibrationOrigin(content["gpu"], content["machine"], content["facts"])
@@ -706,14 +714,14 @@ def refuse_other(path: Path, origin: CalibrationOrigin, *, gpu: str, machine: st
     """Raise InputError if a calibration is for a different device than the plan."""
     if origin.gpu != gpu:
         raise InputError(
-            f"{path}: is a calibration of {origin.gpu}, but the plan is for {gpu}; calibrate on"
-            " that device"
+            f"{path}: is a calibration of {origin.gpu}, but the plan is for {gpu}; run `plait"
+            " calibrate` on that device, or leave --calibrate out"
         )
 
     if gpu == "cpu" and origin.machine != machine:
         raise InputError(
-            f"{path}: is a calibration of {origin.machine!r}, but this is {machine!r}; calibrate"
-            " here"
+            f"{path}: is a calibration of {origin.machine!r}, but this machine is {machine!r}; run"
+            " `plait calibrate` on this machine"
         )
 
 
@@ -742,10 +750,12 @@ def _fit(content: Mapping[str, Any]) -> Fit:
     names = tuple(content["constants"])
     unknown = [name for name in names if name not in priors.constants]
     if unknown:
-        raise ValueError(f"no such constant: {', '.join(unknown)}")
+        raise ValueError(f"this version has no constant {', '.join(unknown)}")
     covariance = np.array(content["covariance"], dtype=np.float64)
     if covariance.shape != (len(names), len(names)):
-        raise ValueError(f"a covariance of {covariance.shape} for {len(names)} constants")
+        raise ValueError(
+            f"the covariance has the shape {covariance.shape}, but there are {len(names)} constants"
+        )
     values = {
         **priors.rates.values,
         **{name: float(entry["value"]) for name, entry in content["constants"].items()},
@@ -756,5 +766,5 @@ def _fit(content: Mapping[str, Any]) -> Fit:
     if not (
         np.isfinite(covariance).all() and (np.diag(covariance) >= 0).all() and 0 <= spread < np.inf
     ):
-        raise ValueError("a covariance or a spread is not a finite number, or below 0")
+        raise ValueError("the covariance or the spread is negative or not finite")
     return Fit(names, Rates(values), covariance, spread, int(content["rows"]))

@@ -1,10 +1,10 @@
 """Seconds of a layer and of the head on one device.
 
-The parts are matrix products, attention, element-wise kernels, and the launches by the host, as
-closed formulas over arrays of candidates. The time of a product is its FLOPs, rounded up to full
-waves of tiles, divided by the reached share of the peak FLOP/s, plus the start and end of the
-kernel (`ramp`). It is at least its bytes divided by the memory bandwidth. Values are for the
-forward unless a name says otherwise.
+The parts are matrix multiplications ("products"), attention, element-wise kernels, and kernel
+launches by the host, as closed formulas over arrays of candidates. The time of a product is its
+FLOPs, rounded up to full waves of tiles, divided by the FLOP/s that kernels reach, plus the start
+and end of the kernel (`ramp`). The time is at least the product's bytes divided by the memory
+bandwidth. Values are for the forward unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LayerCost:
 
     @property
     def backward(self) -> Numbers:
-        """Seconds of the backward on the device, with recomputation."""
+        """Seconds of the backward on the device, including recomputation."""
         return (
             self.products_backward
             + self.attention_backward
@@ -119,11 +119,11 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
 
 
 def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention's projections, and of the projections that are recomputed.
+    """Return the seconds of attention's projections, and of those that are recomputed.
 
-    The second value assumes that every second product is saved. Latents are shared by all heads, so
-    every tp rank computes all of them. With sequence parallelism it computes them for its sequence
-    shard only.
+    The second value assumes that the output of every second product is saved. The latents of latent
+    attention are shared by all heads, so every tp rank computes all latents, with sequence
+    parallelism only for its sequence shard.
     """
     model = job.model
     tokens = job.tokens
@@ -157,9 +157,9 @@ def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numb
 
 
 def head_cost(job: Job, rates: Rates) -> Numbers:
-    """Return the seconds of head and loss, forward and backward, per micro-batch.
+    """Return the seconds of the head and the loss, forward and backward, per micro-batch.
 
-    These are three products in 16 bits, and the logits that pass through memory.
+    These are the seconds of three products in 16 bits, and of reading and writing the logits.
     """
     tokens = job.tokens
     columns = job.model.vocab / job.layouts.tp
@@ -173,7 +173,7 @@ def head_cost(job: Job, rates: Rates) -> Numbers:
 def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
     """Return the seconds of the optimizer step for `parameters` on a rank.
 
-    The bytes of the states are divided by the bandwidth of the memory that holds them.
+    The bytes of the optimizer states are divided by the bandwidth of the memory they are in.
     """
     device = parameters * job.framework.step_bytes / (memory_rate(job, rates))
     # The host moves 30 bytes per parameter through its memory, which the devices of a node share.
@@ -183,15 +183,15 @@ def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
 
 
 def kernel_seconds(job: Job, rates: Rates) -> Numbers:
-    """Return the overhead of a GPU kernel in seconds, until the next kernel starts.
+    """Return the seconds that the start and the end of a GPU kernel take.
 
-    On CPU cores it is part of the host's time.
+    The result is 0 on CPU cores, where this overhead is part of the host's time.
     """
     return np.where(job.device.on_cpu, 0.0, rates["ramp"])
 
 
 def memory_rate(job: Job, rates: Rates) -> Numbers:
-    """Return the bytes/s that element-wise kernels reach."""
+    """Return the memory bandwidth that element-wise kernels reach, in bytes/s."""
     return job.device.memory_bandwidth * rates.on("memory", job.device) / _contention(job, rates)
 
 
@@ -207,9 +207,9 @@ def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers
 
 
 def _contention(job: Job, rates: Rates) -> Numbers:
-    """Return the slowdown of a process caused by others on its machine.
+    """Return the slowdown factor of a process by the other processes on its machine.
 
-    Only processes on CPU cores share their memory.
+    Only processes on CPU cores share their memory bandwidth.
     """
     together = np.minimum(job.layouts.world, job.device.devices_per_node)
     return np.where(job.device.on_cpu, np.power(together, rates["crowding.cpu"]), 1.0)
@@ -258,11 +258,11 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
 def _experts(
     job: Job, rates: Rates, block_products: Products, share: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """Return the seconds of routed and shared experts, and of those that are recomputed.
+    """Return the seconds of routed and shared experts, and of their recomputed products.
 
-    The second value applies if every second product is saved. Products of experts with 1,536 and
-    2,048 columns reach half the speed of large ones (SimuMax's table for B200); experts as wide as
-    a dense layer reach its speed.
+    The second value assumes that the output of every second product is saved. Products of experts
+    with 1,536 and 2,048 columns reach half the speed of large products (SimuMax's table for B200);
+    experts as wide as a dense MLP reach the speed of the dense MLP.
     """
     if not np.any(share):
         return 0.0, 0.0
@@ -287,9 +287,9 @@ def _experts(
 def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     """Return the seconds of attention, forward and backward.
 
-    One kernel computes half of the square: scores from queries and keys, outputs from values. Its
-    backward computes the scores again, two gradients as wide as a key and two as wide as a value.
-    With scores in memory the full square is computed, and written and read several times.
+    A fused kernel computes the causal half of the scores, and the output from scores and values.
+    Its backward computes the scores again, two gradients as wide as a key and two as wide as a
+    value. Without a fused kernel all scores are computed, and written and read several times.
     """
     model = job.model
     tp = job.attention_tp
@@ -332,8 +332,8 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
 def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
     """Return the seconds of attention, forward and backward, on GPUs with context parallelism.
 
-    `forward` is the time of the fused kernel without padding of values to the width of queries.
-    FlexAttention, which computes capped scores, runs its forward again in the backward. In
+    `forward` is the time of the fused kernel if values need not be padded to the width of queries.
+    FlexAttention, which is used for soft-capped scores, runs its forward again in the backward. In
     addition, element-wise kernels move data for each token of this rank:
 
     - ring: the output for the keys of every other rank is merged in float32. Half of the queries
@@ -394,11 +394,11 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
 
 
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention without a kernel, forward and backward.
+    """Return the seconds of attention without a fused kernel, forward and backward.
 
-    It runs in float32 whatever the precision is. Scores are written, masked, normalized and read
-    (24 bytes per score). Dropout writes a random number and a product per score, and reads the
-    product (12 bytes). The backward moves as many bytes.
+    This attention runs in float32 in every precision. Scores are written, masked, normalized and
+    read (24 bytes per score). Dropout writes a random number and a masked score, and reads the
+    masked score (12 bytes per score). The backward moves as many bytes as the forward.
     """
     gemm = (
         job.device.flops.get("fp32", np.nan)
@@ -420,7 +420,7 @@ def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers
 def _elementwise(job: Job, rates: Rates) -> Numbers:
     """Return the seconds of norms, residuals, rotary positions and activation functions.
 
-    They are the bytes that each operation reads and writes, divided by the memory bandwidth.
+    The bytes that each operation reads and writes are divided by the memory bandwidth.
     """
     model = job.model
     layouts = job.layouts

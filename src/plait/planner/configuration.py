@@ -1,8 +1,8 @@
 """Conversion of configurations to plan requests, and replacement of "auto" by the search.
 
-Values in the file are fixed, and the search chooses those that are "auto". `read_file` separates
-the two, and `complete` returns the finished configuration, as `plait train` uses it. Options that
-are left out have their defaults. The caller provides the cluster.
+Values in the file are fixed, and the search chooses the options that are "auto". `read_file`
+separates the two, and `complete` returns the configuration with the chosen values, as `plait train`
+uses it. Omitted options have their defaults. The caller provides the cluster.
 
 `unmodelled` lists settings that affect time or memory but are not modelled. Runs with such settings
 are not used for calibration. Settings in `MODELLED` are modelled, and those in `WITHOUT_EFFECT`
@@ -74,7 +74,7 @@ _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 @dataclass(frozen=True)
 class File:
-    """Configuration to plan for."""
+    """Configuration file of a training run whose "auto" options the planner chooses."""
 
     raw: Mapping[str, Any]
     """Configuration as written, with the overrides of the command line."""
@@ -85,14 +85,14 @@ class File:
 
 
 def auto_paths(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the paths that are "auto" and that a search can choose."""
+    """Return the paths of the options that are "auto" and that a search can choose."""
     return tuple(path for path in FIELDS if value_at(tree, path) == "auto")
 
 
 def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the paths that are "auto" and that only a search can choose.
+    """Return the paths of the options that are "auto" and that need a search.
 
-    No search is needed for a batch size that follows from the other batch sizes.
+    A batch size that follows from the other batch sizes needs no search.
     """
     open_sizes = [path for path in _SIZES if value_at(tree, path) == "auto"]
 
@@ -110,11 +110,10 @@ def paths_to_search(tree: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_file(examined: ExaminedDocument) -> File:
-    """Return an examined file as a configuration to plan for.
+    """Validate a configuration file, except for the options that the search chooses.
 
     Raises:
-        ConfigError: The file is invalid. The error lists all problems, except for options that the
-            search chooses.
+        ConfigError: The file is invalid. The error lists all problems.
     """
     return File(
         examined.raw,
@@ -126,12 +125,12 @@ def read_file(examined: ExaminedDocument) -> File:
 def complete(
     file: File, *, cluster: Cluster, calibration: Calibration | None = None
 ) -> tuple[dict[str, Any], Plan]:
-    """Choose the layout of a configuration.
+    """Replace the "auto" options of a configuration by the fastest layout that fits.
 
     Args:
         file: The configuration.
         cluster: Devices to plan for.
-        calibration: Constants of this machine. None uses those that ship.
+        calibration: Constants of this machine. None uses those of the package.
 
     Returns:
         The configuration without "auto" in its layout, and the plan.
@@ -160,7 +159,11 @@ def complete(
 
 
 def request_of(file: File, cluster: Cluster) -> Request:
-    """Return the request for a file. Raises ConfigError if the model or batch size is missing."""
+    """Return the plan request for a configuration file.
+
+    Raises:
+        ConfigError: The file has no model or no batch size.
+    """
     config = file.config
     problems = []
     batch = config.train_batch_size
@@ -215,7 +218,7 @@ def model_of(config: Config) -> Model | None:
 
 
 def precision_of(config: Config) -> str | None:
-    """Return bf16, fp16 or fp32; None if the precision is "auto", that is, chosen by the caller."""
+    """Return "bf16", "fp16" or "fp32"; None if the precision is "auto", chosen by the caller."""
     for name in ("bf16", "fp16"):
         if getattr(config, name).enabled is True:
             return name
@@ -225,7 +228,7 @@ def precision_of(config: Config) -> str | None:
 
 
 def with_settings_of(config: Config, request: Request) -> Request:
-    """Return a request with the modelled settings that are not part of the layout.
+    """Return the request with the settings of a configuration that are not part of the layout.
 
     These are compilation, the dtype of Adam's moments, and the dtype of the gradient reduction.
     """
@@ -322,7 +325,10 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
 
 
 def _defaults(file: File) -> dict[str, int]:
-    """Return the defaults of omitted options, except for details of an "auto" option."""
+    """Return the defaults of omitted options, as layout fields.
+
+    If an option is "auto", its omitted details are left to the search.
+    """
     defaults: dict[str, int] = {}
     for path, (name, default) in FIELDS.items():
         if value_at(file.tree, path) is None and default != "auto":
@@ -348,7 +354,7 @@ def _defaults(file: File) -> dict[str, int]:
 
 
 def _without_unused_details(fixed: Mapping[str, int]) -> dict[str, int]:
-    """Drop details of a pipeline, context parallelism or recomputation that are not used."""
+    """Drop details of pipelines, context parallelism and recomputation if the layout has none."""
     # `plait train` ignores them.
     unused = set()
     if fixed.get("pp") == 1:
@@ -375,8 +381,8 @@ def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 def layout_of(resolved: Resolved) -> dict[str, Any]:
     """Return the layout fields of a resolved configuration.
 
-    The schedule and the recomputation mode have the planner's names if the planner can estimate
-    them, and otherwise those of the configuration. `vpp` is missing if the file does not set it.
+    A schedule or recomputation mode that the planner can estimate has its name in the planner, any
+    other one its name in the configuration. `vpp` is missing if the file does not set it.
     """
     layout = resolved.layout
     pipeline = resolved.pipeline
@@ -456,7 +462,7 @@ _OWNERS = {
 
 
 def unmodelled(config: Config) -> tuple[str, ...]:
-    """Return the settings of a file that the estimate does not model, as `key = value`."""
+    """Return the settings of a configuration that the planner does not model, as `key = value`."""
     default = Config.model_validate(
         {"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}}
     )

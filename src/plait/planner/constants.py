@@ -1,8 +1,8 @@
 """Fitted constants for rates that datasheets do not state, with their uncertainty.
 
-Every constant is a positive factor. The fit determines its logarithm, which has a normal prior.
-`data/constants.json` contains the values that `python -m benchmarks.planner_accuracy --learn` fits
-to published runs; `plait.planner.calibrate` adapts them to one machine and framework.
+Every constant is a positive factor, whose logarithm has a normal prior. `data/constants.json`
+contains the values that `python -m benchmarks.planner_accuracy --learn` fits to published runs;
+`plait.planner.calibrate` adapts these values to one machine and framework.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Constant:
 
     Attributes:
         median: Median value.
-        width: Standard deviation of the logarithm between machines and frameworks.
+        width: Standard deviation of the logarithm over machines and frameworks.
         meaning: Description for reports.
         least: Smallest physically possible value.
         most: Largest physically possible value.
@@ -40,9 +40,9 @@ class Constant:
 
 
 def of_kernels(name: str) -> Constant:
-    """Return the prior of `stack.NAME`, the speed of a framework's kernels.
+    """Return the prior of the speed of a framework's kernels, the constant `stack.NAME`.
 
-    Its width is small, because speeds differ less between frameworks than between machines and
+    The prior is narrow, because speeds differ less between frameworks than between machines and
     authors of published runs (`benchmarks/planner_accuracy/learn.py`).
     """
     return Constant(1.0, 0.07, f"speed of the kernels of {name}")
@@ -153,7 +153,7 @@ MEMORY_CONSTANTS: dict[str, Constant] = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants for the candidates of one job: scalars, or arrays with one entry per candidate."""
+    """Values of all constants: scalars, or arrays with one entry per candidate of a job."""
 
     values: Mapping[str, Numbers]
 
@@ -161,18 +161,18 @@ class Rates:
         return self.values[name]
 
     def by_family(self, name: str, device: DeviceSpec) -> Numbers:
-        """Return the constant `name` of each candidate's device family."""
+        """Return the value of the constant `name` for each candidate's device family."""
         return np.choose(
             np.asarray(device.family),
             [self.values[f"{name}.{family}"] for family in DEVICE_FAMILIES],
         )
 
     def on(self, name: str, device: DeviceSpec) -> Numbers:
-        """Return the constant `name` of GPUs, or its variant for processes on CPU cores."""
+        """Return the value of the constant `name` for GPUs or CPUs, whichever a candidate uses."""
         return np.where(device.on_cpu, self.values[f"{name}.cpu"], self.values[name])
 
     def by_stack(self, framework: Framework) -> Numbers:
-        """Return the speed constant of each candidate's framework."""
+        """Return the kernel speed constant of each candidate's framework."""
         names = np.asarray(framework.name)
         first = str(names.flat[0])
         # Every search has one framework, and sorting the names would take longer than all the rest.
@@ -194,12 +194,12 @@ class Priors:
 
     @property
     def rates(self) -> Rates:
-        """Medians of all constants."""
+        """Medians of the priors of all constants."""
         return Rates({name: constant.median for name, constant in self.constants.items()})
 
     @property
     def time_names(self) -> tuple[str, ...]:
-        """Names of the constants of a step's time."""
+        """Names of the constants that the predicted time of a step depends on."""
         return tuple(name for name in self.constants if not name.startswith("memory:"))
 
 
@@ -234,7 +234,7 @@ class IntervalCoverage:
 
 @cache
 def interval_coverage() -> Mapping[str, IntervalCoverage]:
-    """Return the coverage for published runs of sources that were not in the fit.
+    """Return the coverage of 90 % intervals for published runs that were not in the fit.
 
     Keys are "time", "time_experts" and "memory" (`data/unseen.json`).
     """
@@ -244,9 +244,9 @@ def interval_coverage() -> Mapping[str, IntervalCoverage]:
 
 
 def with_learned(base: Priors, learned: Mapping[str, tuple[float, float]]) -> Priors:
-    """Return priors with the (median, width) of constants in `learned`.
+    """Return `base` with the (median, width) of the constants in `learned`.
 
-    Names that `base` does not have are ignored.
+    Constants that `base` does not have are ignored.
     """
     constants = dict(base.constants)
     for name, (median, width) in learned.items():
@@ -256,7 +256,7 @@ def with_learned(base: Priors, learned: Mapping[str, tuple[float, float]]) -> Pr
 
 
 def coverage_of_intervals(*, experts: bool) -> str:
-    """Return a sentence on how often 90 % intervals hold for sources that were not in the fit."""
+    """Return a sentence with the coverage of 90 % intervals for runs that were not in the fit."""
     coverage = interval_coverage()
     time = coverage["time_experts" if experts else "time"]
     memory = coverage["memory"]

@@ -1,4 +1,4 @@
-"""Explanation of a plan by comparing its layout with others."""
+"""Explanation of a plan: the best layout compared with alternatives that a user asks about."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.planner.techniques import RECOMPUTE_NAMES, format_fixed
 
 @dataclass(frozen=True)
 class Comparison:
-    """Winner of a search and the best layout that satisfies a query."""
+    """Best layout of a search, compared with the best layout that satisfies a user's query."""
 
     query: str
     winner: LayoutChoice
@@ -59,7 +59,10 @@ def describe(layout: Mapping[str, Any]) -> str:
 
 
 def ties_of(result: Plan) -> str:
-    """Return a sentence on which of the best layouts are ties; empty if there is only one."""
+    """Return a sentence that says how many of the best layouts may be equally fast.
+
+    The result is empty if there is only one.
+    """
     if result.ties < 2:
         return ""
     furthest = result.best[result.ties - 1].seconds / result.best[0].seconds - 1
@@ -92,14 +95,14 @@ def why(
     fixed: Mapping[str, int] | None = None,
     calibration: Calibration | None = None,
 ) -> Comparison:
-    """Compare the winner with the best layout that satisfies a query.
+    """Compare the best layout of a plan with the best layout that satisfies a query.
 
     Args:
         result: Plan with at least one layout.
-        query: Fields of the layout that the other layout must have.
+        query: Layout fields and their values in the query, such as tp = 4.
         text: The query as the user wrote it.
-        fixed: Fields that were fixed for the winner. They apply unless the query sets them.
-        calibration: Constants of this machine.
+        fixed: Layout fields that were fixed in the plan. The query overrides them.
+        calibration: Constants of this machine. None uses those of the package.
     """
     fixed = fixed or {}
     winner = result.best[0]

@@ -1,8 +1,8 @@
 """Catalogue of devices and links (`data/hardware.yaml`), and the cluster that a plan is made for.
 
-The figures are those of datasheets. The shares of them that are reached are in `constants`. The
-fields of a `DeviceSpec` are scalars, or arrays with one entry per candidate, so that runs of many
-machines are estimated in one call.
+The figures are those of datasheets. `plait.planner.constants` has the share of each figure that
+training reaches. The fields of a `DeviceSpec` are scalars, or arrays with one entry per candidate,
+so that runs of many machines are estimated in one call.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 class DeviceSpec:
     """Device type with its usual network.
 
-    Units are bytes, seconds and FLOP/s. Bandwidths are those of one direction, FLOP/s those without
-    sparsity.
+    Units are bytes, seconds and FLOP/s. Bandwidths are for one direction, FLOP/s without sparsity.
     """
 
     name: Any
@@ -79,7 +78,7 @@ class DeviceSpec:
     def on_cpu(self) -> Numbers:
         """True for a process on CPU cores.
 
-        Kernels are not queued there, and communication uses the cores that compute.
+        CPU cores do not queue kernels, and communication uses the cores that compute.
         """
         return np.asarray(self.family) == DEVICE_FAMILIES.index("cpu")
 
@@ -101,7 +100,7 @@ def device_names() -> tuple[str, ...]:
 
 @cache
 def device(name: str) -> DeviceSpec:
-    """Return the device that a name means, such as `h100` or `NVIDIA H100 80GB HBM3`.
+    """Return the device of the catalogue for a name such as `h100` or `NVIDIA H100 80GB HBM3`.
 
     Raises:
         InputError: The name is unknown.
@@ -136,9 +135,9 @@ def device(name: str) -> DeviceSpec:
 
 
 def _first_mentioned(table: Mapping[str, Any], name: str) -> str | None:
-    """Return the device that a name mentions first, or None.
+    """Return the key of the first device that occurs in a name, or None.
 
-    Only full words count: H1000 and MI300A are other devices than H100 and MI300X.
+    Only full words match: H1000 and MI300A are other devices than H100 and MI300X.
     """
     if re.search(_NOT_IN_NAMES, name):
         return None
@@ -152,7 +151,7 @@ def _first_mentioned(table: Mapping[str, Any], name: str) -> str | None:
 
 
 def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
-    """Return a copy of a dataclass of numbers with each number changed, also those in mappings."""
+    """Return a copy of a dataclass with `change` applied to all numbers, also in mappings."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -163,14 +162,14 @@ def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
 
 
 def only(value: Numbers) -> float:
-    """Return a number that is equal for all candidates, from a scalar or an array."""
+    """Return the one value of a scalar, or of an array whose entries are all equal."""
     return float(np.ravel(value)[0])
 
 
 def stack(entries: Sequence[T]) -> T:
-    """Combine instances of a dataclass into one whose numbers are arrays with one entry each.
+    """Combine instances of a dataclass into one that has arrays with one entry per instance.
 
-    Names that a mapping lacks become NaN.
+    Keys that are missing in the mapping of an instance become NaN.
     """
 
     def together(values: list[Any]) -> Any:
@@ -212,17 +211,18 @@ def cluster(
     devices_per_node: int | None = None,
     **figures: float | None,
 ) -> Cluster:
-    """Return a cluster of devices of the catalogue.
+    """Return a cluster whose devices are of one type of the catalogue.
 
     Args:
-        name: Device.
-        devices: Number of all devices.
-        devices_per_node: Devices per machine. None uses the usual number.
-        **figures: Fields of `DeviceSpec` to replace, such as `memory_bytes`. None keeps the usual
-            value.
+        name: Name of the device type.
+        devices: Number of devices on all machines.
+        devices_per_node: Devices per machine. None uses the number in the catalogue.
+        **figures: Fields of `DeviceSpec` to replace, such as `memory_bytes`. None keeps the value
+            of the catalogue.
 
     Raises:
-        InputError: The device is unknown, or the devices do not fill the machines.
+        InputError: The device is unknown, or `devices` is not a multiple of the devices per
+            machine.
     """
     chosen = device(name)
     changes: dict[str, Any] = {key: value for key, value in figures.items() if value is not None}
@@ -252,7 +252,7 @@ def cluster(
 
 
 def cluster_of(topology: Topology, name: str, **changes: float | None) -> Cluster:
-    """Return the cluster of detected machines. See `cluster`.
+    """Return the cluster of the machines in a detected topology. See `cluster` for the arguments.
 
     Raises:
         InputError: The machines have different numbers of devices.
@@ -260,8 +260,8 @@ def cluster_of(topology: Topology, name: str, **changes: float | None) -> Cluste
     counts = sorted({node.devices for node in topology.nodes})
     if len(counts) > 1:
         raise InputError(
-            f"the cluster has machines with {' and '.join(map(str, counts))} devices; plan for"
-            " machines of one kind"
+            f"the machines have different numbers of devices ({' and '.join(map(str, counts))});"
+            " plan for machines with equal numbers of devices"
         )
 
     memory = changes.pop("memory_bytes", None) or topology.memory_bytes

@@ -1,12 +1,13 @@
-"""Job to price: a model, a device, a framework, and candidate layouts as arrays.
+"""Input of the planner's formulas: a model, a device, a framework, and candidate layouts as arrays.
 
 All numbers broadcast against each other. A job is one model with half a million layouts (a search),
 or a thousand runs of different models and machines (an evaluation). See Note [Arrays of candidates]
 in `plait.planner`.
 
 A `Framework` describes training code by numbers: bytes of its states, fused kernels, overlap. The
-search plans for Plait, which `plait` describes. The same formulas estimate published runs of other
-frameworks (`benchmarks/planner_accuracy` has a table of them). Rates are in `constants`.
+search uses the framework that `plait` returns. The same formulas estimate published runs of other
+frameworks (`benchmarks/planner_accuracy` has a table of frameworks). Rates are in
+`plait.planner.constants`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ one kernel per operation, with all results in memory.
 
 @dataclass(frozen=True)
 class Framework:
-    """Properties of one framework, or arrays with one entry per candidate."""
+    """Properties of training frameworks: numbers, or arrays with one entry per candidate."""
 
     name: Any
     """Name, and suffix of the constant `stack.NAME`, the fitted speed of its kernels."""
@@ -110,7 +111,7 @@ def plait(*, precision: str = "bf16", pure: bool = False, compiled: bool = False
 
     Args:
         precision: Name in `hardware.PRECISIONS`.
-        pure: Whether weights and states have 16 bits.
+        pure: Whether weights and optimizer states have 16 bits.
         compiled: Whether blocks are compiled. This fuses kernels into fewer launches, as in
             torchtitan.
     """
@@ -211,7 +212,7 @@ class Layouts:
         return self.pp * self.tp * self.cp * self.dp
 
     def take(self, index: Any) -> Layouts:
-        """Return the candidates at an index or at several indices, or those that a mask selects."""
+        """Return the candidates that an index, an array of indices, or a boolean mask selects."""
         columns = np.broadcast_arrays(*vars(self).values())
         return Layouts(*(np.atleast_1d(column)[index] for column in columns))
 
@@ -234,7 +235,7 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Job:
-    """Model on a device with a framework, in candidate layouts."""
+    """Training job to estimate: a model, a device, a framework, and candidate layouts."""
 
     model: Architecture
     device: DeviceSpec
@@ -263,9 +264,9 @@ class Job:
 
     @cached_property
     def needs_last(self) -> NDArray[np.bool_]:
-        """True if a backward needs the output of a block's last product.
+        """True if the backward needs the output of a block's last matrix multiplication.
 
-        This is the case if a norm follows it, or a dropout, whose mask is drawn again.
+        This is the case if a norm or a dropout follows. Recomputation draws the dropout mask again.
         """
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (
             np.asarray(self.model.dropout) > 0
@@ -273,15 +274,15 @@ class Job:
 
     @property
     def stops_early(self) -> Numbers:
-        """1 if recomputation stops before a block's last product."""
+        """1 if recomputation stops before a block's last matrix multiplication, otherwise 0."""
         return self.framework.stops_early * ~self.needs_last
 
     @property
     def attention_in_parts(self) -> NDArray[np.bool_]:
-        """True if attention runs as separate products with scores in memory.
+        """True if attention runs without a fused kernel, with all attention scores in memory.
 
-        torch's attention kernel for CPU cores supports neither dropout nor values of another width
-        than keys.
+        torch's attention kernel for CPU cores supports neither dropout nor values whose width
+        differs from that of the keys.
         """
         other = (np.asarray(self.model.attention_dropout) > 0) | (
             np.asarray(self.model.value_width) != np.asarray(self.model.head_dim)
@@ -290,17 +291,17 @@ class Job:
 
     @property
     def attention_tp(self) -> Numbers:
-        """Degree of tensor parallelism of attention itself."""
+        """Number of tp ranks that the attention heads are split over."""
         return 1 if self.replicates_attention else self.layouts.tp
 
     @property
     def tokens(self) -> Numbers:
-        """Tokens per micro-batch and rank."""
+        """Number of tokens per micro-batch on a rank."""
         return self.layouts.micro_batch * self.sequence / self.layouts.cp
 
     @property
     def loss_tokens(self) -> Numbers:
-        """Tokens whose logits exist at the same time on a rank."""
+        """Number of tokens whose logits exist at the same time on a rank."""
         chunk = np.asarray(self.layouts.loss_chunk)
         return np.where(chunk > 0, np.minimum(chunk, self.tokens), self.tokens)
 
@@ -332,7 +333,10 @@ class Job:
         )
 
     def take(self, index: Any) -> Job:
-        """Return the candidates at an index. All numbers must have one entry per candidate."""
+        """Return the job for the candidates that an index, an index array or a mask selects.
+
+        All numbers must have one entry per candidate.
+        """
         return self.mapped(lambda value: np.asarray(value)[index], self.layouts.take(index))
 
     def mapped(self, change: Callable[[Numbers], Numbers], layouts: Layouts) -> Job:
@@ -349,7 +353,7 @@ class Job:
 
 
 def recompute_share(job: Job) -> Numbers:
-    """Return the share of recomputed blocks on the stage with most blocks."""
+    """Return the fraction of the blocks that are recomputed, on the stage with the most blocks."""
     every = job.layouts.every
     if not job.has_exact_blocks:
         return 1 / every
@@ -358,11 +362,12 @@ def recompute_share(job: Job) -> Numbers:
 
 
 def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the largest number of layers of a stage, and those of the first and last stage.
+    """Return the numbers of layers of the largest, the first and the last pipeline stage.
 
-    Layers are spread evenly; the first stages take the remainder. If only layers + 2 is divisible
-    by the number of chunks, embedding and head count as a layer each, as with Megatron-LM's
-    `account_for_embedding_in_pipeline_split`. The first and last stage then have one layer less.
+    Layers are distributed evenly; the first stages take the remainder. If layers + 2 is divisible
+    by the number of stages but layers is not, the embedding and the head count as one layer each,
+    as with Megatron-LM's `account_for_embedding_in_pipeline_split`. The first and the last stage
+    then have one layer less.
     """
     layers = job.model.layers
     chunks = job.layouts.pp * job.layouts.vpp

@@ -1,9 +1,10 @@
 """Peak memory of a rank as a sum of named terms, allocated and reserved.
 
-The peak is the largest over pipeline ranks and moments. The ranks are the first (most micro-batches
-in flight, the embedding), the last (head and logits) and one between, which may have more layers.
-The moments are the first backward, the loss and the optimizer step. Activations follow arXiv
-2205.05198, table 2. For gated models without dropout the saved tensors are counted one by one.
+The peak is the maximum over pipeline ranks and over points in time of a step. The ranks are the
+first (most micro-batches in flight, the embedding), the last (head and logits) and one between,
+which may have more layers. The points in time are the first backward, the loss and the optimizer
+step. Activations follow arXiv 2205.05198, table 2. For gated models without dropout, the bytes of
+all saved tensors are added up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer s
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank; arrays with one entry per candidate."""
+    """Bytes on the pipeline rank with the highest peak; arrays with one entry per candidate."""
 
     terms: dict[str, Numbers]
     """Allocated bytes by term at the peak."""
@@ -68,14 +69,15 @@ class Memory:
 def memory_bytes(
     job: Job, rates: Rates, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
 ) -> Memory:
-    """Predict the memory of every candidate.
+    """Predict the peak memory of every candidate.
 
     Args:
         job: The candidates.
         rates: Constants.
-        states: Bytes of model states. None takes those of the ledger for Plait's own blocks, and
-            the framework's bytes per parameter otherwise.
-        ranks: Ranks to consider, of `RANKS`, for Plait's own blocks.
+        states: Bytes of model states. None computes them: from the ledger (`account_states`) if
+            `job.has_exact_blocks`, otherwise from the framework's bytes per parameter.
+        ranks: Names in `RANKS` of the pipeline ranks to consider. Only used if
+            `job.has_exact_blocks`.
     """
     return memory_by_rates(job, states, ranks=ranks)(rates)
 
@@ -83,9 +85,9 @@ def memory_bytes(
 def memory_by_rates(
     job: Job, states: States | None = None, *, ranks: tuple[str, ...] = RANKS
 ) -> Callable[[Rates], Memory]:
-    """Return a function of the constants that predicts the memory, for repeated evaluation.
+    """Return a function that predicts the peak memory from the constants.
 
-    The arguments are those of `memory_bytes`.
+    Evaluating it repeatedly is cheaper than calling `memory_bytes`, whose arguments it takes.
     """
     if not job.has_exact_blocks:
         return lambda rates: _memory_by_formula(job, rates, states)
@@ -101,7 +103,7 @@ def memory_by_rates(
 def _points_of_step(
     job: Job, states: States, ranks: tuple[str, ...]
 ) -> Iterator[tuple[int, dict[str, Numbers], Numbers]]:
-    """Yield the points of Plait's own step, rank by rank, for `_fullest`."""
+    """Yield the points in time of a step of Plait, rank by rank, for `_fullest`."""
     assert states.units is not None
     pp = np.asarray(job.layouts.pp)
     exists = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}
@@ -115,10 +117,11 @@ def _points_of_step(
 def _fullest(
     points: Iterable[tuple[int, dict[str, Numbers], Numbers]],
 ) -> tuple[dict[str, Numbers], Numbers]:
-    """Return the terms at the fullest point of every candidate, and its index into MOMENTS.
+    """Return the bytes by term at the peak of every candidate, and the peak's index into MOMENTS.
 
     Args:
-        points: Index into MOMENTS, bytes by term, and the candidates that have the point.
+        points: Points in time as (index into MOMENTS, bytes by term, mask of the candidates whose
+            step has this point).
     """
     most = chosen = np.zeros(1)
     terms: dict[str, Numbers] = dict.fromkeys(MEMORY_TERMS, 0.0)
@@ -208,7 +211,7 @@ def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbe
 
 
 def recipe_states(job: Job) -> States:
-    """Return the model states by the framework's bytes per parameter."""
+    """Return the bytes of model states, computed from the framework's bytes per parameter."""
     first_layers, last_layers = stage_layers(job)[1:]
     model = job.model
     single = np.asarray(job.layouts.pp) == 1
@@ -274,7 +277,7 @@ def _states_of_stage(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numb
 
 
 def _logits(job: Job, rates: Rates) -> Numbers:
-    """Return the bytes of head and loss at their peak for one micro-batch."""
+    """Return the peak bytes of the head and the loss for one micro-batch."""
     columns = job.model.vocab / np.where(
         np.asarray(job.framework.whole_logits) > 0, 1, job.layouts.tp
     )
@@ -284,8 +287,8 @@ def _logits(job: Job, rates: Rates) -> Numbers:
 def _attention_saved(job: Job) -> Numbers:
     """Return the bytes per token that attention saves: queries, keys, values, and its output.
 
-    Latent attention assembles its keys from two parts. In eager mode the values are a view of the
-    product that computes them together with one part of the keys.
+    Latent attention concatenates its keys from two parts. In eager mode the values are a view of
+    the matrix multiplication's output, which also contains one part of the keys and is saved.
     """
     model = job.model
     width = model.heads * model.head_dim
@@ -301,9 +304,9 @@ def _attention_saved(job: Job) -> Numbers:
 def _operators_saved(job: Job, share: Numbers) -> Numbers:
     """Return the bytes per token that a block saves with recomputation of operators.
 
-    These are its input, and the outputs of attention and of every second product. A compiled block
-    does not save the output of its last product, which its own backward does not read. Routed
-    experts save nothing.
+    These are the block's input, and the outputs of attention and of every second matrix
+    multiplication. A compiled block does not save the output of its last matrix multiplication,
+    because its backward does not read it. Routed experts save nothing.
     """
     model = job.model
     block_products = products_of(job.model)
@@ -324,7 +327,10 @@ def _operators_saved(job: Job, share: Numbers) -> Numbers:
 
 
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the bytes that a layer saves per micro-batch, without and with recomputation."""
+    """Return the bytes that a layer saves per micro-batch.
+
+    The first value is without recomputation, the second with the layout's recomputation.
+    """
     if job.has_exact_blocks:
         return saved_by_recomputation(job)
     if job.counted is None:
@@ -351,7 +357,7 @@ def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers]:
-    """Compute `layer_activations` from the sizes of the model, without counted bytes."""
+    """Compute `layer_activations` from the sizes of the model, without `job.counted`."""
     model = job.model
     layouts = job.layouts
     framework = job.framework

@@ -1,11 +1,11 @@
 """Conversion of public models, Hugging Face configurations and folders to an Architecture.
 
-Weights are never read. `to_config` is the inverse, and creates the configuration that a plan writes
-for `plait train`.
+Weights are never read. `to_config` converts an Architecture back to the configuration that a plan
+writes for `plait train`.
 
-A configuration is read in three steps: the language model inside it with the sizes that
-Transformers adds (`text_part`), its dropout in training (`dropouts_of`), and its sizes
-(`from_config`).
+A configuration is read in three steps: `text_part` finds the language model inside a multimodal
+configuration and adds the default sizes of Transformers, `dropouts_of` reads its dropout in
+training, and `from_config` reads its sizes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _DROPOUT_BY_DEFAULT = {
 
 
 def dropouts_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the dropout fields of `Architecture` for a configuration.
+    """Return the dropout fields of `Architecture` for a Hugging Face configuration.
 
-    Fields that the configuration leaves out have the family's default.
+    Probabilities that the configuration leaves out have the default of the model family.
     """
     rates: dict[str, Any] = dict.fromkeys(_DROPOUT_BY_DEFAULT.get(kind, ()), 0.1)
     rates |= {name: value for name, value in config.items() if value is not None}
@@ -79,7 +79,7 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
 def text_part(config: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
-    """Return the nested configuration of the language model, or None if `config` is one itself.
+    """Return the language model's configuration inside a multimodal one, or None if there is none.
 
     Transformers writes only values that differ from the family's defaults, so missing sizes are
     set to the defaults.
@@ -153,9 +153,9 @@ def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | Non
 
 
 def check_places(config: Mapping[str, Any], kind: str, source: str) -> None:
-    """Raise ConfigError for sizes that contradict a nested configuration.
+    """Raise ConfigError for top-level sizes that contradict the nested configuration.
 
-    Transformers reads sizes from the nested configuration and ignores those outside of it.
+    Transformers reads sizes from the nested configuration and ignores the top-level ones.
     """
     nested = _inner_config(config, kind)
     if nested is None:
@@ -184,9 +184,9 @@ def names() -> tuple[str, ...]:
 
 
 def named(name: str) -> Architecture | None:
-    """Return a public model, or None if it is unknown.
+    """Return the public model with this name in the table, or None.
 
-    Case, `-`, `_` and the organization before `/` do not matter.
+    Case, `-`, `_` and the organization before `/` are ignored.
     """
     query = _normalize(name)
     match = next((key for key in _table()["models"] if _normalize(key) == query), None)
@@ -411,7 +411,7 @@ def _check_counts(model: Architecture, source: str) -> None:
             Problem(
                 f"{source}: num_experts_per_tok",
                 model.active,
-                f"a token goes to {model.active} experts, but a layer has {model.experts}",
+                f"each token is routed to {model.active} experts, but a layer has {model.experts}",
                 f"use at most {model.experts}",
             )
         )
@@ -505,7 +505,7 @@ def from_config(
 
 
 def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> Architecture:
-    """Return the architecture from the configuration, without building the model."""
+    """Return the architecture that a configuration describes, without building the model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
@@ -523,8 +523,8 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
     check_places(config, model_type, source)
     if model_type in _NOT_DECODERS:
         raise InputError(
-            f"{source}: {model_type!r} is not a decoder-only transformer, the only"
-            " type that can be planned"
+            f"{source}: {model_type!r} is not a decoder-only transformer, and only those can be"
+            " planned; use another model"
         )
     sizes = _required_sizes(config, model_type, source=source, vocab=vocab)
     check_sizes(config, f"{source}: ")
@@ -541,7 +541,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
                 f"{source}: hidden_size",
                 hidden,
                 f"num_attention_heads is {heads} and {hidden} % {heads} = {hidden % heads}",
-                "set head_dim, or sizes that divide",
+                f"set head_dim, or make hidden_size a multiple of {heads}",
             )
         )
 
@@ -560,7 +560,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
             Problem(
                 f"{source}: {name}",
                 0,
-                f"a layer has {experts} experts, but a token goes to none",
+                f"a layer has {experts} experts, but a token is routed to none of them",
                 "use at least 1",
             )
         )
@@ -605,7 +605,7 @@ def _describe(config: Mapping[str, Any], *, source: str, vocab: int | None) -> A
 def _required_sizes(
     config: Mapping[str, Any], model_type: str, *, source: str, vocab: int | None
 ) -> dict[str, int]:
-    """Return the sizes that every model needs, by field."""
+    """Return the required sizes of a configuration, keyed by the field of `Architecture`."""
     sizes: dict[str, int] = {}
     problems = []
     defaults: Mapping[str, int] = {}
@@ -649,7 +649,7 @@ def _latent_attention(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Model:
-    """Architecture and the section of a training configuration that names it."""
+    """Architecture, and the `model` section of a training configuration that describes it."""
 
     architecture: Architecture
     section: Mapping[str, Any]
@@ -673,7 +673,7 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
 
     Args:
         source: Name or path.
-        sequence: Tokens per sample, for the positions of a public model.
+        sequence: Tokens per sample, to which the number of positions of a public model is set.
 
     Raises:
         InputError: There is no such file, folder or model.

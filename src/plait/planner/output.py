@@ -1,8 +1,8 @@
-"""Output of a plan: the configuration that `plait train` runs, and a sidecar with all predictions.
+"""Output of a plan: a configuration for `plait train`, and a JSON file with all predictions.
 
-The configuration is the file that was planned for, with values in place of "auto" and of missing
-options. Other values of the file do not change. Invariant: for the planned number of processes, the
-configuration resolves to the layout that was estimated.
+The configuration is the user's file with values in place of "auto" and of missing options. Other
+values of the file do not change. Invariant: for the planned number of processes, the configuration
+resolves to the layout that was estimated.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from plait.sizes import GIB
 def config_of(
     request: Request, choice: LayoutChoice, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the configuration of a choice.
+    """Return the training configuration for a layout of a plan.
 
     Args:
         request: Model, cluster and batch of the plan.
         choice: The layout.
-        base: Configuration as written in the file. Its values and the names that it uses are kept.
-            Options that are missing or "auto" are filled in.
+        base: The user's configuration. Its values and its names of options stay. Options that are
+            missing or "auto" are filled in.
     """
     tree = copy.deepcopy(dict(base or {}))
     for path, value in chosen(request, choice, base).items():
@@ -50,7 +50,7 @@ def config_of(
 def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
     """Raise ConfigError if the settings of a planned configuration contradict each other.
 
-    Options that are "auto" for a caller (Transformers' lr) are not a problem.
+    Options may still be "auto" if the caller sets them (Transformers sets lr).
     """
     draft = outline(load(tree), world_size=request.cluster.devices)
     raise_problems([problem for problem in draft.problems if problem.value != "auto"])
@@ -59,7 +59,7 @@ def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
 def chosen(
     request: Request, choice: LayoutChoice, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the options that `config_of` writes into `base`, by their names in the file."""
+    """Return the options that `config_of` adds to `base`, keyed by the names that `base` uses."""
     examined = examine(Document("the file", dict(base or {})))
     layout = choice.layout
     planned: dict[str, Any] = {
@@ -122,14 +122,14 @@ _IMPLIED_VALUES: dict[str, Any] = {
 
 
 def _is_open(path: str, value: Any) -> bool:
-    """Return True if a file leaves the option open. For data-parallel degrees, -1 means "auto"."""
+    """Return True if the value of an option is "auto", or -1 for a data-parallel degree."""
     return value == "auto" or (
         path in ("parallel.dp_replicate", "parallel.dp_shard") and value in (-1, "-1")
     )
 
 
 def sidecar_of(plan: Plan, choice: LayoutChoice) -> dict[str, Any]:
-    """Return every predicted term of a choice, for comparison with measurements."""
+    """Return the predictions for a layout, term by term, for comparison with measurements."""
     request = plan.request
     return {
         "cluster": {
@@ -156,7 +156,7 @@ def sidecar_of(plan: Plan, choice: LayoutChoice) -> dict[str, Any]:
 
 
 def choice_as_json(choice: LayoutChoice) -> dict[str, Any]:
-    """Return a choice as JSON values."""
+    """Return a layout and its predicted costs as JSON values."""
     layout = {name: value for name, value in choice.layout.items() if name != "offload_activations"}
     names = {
         "schedule": SCHEDULES,
@@ -213,15 +213,15 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
-    """Write the best choice as a configuration, and its predictions to `<name>.plan.json`.
+    """Write the best layout as a configuration, and its predictions to `<name>.plan.json`.
 
     Args:
-        plan: Plan with at least one choice.
+        plan: Plan with at least one layout.
         path: File that ends in .json.
-        base: Configuration that was planned for.
+        base: Configuration of the user that the plan completes.
 
     Returns:
-        Both paths.
+        Path of the configuration and path of the predictions.
 
     Raises:
         InputError: A file cannot be written.
@@ -241,7 +241,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
 
 
 def is_unchanged(path: Path) -> bool:
-    """Return True if a configuration is unchanged since `write` created it."""
+    """Return True if a configuration file has not been changed since `write` created it."""
     try:
         sidecar = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
         return bool(sidecar["sha256"] == sha256_of(path.read_text(encoding="utf-8")))

@@ -1,10 +1,12 @@
-"""Memory of one rank of Plait at every moment that may be the peak of a training step, by term.
+"""Memory of one rank of Plait at the points of a training step that may be its peak, by term.
 
 The terms are model states, the tensors that `fully_shard` gathers, accumulates and reduces per
 unit, and the saved tensors of blocks (`block_bytes`). The backward runs from the last block to the
 first. It frees gathered weights and activations and allocates gradient shards, so the sum is
-largest at its start or its end. Only these moments are computed: the first block of a backward, the
-second (with the reduction of the first), and the last two.
+largest at the start or the end of the backward. Of its blocks, only these are therefore computed:
+the first, the second (with the reduction of the first), and the last two.
+
+In this module a "moment" is a point in time of the step.
 
 Note [Memory of a step]
     Three parts of Plait determine the peak of a rank, at different cost:
@@ -55,7 +57,7 @@ Terms = dict[str, Numbers]
 
 @dataclass(frozen=True)
 class Units:
-    """Parameters of a rank: elements of the units that are gathered and reduced together.
+    """Numbers of elements of a rank's sharding units, as `fully_shard` gathers and reduces them.
 
     Arrays have one entry per candidate.
     """
@@ -90,7 +92,7 @@ If the stages form a V, the first rank has both ends.
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of model states per rank: weights, gradients, optimizer, gathered copies."""
+    """Bytes of model states (weights, gradients, optimizer, gathered copies) per pipeline rank."""
 
     first: dict[str, Numbers]
     last: dict[str, Numbers]
@@ -99,7 +101,7 @@ class States:
     """Units of every rank in RANKS if known."""
 
     def of(self, rank: str) -> dict[str, Numbers]:
-        """Return the states of one of RANKS."""
+        """Return the bytes by term of `rank`, which is a name in RANKS."""
         states = {"first": self.first, "last": self.last, "inner": self.inner}[rank]
         assert states is not None
         return states
@@ -107,7 +109,7 @@ class States:
 
 @dataclass(frozen=True)
 class _Rank:
-    """Pipeline rank with all inputs of its moments. Bytes are per micro-batch."""
+    """Pipeline rank with all inputs of the memory formulas. Bytes are per micro-batch."""
 
     job: Job
     states: Terms
@@ -148,7 +150,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes of a rank at one moment."""
+    """Memory of a rank at the start of one backward."""
 
     holding: Holding
     activations: Numbers
@@ -206,7 +208,13 @@ MOMENTS = (
 
 
 def moments(job: Job, states: Terms, units: Units) -> Iterator[tuple[int, Terms]]:
-    """Yield (index into MOMENTS, bytes by term) for every moment of a step on one rank."""
+    """Yield (index into MOMENTS, bytes by term) for every point of a step that may be the peak.
+
+    Args:
+        job: The candidates.
+        states: Bytes of model states of one rank.
+        units: Sharding units of that rank.
+    """
     rank = _rank(job, states, units)
     constant = {"weights": states["weights"], "optimizer": states["optimizer"]}
     for name, terms in _moments_of_step(rank):
@@ -257,7 +265,11 @@ def _moments_of_step(rank: _Rank) -> Iterator[tuple[str, Terms]]:
 
 
 def _largest_holding(rank: _Rank, candidates: Holding) -> Holding:
-    """Return the holding with the most bytes of COUNT holdings, for every candidate."""
+    """Return the entry of `candidates` with the most bytes, for every layout.
+
+    The COUNT entries of `candidates` are described in Note [Peaks of a rank] in
+    `plait.planner.pipeline`.
+    """
     sums = (
         _activations(rank, candidates)
         + _gradients(rank, candidates)
@@ -274,7 +286,7 @@ def _moment(rank: _Rank, holding: Holding) -> _Moment:
 
 
 def _activations(rank: _Rank, holding: Holding) -> Numbers:
-    """Return the bytes of saved tensors and boundary activations."""
+    """Return the bytes of saved tensors and boundary activations on a rank."""
     job = rank.job
     # With full recomputation the input of a stage is also the saved input of its first block, so
     # it must not count twice.
@@ -297,7 +309,8 @@ def _activations(rank: _Rank, holding: Holding) -> Numbers:
 def _gradients(rank: _Rank, holding: Holding) -> Numbers:
     """Return the bytes of gradients that exist before a backward.
 
-    They are unsharded while a stage accumulates them, and shards after its last backward.
+    With ZeRO stage 0 or 1 the gradients of a pipeline stage are unsharded until its last backward,
+    and sharded afterwards.
     """
     units = rank.units
     growing = holding.growing * units.block + holding.root * units.root
@@ -310,7 +323,7 @@ def _gradients(rank: _Rank, holding: Holding) -> Numbers:
 
 
 def _backward(rank: _Rank, moment: _Moment) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory of the loss and the backward of a micro-batch that is not the last one."""
+    """Yield the memory in the loss and the backward of any micro-batch except the last one."""
     if np.any(moment.holding.head):
         left = rank.units.layers - moment.holding.ended
         loss = {
@@ -346,17 +359,17 @@ def _saved_bytes(rank: _Rank, blocks: Numbers) -> Numbers:
 
 
 def _where(exists: Numbers, terms: Terms) -> Terms:
-    """Return `terms` with zeros for candidates whose step has no such moment."""
+    """Return `terms`, with zeros for candidates where `exists` is False."""
     return {name: np.where(exists, value, 0.0) for name, value in terms.items()}
 
 
 def _shard_bytes(rank: _Rank, elements: Numbers) -> Numbers:
-    """Return the bytes of gradient shards on the device for a number of unsharded elements."""
+    """Return the bytes of the gradient shards of `elements` parameters on the device."""
     return (1 - rank.states["offloaded"]) * _GRADIENT_BYTES * elements / rank.shards
 
 
 def _new_shard_bytes(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
-    """Return the bytes of new gradient shards that exist until they are added to earlier ones."""
+    """Return the bytes of new gradient shards that have yet to be added to accumulated shards."""
     has_shards = (np.asarray(moment.added) > 0) & ~_has_unsharded_sums(rank, moment)
     return np.where(has_shards, _shard_bytes(rank, elements), 0.0)
 
@@ -366,10 +379,10 @@ def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = F
 
     Args:
         rank: The rank.
-        left: Blocks whose weights are gathered.
-        ahead: Largest number of gathered blocks at stage 3. Stage 3 also frees embeddings that are
-            outer units.
-        after_head: Whether a head that is an outer unit has been freed.
+        left: Number of blocks whose weights are gathered at stages below 3.
+        ahead: Largest number of blocks whose weights are gathered at stage 3. Stage 3 also frees
+            embeddings that are units of their own.
+        after_head: Whether the gathered head has been freed, if it is a unit of its own.
     """
     units = rank.units
     blocks = np.where(rank.stage == 3, np.minimum(ahead, left), left)
@@ -382,15 +395,15 @@ def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = F
 
 
 def _has_unsharded_sums(rank: _Rank, moment: _Moment) -> Numbers:
-    """Return True if unsharded gradients of earlier micro-batches exist.
+    """Return True if unsharded gradients of earlier micro-batches are accumulated.
 
-    The reduction of a unit frees those of the unit.
+    The reduction of a unit frees the unsharded gradients of that unit.
     """
     return (rank.stage <= 1) & (np.asarray(moment.holding.growing) > 0)
 
 
 def _gradient_change(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
-    """Return the bytes of gradients that the reduction of a unit adds, or frees if negative."""
+    """Return the change in the bytes of gradients by the reduction of a unit."""
     sums = _has_unsharded_sums(rank, moment)
     freed = np.where(sums, -_GRADIENT_BYTES * elements, 0.0)
     # Shards of earlier micro-batches are added in place.
@@ -399,9 +412,9 @@ def _gradient_change(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers
 
 
 def _head_gradients(rank: _Rank, moment: _Moment, *, last: bool) -> Numbers:
-    """Return the bytes of the head's gradients after its backward.
+    """Return the bytes that the head's backward adds to the gradients.
 
-    These are shards if the head is an outer unit that has been reduced.
+    The gradients of the head are sharded if the head is a unit of its own and has been reduced.
     """
     units = rank.units
     reduced = _reduces(rank, last) & (units.head_unit > 0)
@@ -411,7 +424,7 @@ def _head_gradients(rank: _Rank, moment: _Moment, *, last: bool) -> Numbers:
 
 
 def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory during the reduction of a head that is an outer unit."""
+    """Yield the memory during the reduction of the head, if the head is a unit of its own."""
     units = rank.units
     added = np.asarray(moment.added)
     exists = _reduces(rank, last) & (units.head_unit > 0) & (np.asarray(moment.holding.head) > 0)
@@ -438,14 +451,20 @@ def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Te
 
 
 def _reduces(rank: _Rank, last: bool) -> Numbers:
-    """Return True if units reduce their gradients at the end of this backward."""
+    """Return True if units reduce their gradients in a backward.
+
+    Args:
+        rank: The rank.
+        last: Whether the backward is the last one of the stage in the step.
+    """
     return np.asarray(rank.units.sharded, dtype=bool) & reduces_gradients(rank.stage, last=last)
 
 
 def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
-    """Return the bytes of buffers for the reduction of a unit.
+    """Return the bytes of the buffers for the reduce-scatter of a unit's gradients.
 
-    These are its flattened gradients, and either their source or the result.
+    One buffer has the flattened gradients. A second one has the gradients that are copied into the
+    first, or the output if `rank.wide` is set.
     """
     source = np.where(added > 0, _GRADIENT_BYTES, rank.units.width)
     return elements * (_GRADIENT_BYTES + np.where(rank.wide, _GRADIENT_BYTES, source))
@@ -454,12 +473,12 @@ def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
 def _block(
     rank: _Rank, moment: _Moment, *, done: Numbers, last: bool
 ) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory during the backward of a block, and during the reduction at its end.
+    """Yield the memory during the backward of a block, and during its gradient reduction.
 
     Args:
         rank: The rank.
-        moment: Bytes on the rank before the backward of the stage.
-        done: Number of blocks of the stage whose backward is done.
+        moment: Memory of the rank before the backward of the stage.
+        done: Number of blocks of the stage whose backward is complete.
         last: Whether this is the last backward of the stage in the step.
     """
     units = rank.units
@@ -509,7 +528,7 @@ def _block(
 
 
 def _ends(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory during the reduction of everything outside the blocks."""
+    """Yield the memory during the reduction of the gradients outside the blocks."""
     units = rank.units
     added = np.asarray(moment.added)
     sums = (rank.stage <= 1) & (added > 0)

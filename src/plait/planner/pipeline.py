@@ -1,19 +1,21 @@
 """Pipeline schedules in the planner: idle time, and the tensors of a rank during a step.
 
-Idle shares are published formulas, or were read from torch's action lists. For the best candidates
-an event simulation of the schedule's table refines them. `in_flight` has the micro-batches in
-flight of other frameworks, in units of one micro-batch in all stages of a rank.
+Idle shares (pipeline bubbles) are published formulas, or were read from torch's action lists. For
+the best candidates, a simulation of the schedule's action table (`parallel.schedules.schedule`)
+replaces them. `in_flight` returns the micro-batches in flight for published runs of other
+frameworks.
 
-`holdings` counts the tensors that a rank of Plait holds: micro-batches in flight and gradients. The
-counts follow from the order of the rank's actions (`parallel.schedules.schedule.row_of`), which the
-runtime also executes. They are therefore exact for stages of unequal size, odd numbers of
-micro-batches and split backwards. GPipe and 1F1B have one stage per rank and simple formulas.
-Schedules without a table are treated as 1F1B.
+`holdings` counts the tensors that a rank of Plait has in memory: micro-batches in flight and
+gradients. The counts follow from the order of the rank's actions
+(`parallel.schedules.schedule.row_of`), which the runtime also executes. They are therefore exact
+for stages of unequal size, odd numbers of micro-batches and split backwards. GPipe and 1F1B have
+one stage per rank and simple formulas. Schedules without an action table are treated as 1F1B.
 
 Note [Peaks of a rank]
-    The moment of the peak depends on sizes that are not known here. The moment with the largest sum
-    is therefore stored for each of several assumptions about relative sizes (`_WEIGHTS`).
-    `peak_moments` later computes the bytes of these COUNT moments and takes the largest.
+    A moment is a point in time of a step, at the start of a rank's action. Which moment is the peak
+    depends on sizes in bytes that are not known in this module. `_WEIGHTS` therefore has several
+    assumptions about relative sizes, and for each of them the moment with the largest sum is
+    stored. `peak_moments` later computes the bytes of these COUNT moments and takes the largest.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ V_SHAPED = ("zbv", "dualpipev")
 
 
 def idle_share(layouts: Layouts) -> Numbers:
-    """Return the idle time of a stage per step.
+    """Return the idle time (bubble) of a stage per step.
 
-    It is a share of the other stages' time for one micro-batch.
+    The result is a fraction of the time that the other stages need for one micro-batch.
     """
     share = np.choose(np.asarray(layouts.schedule), [_IDLE[name] for name in SCHEDULES])
     interleaved = np.isin(
@@ -66,20 +68,20 @@ def idle_share(layouts: Layouts) -> Numbers:
 
 
 def micro_batches_between_chunks(layouts: Layouts) -> Numbers:
-    """Return the micro-batches between a stage's first and last complete gradients, at least 1.
+    """Return the micro-batches between a rank's first and last completed chunk gradients.
 
-    Interleaved chunks process `pp` micro-batches in turn, so that the gradients of all chunks
-    except the last are reduced while others compute.
+    The result is at least 1. Interleaved chunks process `pp` micro-batches in turn, so the
+    gradients of all chunks except the last are reduced while other chunks compute.
     """
     between = layouts.pp * (np.asarray(layouts.vpp) - 1) / layouts.vpp
     return np.clip(between, 1.0, np.maximum(layouts.accumulation, 1))
 
 
 def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
-    """Return the largest number of micro-batches whose activations a rank holds.
+    """Return the largest number of micro-batches in flight on a pipeline rank.
 
-    A micro-batch counts as 1 if all stages of the rank hold it. For the last rank see
-    `in_flight_last`.
+    A micro-batch counts as 1 if all stages of the rank have its activations in memory. For the last
+    rank use `in_flight_last`.
     """
     pp = layouts.pp
     plain = np.asarray(pp - rank, dtype=float)
@@ -88,7 +90,7 @@ def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
 
 
 def in_flight_last(layouts: Layouts) -> Numbers:
-    """Return the largest number of micro-batches whose activations the last rank holds."""
+    """Return the largest number of micro-batches in flight on the last pipeline rank."""
     pp = layouts.pp
     interleaved = (pp * (layouts.vpp - 1) + 1) / layouts.vpp
     return _in_flight(layouts, np.ones_like(np.asarray(pp, dtype=float)), interleaved, interleaved)
@@ -97,7 +99,14 @@ def in_flight_last(layouts: Layouts) -> Numbers:
 def _in_flight(
     layouts: Layouts, plain: Numbers, interleaved: Numbers, interleaved_zb: Numbers
 ) -> Numbers:
-    """Select the micro-batches in flight by schedule, from those of 1F1B and interleaved stages."""
+    """Return the micro-batches in flight of each layout's schedule.
+
+    Args:
+        layouts: The candidates.
+        plain: Result for 1F1B and for ZB-H1.
+        interleaved: Result for interleaved 1F1B.
+        interleaved_zb: Result for interleaved zero bubble.
+    """
     pp = np.asarray(layouts.pp, dtype=float)
     micro_batches = np.asarray(layouts.accumulation, dtype=float)
     # In the order of SCHEDULES.
@@ -136,7 +145,7 @@ gradients of a finished stage, and the saved tensors of a loss. See Note [Peaks 
 
 @dataclass(frozen=True)
 class Holding:
-    """Counts of the tensors that a rank holds at the start of a backward.
+    """Numbers of tensors that a rank has in memory at the start of a backward.
 
     Arrays have one entry per candidate, or are [COUNT, candidates] for several moments. Counts of
     blocks are sums over micro-batches of stages, which may have different numbers of blocks.
@@ -182,7 +191,7 @@ _FIELDS = len(_COLUMN)
 
 @dataclass(frozen=True)
 class Holdings:
-    """Moments at which a rank may have its peak."""
+    """Tensors of a rank at the moments that may be its peak. See Note [Peaks of a rank]."""
 
     headed: Holding
     """Moments with the model's last stage in its backward; zeros on a rank without it."""
@@ -200,7 +209,7 @@ def holdings(
     *,
     every_moment: bool = True,
 ) -> Holdings:
-    """Return the holdings of candidates.
+    """Return the tensors of candidates at the moments that may be the peak.
 
     Args:
         rows: Results of `rank_holdings` for different pipelines.
@@ -227,7 +236,10 @@ def holdings(
 def rank_holdings(
     kind: int, pp: int, microbatches: int, rank: int, blocks: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Return the holdings of a pipeline rank as [kinds, COUNT, fields].
+    """Return the tensors of a pipeline rank at the moments that may be its peak.
+
+    The result is an array [kinds, COUNT, fields]: kinds are the fields of `Holdings`, and fields
+    are those of `Holding`.
 
     Args:
         kind: Index into SCHEDULES.
@@ -259,14 +271,14 @@ def rank_holdings(
 
 
 def stages_of_rank(kind: int, pp: int, rank: int, chunks: int) -> tuple[int, ...]:
-    """Return the stages of a rank in a schedule, an index into SCHEDULES, in the model's order."""
+    """Return the stages of a rank, in the order of the model. `kind` is an index into SCHEDULES."""
     if SCHEDULES[kind] in V_SHAPED and pp > 1:
         return rank, 2 * pp - 1 - rank
     return tuple(range(rank, pp * chunks, pp))
 
 
 def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the moments with the largest sums by each of _WEIGHTS."""
+    """Return the moment with the largest sum for each of _WEIGHTS. See Note [Peaks of a rank]."""
     names = ("blocks", "deferred", "growing", "ended", "losses", "late_losses")
     blocks, deferred, growing, ended, losses, late = (moments[:, _COLUMN[name]] for name in names)
     # Among equal moments, the one with more of all other tensors is chosen.
@@ -281,9 +293,13 @@ def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
 def _moments_without_table(
     name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return all moments, and those that end a stage, of GPipe, 1F1B and schedules without a table.
+    """Return the moments of a rank for GPipe, 1F1B and schedules without an action table.
 
-    All stages of a rank count as one. Schedules without a table are only estimated for comparison.
+    All stages of a rank are treated as one. Schedules without an action table are only estimated
+    for comparison.
+
+    Returns:
+        All moments that may be the peak, and the moment before the last backward of the stage.
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages
@@ -327,7 +343,11 @@ def _moments_of_table(
     stages: tuple[int, ...],
     blocks: tuple[int, ...],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return all moments, and those that end a stage, of a schedule with a table."""
+    """Return the moments of a rank for a schedule with an action table.
+
+    Returns:
+        The moments before all backwards, and those before the last backward of a stage.
+    """
     of_row, kinds = _row(
         table, pp, _representative_micro_batches(table, pp, microbatches), len(stages), rank
     )
@@ -336,7 +356,7 @@ def _moments_of_table(
     stage_index = is_stage.argmax(axis=1)
 
     def before(*which: Kind) -> NDArray[np.int64]:
-        """Return the number of these actions of each stage that are done before every action."""
+        """Return how many actions of kinds `which` each stage has done before every action."""
         done = np.cumsum(is_stage & np.isin(kinds, which)[:, None], axis=0)
         return np.concatenate([np.zeros_like(done[:1]), done[:-1]])
 
@@ -388,13 +408,13 @@ def _moments_of_table(
 def _row(
     table: str, pp: int, microbatches: int, each: int, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return the stages and kinds of a rank's actions, in order."""
+    """Return the stage and the kind of every action of a rank, in order."""
     row = row_of(table, pp=pp, microbatches=microbatches, stages_per_rank=each, rank=rank)
     return np.array([action.stage for action in row]), np.array([action.kind for action in row])
 
 
 def _representative_micro_batches(table: str, pp: int, microbatches: int) -> int:
-    """Return a number of micro-batches that covers all distinct moments of a longer step."""
+    """Return a number of micro-batches, at most `microbatches`, that has the same peaks."""
     if TABLES[table].placement == "v":
         return min(microbatches, 3 * pp)
     rounds = max(1, microbatches // pp)

@@ -1,6 +1,6 @@
-"""Plan request (model, devices, batch), and its candidate layouts as jobs to price.
+"""Plan request (model, devices, batch), and its conversion to a job for the planner's formulas.
 
-`estimate` computes time and memory of candidates in one call, with closed formulas.
+`estimate` computes time and memory of all candidates in one call, with closed formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plait.sizes import SHORT_NAMES
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted cost of candidates; arrays with one entry each."""
+    """Predicted time and memory: arrays with one entry per candidate."""
 
     step: Step
     memory: Memory
@@ -41,7 +41,7 @@ def estimate(job: Job, rates: Rates | None = None, states: States | None = None)
 
     Args:
         job: The candidates.
-        rates: Constants. None uses the shipped constants.
+        rates: Constants. None uses those of the package.
         states: Bytes of model states. None computes them from the framework's bytes per parameter.
     """
     rates = rates or fitted_priors().rates
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def split(self) -> Split:
-        """Restrictions of tensor and context parallelism for the model."""
+        """Restrictions of tensor, sequence, context and pipeline parallelism for the model."""
         return split_of(self.model.architecture)
 
 
@@ -126,7 +126,7 @@ def check(request: Request) -> None:
 
 
 def job_of(request: Request, layouts: Layouts) -> Job:
-    """Return candidates of a request as a job to price."""
+    """Return the job for candidate layouts of a request."""
     framework = plait(precision=request.precision, compiled=request.compile)
     framework = replace(framework, wire_reduce=4 if request.reduce == "fp32" else 2)
     model = request.model.architecture
@@ -146,7 +146,8 @@ def job_of(request: Request, layouts: Layouts) -> Job:
 def formula_notes(request: Request) -> list[str]:
     """Return notes on properties of a model that the formulas only approximate.
 
-    These are blocks that are not counted, attention scores in memory, and dropout on CPU cores.
+    These are blocks whose saved bytes were not counted, attention scores that are written to
+    memory, and dropout on CPU cores.
     """
     model = request.model.architecture
     counting = _counting(request)
@@ -178,7 +179,7 @@ def _count(request: Request) -> CountedBytes | None:
 
 
 def _counting(request: Request) -> dict[str, Any]:
-    """Return the arguments of `counted` for a request."""
+    """Return keyword arguments of `built.counted` for a request."""
     on_cores = bool(np.all(request.cluster.device.on_cpu))
     return {"sequence": request.sequence, "precision": request.precision, "on_cores": on_cores}
 
@@ -189,8 +190,8 @@ def states_of(request: Request, job: Job, *, every_moment: bool = True) -> State
     Args:
         request: The request.
         job: Its candidates.
-        every_moment: False considers few moments of a step. The peak may then be too low, but is
-            never too high, and takes a fraction of the time.
+        every_moment: False considers only a few points in time of a step. This takes a fraction of
+            the time. The resulting peak may be too low, but is never too high.
     """
     return account_states(
         job,

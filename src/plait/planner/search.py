@@ -1,19 +1,20 @@
-"""Search over all candidate layouts: estimate each, drop those that do not fit, rank the others.
+"""Search over all candidate layouts: estimate each, drop those that do not fit, rank the rest.
 
 `plan` is the entry point, for commands and for "auto" in a configuration. Nothing here prints or
 writes.
 
 Note [Stages of a search]
-    1. `space_of` creates all candidates that the rules allow, at both ends of Note [Memory
-       measures] in `plait.planner.techniques`.
-    2. `estimate_space` estimates them with closed formulas, at a few moments of a step, and adds
-       candidates between the ends where they matter.
-    3. `_fastest` takes the fastest candidates that fit, estimates them again at all moments and
-       with intervals, and keeps a few per family of layouts.
-    4. `simulate_pipelines` simulates the pipelines of these, and they are sorted by the result.
+    1. `space_of` creates all candidates that the rules allow: every layout without memory-saving
+       options and with all of them (Note [Memory-saving options] in `plait.planner.techniques`).
+    2. `estimate_space` estimates these candidates with closed formulas, at a few points in time of
+       a step. For layouts that fit only with all options, it adds candidates with some options.
+    3. `_fastest` takes the fastest candidates that fit, estimates them again at all points in time
+       and with intervals, and selects a few per family of layouts.
+    4. `simulate_pipelines` simulates the pipelines of the selected candidates and sorts them by
+       the result.
 
-A `LayoutChoice` is a layout with its predicted costs; `ties` counts those that are equally fast
-within the uncertainty.
+A `LayoutChoice` is a layout with its predicted costs. `ties` counts the layouts that are equally
+fast within the uncertainty.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class LayoutChoice:
 
     @property
     def budget(self) -> float | None:
-        """Bytes of activations at the peak if recomputation follows a budget, else None."""
+        """Bytes of activations at the peak if recomputation has a memory budget, else None."""
         if RECOMPUTE[int(self.layout["recompute"])] != "budget":
             return None
         return sum(self.memory_terms[name] for name in ("activations", "working", "logits"))
@@ -101,12 +102,12 @@ def price(
     *,
     calibration: Calibration | None = None,
 ) -> list[LayoutChoice]:
-    """Predict the cost of given layouts, whether or not they fit.
+    """Predict the time and memory of layouts, including layouts that do not fit into memory.
 
     Args:
         request: Model, cluster and batch.
-        layouts: Fields of `Layouts` as plain numbers.
-        calibration: Constants of this machine. None uses the shipped constants.
+        layouts: Fields of `Layouts` as plain numbers, one mapping per layout.
+        calibration: Constants of this machine. None uses those of the package.
     """
     check(request)
     return choices_of(request, Layouts.of(layouts), calibration or uncalibrated())
@@ -115,7 +116,11 @@ def price(
 def simulate_pipelines(
     request: Request, choices: list[LayoutChoice], calibration: Calibration
 ) -> list[LayoutChoice]:
-    """Return choices with their pipelines simulated by the schedule's table, fastest first."""
+    """Replace the closed form of pipeline idle time by a simulation, and sort by the new time.
+
+    Returns:
+        The layouts with their new predicted times, fastest first.
+    """
     rates = merged_rates(calibration)
     refined = []
     for choice in choices:
@@ -138,7 +143,7 @@ def _with_terms(choice: LayoutChoice, terms: Mapping[str, float]) -> LayoutChoic
 
 
 def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> list[LayoutChoice]:
-    """Predict the cost of candidates in arrays. See `price`."""
+    """Predict the time and memory of layouts that are given as arrays. See `price`."""
     rates = merged_rates(calibration)
     job = job_of(request, layouts)
     estimated = estimate(job, rates, states_of(request, job))
@@ -197,10 +202,11 @@ def _broadcast_job(job: Job, count: int) -> Job:
 
 
 def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibration) -> int:
-    """Return the number of leading choices that may be as fast as the first one.
+    """Return how many layouts at the start of `choices` may be as fast as the first one.
 
-    A choice ties if it is faster with a probability of at least `_TIE_PROBABILITY`. Uncertainty
-    that two layouts share, such as that of the speed of matrix products, does not separate them.
+    A layout ties with the first one if it is the faster one with a probability of at least
+    `_TIE_PROBABILITY`. Uncertainty that two layouts share, such as the speed of matrix
+    multiplications, does not affect the result.
     """
     if not choices:
         return 0
@@ -239,7 +245,10 @@ _HOST_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Shortage:
-    """Region of the space in which nothing fits, and the memory of its smallest candidate."""
+    """Combination of tp, pp and ZeRO stage of which no candidate fits into memory.
+
+    The memory is that of the candidate that needs least.
+    """
 
     region: str
     candidates: int
@@ -255,7 +264,7 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of a search."""
+    """Result of a search: the fastest layouts that fit, and the reasons why others are excluded."""
 
     request: Request
     best: tuple[LayoutChoice, ...]
@@ -287,7 +296,7 @@ def plan(
     Args:
         request: Model, cluster and batch.
         fixed: Fields of the layout with fixed values (`techniques.parse_fixed`).
-        calibration: Constants of this machine. None uses those that ship.
+        calibration: Constants of this machine. None uses those of the package.
         best: Number of layouts to return.
 
     Raises:
@@ -325,7 +334,10 @@ class EstimatedSpace:
 
 
 def estimate_space(request: Request, space: Space, calibration: Calibration) -> EstimatedSpace:
-    """Estimate all candidates, including those between the ends of Note [Memory measures]."""
+    """Estimate all candidates of a space, and add candidates with some memory-saving options.
+
+    See Note [Memory-saving options] in `plait.planner.techniques`.
+    """
     rates = merged_rates(calibration)
     ends = _estimate(request, space.layouts, rates)
     sample = space.layouts.take(np.linspace(0, space.size - 1, min(space.size, 32), dtype=int))
@@ -376,7 +388,7 @@ def _estimate(request: Request, layouts: Layouts, rates: Rates) -> EstimatedSpac
 def _fastest(
     request: Request, estimated: EstimatedSpace, room: float, calibration: Calibration, best: int
 ) -> list[LayoutChoice]:
-    """Return the fastest layouts of each family that fit with enough probability."""
+    """Return the fastest layout of each family whose probability to fit is high enough."""
     order = np.flatnonzero(estimated.needed_bytes <= room)
     # Equally fast candidates keep the order of the space, so that plans are reproducible.
     order = order[np.argsort(estimated.seconds[order], kind="stable")]
@@ -425,7 +437,7 @@ def _of_families(choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
 def _shortages(
     request: Request, estimated: EstimatedSpace, room: float, rates: Rates
 ) -> tuple[Shortage, ...]:
-    """Return the smallest candidate of every (tp, pp, stage) of which nothing fits."""
+    """Return a `Shortage` for every (tp, pp, stage) of which no candidate fits into memory."""
     layouts = estimated.layouts
     needed_bytes = estimated.needed_bytes
     # One integer per (tp, pp, stage): there are four ZeRO stages, and pp is far below 4096.

@@ -1,8 +1,8 @@
-"""Space of candidate layouts of a model on a cluster, and regions that rules exclude.
+"""Candidate layouts of a model on a cluster, and the layouts that rules exclude.
 
 The rules are those of the engine: tp divides the heads, every rank gets complete micro-batches, and
 a pipeline has at least one layer per stage and as many micro-batches as stages. Layouts that do not
-fit into memory are not excluded here.
+fit into memory are dropped later (`plait.planner.search`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from plait.planner.job import CONTEXT, SCHEDULES, Layouts
 from plait.planner.request import Request
 from plait.planner.techniques import (
     AvailableTechniques,
-    MemoryMeasure,
-    MemoryMeasures,
+    MemoryOption,
+    MemoryOptions,
     Split,
     format_fixed,
-    memory_measures,
+    memory_options,
     splits_backward,
-    supports_measures,
-    with_measures,
+    supports_options,
+    with_options,
 )
 
 _MAX_MICRO_BATCH = 64
@@ -45,7 +45,7 @@ Shorter sequences use data parallelism, which communicates less.
 
 @dataclass(frozen=True)
 class Excluded:
-    """Region of the space that is impossible, and the rule with its numbers."""
+    """Group of layouts that cannot run, such as "tp = 3", and the rule with its numbers."""
 
     region: str
     rule: str
@@ -53,15 +53,15 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Space:
-    """Candidates, and excluded regions."""
+    """Candidate layouts of a request, and the layouts that rules exclude."""
 
     layouts: Layouts
     number: NDArray[np.int64]
     """Index of each candidate's layout.
 
-    Candidates that differ only in their memory measures have the same layout.
+    Candidates that differ only in their memory-saving options have the same layout.
     """
-    measures: MemoryMeasures
+    options: MemoryOptions
     excluded: tuple[Excluded, ...]
 
     @property
@@ -70,55 +70,58 @@ class Space:
         return len(self.number)
 
     def proposed(self, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which candidates may be proposed.
+        """Return a mask of the candidates that may be proposed.
 
-        The optimizer is on the host only if the layout does not fit with the optimizer on the
-        device.
+        A candidate with the optimizer on the host is proposed only if its layout does not fit with
+        the optimizer on the device.
         """
         on_host = np.asarray(self.layouts.offload) > 0
         return ~on_host | ~self._of_layouts(fits & ~on_host)
 
     def _of_layouts(self, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return, for every candidate, whether `which` contains one with the same layout."""
+        """Return a mask of the candidates whose layout is that of any candidate in `which`."""
         return np.bincount(self.number, weights=which)[self.number] > 0
 
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
     ) -> Layouts | None:
-        """Return further candidates between the ends, see Note [Memory measures].
+        """Return candidates with some memory-saving options, for layouts that need some.
+
+        See Note [Memory-saving options] in `plait.planner.techniques`.
 
         Args:
-            seconds: Predicted seconds of the candidates.
-            fits: Whether they fit.
-            within: Largest ratio of the time of a layout without measures to that of the fastest
-                candidate that fits. Slower layouts get no further candidates.
+            seconds: Predicted seconds of the candidates of this space.
+            fits: Mask of the candidates of this space that fit into memory.
+            within: Layouts that are slower than the fastest fitting candidate by more than this
+                factor, even without memory-saving options, are left out.
 
         Returns:
-            Candidates of layouts that fit with measures but not without. None if there are none.
+            Candidates of the layouts that fit with memory-saving options but not without. None if
+            there are none.
         """
         if not fits.any():
             return None
-        on_host = (np.asarray(self.layouts.offload) > 0) & bool(self.measures.on_host)
+        on_host = (np.asarray(self.layouts.offload) > 0) & bool(self.options.on_host)
 
-        # The first candidate of each layout has no measures.
+        # The first candidate of each layout has no options.
         is_lightest = np.concatenate([[True], np.diff(self.number) != 0])
-        # A layout that is slow even without measures would only become slower with them.
+        # A layout that is slow even without options would only become slower with them.
         is_candidate = is_lightest & ~fits & (seconds <= within * seconds[fits].min())
         fits_on_device = self._of_layouts(fits & ~on_host)
         fits_on_host = self._of_layouts(fits & on_host)
         layouts = []
-        for selected, measures in (
-            (is_candidate & fits_on_device, self.measures.between(on_host=False)),
-            (is_candidate & ~fits_on_device & fits_on_host, self.measures.between(on_host=True)),
+        for selected, options in (
+            (is_candidate & fits_on_device, self.options.between(on_host=False)),
+            (is_candidate & ~fits_on_device & fits_on_host, self.options.between(on_host=True)),
         ):
-            if selected.any() and measures:
+            if selected.any() and options:
                 base = self.layouts.take(np.flatnonzero(selected))
-                layouts.append(with_measures(base, measures))
+                layouts.append(with_options(base, options))
         return joined(layouts) if layouts else None
 
 
 def joined(parts: Sequence[Layouts]) -> Layouts:
-    """Concatenate candidates."""
+    """Concatenate the arrays of several sets of candidates."""
     columns = zip(*(vars(part).values() for part in parts), strict=True)
     return Layouts(*map(np.concatenate, columns))
 
@@ -137,7 +140,7 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
         fixed: Fields of the layout with fixed values (`techniques.parse_fixed`).
 
     Raises:
-        ConfigError: No candidate is left. The error has every rule that excluded some.
+        ConfigError: No candidate is left. The error lists all rules that excluded candidates.
     """
     fixed = fixed or {}
     cluster = request.cluster
@@ -150,7 +153,7 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
         techniques,
         request.split,
         fixed,
-        memory_measures(techniques, cluster.device, fixed),
+        memory_options(techniques, cluster.device, fixed),
     )
     for tp in _tensor_degrees(builder):
         for pp in _stages(builder, cluster.devices // tp):
@@ -173,14 +176,14 @@ def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
     return Space(
         Layouts(**{name: np.concatenate(parts) for name, parts in builder.columns.items()}),
         np.concatenate(builder.numbers),
-        builder.measures,
+        builder.options,
         tuple(Excluded(region, rule) for region, rule in builder.excluded.items()),
     )
 
 
 @dataclass(frozen=True)
 class _SpaceBuilder:
-    """Builder of a space: its inputs, and the candidates and exclusions so far."""
+    """Inputs of `space_of`, and the candidates and exclusions that it has collected so far."""
 
     model: Architecture
     cluster: Cluster
@@ -189,7 +192,7 @@ class _SpaceBuilder:
     techniques: AvailableTechniques
     split: Split
     fixed: Mapping[str, int]
-    measures: MemoryMeasures
+    options: MemoryOptions
     excluded: dict[str, str] = field(default_factory=dict)
     """First rule per excluded region."""
     columns: dict[str, list[Any]] = field(
@@ -207,11 +210,11 @@ class _SpaceBuilder:
         return list(filter(agrees, rows))
 
     def exclude(self, region: str, rule: str) -> None:
-        """Record the rule that excludes a region, unless the region already has one."""
+        """Record the rule that excludes a region, unless the region already has a rule."""
         self.excluded.setdefault(region, rule)
 
     def exclude_fixed(self, names: Iterable[str], rule: str) -> None:
-        """Record the rule that excludes the fixed values of these fields."""
+        """Record the rule that excludes the fixed values of the fields `names`."""
         fixed = {name: self.fixed[name] for name in names if name in self.fixed}
         if fixed:
             self.exclude(format_fixed(fixed), rule)
@@ -219,7 +222,7 @@ class _SpaceBuilder:
     def without_refused(
         self, degrees: Iterable[int], refuse: Callable[[int], Excluded | None]
     ) -> list[int]:
-        """Return the degrees that no rule excludes, and record the rules for the others."""
+        """Return the degrees that no rule excludes, and record why the other ones are excluded."""
         allowed = []
         for degree in degrees:
             refusal = refuse(degree)
@@ -231,7 +234,7 @@ class _SpaceBuilder:
 
 
 def _rule_of(model: Architecture, names: Sequence[str]) -> str:
-    """Return the rule that excludes the fixed values of these fields."""
+    """Return the rule that excludes the fixed values of the fields `names`."""
     if "ep" in names and not model.experts:
         return f"{model.name} has no experts"
     rules = {
@@ -259,7 +262,7 @@ def _tensor_degrees(builder: _SpaceBuilder) -> list[int]:
 
 
 def _refuse_tensor_degree(builder: _SpaceBuilder, tp: int, domain: int) -> Excluded | None:
-    """Return the rule that excludes a degree of tensor parallelism, or None."""
+    """Return why a degree of tensor parallelism is excluded, or None if it is allowed."""
     model = builder.model
     devices = builder.cluster.devices
     split = builder.split
@@ -317,7 +320,7 @@ def _stages(builder: _SpaceBuilder, ranks: int) -> list[int]:
 
 
 def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | None:
-    """Return the rule that excludes a number of stages, or None."""
+    """Return why a number of pipeline stages is excluded, or None if it is allowed."""
     fixed = builder.fixed
     layers = builder.model.layers
     region = f"pp = {pp}"
@@ -344,7 +347,7 @@ def _refuse_stages(builder: _SpaceBuilder, pp: int, ranks: int) -> Excluded | No
 
 
 def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
-    """Return (schedule, chunks per rank) pairs."""
+    """Return the allowed pipeline schedules as (schedule, chunks per rank)."""
     layers = builder.model.layers
     if pp == 1:
         return [(SCHEDULES.index("none"), 1)]
@@ -368,7 +371,7 @@ def _schedules(builder: _SpaceBuilder, pp: int) -> list[tuple[int, int]]:
 
 
 def _shards(builder: _SpaceBuilder, dp: int) -> list[tuple[int, int, int]]:
-    """Return (ZeRO stage, dp_replicate, dp_shard) triples."""
+    """Return the allowed divisions of `dp` ranks as (ZeRO stage, dp_replicate, dp_shard)."""
     fixed = builder.fixed
     entries = [(0, dp, 1)]
     if builder.cluster.devices == 1 or (dp == 1 and fixed.get("stage")):
@@ -432,7 +435,7 @@ def _degrees_of_context(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int
 
 
 def _contexts(builder: _SpaceBuilder, tp: int, cp: int) -> list[int]:
-    """Return algorithms of context parallelism as indices into CONTEXT."""
+    """Return the allowed algorithms of context parallelism as indices into CONTEXT."""
     if cp == 1:
         return [0]
     attention_tp = 1 if builder.split.replicates_attention else tp
@@ -454,7 +457,7 @@ def _contexts(builder: _SpaceBuilder, tp: int, cp: int) -> list[int]:
 
 
 def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
-    """Return the degrees of expert parallelism for a stage of `ranks`."""
+    """Return the allowed degrees of expert parallelism for a pipeline stage of `ranks` ranks."""
     experts = int(builder.model.experts)
     degrees = [1]
     if experts and not builder.techniques.compiled:
@@ -471,7 +474,7 @@ def _expert_degrees(builder: _SpaceBuilder, tp: int, ranks: int) -> list[int]:
 def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[int]:
     """Return the micro-batch sizes that these degrees allow.
 
-    The list is empty if there are none. The reason is then among the exclusions.
+    If no size is allowed, the reason is added to the exclusions of `builder`.
     """
     fixed = builder.fixed
     dp = builder.cluster.devices // (tp * pp * cp)
@@ -522,7 +525,7 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
 
 
 def _as_rows(values: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return each value of a field as a row with one entry."""
+    """Return a tuple with one entry for each value."""
     return [(value,) for value in values]
 
 
@@ -536,7 +539,7 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
     if tp > 1 and builder.split.sequence:
         builder.exclude("sp", builder.split.sequence)
     sequence = [0, 1] if tp > 1 and not builder.split.sequence else [0]
-    ends = builder.measures.ends
+    ends = builder.options.ends
     lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("schedule", "vpp"): _schedules(builder, pp),
         ("stage", "dp_replicate", "dp_shard"): _shards(builder, dp),
@@ -544,8 +547,8 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
         ("context",): _as_rows(_contexts(builder, tp, cp)),
         ("ep",): builder.allowed(("ep",), _as_rows(_expert_degrees(builder, tp, dp * cp * tp))),
         ("micro_batch",): _as_rows(micro_batches),
-        tuple(f.name for f in fields(MemoryMeasure)): [
-            tuple(vars(measure).values()) for measure in ends
+        tuple(f.name for f in fields(MemoryOption)): [
+            tuple(vars(option).values()) for option in ends
         ],
     }
     for names, entries in lists.items():
@@ -579,17 +582,18 @@ def _add(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> None:
 
 
 def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any:
-    """Return which candidates can run.
+    """Return a mask of the candidates that can run.
 
-    Their schedule must exist for the micro-batches and work with the ZeRO stage, their experts must
-    be sharded as `parallel.techniques.experts` supports, and their measures must be compatible.
+    The schedule must exist for the number of micro-batches and support the ZeRO stage. Experts must
+    be sharded as `parallel.techniques.experts` supports. The layout must support its memory-saving
+    options.
     """
     stage = values["stage"]
 
     # Tokens of experts can only be exchanged in unsplit backwards.
     unsplit = ~splits_backward(values["schedule"])
     keep = (values["ep"] == 1) | ((stage > 0) & unsplit)
-    keep &= supports_measures(Layouts(**values))
+    keep &= supports_options(Layouts(**values))
     # With one shard all stages are the same, except that stage 0 has its optimizer on the device.
     if "stage" not in builder.fixed:
         keep &= (stage == 0) | (values["dp_shard"] > 1) | (values["offload"] > 0)

@@ -1,8 +1,10 @@
 """Exact bytes of Plait's model states, from the ledger of its techniques.
 
-The ledger computes the bytes of the embedding, one block and the head, and those of a stage are
-their sum. The facts about parameters are derived from an Architecture, so that no model is built.
-Tests compare them with the facts of the Transformers model.
+The ledger computes the bytes of the embedding, of one block and of the head. The bytes of a
+pipeline stage are sums of these. Names and shapes of parameters are derived from an Architecture,
+so that no model is built. Tests compare them with the parameters of the Transformers model.
+
+The "ends" of a model are its parameters outside the blocks: embedding, positions, norm and head.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ def block_parameters(
     """Return (name, shape, dimension split over tp) of the parameters of a block.
 
     Args:
-        model: Sizes of the model. Shapes are those of the Transformers model.
+        model: Sizes of the model.
         experts: Whether the block has experts.
-        replicates_keys: Whether keys and values are replicated, because there are fewer key-value
-            heads than ranks.
+        replicates_keys: Whether keys and values are replicated over tp, because there are fewer
+            key-value heads than tp ranks.
     """
     if model.model_type == "gpt2":
         return _gpt2_block(model)
@@ -70,7 +72,7 @@ def block_parameters(
 
 
 def _attention_entries(model: Architecture, replicates_keys: bool) -> list[Entry]:
-    """Return the parameters of the products of attention."""
+    """Return the parameters of attention's projections."""
     if model.latent_rank:
         return _latent_entries(model)
 
@@ -107,7 +109,7 @@ def _latent_entries(model: Architecture) -> list[Entry]:
 
 
 def _expert_entries(model: Architecture) -> list[Entry]:
-    """Return the parameters of experts, their router and the shared expert."""
+    """Return the parameters of the routed experts, the router and the shared experts."""
     hidden = model.hidden
     entries: list[Entry] = [
         (f"{_EXPERTS}gate_up", (model.experts, 2 * model.expert_ffn, hidden), None),
@@ -158,16 +160,16 @@ def _gpt2_block(model: Architecture) -> list[Entry]:
 def _adjust_to_count(
     model: Architecture, dense: list[Entry], routed: list[Entry], share: float
 ) -> tuple[list[Entry], list[Entry]]:
-    """Return the parameters of a layer with as many elements as in the built model.
+    """Adjust parameters such that a layer has as many elements as in the built model.
 
     Args:
         model: Sizes of the model.
         dense: Parameters of a layer without experts.
         routed: Parameters of a layer with experts.
-        share: Share of the layers with experts.
+        share: Fraction of the layers that have experts.
 
     Returns:
-        The parameters of a layer without experts and of one with experts.
+        `dense` and `routed`, adjusted.
     """
     more = float(model.unexplained_parameters)
     if not more:
@@ -184,10 +186,10 @@ def _elements(entries: list[Entry]) -> int:
 
 
 def _with_elements(entries: list[Entry], count: float) -> list[Entry]:
-    """Return parameters with `count` elements in total.
+    """Adjust parameters such that they have `count` elements in total.
 
-    Additional elements are one more parameter. Missing elements are taken from the smallest
-    parameters, starting with those that tensor parallelism does not split.
+    If elements are missing, a parameter is added. If there are too many, the smallest parameters
+    shrink, starting with those that tensor parallelism does not split.
     """
     more = round(count) - _elements(entries)
     if more >= 0:
@@ -208,9 +210,9 @@ def _with_elements(entries: list[Entry], count: float) -> list[Entry]:
 
 
 def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
-    """Return the parameters outside the blocks, by embedding, positions, norm and head.
+    """Return the parameters outside the blocks, keyed by "embedding", "positions", "norm", "head".
 
-    A tied head has none.
+    A head that is tied to the embedding has no parameters.
     """
     norm: list[Entry] = [("norm.weight", (model.hidden,), None)]
     if model.bias:
@@ -236,7 +238,7 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
 
 
 def outer_ends(model: Architecture) -> frozenset[str]:
-    """Return the keys of `end_parameters` that are outer units without a pipeline.
+    """Return the keys of `end_parameters` that are sharding units of their own without a pipeline.
 
     See `model.outer_layers`.
     """
@@ -261,9 +263,9 @@ def _model_facts(entries: list[Entry], unit: int) -> tuple[ModelFacts, Split]:
 
 
 def account_rows(job: Job) -> States:
-    """Return the states of a job whose entries have different models and precisions.
+    """Return the bytes of model states for a job whose entries have different models.
 
-    Used for measured runs. See `account_states`.
+    Measured runs are such jobs. Precisions may differ as well. See `account_states`.
     """
     size = np.size(job.sequence)
     names = [f.name for f in fields(Architecture)]
@@ -283,12 +285,12 @@ def account_rows(job: Job) -> States:
 
 
 def _combine(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
-    """Scatter results of parts of a job into arrays of all entries.
+    """Merge the results for parts of a job into arrays with all entries of the job.
 
     Args:
         parts: (indices, result) pairs. Results are nested dataclasses and mappings of arrays. The
-            last dimension of the arrays is the entry.
-        size: Number of all entries.
+            last dimension of an array has the entries of the part.
+        size: Number of entries of the job.
     """
     shape = parts[0][1]
     if isinstance(shape, Mapping):
@@ -317,12 +319,12 @@ def account_states(
     form: str | None = None,
     every_moment: bool = True,
 ) -> States:
-    """Return the bytes of model states of every candidate of one model and precision.
+    """Return the bytes of model states of every candidate. All have one model and one precision.
 
     Args:
         job: The candidates.
         reduce: Dtype of the gradient reduction.
-        form: Form of AdamW's moments.
+        form: Format of AdamW's moments, a value of `optimizer.states`. None for the default.
         every_moment: See `pipeline.holdings`.
     """
     layouts = job.layouts
@@ -341,7 +343,7 @@ def account_states(
 
 
 def _presence_of_ends(job: Job, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return which ends of the model a rank has, as 1 or 0 by end, for each rank of `RANKS`."""
+    """Return 1 or 0 per rank of `RANKS` and end of the model: whether the rank has this end."""
     single = _column(job.layouts.pp, size) == 1
     v_schedules = [SCHEDULES.index(name) for name in V_SHAPED]
     v_shaped = np.isin(_column(job.layouts.schedule, size), v_schedules) & ~single
@@ -377,9 +379,9 @@ the host), gathered, and unsharded (all weights in the dtype of computation).
 
 @dataclass(frozen=True)
 class _DistinctLayouts:
-    """Distinct combinations of the fields that the ledger of the techniques depends on.
+    """Distinct combinations of the layout fields that determine the bytes of model states.
 
-    There are far fewer of them than candidates. `inverse` is the index of each candidate's
+    There are far fewer combinations than candidates. `inverse` is the index of each candidate's
     combination.
     """
 
@@ -411,11 +413,11 @@ class _DistinctLayouts:
     def account(
         self, entries: list[Entry], unit: int, *, compute: str | None, reduce: str, form: str | None
     ) -> Bytes:
-        """Return the bytes of parameters, per distinct layout.
+        """Return the bytes of model states of parameters, per combination of layout fields.
 
         Args:
             entries: The parameters.
-            unit: 0 if they are a block, -1 if they are outside the blocks.
+            unit: 0 for the parameters of a block, -1 for parameters outside the blocks.
             compute: Dtype of forward and backward. None computes in float32.
             reduce: See `account_states`.
             form: See `account_states`.
@@ -464,13 +466,13 @@ def _column(field: Any, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _PartsOfModel:
-    """Bytes of a block and of the ends of a model, from which ranks are composed.
+    """Bytes of a block and of the ends of a model, whose sums are the bytes of a rank.
 
     Attributes:
-        block: Bytes of one block, dense and expert layers averaged.
+        block: Bytes of one block, averaged over dense and expert layers.
         ends: Bytes of each end, by the keys of `end_parameters`.
-        outer: Ends that are outer units without a pipeline.
-        single: Whether there is one stage.
+        outer: Ends that are sharding units of their own without a pipeline.
+        single: Whether there is only one pipeline stage.
         is_stage_3: Whether the ZeRO stage is 3.
         sharded: Whether `fully_shard` is used.
         gathers: Whether any candidate gathers weights or casts them.
@@ -493,7 +495,7 @@ class _PartsOfModel:
     tied: bool
 
     def bytes_on_rank(self, layers: np.ndarray, present: Bytes) -> Bytes:
-        """Return the bytes on a rank with a number of blocks and the ends that are present."""
+        """Return the bytes on a rank that has `layers` blocks and the ends in `present`."""
         ends = self.ends
         states = {}
         for kind, value in self.block.items():
@@ -531,7 +533,7 @@ class _PartsOfModel:
     def units_on_rank(
         self, layers: np.ndarray, present: Bytes, holdings_of_rank: Holdings
     ) -> Units:
-        """Return the units of a rank with a number of blocks and the ends that are present."""
+        """Return the sharding units of a rank with `layers` blocks and the ends in `present`."""
         head = self._elements(self.ends["embedding" if self.tied else "head"])
         outer = {
             end: np.where(self.single, self._elements(self.ends[end]) * present[end], 0.0)
@@ -612,10 +614,10 @@ def _parts_of_model(
 
 
 def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray, Holdings]]:
-    """Return the layers and holdings of the first, a middle and the last rank.
+    """Return (number of layers, `Holdings`) for each pipeline rank of `RANKS`.
 
-    The model is partitioned as in the engine: equal blocks, and the head's product on the last
-    stage (`pipeline.estimates.forward_costs`, in elements).
+    The model is partitioned as in the engine: all blocks have equal cost, and the last stage also
+    has the cost of the head (`pipeline.estimates.forward_costs`, in elements).
     """
     layouts = job.layouts
     rows = [
@@ -653,7 +655,7 @@ def _ranks(job: Job, size: int, *, every_moment: bool) -> list[tuple[np.ndarray,
 
 
 def _cut(model: Architecture, stages: int) -> Sequence[int]:
-    """Return the number of layers of every stage."""
+    """Return the number of layers of every pipeline stage."""
     layers = int(model.layers)
     if stages > layers:
         # Estimated for comparison; no engine runs it.

@@ -1,20 +1,22 @@
 """Seconds of an optimizer step as a sum of named terms.
 
-The slowest stage sets the pace: its micro-batches, and the idle time of the schedule. Communication
-that can overlap costs the part that does not fit under the computation, and slows the computation
-by a share of the part that does. Invariant: the terms sum to the step.
+The time of a step is that of the slowest pipeline stage for its micro-batches, plus the idle time
+of the schedule. Of communication that can overlap with computation, only the exposed part counts;
+the overlapped part slows the computation by a factor. Invariant: the terms sum to the time of the
+step.
 
-A collective takes its bytes over the slowest link, plus a latency per step of a ring. A ring over n
-ranks, of which q share a domain (a node, or an NVL72), moves S (n-1)/n bytes per rank over links
-inside, and between domains over the q network cards of those ranks. This is the model of NCCL's
-ring (`src/graph/tuning.cc`). A step takes 3.4 us inside and 14 us between domains, more on some
-clouds.
+The time of a collective is its bytes divided by the bandwidth of the slowest link, plus a latency
+per step of a ring. In a ring over n ranks, every rank sends S (n-1)/n bytes. If q of the ranks
+share a domain (a node, or an NVL72), the bytes are sent over the links inside the domain, and over
+the q network cards of these ranks between domains. This is the model of NCCL's ring
+(`src/graph/tuning.cc`). A step of the ring takes 3.4 us inside a domain and 14 us between domains,
+more on some clouds.
 
-`simulated_terms` simulates the pipeline of one layout by its schedule's table. This refines the
-idle time of the closed form for the best candidates: with uneven stages, the head on the last
-stage, and messages in flight. The table is that of the runtime (`parallel.schedules.schedule`), the
-simulation `parallel.schedules.timeline`, and the partition of the model that of the engine
-(`parallel.pipeline.estimates`). Durations come from the closed form.
+`simulated_terms` simulates the pipeline of one layout. For the best candidates this replaces the
+closed form of the idle time, because it includes uneven stages, the head on the last stage, and
+messages in flight. The simulation (`parallel.schedules.timeline`) uses the action table of the
+runtime (`parallel.schedules.schedule`) and the engine's partition of the model
+(`parallel.pipeline.estimates`). Durations of actions come from the closed form.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ BASE = 8.4e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Process group of a collective."""
+    """Size of the process group of a collective, and how its ranks are spread over domains."""
 
     size: Numbers
     """Number of ranks."""
@@ -65,12 +67,12 @@ class Group:
 
 
 def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"]) -> Group:
-    """Return the group of an axis.
+    """Return the process group of a mesh dimension.
 
-    Groups of tp consist of neighboring ranks. The next axes are cp and dp. `shard` is the inner
-    part of dp, and `replicate` consists of the ranks with the same shard. Other frameworks also
-    shard states over cp, while Plait replicates them. ep is a part of dp in other frameworks, and
-    consists of neighboring ranks of all axes in Plait.
+    Ranks of a tp group are neighbors. cp is the next dimension, then dp. `shard` is the inner part
+    of dp, and `replicate` is the group of ranks with the same shard. Plait replicates model states
+    over cp, while other frameworks shard them. A group of ep consists of neighboring ranks in
+    Plait, and of ranks of one dp group in other frameworks.
     """
     layouts = job.layouts
     over_cp = np.where(job.is_plait, 1, layouts.cp)
@@ -103,7 +105,9 @@ def collective_seconds(
         where: Group of ranks.
         size_bytes: Bytes of the full tensor.
         kind: `one_way` is an all-gather or a reduce-scatter.
-        crossing: Share of an all-to-all's bytes for other domains that is sent there.
+        crossing: Fraction of an all-to-all's bytes for ranks of other domains that is sent between
+            domains. It is below 1 if a token is sent only once to a domain with several of its
+            experts.
     """
     ranks = where.size
     inside = where.inside
@@ -144,15 +148,15 @@ def context_seconds(
 ) -> Numbers:
     """Return the exposed seconds of context parallelism in Plait, per layer and micro-batch.
 
-    The bytes are those of Note [Traffic of context parallelism] in
-    `parallel.techniques.context_parallel`, forward and backward.
+    The time covers forward and backward. Note [Traffic of context parallelism] in
+    `parallel.techniques.context_parallel` has the numbers of bytes.
 
     Args:
         job: The candidates.
         rates: Constants.
-        attention: Seconds of the forward, under which messages of a ring arrive.
-        backward: Seconds of the backward.
-        again: Share of forwards that are repeated.
+        attention: Seconds of attention's forward, with which the messages of a ring overlap.
+        backward: Seconds of attention's backward.
+        again: Fraction of the forwards that recomputation repeats.
     """
     model = job.model
     layouts = job.layouts
@@ -185,13 +189,14 @@ def context_seconds(
 def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
     """Return the exposed seconds of expert parallelism per layer with experts.
 
-    Tokens are sent to their experts and back. In Plait, ranks of tp have the same tokens without
-    sequence parallelism. Each of them sends a part, and results and gradients are gathered.
+    Tokens are sent to their experts and back. Without sequence parallelism all tp ranks have the
+    same tokens. In Plait each of these ranks then sends a part of the tokens, and results and
+    gradients are all-gathered over tp.
 
     Args:
         job: The candidates.
         rates: Constants.
-        again: Share of forwards that are repeated.
+        again: Fraction of the forwards that recomputation repeats.
     """
     model = job.model
     layouts = job.layouts
@@ -218,9 +223,9 @@ def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
 
 
 def send_seconds(job: Job, rates: Rates) -> Numbers:
-    """Return the seconds to send hidden states to the next stage.
+    """Return the seconds to send the hidden states of a micro-batch to the next pipeline stage.
 
-    The stages are in different domains unless two fit into one.
+    The two stages are assumed to be in different domains unless both fit into one domain.
     """
     layouts = job.layouts
 
@@ -263,7 +268,7 @@ STEP_TERMS = {
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step by term; arrays with one entry per candidate."""
+    """Seconds of an optimizer step by term; arrays with one entry per candidate."""
 
     terms: dict[str, Numbers]
 
@@ -274,7 +279,7 @@ class Step:
 
 
 def step_seconds(job: Job, rates: Rates) -> Step:
-    """Predict the seconds of every candidate."""
+    """Predict the seconds of an optimizer step for every candidate."""
     layouts = job.layouts
     layers, last_layers = _pace_layers(job)
     layer = layer_cost(job, rates)
@@ -338,11 +343,11 @@ def step_seconds(job: Job, rates: Rates) -> Step:
 
 
 def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the largest number of layers of any stage before the last, and that of the last.
+    """Return the layers of the largest stage before the last one, and those of the last stage.
 
     Plait partitions the model so that the slowest stage is as fast as possible, including the head
-    (`parallel.pipeline.estimates`). With one chunk per rank the last stage has fewer layers by the
-    cost of the head.
+    (`parallel.pipeline.estimates`). With one chunk per rank, the last stage therefore has fewer
+    layers than the other stages, because it also computes the head.
     """
     most, _, last = stage_layers(job)
     layouts = job.layouts
@@ -372,17 +377,20 @@ def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
 
 
 def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
-    """Return the seconds that a layer's forward and backward wait for the host.
+    """Return the seconds that the device waits for the host in a layer's forward and backward.
 
-    A GPU queues kernels and waits only for launches that take longer than `device_seconds`. On a
-    CPU the process that launches a kernel also computes it.
+    A GPU queues kernels, so it waits only if all launches take longer than `device_seconds`. On a
+    CPU, where the process that launches a kernel also computes it, all of the host's time counts.
     """
     host = layer.host * (2.0 + recompute_share(job) * (np.asarray(job.layouts.recompute) > 0))
     return np.where(job.device.on_cpu, host, np.maximum(host - device_seconds, 0))
 
 
 def rank_parameters(job: Job) -> Numbers:
-    """Return the parameters of the fullest stage on a rank, before data parallelism shards them."""
+    """Return the parameters of the largest pipeline stage on one tp and ep rank.
+
+    Sharding by data parallelism is not included.
+    """
     model = job.model
     layouts = job.layouts
     layers, first, last = stage_layers(job)
@@ -412,7 +420,10 @@ def rank_parameters(job: Job) -> Numbers:
 
 
 def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers]:
-    """Return the exposed seconds of a layer's collectives in both passes, per micro-batch."""
+    """Return the exposed seconds of a layer's collectives in forward and backward, per micro-batch.
+
+    The keys are "tp", "cp" and "ep".
+    """
     model = job.model
     layouts = job.layouts
     hidden_bytes = job.element_bytes * job.tokens * model.hidden
@@ -472,7 +483,7 @@ def _data_traffic(
     backward: Numbers,
     forward: Numbers,
 ) -> tuple[Numbers, Numbers]:
-    """Return the exposed seconds of gradient and weight traffic, and the slowdown of computation.
+    """Return the exposed seconds of data-parallel traffic, and the seconds it adds to computation.
 
     Args:
         job: The candidates.
@@ -567,9 +578,9 @@ RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host
 
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the terms of one candidate with the simulated idle time.
+    """Return the terms of one candidate, with the idle time from a simulation of its pipeline.
 
-    The result is None without a pipeline, or if the schedule has no table to simulate.
+    The result is None without a pipeline, or if the schedule has no action table.
     """
     if int(only(job.layouts.pp)) == 1:
         return None
@@ -591,13 +602,15 @@ def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[
 
 
 def timeline_of(job: Job, rates: Rates) -> Timeline:
-    """Simulate one candidate. Without a pipeline the micro-batches run one after another.
+    """Simulate the pipeline of one candidate.
+
+    Without a pipeline, micro-batches run one after another.
 
     Returns:
-        Start and end of every computation in seconds.
+        Start and end of every action in seconds.
 
     Raises:
-        InputError: There is no table, or one longer than MOST_ACTIONS.
+        InputError: The schedule has no action table, or more than MOST_ACTIONS actions.
     """
     layouts = job.layouts
     pp = int(only(layouts.pp))
@@ -608,17 +621,21 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
     stages = pp * chunks
     if name is None:
         raise InputError(
-            f"the schedule {kind} is estimated by its published formula and cannot be simulated"
+            f"schedule {kind}: Plait does not run it, so it cannot be simulated; use another"
+            " schedule"
         )
     if 2 * stages * micro_batches > MOST_ACTIONS:
         raise InputError(
             f"{stages} stages and {micro_batches} micro-batches need more than {MOST_ACTIONS:,}"
-            " actions, the most that are simulated"
+            " actions, the most that can be simulated; use fewer micro-batches"
         )
 
     layers = int(job.model.layers)
     if stages > layers:
-        raise InputError(f"{stages} stages need at least {stages} layers, not {layers}")
+        raise InputError(
+            f"{stages} stages need at least {stages} layers, but the model has {layers}; use fewer"
+            " stages"
+        )
     try:
         table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
     except ConfigError as error:  # layouts that are only estimated may have no table

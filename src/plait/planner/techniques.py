@@ -1,18 +1,20 @@
-"""Techniques that this version of Plait supports and that the search may propose.
+"""Techniques that the search may propose, and their restrictions per model family.
 
 `parallel.order.UNSUPPORTED_COMBINATIONS` lists the pairs of techniques that do not work together.
 
-`split_of` has the restrictions of tensor, context and pipeline parallelism per model family. The
-engine decides from the model itself (`model.plans`); tests build every family named here and
-compare. For other families no tensor parallelism is planned, and the plan prints the reason.
+`split_of` returns the restrictions of tensor, context and pipeline parallelism for a model family.
+The engine decides from the model itself (`model.plans`); tests build every family of this module
+and compare the two. For other families no tensor parallelism is planned, and the plan prints the
+reason.
 
-`parse_fixed` reads layout fields that a user fixes: `tp=4`, `stage=3`, `recompute=full`.
+`parse_fixed` parses layout fields that a user fixes: `tp=4`, `stage=3`, `recompute=full`.
 
-Note [Memory measures]
-    Measures that reduce the memory of a layout are recomputation, a chunked loss, and the optimizer
-    on the host. A layout is first estimated at two ends: without measures (the least computation)
-    and with all of them (the least memory). The measures between the ends are only tried if the
-    layout fits with all measures but not without. The optimizer is moved to the host only if
+Note [Memory-saving options]
+    The options that reduce the memory of a layout are recomputation, a chunked loss, and the
+    optimizer on the host. A `MemoryOption` is one combination of their values. A layout is first
+    estimated without options (the least computation) and with all of them (the least memory). These
+    are the `ends` of `MemoryOptions`. Combinations between the ends are tried only for layouts that
+    fit with all options but do not fit without options. The optimizer is moved to the host only if
     nothing else fits.
 """
 
@@ -75,7 +77,7 @@ SPLIT_BACKWARD = tuple(
 
 @dataclass(frozen=True)
 class AvailableTechniques:
-    """Techniques that a plan may use."""
+    """Techniques and pipeline schedules that a plan may use."""
 
     pipeline: bool
     schedules: tuple[str, ...]
@@ -88,7 +90,7 @@ class AvailableTechniques:
     """True if blocks are compiled, which some layouts do not support."""
 
     def refusal(self, *, tp: int, pp: int) -> str | None:
-        """Return the reason why this version does not run these degrees, or None."""
+        """Return the reason why these degrees are not supported, or None if they are."""
         try:
             refuse_incompatible(
                 TechniqueContext(Layout(pp=pp, tp=tp), (Compile(enabled=self.compiled),))
@@ -98,7 +100,7 @@ class AvailableTechniques:
         return None
 
     def runs(self, schedule: str, *, pp: int, micro_batches: int, chunks: int, zero: int) -> bool:
-        """Return True if a schedule exists for these numbers and works with the ZeRO stage."""
+        """Return True if `schedule` exists for these numbers and supports ZeRO stage `zero`."""
         if zero == 3 and schedule in SPLIT_BACKWARD:
             return False
         return micro_batches >= pp and not tables.problems_of(
@@ -107,7 +109,7 @@ class AvailableTechniques:
 
 
 def available_techniques(*, compiled: bool = False) -> AvailableTechniques:
-    """Return the techniques that a configuration can enable and the engine runs."""
+    """Return the techniques that a plan may use, with or without compiled blocks."""
     kinds = ("none", "full") if compiled else ("none", "full", "operators", "budget")
     techniques = AvailableTechniques(True, tuple(SCHEDULE_NAMES), kinds, True, compiled)
     return replace(techniques, pipeline=techniques.refusal(tp=1, pp=2) is None)
@@ -159,7 +161,10 @@ _NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimensi
 
 @dataclass(frozen=True)
 class Split:
-    """Restrictions of the planned techniques for a model. Each reason is None if there is none."""
+    """Reasons why a model does not support tensor, sequence, context or pipeline parallelism.
+
+    A reason is None if the model supports the technique.
+    """
 
     tensor: str | None = None
     """Reason against tensor parallelism."""
@@ -179,7 +184,7 @@ class Split:
 
 
 def split_of(model: Architecture) -> Split:
-    """Return the restrictions for a model."""
+    """Return which kinds of parallelism a model does not support, with the reasons."""
     kind = str(model.model_type)
     context = None
     if kind not in FAMILIES:
@@ -227,8 +232,8 @@ The other parameters are updated on the device, which is faster.
 
 
 @dataclass(frozen=True)
-class MemoryMeasure:
-    """Values of the fields of `Layouts` that reduce memory."""
+class MemoryOption:
+    """One combination of memory-saving options, as values of fields of `Layouts`."""
 
     recompute: int = 0
     every: int = 1
@@ -238,94 +243,97 @@ class MemoryMeasure:
 
 
 @dataclass(frozen=True)
-class MemoryMeasures:
-    """Memory-saving measures that the available techniques and the fixed fields allow."""
+class MemoryOptions:
+    """Combinations of memory-saving options that the search may try.
 
-    on_device: tuple[MemoryMeasure, ...]
-    """Measures with the optimizer on the device, the lightest first.
-
-    If the optimizer is fixed to the host, these are the measures with the optimizer on the host.
+    See Note [Memory-saving options].
     """
-    on_host: tuple[MemoryMeasure, ...]
-    """Measures with the optimizer on the host.
+
+    on_device: tuple[MemoryOption, ...]
+    """Options with the optimizer on the device, the lightest first.
+
+    If the optimizer is fixed to the host, these are the options with the optimizer on the host.
+    """
+    on_host: tuple[MemoryOption, ...]
+    """Options with the optimizer on the host.
 
     There are none if the place of the optimizer is fixed, or if it cannot be the host.
     """
 
     @property
-    def ends(self) -> tuple[MemoryMeasure, ...]:
-        """Lightest measure, and those that need the least memory on the device and on the host.
+    def ends(self) -> tuple[MemoryOption, ...]:
+        """Combinations that are tried first: without options, and those with the least memory.
 
-        There is one without and one with recomputation for each place, because schedules with split
-        backwards do not support recomputation.
+        The least memory is that with the optimizer on the device, and that with the optimizer on
+        the host. For both there is one combination with recomputation and one without, because
+        schedules with split backwards do not support recomputation.
         """
         ends = [*self.on_device[:1]]
-        for measures in (self.on_device, self.on_host):
-            without = [measure for measure in measures if not measure.recompute]
-            ends += [*without[-1:], *measures[-1:]]
+        for options in (self.on_device, self.on_host):
+            without = [option for option in options if not option.recompute]
+            ends += [*without[-1:], *options[-1:]]
         return tuple(dict.fromkeys(ends))
 
-    def between(self, *, on_host: bool) -> tuple[MemoryMeasure, ...]:
-        """Return the measures that are not `ends`."""
+    def between(self, *, on_host: bool) -> tuple[MemoryOption, ...]:
+        """Return the combinations that are not in `ends`, for one place of the optimizer."""
         ends = self.ends
-        measures = self.on_host if on_host else self.on_device
-        return tuple(measure for measure in measures if measure not in ends)
+        options = self.on_host if on_host else self.on_device
+        return tuple(option for option in options if option not in ends)
 
 
-def memory_measures(
+def memory_options(
     techniques: AvailableTechniques, device: DeviceSpec, fixed: Mapping[str, int]
-) -> MemoryMeasures:
-    """Return the memory-saving measures for a device."""
+) -> MemoryOptions:
+    """Return the combinations of memory-saving options that a device and the fixed fields allow."""
     full, operators, budget = (RECOMPUTE.index(name) for name in ("full", "operators", "budget"))
     kinds = {
-        "none": [MemoryMeasure()],
-        "selective": [MemoryMeasure(RECOMPUTE.index("selective"))],
-        "operators": [MemoryMeasure(operators, every) for every in (4, 2, 1)],
-        "budget": [MemoryMeasure(budget, kept_operators=share) for share in (0.75, 0.5, 0.25)],
-        "full": [MemoryMeasure(full, every) for every in (4, 3, 2, 1)],
+        "none": [MemoryOption()],
+        "selective": [MemoryOption(RECOMPUTE.index("selective"))],
+        "operators": [MemoryOption(operators, every) for every in (4, 2, 1)],
+        "budget": [MemoryOption(budget, kept_operators=share) for share in (0.75, 0.5, 0.25)],
+        "full": [MemoryOption(full, every) for every in (4, 3, 2, 1)],
     }
     if fixed.get("every", 1) > 1:
         # An interval has no meaning for blocks that do not recompute.
         kinds |= {"none": [], "selective": []}
     if "every" in fixed:
         kinds |= {
-            "operators": [MemoryMeasure(operators, fixed["every"])],
-            "full": [MemoryMeasure(full, fixed["every"])],
+            "operators": [MemoryOption(operators, fixed["every"])],
+            "full": [MemoryOption(full, fixed["every"])],
             "budget": [],
         }
 
     chunks = (fixed["loss_chunk"],) if "loss_chunk" in fixed else (0, LOSS_CHUNK)
-    measures: list[MemoryMeasure] = []
+    options: list[MemoryOption] = []
     for kind, choices in kinds.items():
         is_allowed = fixed.get("recompute", RECOMPUTE.index(kind)) == RECOMPUTE.index(kind)
         if kind in techniques.recompute and is_allowed:
             for choice in choices:
-                measures += [replace(choice, loss_chunk=tokens) for tokens in chunks]
+                options += [replace(choice, loss_chunk=tokens) for tokens in chunks]
 
     shares = (fixed["offload"] / 100,) if fixed.get("offload", 0) else ON_HOST
-    on_host: tuple[MemoryMeasure, ...] = ()
+    on_host: tuple[MemoryOption, ...] = ()
     for share in shares:
-        on_host += tuple(replace(measure, offload=share) for measure in measures)
+        on_host += tuple(replace(option, offload=share) for option in options)
 
     # The memory of a CPU device is host memory already.
     has_offload = techniques.offload and int(device.family) != DEVICE_FAMILIES.index("cpu")
     if fixed.get("offload", 0):
-        return MemoryMeasures(on_host if has_offload else (), ())
-    return MemoryMeasures(
-        tuple(measures), on_host if has_offload and "offload" not in fixed else ()
-    )
+        return MemoryOptions(on_host if has_offload else (), ())
+    return MemoryOptions(tuple(options), on_host if has_offload and "offload" not in fixed else ())
 
 
 def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
-    """Return True if a schedule, an index into SCHEDULES, has split backwards."""
+    """Return True if a schedule (an index into SCHEDULES) has split backwards."""
     return np.isin(np.asarray(schedule), [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
 
 
-def supports_measures(layouts: Layouts) -> NDArray[np.bool_]:
-    """Return True if a layout supports its measures.
+def supports_options(layouts: Layouts) -> NDArray[np.bool_]:
+    """Return True if a layout supports its memory-saving options.
 
-    Split backwards do not recompute, a budget does not support expert parallelism, and states on
-    the host must be sharded and without expert parallelism.
+    Split backwards do not support recomputation. A recomputation budget does not support expert
+    parallelism. Optimizer states on the host require ZeRO stage 1 or higher, and no expert
+    parallelism.
     """
     recompute = np.asarray(layouts.recompute)
     budget = recompute == RECOMPUTE.index("budget")
@@ -339,15 +347,15 @@ def supports_measures(layouts: Layouts) -> NDArray[np.bool_]:
     )
 
 
-def with_measures(layouts: Layouts, measures: tuple[MemoryMeasure, ...]) -> Layouts:
-    """Return every layout with every measure that it supports."""
+def with_options(layouts: Layouts, options: tuple[MemoryOption, ...]) -> Layouts:
+    """Return every layout with every combination of `options` that it supports."""
     count = np.size(layouts.tp)
     columns = {}
-    for f in fields(MemoryMeasure):
-        columns[f.name] = np.tile([getattr(measure, f.name) for measure in measures], count)
-    # Every layout with all of the measures, then the next layout: [layouts * measures].
-    candidates = replace(layouts.take(np.repeat(np.arange(count), len(measures))), **columns)
-    return candidates.take(supports_measures(candidates))
+    for f in fields(MemoryOption):
+        columns[f.name] = np.tile([getattr(option, f.name) for option in options], count)
+    # Every layout with all of the options, then the next layout: [layouts * options].
+    candidates = replace(layouts.take(np.repeat(np.arange(count), len(options))), **columns)
+    return candidates.take(supports_options(candidates))
 
 
 FIXABLE = (
@@ -399,8 +407,8 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
     """Parse strings such as `tp=4`, `stage=3`, `recompute=full`, or several separated by commas.
 
     Returns:
-        Numbers by field. A named value becomes its index (`recompute`, `schedule`, `context`), or
-        a percentage (`offload`).
+        Numbers keyed by layout field. Names become an index (`recompute`, `schedule`, `context`)
+        or a percentage (`offload`).
 
     Raises:
         ConfigError: A field or value is unknown, or a field has two values.
@@ -416,7 +424,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
                 Problem(
                     text,
                     None,
-                    "must be FIELD=VALUE with a field of a layout",
+                    "must be FIELD=VALUE, where FIELD is a field of a layout",
                     f"use one of {', '.join(FIXABLE)}, for example tp=4",
                 )
             )
@@ -424,7 +432,12 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
         if values is not None:
             if value not in values:
                 raise ConfigError(
-                    Problem(name, value, "is not one of its values", f"use {', '.join(values)}")
+                    Problem(
+                        name,
+                        value,
+                        "not a supported value",
+                        f"use {', '.join(values)}",
+                    )
                 )
             number = values[value]
         else:
@@ -458,7 +471,7 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
 
 
 def format_fixed(fixed: Mapping[str, int]) -> str:
-    """Return fixed fields in the notation that `parse_fixed` reads."""
+    """Return fixed fields as a string that `parse_fixed` can parse."""
     texts = []
     for key, value in fixed.items():
         names = {number: name for name, number in _NAMED_VALUES.get(key, {}).items()}

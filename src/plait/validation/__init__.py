@@ -1,1 +1,1 @@
-"""Checks that `plait doctor --validate` runs on the GPUs of this machine, and their document."""
+"""Checks that `plait doctor --validate` runs on the GPUs of a machine, and the JSON results."""

@@ -1,7 +1,8 @@
 """Attention of context parallelism: fused kernels compared with float64 matrix multiplications.
 
-The second half of a sequence attends to both halves, as a rank of a ring of two does: once for each
-half of the keys, with the results combined by their log-sum-exp.
+The queries are the second half of a sequence and the keys both halves, as on the last rank of a
+ring of two ranks. Attention is computed once for each half of the keys, and the two results are
+combined with their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ CASES = (
 
 
 def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Compare every case, and repeat with other positions, windows and documents.
+    """Compare every case, twice: the second time with other positions, windows and documents.
 
-    The repetition fails if it compiles anything, because a training run has hundreds of positions.
+    The second comparison fails if it compiles anything, because a training run has hundreds of
+    positions.
     """
     require_real_device(context, "fused attention cannot be simulated: its kernels need a real GPU")
     numbers: dict[str, Any] = {"tokens": context.size(TOKENS, small=SMALL_TOKENS)}
@@ -103,7 +105,7 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def problems_of(case: Case, kernel: str, errors: Mapping[str, float]) -> list[str]:
-    """Return a line for each error of a case that is larger than allowed."""
+    """Return a line of text for each error of a case that is larger than allowed."""
     allowed = ALLOWED[case.dtype]
     return [
         f"{case.title} ({kernel}): error of the {name} {error:.1e}, allowed {allowed:.0e}"
@@ -114,7 +116,7 @@ def problems_of(case: Case, kernel: str, errors: Mapping[str, float]) -> list[st
 
 
 def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str, float]]:
-    """Return the kernel of a case, and the relative errors of the output and of the gradients.
+    """Return the name of the kernel that ran, and the relative errors of output and gradients.
 
     Args:
         context: Context of the check.
@@ -211,5 +213,5 @@ def attention(
 
 
 def relative_error(computed: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest difference as a fraction of the largest exact value."""
+    """Return max |computed - exact| / max |exact|."""
     return float((computed.double() - exact).abs().max() / exact.abs().max())

@@ -1,8 +1,8 @@
 """Rows of `plait doctor --validate`, most valuable first, with planned seconds.
 
-Planned times are those that rows took on an H100, rounded up. A layout with more ranks than there
-are GPUs runs with several ranks per GPU over gloo. This shows whether its numbers are right, but
-does not test NCCL, so such rows run on request only.
+A row is one check with its settings. Planned times were measured on an H100 and rounded up. A
+layout with more ranks than the machine has GPUs runs with several ranks per GPU over gloo. This
+tests the layout's numerical results but not NCCL, so such rows run on request only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PACKAGES_OF_PEERS = {"deepspeed": "DeepSpeed", "liger_kernel": "Liger"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of a machine that determine which rows it can run."""
+    """Properties of a machine that determine which rows can run on it."""
 
     gpus: int
     memory_bytes: int
@@ -59,8 +59,8 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
     """Return the rows for a machine, most valuable first.
 
     Args:
-        machine: Rows that it cannot run have the reason in `unavailable`.
-        only: Patterns of names. If there are none, the rows that run by default are returned.
+        machine: The machine. Rows that cannot run on it have the reason in `unavailable`.
+        only: Patterns of row names. If empty, the rows that run by default are returned.
 
     Raises:
         InputError: A pattern matches no row.
@@ -89,8 +89,8 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
             # A dictionary keeps the order of the catalogue and names each check once.
             checks = ", ".join(dict.fromkeys(row.name.split("/")[0] for row in rows))
             raise InputError(
-                f"--only {pattern}: no row has this name; checks are {checks}, and --only"
-                " 'parity/*' takes all rows of one"
+                f"--only {pattern}: no row has this name; use one of {checks}, or a"
+                " pattern such as 'parity/*' for all rows of a check"
             )
     if only:
         chosen = [row for row in rows if any(_matches(row, pattern) for pattern in only)]
@@ -100,7 +100,7 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
 
 
 def planned_seconds(rows: Sequence[Row]) -> float:
-    """Return the planned time of a validation with these rows, launches included."""
+    """Return the planned seconds of a validation with these rows, including their launches."""
     planned = 0.0
     launches = set()
     for row in rows:
@@ -117,7 +117,7 @@ def _matches(row: Row, pattern: str) -> bool:
 
 
 def _on_machine(machine: Machine, gpus: int, row: Row) -> Row:
-    """Return the row with the reason why it cannot run on the machine, if it cannot."""
+    """Return the row. If it cannot run on the machine, its `unavailable` is set to the reason."""
     if machine.simulated:
         row = replace(row, least_limit_seconds=SIMULATED_LIMIT_SECONDS)
     if row.unavailable:
@@ -202,7 +202,7 @@ def _waits() -> list[Row]:
 
 
 def _parity() -> list[Row]:
-    """Return rows of configurations with one rank, which share the float64 trace on the CPU."""
+    """Return parity rows with one rank, which share the float64 trace that the CPU computes."""
     offload = {"stage": 3, "offload_optimizer": HOST_MEMORY, "offload_param": HOST_MEMORY}
 
     def row(name: str, title: str, planned: float, config: Mapping[str, Any]) -> Row:
@@ -241,7 +241,7 @@ def _parity() -> list[Row]:
 
 
 def _compiled_parity() -> list[Row]:
-    """Return rows that compile. They run late, because compilation is slow."""
+    """Return parity rows with torch.compile. They run late, because compilation is slow."""
     return [
         Row(
             "parity/compile",

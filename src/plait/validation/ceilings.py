@@ -1,4 +1,4 @@
-"""Upper limits of the machine: memory bandwidth, matrix multiplications, host link, collectives."""
+"""Measured peak rates of the machine: memory, matrix multiplications, host link, collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CALLS = 10
 
 
 def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Measure a copy on the device and a large bfloat16 matrix multiplication."""
+    """Measure the rates of a copy on the device and of a large bfloat16 matrix multiplication."""
     figures = datasheet(context)
     size = context.size(PRODUCT_SIZE, small=64)
     nbytes = context.size(GIB, small=MIB)
@@ -55,7 +55,7 @@ def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def copies_on_device(context: Context, nbytes: int) -> float:
-    """Return the bytes per second that copies on the device read and write."""
+    """Return the bytes per second, read plus written, of copies of `nbytes` on the device."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=context.device)
     target = torch.empty_like(source)
     # A copy reads every byte and writes it.
@@ -63,7 +63,7 @@ def copies_on_device(context: Context, nbytes: int) -> float:
 
 
 def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Measure copies between pinned host memory and the device, each way and both at once."""
+    """Measure copies between pinned host memory and the device, in each and in both directions."""
     figure = float(datasheet(context).host_bandwidth)
     nbytes = context.size(256 * MIB, small=MIB)
     pin = accelerator.is_accelerator(context.device)
@@ -96,9 +96,9 @@ def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def datasheet(context: Context) -> DeviceSpec:
-    """Return the planner's figures of this device.
+    """Return the datasheet figures of this device, as the planner has them.
 
-    A simulated device and a CPU have those of an H100, so that the code can run.
+    For a simulated device or a CPU, they are those of an H100, so that the check can run.
 
     Raises:
         NotRun: The planner does not know the device.
@@ -117,12 +117,18 @@ def bfloat16_peak(figures: DeviceSpec) -> float:
         NotRun: The device does not support bfloat16.
     """
     if "bf16" not in figures.flops:
-        raise NotRun(f"this check computes in bfloat16, which {figures.title} does not support")
+        raise NotRun(
+            f"this check computes in bfloat16, which {figures.title} does not support; run it on a"
+            " GPU with bfloat16"
+        )
     return float(figures.flops["bf16"])
 
 
 def too_slow(name: str, rate: float, figure: float) -> str:
-    """Return why a rate is too low, or "" if it is not. NaN figures are not compared."""
+    """Return why a rate is too low compared with the datasheet, or "" if it is not.
+
+    If `figure` is NaN the result is "".
+    """
     if not rate < LEAST_SHARE * figure:
         return ""
     return (
@@ -132,7 +138,7 @@ def too_slow(name: str, rate: float, figure: float) -> str:
 
 
 def copy_rate(context: Context, nbytes: int) -> float:
-    """Return bytes per second of copies of `nbytes` from pinned host memory to the device."""
+    """Return the bytes per second of copies of `nbytes` from pinned host memory to the device."""
     pin = accelerator.is_accelerator(context.device)
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
     target = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
@@ -140,7 +146,10 @@ def copy_rate(context: Context, nbytes: int) -> float:
 
 
 def seconds_of(context: Context, operation: Callable[[], object], *, calls: int = _CALLS) -> float:
-    """Return the median seconds per call, from rounds of several calls between two waits."""
+    """Return the median seconds per call over several rounds of calls.
+
+    The host waits for the device before and after every round.
+    """
     calls = context.size(calls, small=1)
     rounds = context.size(_ROUNDS, small=1)
     # The first call loads the kernel.
@@ -149,7 +158,7 @@ def seconds_of(context: Context, operation: Callable[[], object], *, calls: int 
 
 
 def seconds_per_call(context: Context, operation: Callable[[], object], calls: int) -> float:
-    """Return the mean seconds of some calls between two waits for the device."""
+    """Return the mean seconds of `calls` calls. The host waits for the device before and after."""
     context.synchronize()
     started = time.perf_counter()
     for _ in range(calls):
@@ -159,7 +168,7 @@ def seconds_per_call(context: Context, operation: Callable[[], object], calls: i
 
 
 def collectives(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Measure all-reduce, all-gather, reduce-scatter and exchange over all ranks."""
+    """Measure all-reduce, all-gather, reduce-scatter and all-to-all over all ranks."""
     figure = float(datasheet(context).link_bandwidth)
     group = context.group().group("dp_replicate")
     assert group is not None

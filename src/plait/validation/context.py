@@ -1,7 +1,7 @@
 """Context of a check (rank, device, results of earlier rows), and models that checks share.
 
-Models are built from configurations, so nothing needs a network. On a GPU they are built on the
-device itself: drawing the weights of a model of 2 B parameters on the host takes half a minute.
+Models are built from configurations, so no network is needed. Their weights are initialised on the
+device, because the host would take half a minute for a model of 2 B parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_TIMES = "a simulated device has no times; the code that measures them ran to 
 
 @dataclass
 class Context:
-    """Context of the checks on one rank of a launch."""
+    """Rank, device and earlier results that a launch passes to its checks on one rank."""
 
     rank: int
     world: int
@@ -63,18 +63,18 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank. The first use makes it the process's current device."""
+        """Device of this rank. The first access also sets the current device of the process."""
         if self.mesh is not None:
             return self.mesh.device
         return local_device(place())
 
     @property
     def is_small(self) -> bool:
-        """True if models shrink, because the device is simulated or a CPU."""
+        """True if checks use small models, because the device is simulated or a CPU."""
         return self.simulated or not accelerator.is_accelerator(self.device)
 
     def size(self, full: T, *, small: T) -> T:
-        """Return a size, or the smaller one on a simulated device and on a CPU."""
+        """Return `full` on a real GPU, and `small` on a simulated device or a CPU."""
         return small if self.is_small else full
 
     def group(self) -> Mesh:
@@ -99,11 +99,11 @@ class Context:
         return accelerator.peak_bytes(self.device)
 
     def free_bytes(self) -> int:
-        """Return the unused device memory."""
+        """Return the free bytes of device memory."""
         return accelerator.free_bytes(self.device)
 
     def release_memory(self) -> None:
-        """Collect garbage, and free the memory that the allocator caches."""
+        """Collect garbage, and release the allocator's cached memory."""
         # Reference cycles keep tensors alive until the collector runs.
         gc.collect()
         accelerator.release_cached_memory(self.device)
@@ -152,9 +152,9 @@ def require_compiler(context: Context) -> None:
 
 
 def timed(context: Context, result: Verdict) -> Verdict:
-    """Return the verdict of a row about times.
+    """Return the verdict of a row that measures times.
 
-    A simulated device has no times, so the row only shows that the check runs.
+    On a simulated device times have no meaning, so the row passes if the check runs.
     """
     if context.simulated and result.outcome != "not run":
         return Verdict("not run", NO_TIMES)
@@ -166,7 +166,7 @@ OPTIMIZER: Mapping[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 @dataclass(frozen=True)
 class Workload:
-    """Llama model and the batch of one rank's step."""
+    """Sizes of a Llama model and of the batch of one rank in a training step."""
 
     hidden: int
     ffn: int
@@ -238,7 +238,7 @@ class Workload:
         return replace(self, layers=layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sizes for the document."""
+        """Return the sizes for the JSON results."""
         return {**asdict(self), "parameters": self.parameters, "flops": self.flops}
 
 
@@ -255,8 +255,8 @@ def largest_size(context: Context, sizes: Sequence[tuple[Workload, float]]) -> W
     """Return the largest workload that fits into free device memory.
 
     Args:
-        context: On a simulated device or a CPU, the last workload is chosen.
-        sizes: (workload, bytes of device memory that it needs), the largest first.
+        context: Context of the check. On a simulated device or a CPU, the last workload is chosen.
+        sizes: (workload, bytes of device memory that the workload needs), the largest first.
 
     Raises:
         NotRun: No workload fits.
@@ -271,14 +271,14 @@ def largest_size(context: Context, sizes: Sequence[tuple[Workload, float]]) -> W
             return workload
     raise NotRun(
         f"the smallest model of this check needs {least_bytes / GIB:.1f} GiB, but the device has"
-        f" {free / GIB:.1f} GiB free"
+        f" {free / GIB:.1f} GiB free; use a larger device"
     )
 
 
 def on_device(
     workload: Workload, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Return a Transformers Llama with weights that are drawn on `device`."""
+    """Return a Transformers Llama with weights that are initialised on `device`."""
     # Every contender and every rank starts from the same weights.
     torch.manual_seed(0)
     return transformers_model(workload.fields, dtype=dtype, device=str(device)).train()
@@ -290,7 +290,7 @@ def on_meta(workload: Workload) -> nn.Module:
 
 
 def step_settings(config: Mapping[str, Any], workload: Workload, *, world: int) -> Resolved:
-    """Return `config` with the batch, the optimizer and the clipping of these checks."""
+    """Return `config` with the batch size of a workload, and the optimizer of all these checks."""
     tree = {
         "train_micro_batch_size_per_gpu": workload.samples,
         "gradient_accumulation_steps": workload.accumulation,
@@ -302,7 +302,10 @@ def step_settings(config: Mapping[str, Any], workload: Workload, *, world: int) 
 
 
 def random_batch(workload: Workload, device: torch.device, *, seed: int) -> dict[str, torch.Tensor]:
-    """Return a rank's batch: `input_ids` and `labels` [samples x accumulation, length] int64."""
+    """Return one rank's random batch: `input_ids` and `labels`, int64.
+
+    The shape of both is [samples x accumulation, length].
+    """
     shape = (workload.samples * workload.accumulation, workload.length)
     # Drawn on the CPU, so that a seed gives the same tokens on every device.
     generator = torch.Generator().manual_seed(seed)

@@ -1,12 +1,12 @@
 """Checks of device memory: peaks and their prediction, offloaded states, streamed weights.
 
-The prediction of a training step's peak counts tensors. Other allocations of the process
-(workspaces of cuBLAS are in torch's allocator) are measured before the model exists, and
-subtracted. The largest model that is predicted to train must train.
+The prediction of a training step's peak covers tensors only. Other allocations (cuBLAS workspaces,
+which torch's allocator contains) are measured before the model exists, and subtracted from the
+measured peak. The largest model that is predicted to fit into memory must train.
 
-Optimizer states in host memory must let larger models train; the row reports the time of a step.
-Generation with streamed weights must return the tokens of the resident model, at the rate of the
-link.
+With optimizer states in host memory, larger models must train; the row also reports the time of a
+step. Generation with streamed weights must return the same tokens as with the weights in device
+memory, at the bandwidth of the host link.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def peaks(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def predicted(context: Context, resolved: Resolved, workload: Workload) -> PredictedPeak:
-    """Return the prediction for this rank."""
+    """Return the predicted peak memory of this rank in a training step."""
     model = on_meta(workload)
     sizes = {"samples": workload.samples, "length": workload.length}
     if dist.is_initialized():
@@ -111,7 +111,7 @@ def predicted(context: Context, resolved: Resolved, workload: Workload) -> Predi
 
 
 def difference(predicted_bytes: float, measured_bytes: float) -> str:
-    """Return a description of a wrong prediction, or an empty string."""
+    """Return a description of the error if the prediction is wrong, or an empty string."""
     relative = predicted_bytes / measured_bytes - 1 if measured_bytes else float("inf")
     if abs(relative) <= ALLOWED:
         return ""
@@ -126,7 +126,7 @@ def peak_of_step(
 ) -> tuple[int, int]:
     """Return (peak bytes of the steps after the first, bytes that libraries had allocated before).
 
-    The peak does not include the bytes of the libraries. `build` returns the model, on `meta` or
+    The first value does not include the second. `build` returns the model, on the meta device or
     with weights on the device.
     """
     dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else torch.float32
@@ -150,7 +150,7 @@ def peak_of_step(
 
 
 def library_bytes(context: Context, dtype: torch.dtype) -> int:
-    """Return the bytes of library workspaces, which stay allocated after a forward and backward."""
+    """Return the bytes of library workspaces that remain after a forward and backward."""
     layer = nn.Linear(256, 256, bias=False, device=context.device, dtype=dtype)
     x = torch.ones(256, 256, device=context.device, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
@@ -171,7 +171,8 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
     least = context.size(LEAST_BYTES, small=LEAST_SIMULATED_BYTES)
     if limit < least:
         raise NotRun(
-            f"the device has {format_bytes(free)} free, but this check needs {format_bytes(least)}"
+            f"the device has {format_bytes(free)} free, but this check needs {format_bytes(least)};"
+            " use a larger device"
         )
     # The allocator enforces the limit, so that the prediction is tested against it.
     if limit < free and not context.is_small:
@@ -206,9 +207,9 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def shape_of(limit: float) -> Workload:
-    """Return a shape whose layers each need about a twentieth of `limit`.
+    """Return a workload of which each layer needs about a twentieth of `limit` bytes.
 
-    A layer has 12.25 x hidden^2 parameters, with 16 bytes each.
+    A layer has 12.25 x hidden^2 parameters with 16 bytes each.
     """
     hidden = max(64, int((limit / 20 / 196) ** 0.5) // 64 * 64)
     heads = hidden // 64
@@ -225,12 +226,12 @@ def shape_of(limit: float) -> Workload:
 
 
 def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Workload, int]:
-    """Return the model whose predicted peak is closest to a fraction of the memory, and that peak.
+    """Return the model whose predicted peak is closest to `share` x `limit`, and its peak in bytes.
 
     Args:
         limit: Bytes of memory.
-        share: Share of the memory.
-        at_most: Whether to return the largest model below the share, or the smallest one above.
+        share: Fraction of `limit`.
+        at_most: True returns the largest model below that size, False the smallest one above it.
     """
     shape = shape_of(limit)
 
@@ -264,11 +265,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def optimizer(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Time steps with states on the device and on the host, and extrapolate the largest model.
+    """Time steps with optimizer states on device and host, and estimate the largest model.
 
-    Peaks at two depths give bytes per layer. The largest model has as many layers as fit into all
-    of the device's memory at that slope. It is not trained here: its states would fill the host's
-    memory, and pinning them takes longer than all other rows.
+    The peaks at two depths give the bytes per layer, from which follows the number of layers that
+    fit into the device's memory. The largest model is not trained: its states would fill the host's
+    memory, and pinning them would take longer than all other rows.
     """
     require("transformers")
     context.group()
@@ -289,7 +290,7 @@ def optimizer(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def measure(context: Context, workload: Workload, config: Mapping[str, Any]) -> tuple[float, int]:
-    """Return (seconds per step, peak bytes on the device) of Plait."""
+    """Return (seconds per step, peak bytes on the device) of training with Plait."""
     batch = random_batch(workload, context.device, seed=0)
     trainer = plait_trainer(context, workload, config)
     try:
@@ -307,7 +308,7 @@ def measure(context: Context, workload: Workload, config: Mapping[str, Any]) -> 
 def extrapolated(
     context: Context, workload: Workload, peak: int, half: Workload, peak_of_half: int
 ) -> dict[str, Any]:
-    """Return bytes per layer, and the parameters of the largest model of this width."""
+    """Return bytes per layer, and the number of parameters of the largest model of this width."""
     layer_bytes = (peak - peak_of_half) / (workload.layers - half.layers)
     # The depth does not decide the peak, so nothing can be extrapolated.
     if layer_bytes <= 0:
@@ -339,10 +340,10 @@ _OTHER_BYTES = 64 * MIB
 
 
 def weights(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Generate with every layer streamed from `settings["source"]`, `host` memory or `files`.
+    """Generate tokens with all layers streamed from `settings["source"]` ("host" or "files").
 
-    With `settings["rate"]` the rate is compared with that of plain copies, otherwise the tokens are
-    compared with those of the model in the device's memory.
+    With `settings["rate"]` the bandwidth is compared with that of plain copies. Otherwise the
+    tokens are compared with those of the model in device memory.
     """
     require("transformers")
     workload = largest_size(context, STREAMING_SIZES)

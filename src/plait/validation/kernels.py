@@ -1,11 +1,10 @@
 """Times of single kernels and of one planned rank, compared with the planner.
 
-The planner's constants that follow from the kernels are written as a calibration file, which
-`plait plan --calibrate FILE` reads. The measured constants get the uncertainty of a rate that is
-measured outside a step; all others keep the shipped values. `plait calibrate` also measures
-training steps, and takes longer.
+Constants of the planner that follow from kernel times are written to a calibration file, which
+`plait plan --calibrate FILE` reads. All other constants keep the values of the package. `plait
+calibrate` also measures training steps, and takes longer.
 
-`rank_of_plan` runs one rank of a planned layout of eight devices.
+`rank_of_plan` runs one rank of a layout that was planned for eight devices.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _RAMP_KERNELS = 200
 
 
 def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Measure kernels, write the calibration, and compare the planner with the measured step."""
+    """Measure kernels, write a calibration file, and compare predicted and measured step times."""
     figures = datasheet(context)
     bfloat16_peak(figures)
     workload = context.size(WIDE, small=TINY)
@@ -94,7 +93,7 @@ def calibrate(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def products(context: Context, workload: Workload) -> dict[str, float]:
-    """Return FLOP/s of a layer's and the head's bfloat16 matrix multiplications, by shape."""
+    """Return the FLOP/s of bfloat16 matrix multiplications of a layer and the head, by shape."""
     rows = context.size(TOKENS, small=64)
     width = (workload.heads + 2 * workload.kv_heads) * workload.head_dim
     shapes = [
@@ -116,7 +115,7 @@ def products(context: Context, workload: Workload) -> dict[str, float]:
 
 
 def attention(context: Context, workload: Workload) -> dict[str, dict[str, float]]:
-    """Return seconds and FLOP/s of causal attention, forward and with its backward, by length."""
+    """Return seconds and FLOP/s of causal attention, without and with backward, by length."""
     by_length = {}
     for length in context.size(LENGTHS, small=_SMALL_LENGTHS):
         batch = max(1, context.size(TOKENS, small=32) // length)
@@ -160,7 +159,7 @@ def _forward_and_backward(
 
 
 def norms(context: Context, workload: Workload) -> dict[str, float]:
-    """Return seconds of RMSNorm with its backward, fused and in Transformers' implementation."""
+    """Return seconds of RMSNorm with its backward, for torch's fused and Transformers' version."""
     rows = context.size(TOKENS, small=64)
     x = _random_parameter(context, rows, workload.hidden)
     weight = torch.ones(
@@ -185,7 +184,7 @@ def norms(context: Context, workload: Workload) -> dict[str, float]:
 
 
 def loss(context: Context, workload: Workload) -> dict[str, float]:
-    """Return seconds of the cross entropy of bfloat16 logits in float32, with its backward."""
+    """Return seconds of cross entropy in float32 for bfloat16 logits, with its backward."""
     rows = context.size(TOKENS, small=64)
     vocabulary = workload.vocabulary
     logits = _random_parameter(context, rows, vocabulary)
@@ -198,7 +197,7 @@ def loss(context: Context, workload: Workload) -> dict[str, float]:
 
 
 def optimizer(context: Context) -> dict[str, float]:
-    """Return seconds of the fused AdamW, and the bytes per second of its 28 bytes per parameter."""
+    """Return seconds and bytes per second of the fused AdamW (28 bytes per parameter)."""
     count = context.size(2**28, small=2**16)
     parameter = torch.zeros(count, device=context.device, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
@@ -209,7 +208,7 @@ def optimizer(context: Context) -> dict[str, float]:
 
 
 def addition(context: Context) -> float:
-    """Return bytes per second of an addition of two float32 tensors."""
+    """Return bytes per second, read plus written, of an addition of two float32 tensors."""
     nbytes = context.size(GIB, small=MIB)
     left = torch.ones(nbytes // 4, device=context.device)
     right = torch.ones_like(left)
@@ -221,8 +220,7 @@ def addition(context: Context) -> float:
 def small_kernel(context: Context) -> float:
     """Return the seconds per kernel of a long series of nearly empty kernels.
 
-    It is the longer of two times: that in which the host launches a kernel and that in which the
-    device runs it.
+    The result is the launch time on the host or the run time on the device, whichever is longer.
     """
     x = torch.zeros(1, device=context.device)
 
@@ -234,7 +232,7 @@ def small_kernel(context: Context) -> float:
 
 
 def calibration_of(kernels: Mapping[str, Any], figures: DeviceSpec) -> Calibration:
-    """Return the shipped constants, some of which are replaced by measurements of the kernels."""
+    """Return the constants of the package, with measured values where kernels determine them."""
     rates = DeviceRates(kernels["products"], kernels["addition_bytes_per_second"])
     priors = priors_from_rates(fitted_priors(), figures, rates, processes=1, precision="bf16")
     # The peak at the clock under load, as in the formulas of the planner.
@@ -246,7 +244,7 @@ def calibration_of(kernels: Mapping[str, Any], figures: DeviceSpec) -> Calibrati
 
 
 def with_value(priors: Priors, name: str, value: float) -> Priors:
-    """Return `priors` with a measured constant, inside the constant's physical range."""
+    """Return `priors` with a measured value, clamped to the physical range of the constant."""
     constant = priors.constants[name]
     inside = min(max(value, constant.least), constant.most)
     measured = replace(constant, median=inside, width=max(RATE_WIDTH, 0.4 * constant.width))
@@ -254,14 +252,14 @@ def with_value(priors: Priors, name: str, value: float) -> Priors:
 
 
 def constants_of(calibration: Calibration) -> dict[str, float]:
-    """Return the values of the calibration that differ from the shipped ones."""
+    """Return the constants of a calibration that differ from those of the package."""
     shipped = fitted_priors().rates.values
     values = calibration.time.rates.values
     return {name: float(value) for name, value in values.items() if value != shipped[name]}
 
 
 def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration) -> dict[str, Any]:
-    """Return the planner's seconds for the step that `throughput` measured, if it was measured."""
+    """Return the predicted and measured seconds of the step in row `throughput`, if it has run."""
     if STEP_SECONDS not in context.results:
         return {}
     workload, seconds = context.results[STEP_SECONDS]
@@ -289,7 +287,7 @@ def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration
 
 
 def request_of(workload: Workload, cluster: Cluster, *, batch: int, precision: str) -> Request:
-    """Return the planner's request for a workload, with `batch` samples per step."""
+    """Return a plan request for a workload, with `batch` samples per step."""
     architecture = from_config(workload.fields, source="the model of this check")
     model = Model(architecture, {"config": workload.fields})
     return Request(model, cluster, batch, workload.length, precision)
@@ -325,7 +323,10 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
     request = request_of(workload, cluster, batch=GLOBAL_BATCH, precision=precision)
     planned = plan(request, fixed=settings["fixed"], best=1)
     if not planned.best:
-        raise NotRun(f"no layout with {settings['fixed']} fits into {memory / GIB:.1f} GiB")
+        raise NotRun(
+            f"no layout with {settings['fixed']} fits into {memory / GIB:.1f} GiB; use a"
+            " larger device"
+        )
 
     choice = planned.best[0]
     tree = config_of(request, choice, {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}})
@@ -360,7 +361,7 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def judge(measured: float, prediction: float, **numbers: Any) -> Verdict:
-    """Fail if measured and planned seconds differ by more than FACTOR."""
+    """Return a failed verdict if measured and planned seconds differ by more than FACTOR."""
     ratio = measured / prediction if prediction else float("inf")
     problem = (
         f"measured {measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed"

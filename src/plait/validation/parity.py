@@ -1,11 +1,12 @@
 """Comparison of layouts on the device with one process, as in `plait verify`.
 
-In float64 the reference is one process on the CPU, which shares no kernel with the device. In the
-configured precision the layout may be 1.2 times as far from float64 as one process on the device is
-(`verify.report`).
+In float64 the reference is one process on the CPU, which uses no kernel of the device. In the
+configured precision, errors are differences from float64. The layout's errors may be 1.2 times
+those of one process on the device (`verify.report`).
 
-References depend on the model, the data and the optimizer, not on the layout. Single-process
-rows with the same model, data and optimizer share them, so the trace on the CPU is computed once.
+References depend on the model, the data and the optimizer, not on the layout. Rows with one process
+and the same model, data and optimizer share the references, so the trace on the CPU is computed
+once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _SHOWN_DIFFERENCES = 3
 
 
 def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` as a configuration file for the small model of these checks."""
+    """Return a configuration with `settings`, for the small model that all parity rows train."""
     base = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -67,7 +68,7 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
 def planned(
     context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass, ...], steps: int
 ) -> VerificationPlan:
-    """Return rank 0's plan of the comparison. Collective."""
+    """Create the verification plan on rank 0, and return it on all ranks. Collective."""
     require("transformers")
     context.group()
     plan: VerificationPlan | None = None
@@ -87,7 +88,7 @@ def planned(
 
 
 def layout(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Compare one layout in the passes of `settings["passes"]`, by default all."""
+    """Compare one layout with one process, in the passes of `settings["passes"]` (default: all)."""
     if settings["config"].get("compile", {}).get("enabled"):
         require_compiler(context)
     passes = tuple(settings.get("passes", ("float64", "configured")))
@@ -120,7 +121,7 @@ def section_of(context: Context, plan: VerificationPlan, name: Pass, trace: Trac
 def shared_references(
     context: Context, plan: VerificationPlan, name: Pass, trace: Trace
 ) -> References:
-    """Return the references of a pass. They are computed for the first row that needs them."""
+    """Return the references of a pass, which are computed for the first row and then reused."""
     resolved = plan.resolved
     key = repr(
         (
@@ -158,7 +159,7 @@ def numbers_of(section: Section) -> dict[str, Any]:
 
 
 def problem_of(section: Section) -> str:
-    """Describe the first differences of a comparison, in the order of the computation."""
+    """Return a description of the first differences, in the order of the computation."""
     shown = "; ".join(str(row) for row in section.different[:_SHOWN_DIFFERENCES])
     more = len(section.different) - _SHOWN_DIFFERENCES
     rest = f"; {more} more" if more > 0 else ""
@@ -166,7 +167,7 @@ def problem_of(section: Section) -> str:
 
 
 def compression(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Compare losses and norms under gradient compression with those of an uncompressed process."""
+    """Compare losses and norms of gradient compression with those of one process without it."""
     plan = planned(context, settings["config"], passes=("configured",), steps=4)
     trace = run_layout(plan)["configured"]
     if context.rank:
@@ -177,7 +178,7 @@ def compression(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
-    """Fail if a loss or a norm is further from the exact one than allowed."""
+    """Return a failed verdict if a loss or norm differs from the exact one by more than allowed."""
     series = (
         ("loss", trace.losses, exact.losses, COMPRESSED_LOSS),
         ("gradient norm", trace.grad_norms, exact.grad_norms, COMPRESSED_NORM),
@@ -197,7 +198,7 @@ def judge_compressed(trace: Trace, exact: Trace) -> Verdict:
 
 
 def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Write a checkpoint asynchronously, load it on another layout, and compare the next losses."""
+    """Save a checkpoint asynchronously, load it in another layout, and compare the next losses."""
     saving = planned(context, settings["saving"], passes=("float64",), steps=4)
     loading = planned(context, settings["loading"], passes=("float64",), steps=4)
     # Each plan has the smallest model that its layout supports. Both use that of the layout that
@@ -209,7 +210,10 @@ def checkpoint(context: Context, settings: Mapping[str, Any]) -> Verdict:
     loading = replace(loading, tested=larger.tested, blocks=larger.blocks)
     if saving.micro_batches != loading.micro_batches:
         numbers = f"{saving.micro_batches} and {loading.micro_batches}"
-        raise AssertionError(f"{numbers} micro-batches of a step cannot be compared")
+        raise AssertionError(
+            f"the two layouts of the check have {numbers} micro-batches per step, which cannot be"
+            " compared; this is a bug in Plait: report it with the output of `plait doctor`"
+        )
     with TemporaryDirectory(prefix="plait-checkpoint-") as name:
         # Each rank has made a folder. All use the one of rank 0.
         folder = Path(context.from_first_rank(name))
@@ -240,7 +244,10 @@ def _losses_of(
         losses = []
         try:
             if load_first and engine.load_checkpoint(folder) is None:
-                raise AssertionError(f"{folder} has no checkpoint")
+                raise AssertionError(
+                    f"{folder} has no checkpoint, although the check has saved one; this is a bug"
+                    " in Plait: report it with the output of `plait doctor`"
+                )
             for step in plan.data(built)[steps]:
                 result = engine.train_batch(micro_batches_of_rank(engine, step))
                 losses.append(float(result.loss))

@@ -1,11 +1,11 @@
-"""Trainers that `throughput` compares: Plait, and the same step in plain torch or DeepSpeed.
+"""Trainers that `throughput` compares: Plait, and the same training step in torch or DeepSpeed.
 
-All compute in bfloat16 on float32 parameters, reduce in float32, clip the gradient norm to 1 and
-use the fused AdamW. Torch's peers are written as its documentation recommends. Each trainer returns
-its loss on the device and never reads a number, so the host does not wait.
+All trainers compute in bfloat16 on float32 parameters, reduce in float32, clip the gradient norm to
+1 and use the fused AdamW. The trainers of plain torch follow torch's documentation. Each trainer
+returns its loss as a tensor on the device, so the host does not wait for the device.
 
-With tensor parallelism and pipelines two ranks split the model, and the remaining ranks are
-replicas of it. Plait is then compared with the hand-written Llama and torch's own parallelism.
+With tensor parallelism or a pipeline, the model is split over two ranks, and pairs of ranks are
+data-parallel. Plait is then compared with a hand-written Llama and torch's own parallelism.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TimedTrainer:
-    """Training step of a model with its optimizer, and how to release them."""
+    """Training step of a model and its optimizer, and a function that frees both."""
 
     step: Callable[[Batch], torch.Tensor]
     """Runs one optimizer step and returns the loss, 0-dimensional, on the device."""
@@ -70,7 +70,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x`, [batch, heads, tokens, head_dim]."""
+    """Apply the rotary position embedding to `x`, [batch, heads, tokens, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -134,12 +134,12 @@ class Llama(nn.Module):
         return cast(torch.Tensor, self.head(self.norm(x)))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy of the next tokens."""
+        """Return the mean cross entropy of next-token prediction."""
         return next_token_loss(self.logits(input_ids), labels)
 
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of the next tokens, in float32."""
+    """Return the mean cross entropy of next-token prediction, in float32."""
     # Shifting the labels leaves the large tensor uncopied.
     targets = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
     return F.cross_entropy(
@@ -153,7 +153,7 @@ def plait_trainer(
     config: Mapping[str, Any],
     model: nn.Module | None = None,
 ) -> TimedTrainer:
-    """Return Plait's engine for a model, by default a Transformers Llama."""
+    """Return a trainer with Plait's engine for `model`, by default a Transformers Llama."""
     resolved = step_settings({**REDUCED_IN_FP32, **config}, workload, world=context.world)
     model = model or on_device(workload, context.device)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=1_000_000)
@@ -163,9 +163,9 @@ def plait_trainer(
 def fsdp2(
     context: Context, model: nn.Module, blocks: nn.ModuleList, *, compiled: bool
 ) -> TimedTrainer:
-    """Return a trainer of a model that `fully_shard` shards block by block.
+    """Return a trainer for a model that `fully_shard` shards block by block.
 
-    The forward of the model returns the loss.
+    The forward of the model must return the loss.
     """
     mesh = device_mesh(context, (context.world,), ("dp",))
     if compiled:
@@ -182,7 +182,7 @@ def _clip_together(model: nn.Module) -> None:
 def torch_step(
     model: nn.Module, clip: Callable[[nn.Module], None]
 ) -> Callable[[Batch], torch.Tensor]:
-    """Return a training step for a model that returns the loss, or an output with `loss`.
+    """Return a training step for a model whose forward returns the loss or an output with `loss`.
 
     Args:
         model: The model.
@@ -203,7 +203,7 @@ def torch_step(
 
 
 def device_mesh(context: Context, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return torch's mesh of all ranks. Collective."""
+    """Return a torch DeviceMesh of all ranks. Collective."""
     context.group()
     return init_device_mesh(context.device.type, shape, mesh_dim_names=names)
 
@@ -211,7 +211,7 @@ def device_mesh(context: Context, shape: tuple[int, ...], names: tuple[str, ...]
 def transformers_fsdp2(
     context: Context, workload: Workload, *, compiled: bool = False
 ) -> TimedTrainer:
-    """Return FSDP2 with a Transformers Llama."""
+    """Return a trainer with FSDP2 and a Transformers Llama."""
     model = on_device(workload, context.device)
     return fsdp2(context, model, layers_of(model), compiled=compiled)
 
@@ -222,7 +222,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 def liger_fsdp2(context: Context, workload: Workload) -> TimedTrainer:
-    """Return FSDP2 with a Transformers Llama and all of Liger's kernels."""
+    """Return a trainer with FSDP2 and a Transformers Llama with all of Liger's kernels."""
     model = on_device(workload, context.device)
     restore = install_liger_kernels(model, fused_linear_cross_entropy=True)
     trainer = fsdp2(context, model, layers_of(model), compiled=False)
@@ -230,7 +230,7 @@ def liger_fsdp2(context: Context, workload: Workload) -> TimedTrainer:
 
 
 def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
-    """Return Plait with Liger's kernels, but Plait's own chunked loss."""
+    """Return a trainer with Plait and Liger's kernels, except for Plait's own chunked loss."""
     sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
     model = on_device(workload, context.device)
     restore = install_liger_kernels(model, fused_linear_cross_entropy=False)
@@ -248,9 +248,10 @@ def install_liger_kernels(
 ) -> Callable[[], None]:
     """Install Liger's kernels in a Transformers Llama.
 
+    Liger replaces classes in Transformers' module, which affects all later models of this process.
+
     Returns:
-        Function that restores Transformers' module. Liger replaces classes in it, so later models
-        of this process would have its kernels as well.
+        Function that restores the classes of Transformers' module.
     """
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
@@ -262,7 +263,7 @@ def install_liger_kernels(
 
 
 def ceiling(context: Context, workload: Workload, *, compiled: bool = False) -> TimedTrainer:
-    """Return FSDP2 with the hand-written Llama."""
+    """Return a trainer with FSDP2 and the hand-written Llama."""
     model = hand_written(context, workload)
     return fsdp2(context, model, model.layers, compiled=compiled)
 
@@ -275,7 +276,7 @@ def hand_written(context: Context, workload: Workload) -> Llama:
 
 
 def deepspeed_zero_3(context: Context, workload: Workload) -> TimedTrainer:
-    """Return DeepSpeed's engine at stage 3 with a Transformers Llama."""
+    """Return a trainer with DeepSpeed's engine at ZeRO stage 3 and a Transformers Llama."""
     import deepspeed
 
     context.group()
@@ -328,7 +329,7 @@ SPLIT = 2
 
 
 def torch_tensor_parallel(context: Context, workload: Workload) -> TimedTrainer:
-    """Return the hand-written Llama with DTensor's tensor parallelism and FSDP2 over replicas."""
+    """Return a trainer with the hand-written Llama, DTensor's tensor parallelism and FSDP2."""
     mesh = device_mesh(context, (context.world // SPLIT, SPLIT), ("dp", "tp"))
     model = hand_written(context, workload)
     block_plan = {
@@ -348,7 +349,7 @@ def torch_tensor_parallel(context: Context, workload: Workload) -> TimedTrainer:
 
 
 def torch_pipeline(context: Context, workload: Workload) -> TimedTrainer:
-    """Return the hand-written Llama in a 1F1B pipeline of torch, with FSDP2 over replicas."""
+    """Return a trainer with the hand-written Llama, torch's 1F1B pipeline and FSDP2."""
     mesh = device_mesh(context, (context.world // SPLIT, SPLIT), ("dp", "pp"))
     rank = mesh["pp"].get_local_rank()
     module = HandWrittenStage(hand_written(context, workload), rank, SPLIT)
@@ -388,7 +389,7 @@ class HandWrittenStage(nn.Module):
         self.head = model.head if index == stages - 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return hidden states, or logits in the last stage."""
+        """Return the hidden states of the stage, or the logits if the stage is the last one."""
         if self.embedding is not None:
             x = self.embedding(x)
         cos, sin = self.rotary(x.shape[1], x)
@@ -412,8 +413,9 @@ def _shard(
 def _clip_by_mesh(model: nn.Module, stages: DeviceMesh | None = None) -> None:
     """Clip the global gradient norm to 1.
 
-    Parameters on different meshes (tensor parallelism splits some only) have no common foreach
-    norm, so each mesh has its own, and the squares are added.
+    Tensor parallelism splits only some parameters, so parameters are on different meshes. torch
+    cannot compute one norm over several meshes. The norm is therefore computed per mesh, and the
+    squares are added.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -434,7 +436,10 @@ def _clip_by_mesh(model: nn.Module, stages: DeviceMesh | None = None) -> None:
 
 
 def _plait(degrees: Callable[[int], Mapping[str, int]]) -> TrainerFactory:
-    """Return Plait's factory for the degrees of parallelism of a number of ranks."""
+    """Return a function that creates a trainer with Plait and the given degrees of parallelism.
+
+    `degrees` returns the degrees for a number of ranks.
+    """
 
     def build(context: Context, workload: Workload) -> TimedTrainer:
         return plait_trainer(context, workload, {"parallel": dict(degrees(context.world))})

@@ -1,14 +1,15 @@
-"""Profile of training steps: kernels, gaps, idle times, and waits of the host for the device.
+"""Profile of training steps: kernels, gaps, idle times, and synchronizations with the device.
 
-Every wait empties the queue of kernels, and the device then idles until the host has launched the
-next ones. torch warns of such operations (`torch.cuda.set_sync_debug_mode`) with Python warnings.
-Autograd repeats those of the backward's threads on the calling thread.
+A "wait" is an operation in which the host waits for the device. It empties the queue of kernels,
+and the device then idles until the host has launched the next kernels. torch reports waits as
+Python warnings (`torch.cuda.set_sync_debug_mode`). Autograd repeats the warnings of the backward's
+threads on the calling thread.
 
 Note [Steps in a trace]
-    Steps are marked with `record_function`. The profiler repeats such a range on the device, from
-    the first to the last kernel that the range's thread has launched. The forward begins a step
-    and the optimizer ends it, both on the main thread, so the range spans the backward as well,
-    whose kernels another thread launches.
+    Steps are marked with `record_function`. On the device, the profiler shows such a range from the
+    first to the last kernel that the range's thread has launched. The main thread launches the
+    first kernel of a step (forward) and the last one (optimizer), so the range also covers the
+    backward, whose kernels another thread launches.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _NAME_PARTS: Mapping[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Event:
-    """Part of a trace."""
+    """Kernel, copy, step range or host call in a profiler trace, with its start and end."""
 
     name: str
     begin: float
@@ -96,7 +97,7 @@ def step(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def events_of(recorded: profile) -> list[Event]:
-    """Return the events of a recorded profile that `analyse` uses."""
+    """Return the kernels, copies, step ranges and host calls of a profile, for `analyse`."""
     events = []
     for event in recorded.events() or ():
         place: Literal["device", "mark", "host"] = "host"
@@ -118,7 +119,7 @@ def events_of(recorded: profile) -> list[Event]:
 
 
 def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Return kernels, gaps, idle times and shares of kinds of kernels, per step."""
+    """Return the number of kernels, gaps, idle time and time per kind of kernel, per step."""
     on_device: list[Interval] = []
     marks: list[Interval] = []
     on_host: Counter[str] = Counter()
@@ -181,7 +182,7 @@ def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a kernel or copy by its name."""
+    """Return the kind of a kernel or copy, such as attention, from its name."""
     lowered = name.lower()
     if lowered.startswith("memcpy"):
         # Only copies between host and device use the link.
@@ -204,12 +205,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Return the seconds of intervals that do not overlap."""
+    """Return the total seconds of intervals, which must not overlap."""
     return sum(end - begin for begin, end in intervals)
 
 
 def outside(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of `intervals` outside all `others`. Both are sorted and merged."""
+    """Return the parts of `intervals` outside all `others`. Both must be sorted and disjoint."""
     parts = []
     first = 0
     for begin, end in intervals:
@@ -236,9 +237,10 @@ _PLACES = 10
 
 
 def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Compare the waits of some steps of `settings["config"]` with `settings["expected"]`.
+    """Compare the waits per training step of `settings["config"]` with `settings["expected"]`.
 
-    A step of float16 reads one number, because the loss scale decides whether the update happens.
+    A wait is an operation in which the host waits for the device. A float16 step has one, because
+    the host reads whether gradients overflowed before it updates the parameters.
     """
     require("transformers")
     context.group()
@@ -249,7 +251,7 @@ def per_step(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]:
-    """Train with a configuration, and return the waits of COUNTED_STEPS steps by place."""
+    """Train with a configuration, and return the waits of COUNTED_STEPS steps per source line."""
     workload = context.size(STRUCTURE, small=TINY)
     resolved = step_settings(config, workload, world=context.world)
     model = on_device(workload, context.device)
@@ -266,7 +268,7 @@ def waits_of_config(context: Context, config: Mapping[str, Any]) -> Counter[str]
 
 
 def waits_of(step: Callable[[], object], steps: int, device: torch.device) -> Counter[str]:
-    """Run steps and return the number of waits at each place (`file:line`)."""
+    """Run steps, and return the number of waits for the device per source line (`file:line`)."""
     with warnings.catch_warnings(record=True) as caught, accelerator.warning_of_waits(device):
         # By default Python shows a warning once per place.
         warnings.simplefilter("always")
@@ -280,7 +282,7 @@ def waits_of(step: Callable[[], object], steps: int, device: torch.device) -> Co
 
 
 def judge(places: Counter[str], steps: int, expected: int) -> Verdict:
-    """Fail if a step waits more often than expected."""
+    """Return a failed verdict if steps wait for the device more often than expected."""
     per_step = places.total() / steps
     numbers = {
         "waits_per_step": per_step,

@@ -1,12 +1,12 @@
-"""Rows of a validation, their results, and the document and summaries of the results.
+"""Rows of a validation, and their results as data, as a JSON document and as summaries.
 
-A row is one check with its settings. This module is plain data: the process that starts the checks
-uses no GPU.
+A row is one check with its settings. This module does not use a GPU, because the process that
+starts the checks imports it.
 
-The document has the machine, versions and the numbers of all rows as one JSON object. It contains
-no paths, user names or host names, and only those environment variables that change how CUDA, NCCL
-and torch work. A summary is one line with the most important numbers of a row, for the screen and
-for docs/reference/devices.md.
+The JSON document has the machine, the versions and the numbers of all rows. It contains no paths,
+user names or host names, and only those environment variables that change how CUDA, NCCL and torch
+work. A summary is one line with the most important numbers of a row, for the screen and for
+docs/reference/devices.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Row:
-    """Check of the catalogue, with its settings and limits."""
+    """One check of `plait doctor --validate`, with its settings and limits."""
 
     name: str
     """Name as `check/variant`, for `--only` and for the document."""
@@ -50,13 +50,13 @@ class Row:
 
     @property
     def limit_seconds(self) -> float:
-        """Time after which the row is stopped."""
+        """Seconds after which the row is stopped."""
         return max(self.least_limit_seconds, LIMIT_FACTOR * self.planned_seconds)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one row. A row that did not pass always has a reason."""
+    """Result of one row. If the row did not pass, the result has a reason."""
 
     name: str
     title: str
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a check on its first rank."""
+    """Result that a check returns on its first rank: passed or failed, with numbers."""
 
     outcome: Outcome
     reason: str = ""
@@ -81,14 +81,11 @@ class Verdict:
 
 
 class NotRun(Exception):
-    """Error of a check that cannot run on this machine. All ranks or none must raise it."""
+    """Raised by a check that cannot run on this machine. All ranks or none must raise it."""
 
 
 def verdict(problems: Sequence[str], **numbers: Any) -> Verdict:
-    """Return a failed verdict if there are problems, and a passed one otherwise.
-
-    Empty problems do not count.
-    """
+    """Return a failed verdict if any problem is not empty, otherwise a passed one."""
     reason = "; ".join(filter(None, problems))
     return Verdict("failed" if reason else "passed", reason, numbers)
 
@@ -127,11 +124,11 @@ def document(
     """Return the results of a validation as a JSON document.
 
     Args:
-        facts: Facts of the machine, from `validation_facts`.
+        facts: Description of the machine, from `validation_facts`.
         results: Results of the rows that have ended.
         at: Start of the validation (UTC, ISO 8601).
-        seconds: Duration until now.
-        only: Patterns of `--only`. Empty for the default rows.
+        seconds: Seconds since the start.
+        only: Patterns of `--only`. Empty if the default rows were run.
     """
     return {
         "format": FORMAT,
@@ -148,7 +145,7 @@ Numbers = Mapping[str, Any]
 
 
 def summary_of(name: str, numbers: Numbers) -> str:
-    """Return a line about the numbers of the row `name`. Empty for a row without numbers."""
+    """Return one line with the main numbers of the row `name`, or "" if it has no numbers."""
     if not numbers:
         return ""
     check, _, variant = name.partition("/")

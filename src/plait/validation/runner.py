@@ -1,17 +1,18 @@
 """Runner of validation rows in separate processes, within a time budget.
 
 Note [Turns]
-    Rows that need the same number of ranks share one launch. The parent decides which row is next
-    when the previous one has ended, because only then does it know how much time is left. It
-    appends the row's index to a file (TURNS) that all ranks read, so every rank takes the same
-    decision. The first rank appends its answers to another file (EVENTS). Files survive any end of
-    a process: after a crash the parent knows which row it was, reports it as failed and starts a
-    new launch with the other rows. Partial numbers of the stopped row are in its result.
+    Rows that need the same number of ranks share one launch of processes. The parent process
+    chooses the next row when the previous one has ended, because only then does it know how much
+    time is left. It appends the row's index to a file (TURNS) that all ranks read, so all ranks run
+    the same row. The first rank appends progress and results to another file (EVENTS). Files remain
+    after a crash: the parent then knows which row was running, reports this row as failed with its
+    partial numbers, and starts a new launch with the remaining rows.
 
 Note [Which rows run]
-    Rows are listed by value. A row starts if the remaining budget covers its planned time and that
-    of all more valuable rows that are still to come (those that need another number of ranks run
-    later). Rows of low value are therefore left out first.
+    Rows are listed by value, the most valuable first. A row starts if the remaining time covers its
+    planned time and that of all more valuable rows that have yet to run. (More valuable rows may
+    run later, because they need another number of ranks.) Rows of low value are therefore skipped
+    first.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ LaunchCommand = Callable[[int, Path], Sequence[str]]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Interruption of a validation by Ctrl-C, raised after every row has received a result."""
+    """Raised after a validation was interrupted by Ctrl-C and every row has a result."""
 
 
 class Runner:
-    """Runner of rows within a time budget. See Note [Turns] and Note [Which rows run]."""
+    """Runs validation rows within a time budget. See Note [Turns] and Note [Which rows run]."""
 
     def __init__(
         self,
@@ -66,11 +67,11 @@ class Runner:
         budget_seconds: float,
         began: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        """Start the budget.
+        """Create a runner. The time budget starts now.
 
         Args:
             command: Returns the command line of a launch.
-            budget_seconds: Time until everything has ended.
+            budget_seconds: Seconds after which all rows must have ended.
             began: Progress callback. Receives each row that starts.
         """
         self.command = command
@@ -83,10 +84,10 @@ class Runner:
 
         Args:
             rows: Rows in the order of their value.
-            facts: Passed to the processes.
+            facts: Description of the machine, which is passed to the processes.
 
         Raises:
-            Interrupted: After the last result, if Ctrl-C was pressed.
+            Interrupted: Ctrl-C was pressed. The error is raised after the last result.
         """
         # Rows in the order in which they run, which differs from the order of their value.
         order = [row for batch in batches(rows) for row in batch]
@@ -123,7 +124,11 @@ class Runner:
         interrupted: bool = False,
         launching: bool = False,
     ) -> list[Result]:
-        """Remove rows from the front of `pending` until one can start, and return their results."""
+        """Remove rows from the front of `pending` until a row can start.
+
+        Returns:
+            Results of the removed rows, with the reasons why they did not run.
+        """
         skipped = []
         while pending:
             row = pending[0]
@@ -137,7 +142,10 @@ class Runner:
     def _no_time_for(
         self, row: Row, rows: Sequence[Row], later: Sequence[Row], *, launching: bool
     ) -> str:
-        """Return why there is no time for a row, or "" if there is. See Note [Which rows run]."""
+        """Return why a row does not fit into the remaining time, or "" if it does.
+
+        See Note [Which rows run].
+        """
         more_valuable = {other.name for other in rows[: rows.index(row)]}
         reserved = [
             other for other in later if other.name in more_valuable and not other.unavailable
@@ -157,7 +165,7 @@ class Runner:
 
 
 class _Launch:
-    """Processes that run some rows one after another."""
+    """Launch of processes that run several rows one after another. See Note [Turns]."""
 
     def __init__(
         self,
@@ -167,7 +175,7 @@ class _Launch:
         later: Sequence[Row],
         facts: Mapping[str, Any],
     ) -> None:
-        """Prepare a launch. `pending` is consumed as rows get their results."""
+        """Prepare a launch. Rows are removed from `pending` when they have a result."""
         self._runner = runner
         self._pending = pending
         self._launched = list(pending)
@@ -183,7 +191,7 @@ class _Launch:
         self._folder = Path()
 
     def results(self) -> Iterator[Result]:
-        """Run the rows and yield their results. Ends early when the processes have ended."""
+        """Run the rows, and yield their results until all rows or the processes have ended."""
         with tempfile.TemporaryDirectory(prefix="plait-validate-") as name:
             self._folder = Path(name)
             self._start()
@@ -235,14 +243,17 @@ class _Launch:
             time.sleep(_POLL_SECONDS)
 
     def _write_turn(self) -> None:
-        """Append the index of the next row to the file of turns, or the end. See Note [Turns]."""
+        """Append the index of the next row, or the end marker, to TURNS. See Note [Turns]."""
         turn = str(self._launched.index(self._pending[0])) if self._pending else END_TURN
         with (self._folder / TURNS).open("a", encoding="utf-8") as file:
             file.write(turn + "\n")
         self._gave_end_turn = not self._pending
 
     def _read(self) -> Iterator[Result]:
-        """Yield the results among the new events. The last line may be written only in part."""
+        """Read new lines of EVENTS, and yield the results in them. See Note [Turns].
+
+        The last line may be incomplete. It is then read in the next call.
+        """
         events = self._folder / EVENTS
         if not events.exists():
             return
@@ -283,13 +294,16 @@ class _Launch:
         return Result(row.name, row.title, outcome, reason, seconds, row.planned_seconds, numbers)
 
     def unfinished(self, outcome: Outcome, reason: str) -> list[Result]:
-        """Return the result of the row that was running, with the numbers that it had reported."""
+        """Return the result of the row that was running, with the numbers that it has reported.
+
+        The list is empty if no row was running.
+        """
         if not self._pending:
             return []
         return [self._finished(outcome, reason, self._partial)]
 
     def _late(self) -> str:
-        """Return why the row must be stopped, or "" if it may continue."""
+        """Return why the running row must be stopped, or "" if it may continue."""
         limit = self._pending[0].limit_seconds if self._running else LAUNCH_LIMIT_SECONDS
         if time.monotonic() - self._since <= limit:
             return ""
@@ -313,9 +327,10 @@ class _Launch:
 
 
 def batches(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows into launches: one per number of ranks, and one per row with its own process.
+    """Group rows into launches: one per number of ranks, and one per row that needs its own launch.
 
-    Rows that cannot run are in the group of those with as many ranks, where they start nothing.
+    Rows that cannot run on this machine are in the group of their number of ranks. They start no
+    process.
     """
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
@@ -325,7 +340,7 @@ def batches(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a launch and its ranks, first with SIGTERM and then with SIGKILL."""
+    """Stop the processes of a launch with SIGTERM, and with SIGKILL if they continue."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()

@@ -1,17 +1,19 @@
 """Throughput of a Llama with 8B widths under Plait, torch's FSDP2 and a hand-written model.
 
 Note [Visits]
-    A model with as many layers as fit leaves no room for a second one, so contenders cannot be
-    resident together. A visit builds one on the device, warms it up, times some steps and frees it.
-    Rounds of visits alternate the order, so that a drift of the clocks affects all of them equally.
-    The first visit of each includes compilation. Rounds are added while the row's planned time
-    lasts.
+    A contender is a trainer of `validation.peers`. Its model has as many layers as fit into memory,
+    so only one contender can be in memory at a time. A visit builds a contender on the device,
+    warms it up, times some steps and frees it. In a round every contender is visited once. Rounds
+    alternate the order, so that a drift of the GPU's clocks affects all contenders equally. The
+    first visit of a contender includes compilation. Rounds are added until the row's planned time
+    has passed.
 
 Note [FLOPs]
-    Model FLOPs of a step are 6 x parameters of products x tokens, plus 6 x width x length x tokens
-    per layer for causal attention, which computes half of the square. Recomputation does not count.
-    MFU is model FLOPs per second over the datasheet's bfloat16 peak. A layer's time is the slope
-    between two depths, which removes the embedding, the head, the loss and fixed costs.
+    Model FLOPs of a step are 6 x matrix parameters x tokens, plus 6 x width x length x tokens per
+    layer for causal attention, which computes half of the scores. Recomputation is not included.
+    MFU is model FLOPs per second divided by the datasheet's bfloat16 peak. The time of a layer is
+    the difference between the step times of two depths, divided by the difference of the depths.
+    The embedding, the head, the loss and fixed costs thus cancel.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ PACKAGES = {"deepspeed": "deepspeed", "fsdp2-liger": "liger_kernel", "plait-lige
 
 @dataclass(frozen=True)
 class Visit:
-    """Timed steps of a contender."""
+    """Step times, memory and loss of one visit of a contender. See Note [Visits]."""
 
     seconds: float
     """Seconds per step, of the slowest rank."""
@@ -121,7 +123,7 @@ def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def first_workload(context: Context, accumulation: int = 1) -> Workload:
-    """Return the workload with the number of layers that is expected to fit."""
+    """Return the workload with as many layers as are expected to fit into device memory."""
     if context.is_small:
         workload = TINY
     else:
@@ -135,11 +137,11 @@ def first_workload(context: Context, accumulation: int = 1) -> Workload:
 def layers_that_fit(free_bytes: float, workload: Workload) -> int:
     """Return the number of layers for which a training step fits on one GPU.
 
-    Two moments of a step decide. At the end of the forward there are 12 bytes per parameter
-    (float32 weights and both moments of Adam), the gathered embedding and head in bfloat16, the
-    activations (30 bytes per token and hidden element, 8 per element of the feed-forward part) and
-    16 bytes per token and vocabulary entry for the logits and the loss. In the update there are
-    16 bytes per parameter, and no activations.
+    The peak is at the end of the forward or in the optimizer step. At the end of the forward there
+    are 12 bytes per parameter (float32 weights and both moments of Adam), the gathered embedding
+    and head in bfloat16, the activations (30 bytes per token and hidden element, 8 bytes per token
+    and element of the MLP's width), and 16 bytes per token and vocabulary entry for the logits and
+    the loss. In the optimizer step there are 16 bytes per parameter, and no activations.
 
     Raises:
         NotRun: Fewer than LEAST_LAYERS fit.
@@ -160,7 +162,7 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
         needed = (forward_fixed + LEAST_LAYERS * forward_layer) / MARGIN
         raise NotRun(
             f"{LEAST_LAYERS} layers need {format_bytes(needed)}, but the device has"
-            f" {format_bytes(free_bytes)} free"
+            f" {format_bytes(free_bytes)} free; use a larger device"
         )
     return min(layers, MOST_LAYERS)
 
@@ -168,13 +170,14 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
 def first_visits(
     context: Context, contenders: Sequence[str], workload: Workload
 ) -> tuple[Workload, dict[str, Visit], dict[str, str]]:
-    """Visit each contender once, with fewer layers if one of them runs out of memory.
+    """Visit each contender once. If one of them runs out of memory, use fewer layers for all.
 
-    A step in which the allocator gives its cache back and asks the device again waits for the
-    device, so it also counts as out of memory.
+    A step in which the allocator releases its cache and retries is also treated as out of memory,
+    because the host then waits for the device.
 
     Returns:
-        The workload that fits, the visits, and the errors of contenders that do not run.
+        The workload that fits, the visits by contender, and the errors of contenders that do not
+        run.
 
     Raises:
         NotRun: Memory runs out even with LEAST_LAYERS.
@@ -199,7 +202,10 @@ def first_visits(
             context.results[LAYERS] = workload.layers
             return workload, visits, errors
         if workload.layers <= LEAST_LAYERS:
-            raise NotRun(f"out of memory with {workload.layers} layers")
+            raise NotRun(
+                f"out of memory with {workload.layers} layers, the smallest model of this check;"
+                " use a larger device"
+            )
         workload = workload.with_layers(max(LEAST_LAYERS, workload.layers * 3 // 4))
         # Compiled code may keep memory of the models that did not fit.
         torch.compiler.reset()
@@ -207,9 +213,13 @@ def first_visits(
 
 
 def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | None:
-    """Return a visit, None if memory ran out, or the error of a contender that failed.
+    """Visit a contender.
 
-    With several ranks every error is raised: the others wait in a collective, so the launch ends.
+    With several ranks all errors are raised, because the other ranks wait in a collective and the
+    launch has to end.
+
+    Returns:
+        The visit, None if memory ran out, or the error message of a contender that failed.
     """
     result: Visit | str | None = None
     try:
@@ -246,7 +256,10 @@ def visit(context: Context, name: str, workload: Workload) -> Visit:
         context.release_memory()
     # NaN is the only number that differs from itself.
     if loss != loss:
-        raise AssertionError(f"{name}: the loss is not a number")
+        raise AssertionError(
+            f"{name}: the loss is not a number; if {name} is Plait, report a bug with the output of"
+            " `plait doctor`"
+        )
     return Visit(max(context.gathered(seconds)), warm_seconds, peak, loss, retries)
 
 
@@ -255,7 +268,7 @@ def timed_steps(
 ) -> tuple[float, float]:
     """Return (seconds per step, last loss).
 
-    The host waits before the first step and after the last.
+    The host waits for the device before the first step and after the last one.
     """
     losses: list[torch.Tensor] = []
     if context.world > 1:
@@ -292,12 +305,12 @@ def another_round_fits(
 def comparison(
     rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int
 ) -> dict[str, Any]:
-    """Return medians over rounds per contender, and the ratios of Plait's time to those of others.
+    """Return each contender's medians over rounds, and the ratios of Plait's time to the others'.
 
     Args:
         rounds: Visits of each round, keyed by contender.
-        workload: Workload of a rank.
-        peak: FLOP/s of a device.
+        workload: Workload of one rank.
+        peak: Peak bfloat16 FLOP/s of a device.
         ranks: Number of ranks.
     """
     names = list(rounds[0])
@@ -337,7 +350,7 @@ def comparison(
 def per_layer(
     deep: Mapping[str, float], shallow: Mapping[str, float], workload: Workload, peak: float
 ) -> dict[str, Any]:
-    """Return seconds and MFU of a layer, from the step times of two depths. See Note [FLOPs]."""
+    """Return seconds and MFU per layer, from the step times of two depths. See Note [FLOPs]."""
     layers = workload.layers - 1
     seconds = {}
     mfu = {}
@@ -355,7 +368,10 @@ def per_layer(
 
 
 def judge(numbers: Mapping[str, Any], contenders: Sequence[str]) -> Verdict:
-    """Fail if a contender does not run, or if Plait takes more than SLOWEST times as long."""
+    """Return a failed verdict if a contender does not run, or if Plait is too slow.
+
+    Plait is too slow if it takes more than SLOWEST times as long as another contender.
+    """
     problems = list(numbers.get("errors", {}).values())
     for peer in contenders[1:2]:
         ratio = numbers["ratio"][peer]["median"]

@@ -1,1 +1,1 @@
-"""Comparison of a layout with one process, on a small model and ragged data."""
+"""Check that a parallel layout trains like a single process, on a small version of the model."""

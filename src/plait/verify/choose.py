@@ -1,9 +1,9 @@
 """Choice of a small model that represents the user's model.
 
-A user names a `model` section, a folder, a name on the hub, a config.json or a function. Candidates
-are tried from small to large, each by one forward and backward on the CPU in float64. An
-architecture for which a shrinking rule is wrong therefore fails here and not in a worker. The
-choice and its reasons become lines of the report.
+A user gives a `model` section, a folder, a name on the Hugging Face hub, a config.json or a
+function. Candidates are tried from small to large, each by one forward and backward on the CPU in
+float64. An architecture for which a shrinking rule (`verify.shrink`) is wrong therefore fails
+before any process of the verification starts. The report explains the choice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The model to compare, with the lines of the report about it."""
+    """Small model for a verification, with the lines of the report that describe it."""
 
     tested: TestedModel
     lines: tuple[str, ...]
@@ -67,7 +67,8 @@ def choose(config: Config, source: str | None, *, layout: Layout) -> ModelChoice
     Args:
         config: The configuration, whose `model` section is used if `source` is None.
         source: Folder, name, config.json or `package.module:function`, or None.
-        layout: The layout, whose degrees the small model has to allow as the large one does.
+        layout: The layout. The small model must support its degrees of parallelism in the same way
+            as the large model.
 
     Raises:
         InputError: `source` cannot be read.
@@ -87,7 +88,7 @@ def choose(config: Config, source: str | None, *, layout: Layout) -> ModelChoice
 
 
 def fields_of(config: Config, source: str | None) -> tuple[shrink.Fields, str]:
-    """Return the unshrunk Transformers configuration of the user's model, and a title.
+    """Return the Transformers configuration of the user's model, not yet shrunk, and a title.
 
     Raises:
         InputError: `source` (a name, folder or file) cannot be read.
@@ -108,7 +109,7 @@ def fields_of(config: Config, source: str | None) -> tuple[shrink.Fields, str]:
 
 
 def _read_fields(source: str, option: str) -> shrink.Fields:
-    """Return the configuration in a folder or file, of a known public model, or on the hub."""
+    """Return the configuration of a folder, a file, a known public model or a model on the hub."""
     require_transformers(option)
     from transformers import AutoConfig
 
@@ -165,7 +166,10 @@ def _choose_transformers(
 def _smallest(
     fields: shrink.Fields, tested: TestedModel, kinds: set[str], layout: Layout
 ) -> tuple[TestedModel, nn.Module, list[str]]:
-    """Return the smallest model that runs with the most kinds of modules, and the missing kinds.
+    """Return the smallest runnable model that has the most of the large model's kinds of modules.
+
+    Returns:
+        The description of the model, the model, and the kinds of modules that it lacks.
 
     Raises:
         ModelError: No small model runs.
@@ -204,7 +208,7 @@ def _smallest(
 
 
 def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields]:
-    """Yield candidates from small to large.
+    """Yield configurations of small models, from small to large.
 
     The last one has all layers at full width, with a small vocabulary and without dropout.
     """
@@ -226,7 +230,7 @@ def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields
 
 
 def _least_depth(layout: Layout) -> int:
-    """Return the smallest number of blocks for a layout. A pipeline needs two per stage."""
+    """Return the smallest number of blocks for a layout: with a pipeline, two per stage."""
     if layout.pp == 1:
         return shrink.DEPTH
     return max(shrink.DEPTH, 2 * layout.pp)
@@ -270,7 +274,7 @@ def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> Mode
 
 
 def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
-    """Return the fields of a TestedModel that describe the arguments of a language model."""
+    """Return the fields of a TestedModel that describe how a language model is called."""
     embeddings = [
         module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
     ]
@@ -303,10 +307,13 @@ class _TooLarge(ModelError):
 
 
 def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
-    """Run a forward and backward, and return the completed TestedModel and its float64 model.
+    """Run a forward and backward in float64 on the CPU.
+
+    Returns:
+        The TestedModel with all fields set, and the float64 model.
 
     Raises:
-        Exception: Whatever the model raises.
+        Exception: Any error that the model raises.
     """
     if tested.fields is not None:
         model = transformers_model(tested.fields, dtype=torch.float64)
@@ -353,7 +360,7 @@ def _try_model(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
 
 
 def _three_rows(built: TestableModel) -> Any:
-    """Return a micro-batch with every kind of padding."""
+    """Return a micro-batch of three samples: padded on the right, on the left, and not padded."""
     steps = ragged_steps(steps=1, micro_batches=1, size=3, seed=0, micro_batch=built.micro_batch)
     return steps[0][0]
 
@@ -371,7 +378,10 @@ def _takes_left_padding(built: TestableModel, model: nn.Module) -> bool:
 
 def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
     if not math.isfinite(first):
-        raise ModelError(f"{tested.title}: the loss of its small version is {first}")
+        raise ModelError(
+            f"{tested.title}: the loss of its small version is {first}, which cannot be compared;"
+            " correct the model or its loss such that the loss is finite"
+        )
     if first != second:
         raise ModelError(
             f"{tested.title}: two forwards on the same data have the losses {first!r} and"

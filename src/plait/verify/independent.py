@@ -1,9 +1,9 @@
-"""Second reference, which uses torch's autograd and numpy but no Plait code.
+"""Independent reference for a training run: torch's autograd and numpy, but no Plait code.
 
-`parity.reference_trace` uses Plait's loss and Plait's choice of optimizer. A mistake in one of them
-would be on both sides of that comparison. Here cross entropy, the mean over the targets of a step,
-clipping and AdamW follow their definitions in float64, and the weights are passed as arrays. Only
-the model's own forward is common to both sides.
+`parity.reference_trace` uses Plait's loss and Plait's choice of the optimizer. A mistake in one of
+them would affect both sides of that comparison. This module implements cross entropy, the mean over
+the targets of a step, gradient clipping and AdamW from their definitions in float64, and takes the
+weights as arrays. Only the model's forward is common to both sides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class AdamW:
-    """Constant settings of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Hyperparameters of AdamW (Loshchilov and Hutter 2019, algorithm 2), constant over a run."""
 
     lr: float
     beta1: float
@@ -38,7 +38,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """Results of a training run. All arrays are float64."""
+    """Losses, gradients and weights of a training run. All arrays are float64."""
 
     losses: list[float] = field(default_factory=list)
     """Mean over all targets of a step. NaN for a step without targets."""
@@ -66,15 +66,16 @@ def train(
 
     Args:
         model: The model in float64, on any device.
-        weights: Initial values by parameter name. A tied parameter has its first name.
-        steps: Optimizer steps x micro-batches. Each is a mapping of the model's arguments and
-            `labels` [batch, seq] int64. Position t of the logits predicts label t + 1.
+        weights: Initial values by parameter name. A tied parameter has the first of its names.
+        steps: One list of micro-batches per optimizer step. A micro-batch maps the names of the
+            model's arguments to tensors, and "labels" to [batch, seq] int64. Position t of the
+            logits predicts label t + 1.
         optimizer: Settings of AdamW.
         clipping: Largest global gradient norm, or 0 for no clipping.
-        skipped: Steps that change nothing.
+        skipped: Indices of steps in which the optimizer is not called.
 
     Raises:
-        ValueError: `weights` are not those of the model.
+        ValueError: Names or shapes of `weights` differ from those of the model's parameters.
     """
     parameters = dict(model.named_parameters())
     _load(parameters, weights)
@@ -136,7 +137,7 @@ def _load(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Ar
     if set(parameters) != set(weights):
         unmatched = sorted(set(parameters) ^ set(weights))
         raise ValueError(
-            f"{len(unmatched)} names are only in the model or only in the weights:"
+            f"{len(unmatched)} parameter names are only in the model or only in the weights:"
             f" {', '.join(unmatched[:3])}"
         )
     with torch.no_grad():
@@ -175,7 +176,7 @@ def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
 def _take_gradients(
     parameters: Mapping[str, torch.nn.Parameter], factor: float
 ) -> dict[str, Array]:
-    """Return the gradients that exist, multiplied by `factor`, and drop them."""
+    """Return all gradients multiplied by `factor`, and set the parameters' gradients to None."""
     gradients = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:

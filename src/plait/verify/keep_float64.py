@@ -1,9 +1,9 @@
-"""Context that keeps a float64 model in float64 by skipping the model's own casts.
+"""Context manager that keeps a float64 model in float64 by skipping the model's own casts.
 
-Transformers' norms, softmax and routers compute in float32 whatever the model's dtype is. This
-rounding turns a difference of 1e-16 between two layouts into one of 1e-7, which hides real errors.
-Only casts inside the forward of the model's classes are skipped, so the casts of an engine still
-take effect. Only verification uses this.
+Transformers' norms, softmax and routers compute in float32, even if the model's dtype is float64.
+This rounding turns a difference of 1e-16 between two layouts into one of 1e-7, which hides real
+errors. Only casts inside the forward of the model's classes are skipped, so the casts of an engine
+still take effect. Only verification uses this context manager.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANGLE_FUNCTIONS = (torch.Tensor.cos, torch.Tensor.sin, torch.cos, torch.sin)
 
 
 class _StayWide(TorchFunctionMode):
-    """Mode in which casts of float64 tensors to narrower dtypes return float64."""
+    """Function mode in which casts of float64 tensors to narrower dtypes return float64."""
 
     def __torch_function__(
         self,
@@ -62,13 +62,14 @@ def _widen(value: Any) -> Any:
 def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
     """Skip casts to narrower dtypes in the forwards of a float64 model.
 
-    Classes of torch keep their dtype and are not changed. Classes are patched and not objects, so
-    that copies, wrappers and recomputation of the model are covered.
+    The classes of the modules are patched, not the modules, so that copies, wrappers and
+    recomputation of the model are covered. Classes of torch are not patched, because they do not
+    cast.
 
     Args:
-        model: The model. One without float64 parameters is left unchanged.
-        others: Optimizer classes whose `step` is treated the same, because it narrows on purpose
-            (torch's Muon multiplies in bfloat16).
+        model: The model. Nothing is patched if it has no float64 parameters.
+        others: Optimizer classes in whose `step` casts are skipped as well, because it computes in
+            a narrower dtype on purpose (torch's Muon multiplies in bfloat16).
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes and torch.float64 not in dtypes:
@@ -89,7 +90,7 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
 
 
 def _owners(model: nn.Module) -> set[tuple[type[Any], str]]:
-    """Return the classes outside torch that define the forwards of a model's modules."""
+    """Return (class, method name) of the forwards of a model's modules, without torch's classes."""
     owners = set()
     for kind in {type(module) for module in model.modules()}:
         owner = _owner(kind, "forward")
@@ -131,7 +132,7 @@ def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[
 
 
 class _Roundings(TorchDispatchMode):
-    """Mode that records operators which return a narrower floating tensor for a float64 one."""
+    """Mode that records operators that return a narrower floating-point dtype for float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,9 +157,9 @@ def _contains_dtype(leaves: list[Any], dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def roundings(run: Callable[[], Any]) -> tuple[str, ...]:
-    """Return the names of operators in `run` that narrow a float64 tensor.
+    """Call `run`, and return the names of operators that cast a float64 tensor to a narrower dtype.
 
-    The result is empty if everything stays in float64.
+    The result is empty if all tensors stay in float64.
     """
     with _Roundings() as mode:
         run()

@@ -1,12 +1,12 @@
-"""Description of the model under test, and how to build it with its loss and its data.
+"""Description of the model under test, and functions that build the model, its loss and its data.
 
-A TestedModel is data, so that the process that compares and the processes that train build the
-same model. Layouts play no role here.
+A TestedModel can be serialized, so that the process that compares and the processes that train
+build the same model. This module does not depend on the layout.
 
-A comparison uses few and short samples that are uneven in every respect in which real batches are:
-micro-batches have different lengths, rows are padded on the right or on the left, numbers of
-targets differ, and one micro-batch has no target at all. The data of a micro-batch depend on the
-step and on its index only, so a layout and one process see the same data.
+A comparison uses few and short samples that are uneven like real batches: micro-batches have
+different lengths, samples are padded on the right or on the left, numbers of targets differ, and
+one micro-batch has no target at all. The data of a micro-batch depend only on the step and on the
+index of the micro-batch, so a layout and one process train on the same data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Users provide one for a model that is not a language model.
 
 
 class TestedModel(Policy):
-    """Description of a model under comparison."""
+    """Serializable description of the small model that a verification trains."""
 
     title: str
     """Name of the model, such as `llama` or `package.module:function`."""
@@ -72,7 +72,7 @@ class TestedModel(Policy):
 
 @dataclass(frozen=True)
 class TestableModel:
-    """A model with its loss, its forward and its data."""
+    """Small model of a verification, with its loss, its forward and its data."""
 
     model: nn.Module
     loss: Loss
@@ -83,8 +83,8 @@ class TestableModel:
 def build(tested: TestedModel, *, dtype: torch.dtype) -> TestableModel:
     """Build the model in training mode, without dropout.
 
-    Transformers' models are on meta if their weights can be initialised later. Other models have
-    the weights that their function gives them.
+    Models of Transformers are on the meta device if their weights can be initialised later. Models
+    of a function have the weights that the function gives them.
 
     Raises:
         ModelError: The model is not a language model, and its function provides no batches.
@@ -131,9 +131,10 @@ def seed_everything(seed: int) -> None:
 
 
 def initialise_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
-    """Initialise a model on meta on the CPU, with the weights that every layout has for `seed`.
+    """Initialise a model from the meta device on the CPU, with weights that depend only on `seed`.
 
-    A model that has weights keeps them.
+    Every layout initialises the same weights. A model that is not on the meta device keeps its
+    weights.
     """
     if materialise.is_meta(model):
         template = materialise.template_of(model)
@@ -143,9 +144,9 @@ def initialise_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) 
 
 
 def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "meta") -> nn.Module:
-    """Return the causal language model of a configuration.
+    """Return the causal language model of a Transformers configuration.
 
-    On any device but meta, it has initial weights and buffers.
+    The model has initial weights and buffers, unless the device is meta.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -186,10 +187,11 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
     """Call `package.module:function` without arguments.
 
     Returns:
-        (module, loss, micro-batch function). The last two are None for a language model.
+        (module, loss, function that creates micro-batches). The last two are None for a language
+        model.
 
     Raises:
-        InputError: The function cannot be called, or it returns another type.
+        InputError: The function cannot be called, or returns neither a module nor such a tuple.
     """
     function = _import_function(path)
     try:
@@ -244,8 +246,8 @@ def ragged_steps(
 ) -> list[list[Any]]:
     """Return micro-batches of random data, one list per step.
 
-    One micro-batch has no targets if its batches have `labels`: the second of the first step, or
-    the only one of the second step.
+    If micro-batches have `labels`, one of them has no targets: the second one of the first step,
+    or, with one micro-batch per step, the one of the second step.
 
     Args:
         steps: Number of optimizer steps.
@@ -269,14 +271,14 @@ def token_batches(
     """Return a function that creates micro-batches of random tokens.
 
     A micro-batch has the tokens [size, length] int64, `labels` [size, length] int64 with -100 at
-    padding, and an attention mask [size, length] int64. Rows alternate between padding on the
+    padding, and an attention mask [size, length] int64. Samples alternate between padding on the
     right, padding on the left and no padding.
 
     Args:
         vocabulary: Number of tokens.
         first: Key of the tokens, such as `input_ids`.
-        mask: Key of the attention mask, or None for a model that takes none.
-        left: Whether rows may be padded on the left.
+        mask: Key of the attention mask, or None for a model without this argument.
+        left: Whether samples may be padded on the left.
     """
     kinds = ("right", "left", "full") if left else ("right", "full")
 

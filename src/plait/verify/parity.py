@@ -1,9 +1,9 @@
 """Training traces of a layout and of one process, and their comparison.
 
-The comparison covers losses, gradient norms, every gradient, and every parameter after the last
-step. The reference trains in plain torch and does not use the engine. Both use the same global
-batches, a list of micro-batches per step. A layout distributes the micro-batches to its
-data-parallel ranks, and the reference uses all of them.
+A trace contains losses, gradient norms, every gradient, and every parameter after the last step.
+The reference trains in one process with plain torch and does not use the engine. Both runs use the
+same global batches: a list of micro-batches per step. The layout distributes the micro-batches over
+its data-parallel ranks; the reference process trains on all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter
 
 @dataclass(frozen=True)
 class Difference:
-    """Error of one compared quantity."""
+    """Relative error of one compared quantity: a loss, a norm, a gradient or a parameter."""
 
     name: str
     error: float
@@ -47,13 +47,13 @@ class Difference:
     tensor: str | None = None
 
     def ok(self, tolerance: float) -> bool:
-        """Return True if the error is within the tolerance. NaN never is."""
+        """Return True if the error is at most `tolerance`. The result is False for NaN."""
         return self.error <= tolerance
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Results of a training run.
+    """Losses, norms, gradients and parameters of a training run.
 
     Tensors are unsharded, on the CPU, and keyed by parameter name. A gradient is None if no rank
     used the parameter.
@@ -103,8 +103,9 @@ def reference_trace(
     Args:
         model: The model with weights.
         steps: Micro-batches of all steps.
-        loss_fn: The loss, a sum with a weight.
-        optimizer: Function that creates the optimizer of trainable parameters.
+        loss_fn: Returns the sum of a micro-batch's losses and their weight, such as the number of
+            targets.
+        optimizer: Function that creates an optimizer for a list of trainable parameters.
         clipping: Largest global gradient norm, or 0 for no clipping.
         forward: Function that calls the model.
         numerics: Dtypes and loss scales. None trains in the dtype of the parameters.
@@ -172,7 +173,10 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor
 
 
 def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:
-    """Return the model, or a function that runs it on differentiable casts of its parameters."""
+    """Return the model, or a function that calls it with parameters that are cast to `compute`.
+
+    Gradients flow through the casts to the parameters.
+    """
     if compute is None:
         return model
     # Casts are differentiable, so that gradients reach the parameters in their own dtype.
@@ -185,7 +189,7 @@ def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:
 def _move_gradients(
     parameters: Mapping[str, nn.Parameter], sums: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Add the gradients of a micro-batch to `sums` in another dtype, and drop them."""
+    """Add the parameters' gradients to `sums` in `dtype`, and set them to None."""
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             gradient = parameter.grad.to(dtype)
@@ -194,7 +198,7 @@ def _move_gradients(
 
 
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
-    """Train with the engine, and return the full trace on every rank. Collective."""
+    """Train with the engine, and return the unsharded trace on every rank. Collective."""
     pipeline = engine.parts.plans.pipeline
     ties = pipeline.cut.first_names if pipeline is not None else {}
 
@@ -264,9 +268,9 @@ def full_tensor_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_all_ranks(local: Mapping[str, T]) -> dict[str, T]:
-    """Merge the entries of all ranks. Each rank has those of its pipeline stage. Collective.
+    """Merge the mappings of all ranks, such as those of the pipeline stages. Collective.
 
-    If several ranks have an entry, that of the lowest rank is used.
+    If several ranks have the same key, the value of the lowest rank is used.
     """
     names = all_gather_objects(list(local))
     if all(other == names[0] for other in names):
@@ -279,9 +283,9 @@ def from_all_ranks(local: Mapping[str, T]) -> dict[str, T]:
 
 
 def spread_over_ranks(kind: Kind, local: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """Return differences between copies of unsharded tensors on several ranks. Collective.
+    """Compare the copies of unsharded tensors on different ranks. Collective.
 
-    Copies are compared bitwise with that of the lowest rank.
+    Every copy is compared bitwise with the copy of the lowest rank that has the tensor.
     """
     digests = {}
     for name, tensor in local.items():
@@ -310,9 +314,9 @@ def spread_over_ranks(kind: Kind, local: Mapping[str, torch.Tensor]) -> list[Dif
 def compare(reference: Trace, trace: Trace) -> list[Difference]:
     """Compare all quantities of two traces, in the order of the computation.
 
-    These are initial weights (if both traces have them), losses, norms and gradients of each step,
-    parameters, and copies on different ranks. In steps that `trace` skipped only losses are
-    compared.
+    The quantities are the initial weights (if both traces have them), the losses, norms and
+    gradients of each step, the parameters, and the copies on different ranks. In steps that `trace`
+    skipped (float16 overflow) only losses are compared.
     """
     differences = []
     if reference.initial and trace.initial:
@@ -346,7 +350,7 @@ NOISE = 1e-12
 def _without_gradient(trace: Trace) -> frozenset[str]:
     """Return the names of parameters whose gradients are rounding noise in every step.
 
-    Adam divides noise by noise, so these parameters change by an arbitrary amount.
+    Adam divides noise by noise, so such parameters change by an arbitrary amount.
     """
     loud: set[str] = set()
     for step in trace.gradients:
@@ -357,7 +361,7 @@ def _without_gradient(trace: Trace) -> frozenset[str]:
 
 
 def _largest_values(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
-    """Return the largest absolute value of every tensor that has elements."""
+    """Return the largest absolute value of every tensor, without empty tensors."""
     return {n: float(t.abs().max()) for n, t in tensors.items() if t is not None and t.numel()}
 
 
@@ -367,7 +371,7 @@ def worst(differences: Sequence[Difference]) -> Difference:
 
 
 def relative_error(reference: float, value: float) -> float:
-    """Return the error of a number relative to the reference, or 0 if both are NaN."""
+    """Return the relative error of `value` against `reference`, or 0 if both are NaN."""
     if math.isnan(reference) and math.isnan(value):
         return 0.0
     return abs(reference - value) / max(abs(reference), 1e-12)
@@ -401,10 +405,7 @@ def _tensors(
 
 
 def _largest_error(reference: torch.Tensor, value: torch.Tensor, *, floor: float) -> float:
-    """Return the largest absolute difference over the largest absolute value plus `floor`.
-
-    The result is 0 for empty tensors.
-    """
+    """Return max |value - reference| / (max |reference| + floor), or 0 for empty tensors."""
     if not reference.numel():
         return 0.0
     top = float(reference.abs().max()) + floor

@@ -1,8 +1,8 @@
 """Plan of a verification: small model, processes, batch and changed settings.
 
-The plan is created before any process exists, and every process receives it. Degrees of tensor,
-sequence and pipeline parallelism are never changed. Degrees of data parallelism, the batch and the
-buckets shrink with the model, and a line of the report names each change.
+The plan is created before any process of the verification starts, and every process receives it.
+Degrees of tensor, sequence and pipeline parallelism are never changed. Degrees of data parallelism,
+the batch and the gradient buckets become smaller, like the model. The report lists every change.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MOST_STEPS = 10_000
 
 @dataclass(frozen=True)
 class VerificationPlan:
-    """Description of a verification, which every process receives."""
+    """Model, layout, batch and settings of a verification, which every process receives."""
 
     tested: TestedModel
     resolved: Resolved
@@ -77,16 +77,16 @@ class VerificationPlan:
         return self.resolved.layout.dp * self.resolved.batch.accumulation
 
     def build(self, dtype: torch.dtype, *, rank: int = 0) -> TestableModel:
-        """Build the model after seeding all generators with a seed that depends on the rank.
+        """Build the model after seeding all random generators with a seed that depends on the rank.
 
-        If the model is built with weights, every rank therefore has different ones, which tests
+        If the model is built with weights, the weights therefore differ between ranks. This tests
         that the engine replaces them with the weights of rank 0.
         """
         seed_everything(self.resolved.seed + rank)
         return build(self.tested, dtype=dtype)
 
     def data(self, built: TestableModel) -> list[list[Any]]:
-        """Return micro-batches of all steps and ranks, the same in every process and pass."""
+        """Return the micro-batches of all steps and ranks. They are equal in all processes."""
         return ragged_steps(
             steps=self.steps,
             micro_batches=self.micro_batches,
@@ -97,16 +97,19 @@ class VerificationPlan:
 
     @staticmethod
     def pass_context(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context in which a pass runs. The float64 pass skips casts to other dtypes."""
+        """Return the context manager in which a pass runs.
+
+        In the float64 pass it makes the model skip casts to narrower dtypes.
+        """
         if name == "float64":
             return keeping_float64(model, torch.optim.Muon)
         return nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
-        """Return the configuration and the dtype of the parameters of a pass.
+        """Return the configuration of a pass, and the dtype of its parameters.
 
-        The float64 pass replaces every dtype by float64, and keeps everything else of mixed
-        precision, including the loss scale.
+        The float64 pass replaces every dtype by float64. All other settings of mixed precision,
+        including the loss scale, stay the same.
         """
         if name == "configured":
             return self.resolved, dtype_of(self.dtype)
@@ -145,12 +148,12 @@ def prepare(
     Args:
         config: The configuration.
         model: Folder, name or function of the model, or None for the `model` section.
-        processes: Number of processes, or None to choose it.
-        most_processes: Largest number of processes to choose.
+        processes: Number of processes, or None to choose the number automatically.
+        most_processes: Largest number of processes that may be chosen.
         steps: Optimizer steps to compare.
         passes: Precisions to compare in.
         device: Device type, or "auto".
-        gpus: Number of processes that can have a GPU.
+        gpus: Number of GPUs that processes can use.
 
     Raises:
         ConfigError: The configuration cannot be verified.
@@ -158,7 +161,7 @@ def prepare(
         ModelError: The model cannot be verified.
     """
     if steps < 1:
-        raise InputError(f"--steps {steps}: at least one step is compared; use 1 or more")
+        raise InputError(f"--steps {steps}: at least one step must be compared; use 1 or more")
     if steps > _MOST_STEPS:
         raise InputError(
             f"--steps {steps}: every step's data and gradients are kept; use at most"
@@ -236,16 +239,17 @@ def _counted(count: int, noun: str) -> str:
 def small_degrees(
     config: Config, processes: int | None, *, most: int
 ) -> tuple[ParallelSection, int, list[str]]:
-    """Choose the degrees of parallelism.
+    """Choose the degrees of parallelism of a verification.
 
-    With `processes` the degrees of the file are used. Otherwise open data-parallel degrees are 2,
-    and larger ones are lowered to 2 if they need more than `most` processes.
+    With `processes` the degrees of the file are used. Otherwise data-parallel degrees that the file
+    does not fix are 2, and larger ones are lowered to 2 if the layout needs more than `most`
+    processes.
 
     Returns:
-        The `parallel` section, the number of processes, and notes about changes.
+        The `parallel` section, the number of processes, and lines of the report about changes.
 
     Raises:
-        ConfigError: The lowered degrees need more than `most` processes.
+        ConfigError: The layout needs more than `most` processes even with lowered degrees.
     """
     parallel = config.parallel
     requested = config.run.processes if config.run is not None else "auto"
@@ -279,7 +283,11 @@ def small_degrees(
 
 
 def small_batch(config: Config) -> tuple[Config, list[str]]:
-    """Return the configuration with a small batch and a constant learning rate, and notes."""
+    """Return the configuration with a small batch and a constant learning rate.
+
+    Returns:
+        The configuration, and lines of the report about changes.
+    """
     micro_batch = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     pp = config.parallel.pp

@@ -1,12 +1,13 @@
-"""Report of a verification: compared values with errors and allowed errors, as lines and as JSON.
+"""Report of a verification: compared values with errors and allowed errors, as text and as JSON.
 
-In float64 each loss, norm, gradient and parameter must be within a fixed relative error of one
-process and of the independent reference.
+In float64 each loss, norm, gradient and parameter of the layout may differ from that of one process
+by at most a fixed relative error. The comparison with the independent reference has the same limit.
 
-In the configured precision the error against float64 must be at most 1.2 times that of one process
-in the same precision, in root mean square over all tensors of a kind. A single tensor is a small
-sample, so its allowed error is based on the sum of its own error in one process and the largest
-error of its kind. Parameters may exceed the error of one process by the same factor as gradients.
+In the configured precision, the error of a trace is its difference from the float64 trace. The root
+mean square of the layout's errors, over all tensors of a kind (gradients or parameters), must be at
+most 1.2 times that of one process in the same precision. A single tensor is a small sample, so its
+allowed error is based on the sum of its error in one process and the largest error of its kind.
+The errors of parameters may exceed those of one process by the same factor as those of gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Tensors whose exact value is 0 contain rounding noise.
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """Compared quantity with its error and the allowed error."""
+    """One compared quantity (a loss, norm or tensor), with its error and the allowed error."""
 
     kind: Kind
     step: int | None
@@ -61,7 +62,7 @@ class ComparedRow:
 
     @property
     def equal(self) -> bool:
-        """True if the error is allowed. NaN never is."""
+        """True if the error is at most the allowed error. False for NaN."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -75,7 +76,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Section:
-    """Compared values of one pass, or of the independent reference."""
+    """All compared quantities of one pass, or of the comparison with the independent reference."""
 
     name: Pass | Literal["independent"]
     title: str
@@ -90,7 +91,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a verification."""
+    """Result of a verification: the sections with all compared quantities."""
 
     sections: tuple[Section, ...]
     blocks: tuple[str, ...] = ()
@@ -131,12 +132,12 @@ class Report:
 def compare_float64(
     plan: VerificationPlan, exact: Trace, trace: Trace, *, tolerance: float | None = None
 ) -> Section:
-    """Compare the float64 pass with one process.
+    """Compare the layout's float64 pass with a float64 run in one process.
 
     Args:
         plan: The plan.
-        exact: Trace of one process.
-        trace: Trace of the layout.
+        exact: Trace of one process in float64.
+        trace: Trace of the layout in float64.
         tolerance: Largest relative error. The default is 1e-10, or 1e-7 if the model itself rounds
             to float32.
     """
@@ -154,13 +155,13 @@ def compare_independent(
     unchecked: str = "",
     tolerance: float | None = None,
 ) -> Section:
-    """Compare the float64 pass with the independent reference.
+    """Compare the layout's float64 pass with the independent reference.
 
     Args:
         plan: The plan.
-        second: Trace of the reference, which may have fewer steps and no parameters. None if
-            nothing is compared.
-        trace: Trace of the layout.
+        second: Trace of the independent reference, which may have fewer steps and no parameters.
+            None if nothing is compared.
+        trace: Trace of the layout in float64.
         unchecked: Description of what the reference does not check.
         tolerance: As in `compare_float64`.
     """
@@ -207,10 +208,16 @@ def _difference_text(difference: Difference) -> str:
 def compare_configured(
     plan: VerificationPlan, exact: Trace, single: Trace, trace: Trace
 ) -> Section:
-    """Compare the errors of the configured precision with those of one process.
+    """Compare the layout's errors in the configured precision with those of one process.
 
-    Steps that float16 skipped have no gradient to compare. One process at the same loss scale
-    shows whether they had to be skipped.
+    Steps that the layout skipped because of float16 overflow have no gradients to compare. A run in
+    one process with the same loss scales shows whether these steps had to be skipped.
+
+    Args:
+        plan: The plan.
+        exact: Trace of one process in float64, from which errors are measured.
+        single: Trace of one process in the configured precision.
+        trace: Trace of the layout in the configured precision.
     """
     errors_of_one = _errors(exact, single)
     allowed = _allowances(errors_of_one, *_units(plan))
@@ -227,7 +234,7 @@ def compare_configured(
 
 
 def _wrong_skips(one: Trace, trace: Trace) -> list[ComparedRow]:
-    """Return rows for steps that need not be skipped, and for a run that skipped all steps."""
+    """Return a row per step that the layout skipped without need, and one if it skipped all."""
     rows = []
     for step in trace.skipped:
         if math.isfinite(one.grad_norms[step]):
@@ -240,7 +247,7 @@ def _wrong_skips(one: Trace, trace: Trace) -> list[ComparedRow]:
 
 
 def _order(row: ComparedRow) -> tuple[int, int]:
-    """Return the sort key of a quantity in the order of the computation. The sort is stable."""
+    """Return a key that sorts quantities in the order of the computation."""
     if row.kind == "initial weight":
         return (0, 0)
     if row.kind in ("parameter", "other"):
@@ -260,15 +267,15 @@ Key = tuple[Kind, int | None, str]
 def _allowances(
     errors_of_one: Mapping[Key, float], unit: float, single_number: float
 ) -> dict[Key, float]:
-    """Return the allowed errors.
+    """Return the allowed error of every quantity, from the errors of one process.
 
-    Parameters may exceed the error of one process by the same factor as gradients, because
-    optimizers such as Adam magnify errors of small gradients.
+    The errors of parameters may exceed those of one process by the same factor as those of
+    gradients, because optimizers such as Adam magnify errors of small gradients.
 
     Args:
         errors_of_one: Errors of one process.
-        unit: Allowed rounding of a tensor.
-        single_number: Allowed rounding of a loss or norm.
+        unit: Additional error that is allowed for a tensor.
+        single_number: Additional error that is allowed for a loss or norm.
     """
     allowed: dict[Key, float] = {}
     slack = FACTOR
@@ -295,10 +302,10 @@ def _allowances(
 
 
 def _units(plan: VerificationPlan) -> tuple[float, float]:
-    """Return the additional rounding that is allowed for a tensor, and for a loss or norm.
+    """Return the additional error that is allowed for a tensor, and that for a loss or norm.
 
-    An engine sums and divides gradients in another order, in the dtype of the reduction. A loss or
-    norm is a single number, whose error in one process may be 0 by chance.
+    The engine sums and divides gradients in another order than one process, and in the dtype of the
+    reduction. A loss or norm is a single number, whose error in one process may be 0 by chance.
     """
     precision = plan.resolved.precision
     reduced = torch.finfo(dtype_of(precision.reduction or plan.dtype)).eps
@@ -309,10 +316,10 @@ def _units(plan: VerificationPlan) -> tuple[float, float]:
 
 
 def _errors(exact: Trace, trace: Trace) -> dict[Key, float]:
-    """Return relative errors of losses, norms and tensors, in the order of the computation.
+    """Return the relative errors of a trace, in the order of the computation.
 
-    The name "" stands for all tensors of a step. Errors of parameters are relative to the
-    change by training.
+    The name "" stands for all tensors of a step. Errors of parameters are relative to the change of
+    the parameters in training.
     """
     errors: dict[Key, float] = {}
     for step in range(len(exact.losses)):
@@ -366,13 +373,13 @@ def _tensor_errors(
 
 
 def raise_unless_equal(report: Report) -> None:
-    """Raise ParityError with `failure` as its message if values differ."""
+    """Raise ParityError with the message of `failure` if compared values differ."""
     if not report.equal:
         raise ParityError(failure(report))
 
 
 def failure(report: Report) -> str:
-    """Describe the differences: the first parameter and the largest error of each pass."""
+    """Return a description of the first differing parameter and the largest error of each pass."""
     lines = []
     for section in report.sections:
         rows = section.different
@@ -399,9 +406,9 @@ def _badness(row: ComparedRow) -> float:
 
 
 def lines(report: Report, *, everything: bool = False) -> list[str]:
-    """Return the tables, with the worst rows first.
+    """Return the lines of the report's tables, with the largest errors first.
 
-    The tensors of a block are one line unless `everything` is set.
+    The tensors of a block are merged into one line unless `everything` is set.
     """
     table_lines = []
     for section in report.sections:
@@ -432,7 +439,7 @@ _TITLES = {
 def _groups(
     rows: Iterable[ComparedRow], blocks: Sequence[str], everything: bool
 ) -> list[tuple[str, ComparedRow]]:
-    """Return (title, worst row) of every printed line."""
+    """Return (title, row with the largest error) for every printed line."""
     groups: dict[str, list[ComparedRow]] = {}
     for row in rows:
         title = f"{row.kind} {row.name}"

@@ -1,9 +1,9 @@
-"""Execution of a verification plan: layout, references, and their comparison.
+"""Execution of a verification plan: the run of the layout, the references, and the comparison.
 
-The layout is started by `plait.initialize` as in any training run, so this module depends on no
-technique. The first reference is plain torch and uses the same weights, data and optimizer. The
-independent reference (`verify.independent`) gets the initial weights of the layout as arrays. The
-comparison with the first reference checks these weights.
+`plait.initialize` starts the layout as in any training run, so this module does not depend on any
+technique. The first reference trains in one process with plain torch, and has the same weights,
+data and optimizer. The independent reference (`verify.independent`) gets the layout's initial
+weights as arrays; the comparison with the first reference checks that these weights are correct.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ Traces = dict[Pass, Trace]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the plan in a started process. The arguments are FOLDER and SECONDS.
+    """Run the plan in one of the started processes.
 
-    The folder contains the plan, and rank 0 writes the traces to it. A run that takes longer than
-    SECONDS is ended, because a defect may make ranks wait for each other.
+    Args:
+        arguments: FOLDER and SECONDS. FOLDER contains the plan, and rank 0 writes the traces to
+            it. A run that takes longer than SECONDS is terminated, because an error in a layout
+            may make ranks wait for each other.
     """
     folder = Path(arguments[0])
     seconds = float(arguments[1])
@@ -77,9 +79,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_watched(plan: VerificationPlan, *, seconds: float) -> Traces:
-    """Call `run_layout`, and end the process with the stacks of all threads after `seconds`.
+    """Call `run_layout`, and terminate the process if that takes longer than `seconds`.
 
-    Output of engines is sent to standard error, because standard output contains the report.
+    The stacks of all threads are printed before the process is terminated. Output of the engine
+    goes to standard error, because standard output contains the report.
     """
     # torch warns that gathering full tensors of a layout of two axes takes two collectives, which
     # does not matter here.
@@ -119,7 +122,7 @@ def run_layout(plan: VerificationPlan) -> Traces:
 
 
 def start_engine(plan: VerificationPlan, built: TestableModel, resolved: Resolved) -> Engine:
-    """Return the engine of a pass, which the caller closes. Collective."""
+    """Return the engine for a pass. The caller must close it. Collective."""
     return initialize(
         built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps
     )
@@ -127,7 +130,7 @@ def start_engine(plan: VerificationPlan, built: TestableModel, resolved: Resolve
 
 @dataclass(frozen=True)
 class References:
-    """Traces of training in a single process, with the initial weights of a pass.
+    """Traces of training in one process, with the initial weights that the layout has in a pass.
 
     `exact` is computed in float64, `single` in the precision of the pass.
     """
@@ -142,7 +145,7 @@ def references(plan: VerificationPlan, name: Pass, trace: Trace) -> References:
     Args:
         plan: The plan.
         name: The pass.
-        trace: Trace of the layout, whose skipped steps and loss scales the references use.
+        trace: Trace of the layout. The references skip the same steps and use the same loss scales.
     """
     _, dtype = plan.settings(name)
     built = plan.build(dtype)
@@ -177,7 +180,7 @@ def _data_on_device(plan: VerificationPlan, built: TestableModel) -> list[list[A
 
 
 def _in_float64(plan: VerificationPlan, model: nn.Module) -> nn.Module:
-    """Return a float64 model with the same values.
+    """Return a float64 model with the weights and buffers of `model`.
 
     The model is built again, because some layers are constructed differently for float64.
     """
@@ -216,7 +219,7 @@ def _trace(
 
 
 def compare(plan: VerificationPlan, traces: Traces, *, tolerance: float | None = None) -> Report:
-    """Compute the references of every pass, and compare.
+    """Compute the references of every pass, and compare the traces of the layout with them.
 
     Args:
         plan: The plan.
@@ -251,10 +254,10 @@ def compare(plan: VerificationPlan, traces: Traces, *, tolerance: float | None =
 def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, str]:
     """Train with the independent reference in float64.
 
-    With another optimizer than AdamW the reference checks the first step up to its gradients.
+    If the optimizer is not AdamW, the reference ends with the gradients of the first step.
 
     Returns:
-        The trace, or None if nothing can be checked, and a description of what is not checked.
+        The trace (None if nothing can be checked), and a description of what is not checked.
     """
     built = plan.build(torch.float64)
     model = _model_with_buffers(plan)
@@ -312,7 +315,7 @@ def second_trace(plan: VerificationPlan, trace: Trace) -> tuple[Trace | None, st
 
 
 def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
-    """Return the settings of an AdamW, or the reason why the optimizer is not compared.
+    """Return the hyperparameters of AdamW, or the reason why the optimizer is not compared.
 
     Defaults are those of DeepSpeed: weight decay 0, or torch's 0.01 with `torch_adam`.
     """
@@ -338,7 +341,7 @@ def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
 
 
 def _model_with_buffers(plan: VerificationPlan) -> nn.Module:
-    """Return the model in float64, with the buffers that its own code creates."""
+    """Return the model in float64, with the buffers that the model's own code initialises."""
     if plan.tested.fields is None:
         return plan.build(torch.float64).model.to(plan.device)
     model = transformers_model(plan.tested.fields, dtype=torch.float64, device="cpu")

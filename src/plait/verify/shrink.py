@@ -1,9 +1,9 @@
 """Rules that shrink a configuration or model such that a layout splits it like the original.
 
-Sizes shrink. Properties that decide the code path stay: whether heads, key-value heads, widths and
-the vocabulary are divisible by each degree of the layout, grouped or multi-query attention, kinds
-of layers, experts per token. The report lists every change. The rules are arithmetic on a
-dictionary, and `choose` checks that the result builds and runs.
+Sizes shrink. Properties that determine the code path do not change: whether heads, key-value heads,
+widths and the vocabulary are divisible by each degree of the layout, grouped or multi-query
+attention, kinds of layers, experts per token. The report lists every change. The rules are
+arithmetic on a dictionary, and `verify.choose` checks that the resulting model runs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _SPREADS = ("initializer_range", "init_std")
 
 @dataclass(frozen=True)
 class FieldChange:
-    """Change of one field of a configuration."""
+    """Change of one field of a Transformers configuration: its name, old value and new value."""
 
     name: str
     before: Any
@@ -125,7 +125,7 @@ def _abbreviate(value: Any) -> str:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[FieldChange, ...]:
-    """Return the changed fields, in the order of the configuration.
+    """Return the fields that differ between two configurations, in the order of the configuration.
 
     The name of a nested field is its path, such as `text_config.hidden_size`.
     """
@@ -140,9 +140,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[FieldC
 
 
 def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> Fields:
-    """Return a copy in which `change` was applied to each part that allows it.
+    """Return a copy of a configuration with `change` applied to its nested configurations.
 
-    Parts are `text_config`, `vision_config`, `decoder` and other fields with a model type.
+    Nested configurations are `text_config`, `vision_config`, `decoder` and other fields with a
+    model type. Those for which `change` raises ValueError stay the same.
     """
     result = copy.deepcopy(dict(fields))
     for name, value in fields.items():
@@ -154,9 +155,9 @@ def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> 
 
 
 def depth_of(fields: Mapping[str, Any]) -> int | None:
-    """Return the number of layers, of the text model if there are parts.
+    """Return the number of layers, for a multimodal configuration that of the text model.
 
-    The result is None if the configuration has no field for it.
+    The result is None if the configuration has no field for the number of layers.
     """
     name = _present(fields, _DEPTH)
     if name is None and isinstance(fields.get("text_config"), dict):
@@ -165,9 +166,10 @@ def depth_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return a tuple per layer with its entries in all fields that have one entry per layer.
+    """Return the kind of every layer, as a tuple.
 
-    Such a field is for example `layer_types`. Layers with equal tuples are of one kind.
+    The tuple has the layer's entries of all fields with one entry per layer, such as `layer_types`.
+    Layers with equal tuples are of the same kind.
     """
     depth = depth_of(fields) or 0
     kinds: list[tuple[Any, ...]] = [() for _ in range(depth)]
@@ -184,7 +186,7 @@ def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _is_by_layer(value: Any) -> bool:
-    """Return True if a field maps indices of layers to their settings (`per_layer_config`)."""
+    """Return True if a field maps layer indices to settings, as `per_layer_config` does."""
     if not isinstance(value, dict) or not value:
         return False
     return all(str(key).isdigit() and isinstance(entry, dict) for key, entry in value.items())
@@ -193,7 +195,7 @@ def _is_by_layer(value: Any) -> bool:
 def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     """Return the configuration with `depth` layers, or more if there are more kinds of layers.
 
-    The first layer of each kind is kept.
+    The first layer of each kind stays.
     """
     name = _present(fields, _DEPTH)
     before = depth_of(fields)
@@ -225,11 +227,11 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
 
 
 def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> Fields:
-    """Return the configuration with narrow layers, in all parts.
+    """Return the configuration with narrower layers, also in its nested configurations.
 
     Args:
         fields: The configuration.
-        layout: The layout, by whose degrees sizes stay divisible.
+        layout: The layout. Sizes that are divisible by its degrees stay divisible.
         head_size: Elements of an attention head.
 
     Raises:
@@ -286,7 +288,7 @@ def _lower(
     target: int,
     degrees: Sequence[int],
 ) -> None:
-    """Lower fields to the smallest number >= `target` with the same divisibility."""
+    """Set fields to the smallest number >= `target` that has the same divisors among `degrees`."""
     _change(fields, result, names, lambda size: min(size, like(size, target, degrees)))
 
 
@@ -324,7 +326,7 @@ def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> No
 
 
 def _as_before(value: Any, before: Any, after: Any) -> Any:
-    """Return the size of a single layer, in the original ratio to the other layers."""
+    """Return a size that some layers override, scaled by the ratio `after` / `before`."""
     if not all(map(is_count, (value, before, after))):
         return value
     return max(1, value * after // before)
@@ -341,9 +343,9 @@ def _shrink_experts(fields: Mapping[str, Any], result: Fields, degrees: Sequence
 
 
 def with_small_vocabulary(fields: Mapping[str, Any], layout: Layout) -> Fields:
-    """Return the configuration with a small vocabulary, short windows and no dropout.
+    """Return the configuration with a small vocabulary, short attention windows and no dropout.
 
-    Attention windows are shorter than the data.
+    The windows are shorter than the samples of the verification.
     """
     result = _in_parts(fields, lambda part: with_small_vocabulary(part, layout))
     if isinstance(fields.get("vocab_size"), int):
@@ -395,10 +397,10 @@ def like(value: int, target: int, degrees: Iterable[int]) -> int:
 
 
 def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
-    """Return the smallest numbers of heads and key-value heads that are split in the same way.
+    """Return the smallest numbers of heads and key-value heads with the same split over ranks.
 
-    The result has the same divisibility by each degree, the same replication of key-value heads,
-    and several heads per rank if the original has.
+    The new numbers are divisible by the same `degrees`, key-value heads are replicated for the same
+    degrees, and ranks have several heads where they did before.
     """
 
     def split(h: int, k: int) -> tuple[Any, ...]:
@@ -422,16 +424,16 @@ def _degrees(*degrees: int) -> tuple[int, ...]:
 
 
 def _present(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Return the first of some names whose field is an integer, or None."""
+    """Return the first of `names` whose field is an integer, or None."""
     return next((name for name in names if is_integer(fields.get(name))), None)
 
 
 def cut_blocks(model: nn.Module, blocks: Sequence[str], depth: int) -> int | None:
-    """Keep only the first `depth` entries of the list of blocks, in place.
+    """Truncate the list of blocks of a model to `depth` blocks, in place.
 
     Returns:
-        The previous number of blocks, or None if the blocks are not one list or not more than
-        `depth`.
+        The previous number of blocks. None if nothing was truncated, because the blocks are not in
+        one list or there are at most `depth`.
     """
     owners = {name.rpartition(".")[0] for name in blocks}
     if len(owners) != 1 or len(blocks) <= depth:

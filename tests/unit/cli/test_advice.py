@@ -312,7 +312,7 @@ COMMANDS = """
     doctor --seconds 3 -> add --links, or leave it out -> doctor --seconds 3 --links | doctor
     doctor --validate --seconds 3 -> use --minutes, or leave it out -> doctor --validate --minutes 3 | doctor --validate
     doctor --validate --minutes 0 -> use for example 8 -> doctor --validate --minutes 8
-    doctor --validate --list --only all -> checks are ceilings, waits, parity, -> doctor --validate --list --only ceilings | doctor --validate --list --only waits | doctor --validate --list --only parity/*
+    doctor --validate --list --only all -> use one of ceilings, waits, parity, -> doctor --validate --list --only ceilings | doctor --validate --list --only waits | doctor --validate --list --only parity/*
     doctor --links --seconds 0 -> use for example 4 -> doctor --links --seconds 4
     doctor --links --nproc-per-node 1 -> start two or more -> doctor --links --nproc-per-node 2
     verify run.json --tolerance 0 -> use for example 1e-10 -> verify run.json --tolerance 1e-10

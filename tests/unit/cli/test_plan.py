@@ -83,7 +83,7 @@ WRONG = {
     "--model llama-3-8b --world-size 8 --gpu h100 --batch 0": "at least one sample",
     "--model llama-3-8b --world-size 8 --gpu v100 --precision bf16": "does not support it",
     "--model llama-3-8b --world-size 8 --gpu h100 --precision int8": "Plait does not train in it",
-    "--model llama-3-8b --world-size 8 --gpu h100 --fix speed=2": "must be FIELD=VALUE with a field of a layout",
+    "--model llama-3-8b --world-size 8 --gpu h100 --fix speed=2": "must be FIELD=VALUE, where FIELD is a field of a layout",
     "--model llama-3-8b --world-size 8 --gpu h100 --batch 7 --fix tp=1": "7 % 8 = 7",
     "--model llama-3-8b --world-size 8 --gpu h100 --batch 8 --out x.yaml": "ends in .json",
     "--model llama-3-8b --nnodes 2": "add --nproc-per-node, or --gpu",

@@ -120,7 +120,7 @@ def test_a_model_that_looks_at_values_is_refused():
         def forward(self, input_ids):
             return super().forward(input_ids + int(input_ids.max()))
 
-    with pytest.raises(ModelError, match="cannot be run without data"):
+    with pytest.raises(ModelError, match="cannot be run on fake tensors"):
         stage(Looking(), blocks=("blocks.0",), batch=token_batch(1, 2))
 
 
@@ -214,7 +214,7 @@ def test_triton_kernels_are_refused(monkeypatch):
     launch = JITFunction.run
     model = CallsTriton()
     batch = token_batch(2, 12)
-    words = "CallsTriton cannot be run without data: the Triton kernel norm_kernel"
+    words = "CallsTriton cannot be run on fake tensors: the Triton kernel norm_kernel"
     with pytest.raises(ModelError, match=words):
         stage(model, blocks=("layers.0", "layers.1"), batch=batch)
     assert JITFunction.run is launch

@@ -52,7 +52,7 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path):
     refuse_other(file, origin, gpu="h100", machine="")
     with pytest.raises(InputError, match="calibration of h100, but the plan is for a100"):
         refuse_other(file, origin, gpu="a100", machine="")
-    with pytest.raises(InputError, match="'EPYC', but this is 'Xeon'"):
+    with pytest.raises(InputError, match="'EPYC', but this machine is 'Xeon'"):
         refuse_other(file, CalibrationOrigin("cpu", "EPYC"), gpu="cpu", machine="Xeon")
     content = json.loads(file.read_text())
 
@@ -60,11 +60,11 @@ def test_a_file_of_another_device_or_form_is_refused(tmp_path):
         return {"time": content["time"] | change}
 
     for change, words in (
-        ({"format": "other"}, "holds no"),
+        ({"format": "other"}, "its format is not"),
         ({"time": {}}, "KeyError"),
         (time_with(covariance=[[1.0]]), "covariance"),
-        (time_with(spread=float("nan")), "a covariance or a spread is not a finite number"),
-        (time_with(constants={"warp": {"value": 1}}), "no such constant: warp"),
+        (time_with(spread=float("nan")), "the covariance or the spread is negative or not finite"),
+        (time_with(constants={"warp": {"value": 1}}), "this version has no constant warp"),
     ):
         file.write_text(json.dumps(content | change))
         with pytest.raises(InputError, match=words):

@@ -175,7 +175,7 @@ WRONG = [
     ({"model_type": "stranger", "vocab_size": None}, "vocab_size: is missing, and Transformers has no default for stranger"),
     ({"model_type": ["llama"]}, "model_type"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': must be true or false"),
-    ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "a token goes to 8 experts, but a layer has 4"),
+    ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 8}, "each token is routed to 8 experts, but a layer has 4"),
     ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok = 0: a layer has 4 experts, but a"),
     ({"model_type": "gemma3"}, "hidden_size = 64: Transformers takes it from text_config, where it is 2304; write it there"),
     ({"hidden_size": 2**31 - 1, "num_attention_heads": 1, "num_hidden_layers": 2**31 - 1}, "the largest supported number"),

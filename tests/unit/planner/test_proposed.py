@@ -1,7 +1,7 @@
 """What a plan does not propose because it cannot be, or is not priced."""
 
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
-from plait.planner.techniques import SPLIT_BACKWARD, available_techniques, supports_measures
+from plait.planner.techniques import SPLIT_BACKWARD, available_techniques, supports_options
 
 
 def test_no_recomputation_where_gradients_of_weights_are_put_off():
@@ -10,5 +10,5 @@ def test_no_recomputation_where_gradients_of_weights_are_put_off():
         schedule = SCHEDULES.index(name)
         splits = name in SPLIT_BACKWARD
         assert available_techniques().runs(name, pp=2, micro_batches=8, chunks=1 + splits, zero=1)
-        assert supports_measures(Layouts(schedule=schedule))
-        assert supports_measures(Layouts(schedule=schedule, recompute=recomputed)) == (not splits)
+        assert supports_options(Layouts(schedule=schedule))
+        assert supports_options(Layouts(schedule=schedule, recompute=recomputed)) == (not splits)

@@ -16,7 +16,7 @@ from plait.planner.models import find_model
 from plait.planner.request import Request
 from plait.planner.search import FAMILY, estimate_space, plan, price, ties
 from plait.planner.space import divisors, space_of
-from plait.planner.techniques import format_fixed, parse_fixed, with_measures
+from plait.planner.techniques import format_fixed, parse_fixed, with_options
 from plait.sizes import GIB
 
 
@@ -37,7 +37,7 @@ def test_the_best_is_the_fastest_of_all_that_fit():
     space = space_of(small)
     is_new = np.diff(space.number, prepend=-1) != 0
     some = space.layouts.take((np.asarray(space.layouts.pp) == 1) & is_new)
-    layouts = with_measures(some, (*space.measures.on_device, *space.measures.on_host))
+    layouts = with_options(some, (*space.options.on_device, *space.options.on_host))
     fitting = [
         choice
         for choice in price(small, [layouts.as_dict(i) for i in range(len(layouts.tp))])
@@ -230,7 +230,7 @@ def test_fixed_values_are_kept():
     assert fixed == {"recompute": 3, "schedule": 3}
     for text, words in (
         ("recompute=some", "use none, full, selective, budget"),
-        ("speed=9", "must be FIELD=VALUE with a field of a layout"),
+        ("speed=9", "must be FIELD=VALUE, where FIELD is a field of a layout"),
         ("tp=many", "not a whole number"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -86,5 +86,5 @@ def test_rows_of_a_pattern():
         "waits/stage-1",
         "waits/stage-3",
     ]
-    with pytest.raises(InputError, match="checks are ceilings, waits, parity"):
+    with pytest.raises(InputError, match="use one of ceilings, waits, parity"):
         rows_of(H100, ["parity/zero9"])

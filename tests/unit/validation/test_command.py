@@ -119,7 +119,7 @@ def test_a_row_that_does_not_exist(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "machine_facts", lambda: dict(FACTS))
     assert run("--only", "parity/zero9", "--out", str(tmp_path / "x.json")) == 2
     shown = capsys.readouterr().err
-    assert "--only parity/zero9: no row has this name; checks are ceilings, waits, parity" in shown
+    assert "--only parity/zero9: no row has this name; use one of ceilings, waits, parity" in shown
 
 
 def test_the_list(capsys):
