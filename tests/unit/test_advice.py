@@ -72,7 +72,7 @@ MODELS = {
     "gpt_oss": partial(built, "gpt_oss", "eager"),
 }
 SETTINGS = """
-    fp16.enabled=true fp16.initial_scale_power=20 fp16.min_loss_scale=2000000 -> is 2^20 = 1.04858e+06, below it; use at most 1048576, or raise fp16.initial_scale_power -> fp16.enabled=true fp16.initial_scale_power=20 fp16.min_loss_scale=1048576 | fp16.enabled=true fp16.initial_scale_power=21 fp16.min_loss_scale=2000000
+    fp16.enabled=true fp16.initial_scale_power=20 fp16.min_loss_scale=2000000 -> 2^20 = 1.04858e+06, is smaller; use at most 1048576, or raise fp16.initial_scale_power -> fp16.enabled=true fp16.initial_scale_power=20 fp16.min_loss_scale=1048576 | fp16.enabled=true fp16.initial_scale_power=21 fp16.min_loss_scale=2000000
     fp16.enabled=true bf16.enabled=true -> set one of them to false -> fp16.enabled=false bf16.enabled=true | fp16.enabled=true bf16.enabled=false
     zero_optimization.stage=2 parallel.compress_gradients=powersgd -> use "int8", or zero_optimization.stage 0 -> zero_optimization.stage=2 parallel.compress_gradients=int8 | zero_optimization.stage=0 parallel.compress_gradients=powersgd
     bf16.enabled=true zero_optimization.stage=2 parallel.compress_gradients=powersgd -> use "int8", or zero_optimization.stage 0 in the model's own dtype -> bf16.enabled=true zero_optimization.stage=2 parallel.compress_gradients=int8 | parallel.compress_gradients=powersgd
@@ -80,7 +80,7 @@ SETTINGS = """
     bf16.enabled=true parallel.compress_gradients=int8 -> use zero_optimization.stage 1, or compute in the model's own dtype -> bf16.enabled=true zero_optimization.stage=1 parallel.compress_gradients=int8 | parallel.compress_gradients=int8
     parallel.compress_gradients=auto parallel.all_reduce=ring -> set parallel.all_reduce = "auto", or this to "int8" or "none" -> parallel.compress_gradients=auto | parallel.compress_gradients=int8 parallel.all_reduce=ring | parallel.all_reduce=ring
     parallel.all_reduce=ring parallel.transport=shared-memory -> use "auto" for one of them -> parallel.all_reduce=ring | parallel.transport=shared-memory
-    faults.check_collectives=true parallel.transport=shared-memory -> set parallel.transport = "torch", or false -> faults.check_collectives=true parallel.transport=torch | parallel.transport=shared-memory
+    faults.check_collectives=true parallel.transport=shared-memory -> set parallel.transport = "torch", or set this to false -> faults.check_collectives=true parallel.transport=torch | parallel.transport=shared-memory
     bf16.enabled=true communication_data_type=bf16 data_types.grad_accum_dtype=fp32 -> set communication_data_type to "fp32", or leave this out -> bf16.enabled=true communication_data_type=fp32 data_types.grad_accum_dtype=fp32 | bf16.enabled=true communication_data_type=bf16
     zero_optimization.stage=3 zero_optimization.offload_param={"device":"nvme","nvme_path":"a"} zero_optimization.offload_optimizer.device=cpu -> set offload_optimizer.device = "nvme" (with a nvme_path) or "none", or "cpu" here -> zero_optimization.stage=3 zero_optimization.offload_param={"device":"nvme","nvme_path":"a"} zero_optimization.offload_optimizer={"device":"nvme","nvme_path":"a"} | zero_optimization.stage=3 zero_optimization.offload_param={"device":"nvme","nvme_path":"a"} | zero_optimization.stage=3 zero_optimization.offload_param.device=cpu zero_optimization.offload_optimizer.device=cpu
     zero_optimization.offload_optimizer.device=cpu -> set zero_optimization.stage to 1, 2 or 3 -> zero_optimization.stage=1 zero_optimization.offload_optimizer.device=cpu

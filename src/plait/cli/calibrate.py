@@ -65,7 +65,7 @@ def calibrate(
 
 
 def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
-    """Measure in one of the processes. Rank 0 fits the constants, and writes and prints them."""
+    """Take measurements in this process. Rank 0 then fits, writes and prints the constants."""
     from plait.cli.planning.query import live_cluster
     from plait.cli.planning.show import print_calibration, print_rates, progress
     from plait.engine.calibration import Pace, calibration_request, measure, measurements

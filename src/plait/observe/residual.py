@@ -1,7 +1,7 @@
 """Comparison of a run's measured time and memory with the plan that `plait plan --out` wrote.
 
 A listener on one rank prints the comparison in one line. The first steps, which allocate buffers,
-do not count. A run that differs from the plan (another layout, model or device, or a setting that
+are left out. A run that differs from the plan (another layout, model or device, or a setting that
 plans do not model) is not compared, and the reason is printed.
 """
 
@@ -140,7 +140,7 @@ _PLAN_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 def _differences(
     plan: Mapping[str, Any], checked: ValidatedRun, config: Config, *, gpu: str, per_node: int
 ) -> list[str]:
-    """Return the reasons why the run cannot be compared with the plan."""
+    """Return the differences because of which the run cannot be compared with the plan."""
     cluster = plan["cluster"]
     modelled = plan["priced"]
     resolved = checked.resolved

@@ -128,7 +128,7 @@ def read_record(path: str | Path) -> FailureRecord | None:
 
 
 def first_cause(failures: list[Failure]) -> Failure:
-    """Return the cause among the failures of one attempt."""
+    """Return the failure that caused the other failures of an attempt."""
     return min(failures, key=lambda failure: failure.order)
 
 
@@ -193,13 +193,13 @@ class Reporter:
         self._emit("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the exit codes of ranks that failed some time ago and are still running.
+        """Return the exit codes of ranks whose process still runs some time after its failure.
 
-        Something blocks their end, for example a thread or a communicator.
+        Something keeps these processes from exiting, for example a thread or a communicator.
 
         Args:
-            running: Ranks that run.
-            seconds: Time since the failure.
+            running: Ranks whose process still runs.
+            seconds: Shortest time since the failure.
         """
         exit_codes = {}
         with self._lock:

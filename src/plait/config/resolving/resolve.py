@@ -4,7 +4,7 @@ Both are pure: they use no process group, no environment variable and no propert
 The number of processes is an argument. A `Resolved` records the source of every value.
 
 A file passes `source.read`, `examine` (its keys become those of the schema), the schema's checks
-(`validate_tree` turns pydantic's errors into Problems), and `outline`, whose parts are decided in
+(`validate_tree` turns pydantic's errors into Problems), and `outline`, whose parts are resolved in
 `resolved_parts` and `techniques`.
 
 Note [All problems are reported]
@@ -144,7 +144,7 @@ def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config
 def _value_problems(errors: Sequence[ErrorDetails], written: Mapping[str, str]) -> list[Problem]:
     """Return the problems of pydantic's errors.
 
-    pydantic reports each alternative of a union. They are combined into one problem per field.
+    pydantic reports an error per alternative of a union. The errors of a field become one problem.
     """
     errors_of: dict[str, list[ErrorDetails]] = {}
     for error in errors:

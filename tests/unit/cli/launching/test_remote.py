@@ -67,7 +67,7 @@ def test_what_other_machines_get():
     here = {**exported, "HF_TOKEN": "secret", "HOME": "/root", "WANDB_MODE": "off"}
     assert exported_variables(here, []) == exported
     assert exported_variables(here, ["WANDB_MODE"])["WANDB_MODE"] == "off"
-    with pytest.raises(ConfigError, match="--export = 'NOPE': not set here"):
+    with pytest.raises(ConfigError, match="--export = 'NOPE': is not set in this environment"):
         exported_variables(here, ["NOPE"])
 
 

@@ -69,7 +69,7 @@ def test_contradictions_of_precision():
     ]
     low = "fp16.enabled=true fp16.initial_scale_power=2 fp16.min_loss_scale=8"
     assert problems(written(low)) == [
-        "fp16.min_loss_scale = 8.0: the first scale is 2^2 = 4, below it; use at most 4, or raise fp16.initial_scale_power"
+        "fp16.min_loss_scale = 8.0: the first scale, 2^2 = 4, is smaller; use at most 4, or raise fp16.initial_scale_power"
     ]
     assert resolved(written(f"{low} fp16.loss_scale=3")).precision.loss_scale is not None
 
