@@ -45,10 +45,10 @@ def calibrate(
     ] = 2,
     as_json: Json = False,
 ) -> None:
-    """Fit the planner's constants to this machine.
+    """Fit the constants of the planner's cost model to this machine.
 
-    Constants that the measurements do not determine keep their shipped values. Prints the values
-    with their uncertainties, and the errors before and after the fit.
+    Constants that the measurements do not determine keep their default values. Prints the values
+    with their uncertainties, and the prediction errors before and after the fit.
     """
     require_writable("--out", out, make_folder=True)
     arguments = [str(out), str(rounds), str(steps)]

@@ -132,7 +132,8 @@ def _parse_source(source: list[str]) -> str | list[str]:
     """Return the name of the file, or the Megatron-LM flags."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(
-            f"one FILE is read at a time, but {len(source)} are given: {' '.join(source)}; pass one of them",
+            f"one FILE is read at a time, but {len(source)} are given: {' '.join(source)};"
+            " pass one of them",
             param_hint="FILE",
         )
     return source if source[0].startswith("--") else source[0]

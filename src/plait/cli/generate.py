@@ -99,7 +99,7 @@ def generate_command(
     model: Annotated[
         Path,
         typer.Option(
-            metavar="FOLDER", help="Folder of save_pretrained, or a run or one of its checkpoints."
+            metavar="FOLDER", help="Folder of save_pretrained, of a run or of a checkpoint."
         ),
     ],
     adapter: Adapters = None,
@@ -120,7 +120,7 @@ def generate_command(
     max_new_tokens: Annotated[
         int | None,
         _sampling(
-            min=1, metavar="N", help="Largest length of an answer. (default: the model's, or 128)"
+            min=1, metavar="N", help="Largest number of new tokens. (default: the model's, or 128)"
         ),
     ] = None,
     temperature: Annotated[

@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "doctor": (
         "plait.cli.doctor:app",
-        "Describe this environment, or measure the links between its processes.",
+        "Describe this environment, or measure the links between processes.",
     ),
     "checkpoint": ("plait.cli.checkpoint:app", "List, verify, compare and prune checkpoints."),
     "export": (

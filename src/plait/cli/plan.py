@@ -90,7 +90,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Compare with the best plan that has tp=4, or with `neighbours`. Repeatable.",
+            help="Compare with the best layout that has A=B (tp=4), or with `neighbours`. Repeatable.",
         ),
     ] = None,
     top: Annotated[
@@ -506,7 +506,9 @@ _DRYRUN_EPILOG = (
 def dryrun(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="A training configuration. Open values are planned."),
+        typer.Argument(
+            metavar="[FILE]", help="A training configuration. An open layout is planned."
+        ),
     ] = None,
     model: Model = None,
     batch: Batch = None,

@@ -99,7 +99,7 @@ LAUNCHERS = (
         only_with=("SLURM_STEP_NODELIST",),
     ),
 )
-"""Known launchers. The first one whose variables are set counts.
+"""Known launchers. The first one whose variables are set is used.
 
 An inner launcher (torchrun under srun, mpirun under srun) precedes the outer one.
 """

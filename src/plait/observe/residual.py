@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from plait.train.session import ValidatedRun
 
 WARMUP_STEPS = 2
-"""Number of steps at the start that do not count."""
+"""Number of steps at the start that are left out."""
 MEASURED_STEPS = 8
 """Number of steps after which the comparison is printed."""
 MIN_STEPS = 3

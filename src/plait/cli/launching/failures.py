@@ -149,7 +149,7 @@ def _print(text: str) -> None:
 class Reporter:
     """Reporter of failures from the error files of the ranks on this machine.
 
-    The cause of each attempt is reported once, as soon as it is certain.
+    The cause of each failed attempt is reported once, as soon as it is certain.
     """
 
     def __init__(self, node: str, emit: Callable[[str], None] = _print) -> None:
@@ -392,7 +392,7 @@ class RankWatch:
         self._last_poll = 0.0
 
     def hangs(self, processes: Mapping[int, int]) -> bool:
-        """Return True if a rank has waited longer than its timeout, after reporting it.
+        """Report a rank that has waited longer than its timeout. Return True if there is one.
 
         Args:
             processes: Process ids by rank of this machine, including those that have ended.

@@ -230,7 +230,7 @@ def _batch_size(
     machines: hardware.Cluster,
     notes: list[str],
 ) -> int:
-    """Return the samples per step from the file, which includes the options, or a default."""
+    """Return the samples per step: those of the file with the options applied, or a default."""
     if config is not None and isinstance(config.train_batch_size, int):
         return config.train_batch_size
     if config is not None and isinstance(config.train_micro_batch_size_per_gpu, int):

@@ -40,7 +40,7 @@ def print_plan(
     reasons: list[Comparison],
     neighbours: list[Comparison],
 ) -> None:
-    """Print a plan.
+    """Print the layouts of a plan, their predictions and the comparisons.
 
     Args:
         plan: The plan.

@@ -324,7 +324,7 @@ def table_of_rows(rows: Sequence[Row], gpus: int) -> str:
 _VARIABLE_PREFIXES = ("OMP_NUM_THREADS", "GLOO_")
 """Prefixes of variables that change how the checks run, besides those of the accelerator.
 
-Other variables are private to the user and are not part of the document.
+Other variables are private to the user and are not part of the report.
 """
 _PRIVATE_FACTS = ("interpreter", "free_bytes_here")
 _TIMEOUT_SECONDS = 20

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.02
 _FRAMES = 12
-"""Number of stack frames of an error that are kept in the document."""
+"""Number of stack frames of an error that are kept in the report."""
 
 
 def main(folder: Path) -> None:

@@ -4,8 +4,9 @@ The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config
 releases, and the options of `accelerate launch` that the sections become. Each entry says what the
 key sets, or why it is ignored or refused.
 
-Keys that the file omits have Accelerate's default if it differs from Plait's. As in Accelerate, the
-section of another `distributed_type` is not read; each of its keys has a row with this reason.
+For keys that the file omits, Accelerate's defaults are converted where they differ from Plait's. As
+in Accelerate, the section of another `distributed_type` is not read; each of its keys has a row
+with this reason.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The table contains the equivalent setting of each flag, or the reason why it is 
 Flags that describe Megatron's own model and data loader are ignored: Plait receives the model from
 its caller, or builds it from the `model` section.
 
-Flags that are left out have Megatron-LM's default if it differs from Plait's. The optimizer and its
-schedule are converted if any flag describes them; --lr is then required.
+For flags that are left out, Megatron-LM's defaults are converted where they differ from Plait's.
+The optimizer and its schedule are converted if any flag describes them; --lr is then required.
 """
 
 from __future__ import annotations

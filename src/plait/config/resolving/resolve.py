@@ -80,7 +80,7 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
                 "overrides",
                 ", ".join(overrides),
                 "apply to a file or a mapping, not to a Config",
-                "load them together",
+                "pass the file or the mapping to `load` with the overrides",
             )
         )
     return source

@@ -109,7 +109,7 @@ class Findings:
             self.sources[path] = f"{self.sources[path]}; not used: {why}"
 
     def resolve_auto(self, path: str, value: Any, default: Any, rule: str) -> Any:
-        """Return a value without "auto", and record its source.
+        """Return the value of a setting, with "auto" replaced, and record its source.
 
         Args:
             path: Path of the setting.

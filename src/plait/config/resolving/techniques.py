@@ -488,7 +488,7 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
             Problem(
                 "parallel.secondary_partition",
                 size,
-                f"parallel.dp_shard is {shard}, which it must divide",
+                f"does not divide parallel.dp_shard, which is {shard}",
                 f"use {', '.join(divisors) or '0'}",
             )
         )

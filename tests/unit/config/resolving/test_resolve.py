@@ -301,7 +301,7 @@ IMPOSSIBLE = """
     zero_optimization.stage=2 parallel.compress_gradients=powersgd -> parallel.compress_gradients = 'powersgd': factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards
     bf16.enabled=true parallel.compress_gradients=int8 -> parallel.compress_gradients = 'int8': at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block
     parallel.all_reduce=ring parallel.transport=shared-memory -> parallel.all_reduce = 'ring': parallel.transport is shared-memory, which has its own all-reduce
-    zero_optimization.stage=3 parallel.secondary_partition=3 -> parallel.secondary_partition = 3: parallel.dp_shard is 4, which it must divide; use 2, 4
+    zero_optimization.stage=3 parallel.secondary_partition=3 -> parallel.secondary_partition = 3: does not divide parallel.dp_shard, which is 4; use 2, 4
     zero_optimization.stage=3 parallel.secondary_partition=2 parallel.tp=3 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 4 % 3 = 1
 """
 """The last reports the layout only, and not a partition of the processes that it does not have."""
