@@ -90,7 +90,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Compare with the best layout that has A=B (tp=4), or with `neighbours`. Repeatable.",
+            help="Compare with the best layout that has A=B, or with `neighbours`. Repeatable.",
         ),
     ] = None,
     top: Annotated[
@@ -507,7 +507,7 @@ def dryrun(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]", help="A training configuration. An open layout is planned."
+            metavar="[FILE]", help="A training configuration. An incomplete layout is planned."
         ),
     ] = None,
     model: Model = None,
