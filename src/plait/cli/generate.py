@@ -119,9 +119,7 @@ def generate_command(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        _sampling(
-            min=1, metavar="N", help="Largest number of new tokens. (default: the model's, or 128)"
-        ),
+        _sampling(min=1, metavar="N", help="Maximum new tokens. (default: the model's, or 128)"),
     ] = None,
     temperature: Annotated[
         float | None,
@@ -155,10 +153,10 @@ def generate_command(
         ),
     ] = None,
     tp: Annotated[
-        str, _layout(metavar="N", help="Tensor-parallel degree. auto: as few devices as possible.")
+        str, _layout(metavar="N", help="Tensor-parallel degree. auto: the fewest devices.")
     ] = AUTO,
     pp: Annotated[
-        str, _layout(metavar="N", help="Pipeline stages. auto: as few devices as possible.")
+        str, _layout(metavar="N", help="Pipeline stages. auto: the fewest devices.")
     ] = AUTO,
     nproc_per_node: Annotated[
         int | None,

@@ -82,16 +82,14 @@ def launch(
     ] = None,
     max_restarts: Annotated[
         int | None,
-        _machine_option(
-            metavar="N", help="Number of times that all ranks restart after a failure. (default: 0)"
-        ),
+        _machine_option(metavar="N", help="Largest number of restarts of all ranks. (default: 0)"),
     ] = None,
     standby: Annotated[
         bool,
         _machine_option("--standby", help="Keep processes ready for a restart."),
     ] = False,
     grace: Annotated[
-        float, _machine_option(metavar="S", help="Seconds that ranks have to end after a signal.")
+        float, _machine_option(metavar="S", help="Seconds to shut down after a signal.")
     ] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[
         str | None, machines_option(*NODES, metavar="N", help="Number of machines: N, or MIN:MAX.")
@@ -103,12 +101,10 @@ def launch(
     rdzv_id: RdzvId = None,
     rdzv_backend: Annotated[
         str | None,
-        machines_option(
-            metavar="NAME", help="c10d or static. (default: depends on the other options)"
-        ),
+        machines_option(metavar="NAME", help="c10d or static. (default: from other options)"),
     ] = None,
     timeout: Annotated[
-        float, machines_option(metavar="S", help="Seconds to wait for the other machines.")
+        float, machines_option(metavar="S", help="Seconds to wait for machines.")
     ] = DEFAULT_TIMEOUT_SECONDS,
     hostfile: Annotated[
         Path | None,

@@ -184,7 +184,7 @@ class Fp16Section(Policy):
     loss_scale_window: CountOrAuto = 1000
     """Number of steps without overflow after which the scale doubles."""
     hysteresis: CountOrAuto = 2
-    """Number of the overflow that first halves the scale: 1 halves it at the first overflow, 2
+    """Overflow at which the scale is first halved: 1 halves it at the first overflow, 2
     tolerates one.
     """
     consecutive_hysteresis: FlagOrAuto = False

@@ -96,7 +96,7 @@ class TestMaster:
 
     @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
     def test_a_name_that_only_this_machine_understands(self, name):
-        with pytest.raises(ConfigError, match="cannot reach it"):
+        with pytest.raises(ConfigError, match="cannot reach the first machine"):
             master_address((HostfileEntry(name, (0,)), HostfileEntry("b", (0,))), None)
         with pytest.raises(ConfigError, match="--master-addr"):
             master_address(TWO.hosts, name)
