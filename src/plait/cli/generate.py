@@ -526,7 +526,7 @@ def _write(arguments: GenerateArguments, text: str) -> None:
     """Write text to standard output.
 
     If the write fails and the command has several processes, this process exits immediately, so
-    that the launcher ends the others.
+    that the launcher ends the other processes.
     """
     try:
         print(text, end="", flush=True)

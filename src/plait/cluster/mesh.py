@@ -430,7 +430,7 @@ def build_mesh(
 
     Args:
         layout: The layout.
-        timeout: Timeout of collectives. An existing default group keeps its own.
+        timeout: Timeout of collectives. An existing default group keeps its own timeout.
         host_tensors: Whether the default group also supports tensors in host memory if the device
             is a GPU. Offloaded parameters are gathered there for checkpoints.
         groups: Further groups.

@@ -49,7 +49,7 @@ def place() -> RankInfo:
     """Return the ranks of this process and the numbers of processes.
 
     They come from the variables of torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun. Without
-    a launcher there is one process. An existing default process group decides rank and size.
+    a launcher there is one process. An existing default process group determines rank and size.
 
     Raises:
         ConfigError: Variables contradict each other or the process group, or the place on this

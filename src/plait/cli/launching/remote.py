@@ -302,7 +302,7 @@ def run(launch: RemoteLaunch) -> int:
 
 
 def _wait(machines: list[_NodeLauncher], ended: queue.SimpleQueue[int], received: list[int]) -> int:
-    """Wait until all machines have ended, and stop the others after a failure.
+    """Wait until all machines have ended. After a failure, stop the other machines.
 
     Args:
         machines: The launchers.

@@ -200,7 +200,7 @@ def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
     """Set a dotted path in a tree, unless it has a different value.
 
     Returns:
-        The rule that the other value violates, or None.
+        The rule that the second value violates, or None if the path was set.
     """
     *parents, last = path.split(".")
     section: Any = tree

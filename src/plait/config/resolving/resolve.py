@@ -1,4 +1,4 @@
-"""`load` reads and checks a configuration; `resolve` determines every value that it leaves open.
+"""`load` reads and checks a configuration; `resolve` replaces omitted and "auto" values.
 
 Both are pure: they use no process group, no environment variable and no property of the machine.
 The number of processes is an argument. A `Resolved` records the source of every value.
@@ -331,7 +331,7 @@ def resolve(
     micro_batch_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Determine every value that a configuration leaves open.
+    """Determine every value that a configuration omits or sets to "auto".
 
     Args:
         config: Configuration.

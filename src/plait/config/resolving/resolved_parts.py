@@ -1,8 +1,8 @@
 """Resolution of layout, batch sizes, dtypes, optimizer and schedule.
 
 Each function with a `Findings` argument resolves a part of a `Resolved`. It determines the values
-that the Config leaves open, and records the source of every value and all problems. It raises
-ConfigError if its part cannot be resolved.
+that the Config omits or sets to "auto", and records the source of every value and all problems. It
+raises ConfigError if its part cannot be resolved.
 
 Processes that pp, cp and tp do not use become data-parallel. ZeRO stage 0 replicates
 (`dp_replicate`), stages 1 to 3 shard (`dp_shard`); both degrees together are hybrid sharding. Any

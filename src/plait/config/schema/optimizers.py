@@ -225,7 +225,7 @@ def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> 
 
     Args:
         kind: Known type of the optimizer.
-        states: Dtype of the moments; None for the optimizer's own.
+        states: Dtype of the moments. None for the optimizer's own dtype.
         params: Parameters of the optimizer.
     """
     if states is None:
