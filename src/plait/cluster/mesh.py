@@ -219,7 +219,7 @@ class Mesh:
         return tuple(axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1)
 
     def with_groups(self, groups: Groups) -> Mesh:
-        """Create the groups that `groups` requests and those of COMBINED, and return the new mesh.
+        """Create all groups except those of single dimensions, and return the mesh with them.
 
         Collective over all ranks. See Note [Creation of groups].
         """

@@ -303,7 +303,7 @@ def _check_against_group(claimed: Claim | None, rank: int, world_size: int, back
 
 
 def _complete(claimed: Claim, devices: int) -> RankInfo:
-    """Add each value that the launcher did not set, if this machine allows only one."""
+    """Add each value that the launcher did not set, if this machine allows only one value."""
     local_rank = claimed.local_rank
     local_world_size = claimed.local_world_size
     if local_rank is None:
