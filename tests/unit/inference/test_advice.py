@@ -88,7 +88,7 @@ COMMANDS = """
     generate --model MODEL --prompt a --max-new-tokens 999 -> ask for fewer new tokens, or shorten the prompt -> generate --model MODEL --prompt a NEW
     generate --model short --prompt abcdefghijklmnopqrstuvwxyz -> pass max_new_tokens, raise max_length, or shorten the prompt -> generate --model short --prompt abcdefghijklmnopqrstuvwxyz --max-new-tokens 1 | generate --model short --prompt a
     generate --model beams --prompt a -> set it to 1 there, or pass num_beams=1 to generate -> generate --model beams --prompt a --num-beams 1 NEW
-    generate --model words --prompt a -> prompts must be token_ids in a file of --prompts -> generate --model words --prompts ids.jsonl --out 6.jsonl NEW
+    generate --model words --prompt a -> write the prompts as token_ids in a file of --prompts -> generate --model words --prompts ids.jsonl --out 6.jsonl NEW
     generate --model gone --prompt a -> pass one of save_pretrained, a run's folder, or one of its checkpoints -> generate --model MODEL --prompt a NEW
     generate --model broken --prompt a -> correct or remove them -> generate --model mended --prompt a NEW
     generate --model MODEL --adapter MODEL --prompt a -> pass a folder that PEFT's save_pretrained wrote -> generate --model MODEL --adapter lora --prompt a NEW
