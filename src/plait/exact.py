@@ -1,10 +1,10 @@
 """Exact conversion of Python values to JSON and back.
 
-Values that JSON cannot represent (tuples, integer keys, counters, tensors) are marked and decoded
-with their type. Nothing is unpickled, so reading a file runs no code of its author.
+Values that JSON cannot represent (tuples, integer keys, counters, tensors) are stored with their
+type and decoded to it. Nothing is unpickled, so reading a file runs no code of its author.
 
-A function is code, not state. It is encoded as a marker, and `decode` inserts the function that the
-reader has in the same place.
+A function is code, not state. It is encoded as a marker, and `decode` inserts the function that
+`reference` has at the same place.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _encode_marked(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, _CODE):
         return {"$": "own", "name": getattr(value, "__qualname__", kind.__qualname__)}
     raise CheckpointError(
-        f"{where} is a {kind.__qualname__}, which a checkpoint does not keep; keep numbers, text,"
+        f"{where} is a {kind.__qualname__}, which a checkpoint cannot store; use numbers, text,"
         f" lists, dicts or tensors of at most {_MAX_ELEMENTS:,} elements there"
     )
 
@@ -106,12 +106,12 @@ def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
 
     Args:
         value: Result of `encode`.
-        reference: Value that the reader has in the same place. Functions are taken from it, and
-            tensors are moved to the device of its tensors.
+        reference: Value of the same structure. Functions are taken from it, and tensors are moved
+            to the device of its tensors.
         where: Name of the value in error messages.
 
     Raises:
-        CheckpointError: The reader lacks a function, or `encode` never returns such a value.
+        CheckpointError: `reference` lacks a function, or `encode` never returns such a value.
     """
     if isinstance(value, list):
         return _decode_items(value, reference if isinstance(reference, list) else [], where)
@@ -138,7 +138,7 @@ def _decode_marked(value: dict[str, Any], reference: Any, where: str) -> Any:
         if not callable(reference):
             raise CheckpointError(
                 f"{where} was the function {value['name']} when the checkpoint was written, and"
-                f" here it is {reference!r}; use the same function as the run that wrote it"
+                f" in this run it is {reference!r}; use the same function as the run that wrote it"
             )
         return reference
     if kind in _MAPPINGS:
@@ -186,8 +186,8 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() > _MAX_ELEMENTS:
         form = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         raise CheckpointError(
-            f"{where} is a {form}, but a checkpoint keeps plain tensors of at most"
-            f" {_MAX_ELEMENTS:,} elements there; keep larger ones as buffers of the model"
+            f"{where} is a {form}, but a checkpoint stores only plain tensors of at most"
+            f" {_MAX_ELEMENTS:,} elements there; register larger ones as buffers of the model"
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     content = ""

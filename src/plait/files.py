@@ -151,7 +151,8 @@ def user_path(text: str | Path, field: str) -> Path:
 def is_path(name: str) -> bool:
     """Return True if a name can only be a path. Names on the hub are `name` or `owner/name`.
 
-    If no file or folder of the name exists, this tells a mistyped path from a name on the hub.
+    If no file or folder of the name exists, this distinguishes a mistyped path from a name on the
+    hub.
     """
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 

@@ -138,7 +138,7 @@ def test_a_chat_goes_on_after_a_line_that_is_too_long(folder, monkeypatch, capsy
         (["--prompt", "a", "--tp", "9" * 5000], "9: pass a number of devices, or auto"),
         (["--prompt", "a", "--top-p", "7"], "top_p = 7.0 must be above 0"),
         (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
-        (["--prompt", "a", "--prompts", "b", "--out", "c"], "pass one of them"),
+        (["--prompt", "a", "--prompts", "b", "--out", "c"], "pass only one of them"),
         (["--out", "c"], "belong together"),
         (
             ["--prompts", __file__, "--out", "x" * 300],

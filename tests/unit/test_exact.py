@@ -58,7 +58,7 @@ def test_functions_are_the_readers_own():
     own = {"fns": [mine, None], "part": mine, "kind": (dict,)}
     found = exact.decode(json.loads(json.dumps(exact.encode(saved))), own)
     assert found == {"fns": [mine, None], "part": mine, "kind": (dict,)}
-    words = r"state.fns\[0\] was the function .*lambda.*, and here it is None"
+    words = r"state.fns\[0\] was the function .*lambda.*, and in this run it is None"
     with pytest.raises(CheckpointError, match=words):
         exact.decode(exact.encode(saved), {"fns": [None]}, "state")
 

@@ -45,10 +45,10 @@ def calibrate(
     ] = 2,
     as_json: Json = False,
 ) -> None:
-    """Fit the planner's constants to this machine.
+    """Fit the constants of the planner's cost model to this machine.
 
-    Constants that the measurements do not determine keep their shipped values. Prints the values
-    with their uncertainties, and the errors before and after the fit.
+    Constants that the measurements do not determine keep their default values. Prints the values
+    with their uncertainties, and the prediction errors before and after the fit.
     """
     require_writable("--out", out, make_folder=True)
     arguments = [str(out), str(rounds), str(steps)]
@@ -65,7 +65,7 @@ def calibrate(
 
 
 def _run_process(out: str, rounds: str, steps: str, quiet: str = "") -> None:
-    """Measure in one of the processes. Rank 0 fits the constants, and writes and prints them."""
+    """Take measurements in this process. Rank 0 then fits, writes and prints the constants."""
     from plait.cli.planning.query import live_cluster
     from plait.cli.planning.show import print_calibration, print_rates, progress
     from plait.engine.calibration import Pace, calibration_request, measure, measurements

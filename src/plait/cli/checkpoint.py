@@ -43,7 +43,7 @@ Folder = Annotated[
 def ls_command(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints of FOLDER, newest first.
 
-    `*` marks the one that a run resumes from. Exit code 4 if one is damaged.
+    `*` marks the checkpoint that a run resumes from. Exit code 4 if any checkpoint is damaged.
     """
     from plait.checkpoint.inspect import checkpoints_of, summarize
     from plait.checkpoint.places import place_of
@@ -79,7 +79,8 @@ def ls_command(folder: Folder, as_json: Json = False) -> None:
 def verify_command(folder: Folder) -> None:
     """Compare every byte of a checkpoint with its hash.
 
-    In FOLDER it is the checkpoint that a run resumes from. Exit code 4 if it is damaged.
+    If FOLDER contains several checkpoints, the one that a run resumes from is compared. Exit code 4
+    if the checkpoint is damaged.
     """
     from plait.checkpoint.inspect import open_checkpoint, verify
     from plait.checkpoint.places import place_of
@@ -110,10 +111,10 @@ def diff_command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the tensors that are not bitwise equal in two checkpoints of any layouts.
+    """Print the tensors that differ bitwise between two checkpoints, whatever their layouts.
 
-    Exit code 1 if there are any, 4 if the content hashes contradict the tensors, because
-    a file is damaged.
+    Exit code 1 if tensors differ. Exit code 4 if the content hashes contradict the tensors, which
+    means that a file is damaged.
     """
     from plait.checkpoint.inspect import content_difference, differences, open_checkpoint
     from plait.checkpoint.places import place_of
@@ -133,7 +134,7 @@ def diff_command(
             result = f"{differing[0].name} differs"
         raise CheckpointError(
             f"{result}, which contradicts the content hashes: a file is damaged; run `plait"
-            " checkpoint verify` on both"
+            " checkpoint verify` on both checkpoints"
         )
     if as_json:
         typer.echo(json.dumps([asdict(difference) for difference in differing], indent=2))
@@ -167,8 +168,8 @@ def prune_command(
 ) -> None:
     """Delete old checkpoints and the remains of unfinished saves.
 
-    The checkpoint that LATEST names is never deleted. Refused while `plait train` runs in the
-    folder.
+    The checkpoint that LATEST names is never deleted. The command is refused while `plait train`
+    runs in the folder.
     """
     from plait.checkpoint.inspect import checkpoints_of, prune
     from plait.checkpoint.places import place_of
@@ -210,10 +211,10 @@ def export_command(
 ) -> None:
     """Export the model of a `plait train` run to a folder that Transformers can load.
 
-    The folder has config.json, safetensors and the tokenizer. The run may have any layout.
+    The folder contains config.json, safetensors and the tokenizer. The run may have any layout.
 
     The checkpoint is verified first. One file of weights is in memory at a time. Exit code 4 if the
-    checkpoint is damaged, or if --verify finds a difference; no folder is written then.
+    checkpoint is damaged, or if --verify finds a difference. In both cases no folder is written.
     """
     # Imported here, so that `plait export --help` does not load torch.
     import torch
@@ -304,10 +305,10 @@ def import_command(
 ) -> None:
     """Convert a DeepSpeed or torch checkpoint to one that `engine.load_checkpoint` loads.
 
-    The result has weights, buffers and the states of Adam, and loads on any layout.
+    The result contains the weights, the buffers and Adam's states. It loads on any layout.
 
-    The files are read in a separate process, which runs no code that they name. Everything that is
-    not converted is printed. Exit code 4 if the checkpoint cannot be read.
+    A separate process reads the files and runs no code that they name. Everything that is not
+    converted is printed. Exit code 4 if the checkpoint cannot be read.
     """
     from plait.checkpoint.foreign.convert import convert
 

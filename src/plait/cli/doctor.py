@@ -75,9 +75,9 @@ def doctor(
 ) -> None:
     """Describe this environment for an issue report.
 
-    With --links, measure how fast its processes communicate. With --validate, check Plait on
-    its GPUs: waits, parity, throughput and memory. Exit code 1 if a check of --validate fails,
-    6 without a GPU.
+    With --links, measure how fast processes communicate. With --validate, check Plait on this
+    machine's GPUs: waits, parity, throughput and memory. Exit code 1 if a check of --validate
+    fails, 6 without a GPU.
     """
     if sum((links, nccl, validate)) > 1:
         raise InputError("--links, --nccl, --validate: pass only one of them")
@@ -123,7 +123,7 @@ def _validate(
 
     if minutes is not None and not 0 < minutes <= 24 * 60:
         raise InputError(
-            f"--minutes {minutes}: not more than 0 and at most {24 * 60}; use for example 8"
+            f"--minutes {minutes}: must be more than 0 and at most {24 * 60}; use for example 8"
         )
     if claim(os.environ) is not None:
         raise InputError("--validate: starts its own processes; run it without a launcher")
@@ -141,9 +141,9 @@ def _validate(
 def _measure(
     processes: int | None, out: Path | None, seconds: float | None, *, as_json: bool
 ) -> None:
-    """Check the options, and measure here or start the processes of this machine."""
+    """Check the options of --links. Then measure in this process, or start processes that do so."""
     if seconds is not None and not 0.1 <= seconds <= 600:
-        raise InputError(f"--seconds {seconds}: not between 0.1 and 600; use for example 4")
+        raise InputError(f"--seconds {seconds}: must be between 0.1 and 600; use for example 4")
     if processes is not None and processes < 2:
         raise InputError(
             f"--nproc-per-node {processes}: one process has no links; start two or more"
@@ -199,7 +199,7 @@ def _show_library_settings(*, as_json: bool) -> None:
 
 
 def _run_process(out: Path, seconds: float, *, prints: bool) -> None:
-    """Measure in one of the processes. Rank 0 writes the file and prints the costs."""
+    """Measure the links in this process. Rank 0 writes the file and prints the costs."""
     from plait.cluster.layout import Layout
     from plait.cluster.mesh import Groups, build_mesh
     from plait.comm.choose import save

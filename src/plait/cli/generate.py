@@ -1,10 +1,10 @@
 """Command `plait generate`: generates text from a Transformers folder or a Plait checkpoint.
 
-The command checks everything, chooses the layout and starts the processes if there are several.
-Each of them runs this module again. Generation itself is in `plait.inference`.
+The command checks its options, chooses the layout and starts the processes if there are several.
+Each process runs this module again. Generation itself is in `plait.inference`.
 
-Prompts come from an option, from a file or from the terminal. Answers to a file are saved in
-batches, so that a command that is repeated after an interruption continues where it stopped.
+Prompts come from an option, from a file or from the terminal. Answers for --out are saved after
+every batch, so that the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ They have nothing to save, but one of them may wait for another that has ended a
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Arguments of each process that generates."""
+    """Arguments that `plait generate` passes to each of its processes."""
 
     model: str
     adapter: str | None
@@ -99,17 +99,19 @@ def generate_command(
     model: Annotated[
         Path,
         typer.Option(
-            metavar="FOLDER", help="Folder of save_pretrained, or a run or one of its checkpoints."
+            metavar="FOLDER", help="Folder of save_pretrained, of a run or of a checkpoint."
         ),
     ],
     adapter: Adapters = None,
     prompt: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="A prompt, answered on standard output."),
+        typer.Option(metavar="TEXT", help="Prompt whose answer goes to standard output."),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSONL file of prompt, token_ids or messages per line."),
+        typer.Option(
+            metavar="FILE", help="JSONL file with prompt, token_ids or messages per line."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -117,9 +119,7 @@ def generate_command(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        _sampling(
-            min=1, metavar="N", help="Most tokens of an answer. (default: the model's, or 128)"
-        ),
+        _sampling(min=1, metavar="N", help="Maximum new tokens. (default: the model's, or 128)"),
     ] = None,
     temperature: Annotated[
         float | None,
@@ -168,7 +168,7 @@ def generate_command(
     ] = WeightDtype.stored,
     scratch: Annotated[
         Path | None,
-        _layout(metavar="FOLDER", help="Folder for converted, streamed layers. (default: /tmp)"),
+        _layout(metavar="FOLDER", help="Folder for converted layers to stream. (default: /tmp)"),
     ] = None,
     gpu_budget: Annotated[
         str | None,
@@ -302,7 +302,7 @@ def generate_command(
 
 def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> None:
     if prompt is not None and prompts is not None:
-        raise InputError("--prompt and --prompts: pass one of them")
+        raise InputError("--prompt and --prompts: pass only one of them")
     if (prompts is None) != (out is None):
         raise InputError("--prompts and --out belong together: pass both, or neither")
     if out is not None and out.exists():
@@ -318,8 +318,9 @@ def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> 
 def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Iterator[Path]:
     """Write the arguments for several processes, and the lines of --prompts, to temporary files.
 
-    --prompts may be a pipe, or change later. A prompt may also be longer than an argument of a
-    process can be, and other users of the machine must not see it.
+    The processes do not read --prompts themselves, because it may be a pipe or change later. They
+    do not receive prompts on the command line, which has a limited length and is visible to other
+    users of the machine.
     """
     with ExitStack() as stack:
         try:
@@ -342,7 +343,7 @@ def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Ite
 def _longest_request(
     prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any
 ) -> int:
-    """Return the number of tokens of the longest request, before any request is answered.
+    """Return the largest sum of prompt and answer tokens of a request, and check all requests.
 
     Args:
         prompts: Pairs of a name and a prompt.
@@ -407,7 +408,7 @@ def _run_process(arguments: GenerateArguments) -> int:
 def _run(
     arguments: GenerateArguments, source: Source, tokenizer: Any, lines: list[PromptLine]
 ) -> int:
-    """Load the model and answer the prompts or the user. Every process calls it."""
+    """Load the model, then answer the prompts or chat with the user. Collective."""
     is_first = place().rank == 0
     # Only rank 0 writes files (the answers, and converted layers for streaming) to remove.
     with exit_on_signals() if is_first else nullcontext():
@@ -463,7 +464,7 @@ def _load(arguments: GenerateArguments, source: Source) -> ShardedModel:
 
 
 def _describe_command(arguments: GenerateArguments, source: Source) -> dict[str, Any]:
-    """Return all settings that determine the tokens of an answer, keyed by names for the user."""
+    """Return all settings that determine the tokens of an answer, keyed by option."""
     adapter = _optional_path(arguments.adapter)
     description = {
         "--model": str(Path(source.name).resolve()),
@@ -480,7 +481,7 @@ def _describe_command(arguments: GenerateArguments, source: Source) -> dict[str,
 
 
 def _generate_settings(arguments: GenerateArguments) -> dict[str, Any]:
-    """Return the keyword arguments of every call of `generate`."""
+    """Return the keyword arguments that every call of `generate` receives."""
     return {"offload_cache": arguments.offload_cache, **arguments.settings}
 
 
@@ -524,7 +525,8 @@ def _answer(
 def _write(arguments: GenerateArguments, text: str) -> None:
     """Write text to standard output.
 
-    If that fails, one of several processes ends immediately, so that the launcher ends the others.
+    If the write fails and the command has several processes, this process exits immediately, so
+    that the launcher ends the other processes.
     """
     try:
         print(text, end="", flush=True)
@@ -653,7 +655,7 @@ def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
 
 
 def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
-    """Return the number of finished lines, which only the writing process knows. Collective."""
+    """Broadcast the number of finished lines from the process that writes them. Collective."""
     count = answers.done if answers is not None else 0
     if job.several:
         from plait.cluster.small_messages import broadcast_object
@@ -667,13 +669,13 @@ POLL_SECONDS = 20.0
 
 
 def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
-    """Yield the lines of the user, and "" at the end of the input.
+    """Yield the lines that the user types, and "" at the end of the input.
 
     Args:
         reads_input: Whether this process reads standard input. Other processes yield "" forever,
             because they receive the lines from it.
-        several: Whether other processes wait for each line. A long wait would count as a hang.
-            Therefore None is yielded every `POLL_SECONDS` while there is no line.
+        several: Whether other processes wait for each line. A long wait would be reported as a
+            hang. Therefore None is yielded every `POLL_SECONDS` while the user types nothing.
     """
     console = Console(stderr=True, highlight=False)
     while not reads_input:

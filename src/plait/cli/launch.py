@@ -1,8 +1,8 @@
 """Command `plait launch`: runs a script on every device of one or several machines.
 
 It uses the elastic launcher of torchrun. The script does not have to use Plait, and a script that
-uses Plait also runs under plain `torchrun`. The other commands start their processes with `run`.
-torch is imported only when ranks are started on this machine.
+uses Plait also runs under plain `torchrun`. Other commands of Plait start their processes with the
+function `run`. torch is imported only when ranks are started on this machine.
 """
 
 from __future__ import annotations
@@ -66,10 +66,15 @@ def launch(
     ] = False,
     nproc_per_node: Annotated[
         str | None,
-        _machine_option(*PROCESSES, metavar="N", help="Processes: a number, gpu, cpu or auto."),
+        _machine_option(
+            *PROCESSES, metavar="N", help="Processes per machine: a number, gpu, cpu or auto."
+        ),
     ] = None,
     standalone: Annotated[
-        bool, _machine_option("--standalone", help="Use only this machine, as without --nnodes.")
+        bool,
+        _machine_option(
+            "--standalone", help="Use only this machine, the default without --nnodes."
+        ),
     ] = False,
     log_dir: Annotated[
         Path | None,
@@ -77,17 +82,17 @@ def launch(
     ] = None,
     max_restarts: Annotated[
         int | None,
-        _machine_option(metavar="N", help="Restarts of all ranks after a failure. (default: 0)"),
+        _machine_option(metavar="N", help="Largest number of restarts of all ranks. (default: 0)"),
     ] = None,
     standby: Annotated[
         bool,
         _machine_option("--standby", help="Keep processes ready for a restart."),
     ] = False,
     grace: Annotated[
-        float, _machine_option(metavar="S", help="Seconds to end after a signal.")
+        float, _machine_option(metavar="S", help="Seconds to shut down after a signal.")
     ] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[
-        str | None, machines_option(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")
+        str | None, machines_option(*NODES, metavar="N", help="Number of machines: N, or MIN:MAX.")
     ] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -96,7 +101,7 @@ def launch(
     rdzv_id: RdzvId = None,
     rdzv_backend: Annotated[
         str | None,
-        machines_option(metavar="NAME", help="c10d or static. (default: by the other options)"),
+        machines_option(metavar="NAME", help="c10d or static. (default: from other options)"),
     ] = None,
     timeout: Annotated[
         float, machines_option(metavar="S", help="Seconds to wait for machines.")
@@ -134,9 +139,9 @@ def launch(
 ) -> None:
     """Run a script on every device of one or several machines.
 
-    Sets the variables of torchrun. If a rank fails, its traceback is printed, the others are
-    stopped, and its exit code is returned. Ctrl-C and SIGTERM reach every rank once; a second
-    signal stops all ranks immediately.
+    Sets the environment variables that torchrun sets. If a rank fails, the command prints the
+    rank's traceback, stops the other ranks and exits with the rank's exit code. Ctrl-C and SIGTERM
+    reach every rank once; a second signal stops all ranks immediately.
     """
     command = _command(script or [], module)
     on_this_machine = hostfile is None and _names_localhost(include or exclude)
@@ -230,9 +235,9 @@ def launch(
 
 
 def _warn_of_nested_launchers(settings: LaunchSettings) -> None:
-    """Warn if another launcher has started this one several times.
+    """Warn if another launcher has started several instances of `plait launch`.
 
-    Each of the starts would train in a separate world.
+    Each instance would train with a separate world of ranks.
     """
     try:
         outer = claim(os.environ)
@@ -261,8 +266,8 @@ def run(module: Sequence[str], settings: LaunchSettings) -> int:
 
     Returns:
         0 if all ranks succeed, else the exit code of the rank that failed first. After signal N it
-        is 128 + N, or 137 if ranks did not end within the grace and were killed. Failures have been
-        printed to standard error.
+        is 128 + N, or 137 if ranks did not end within the grace period and were killed. Failures
+        have been printed to standard error.
 
     Raises:
         ConfigError: The settings cannot work.
@@ -285,7 +290,7 @@ def _start(
 
 
 def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
-    """Start the machines of a hostfile over ssh, or only this one of them with --no-ssh."""
+    """Start the ranks on all machines of a hostfile over ssh, or with --no-ssh only on this one."""
     hosts = remote_launch.hosts
     local_index = remote.local_index(hosts)
     if ssh and (len(hosts) > 1 or local_index is None):
@@ -297,7 +302,7 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
                 "--no-ssh",
                 None,
                 f"the hostfile does not contain this machine: {names}",
-                "run the command on its machines, or leave --no-ssh out",
+                "run the command on a machine of the hostfile, or leave --no-ssh out",
             )
         )
     settings = LaunchSettings(
@@ -323,7 +328,7 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
 
 
 def _command(arguments: Sequence[str], module: bool) -> list[str]:
-    """Return the command of the ranks. Refuse a missing script before any process starts."""
+    """Return the command that each rank runs. Raise InputError if the script does not exist."""
     if not arguments or not arguments[0]:
         kind = "script"
         example = "script.py"
@@ -389,7 +394,7 @@ def _refuse_contradictions(
 
 
 def _backend_problems(backend: object, options: Mapping[str, object]) -> list[Problem]:
-    """Return the problem of a rendezvous backend with the address of another one, or of none."""
+    """Return the problem of a rendezvous backend whose address options are missing or wrong."""
     by_endpoint = options["rdzv_endpoint"] is not None
     by_address = options["master_addr"] is not None
     required, other = "--rdzv-endpoint HOST:PORT", "--master-addr and --node-rank"

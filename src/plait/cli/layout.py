@@ -120,7 +120,7 @@ def layout(
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Facts of a model, and how a layout splits it."""
+    """Sizes of a model, and the way in which a layout shards and splits it."""
 
     facts: Any
     tensor_plan: Any
@@ -196,7 +196,7 @@ def _predict_peaks(
 ) -> tuple[dict[int, Peak], str | None]:
     """Return the predicted peak per pipeline rank, or the reason why there is no prediction.
 
-    The first rank holds the largest shards of its pipeline rank.
+    Only the first rank of each pipeline rank is run, because it holds the largest shards.
     """
     from plait.dryrun.predicted_peak import predict_peak, why_not_predicted
 

@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "doctor": (
         "plait.cli.doctor:app",
-        "Describe this environment, or measure the links between its processes.",
+        "Describe this environment, or measure the links between processes.",
     ),
     "checkpoint": ("plait.cli.checkpoint:app", "List, verify, compare and prune checkpoints."),
     "export": (
@@ -123,12 +123,12 @@ class _LazyCommand(TyperCommand):
 
 
 def _with_dashes(name: str) -> str:
-    """Return an option with dashes. torchrun and DeepSpeed also accept `--nproc_per_node`."""
+    """Replace underscores in an option by dashes: torchrun and DeepSpeed accept both."""
     return name.replace("_", "-")
 
 
 class _Subcommands(TyperGroup):
-    """Subcommands of COMMANDS."""
+    """Command group of `plait`, whose subcommands are the entries of COMMANDS."""
 
     def __init__(self, **settings: Any) -> None:
         settings["commands"] = {

@@ -140,7 +140,7 @@ def require_writable(option: str, path: Path | None, *, make_folder: bool = Fals
     Args:
         option: Name of the option, for the message.
         path: The file. None if the option was not used.
-        make_folder: Whether to create the folder of the file. Nothing else is left behind.
+        make_folder: Whether to create the folder of the file. The check leaves nothing else behind.
 
     Raises:
         InputError: The file cannot be written.

@@ -69,14 +69,16 @@ def plan(
         Path | None,
         typer.Argument(
             metavar="[FILE|models|infer]",
-            help="A training configuration to plan for. `models` prints all names.",
+            help="A training configuration to plan for. `models` lists the models and GPUs.",
         ),
     ] = None,
     model: Model = None,
     batch: Batch = None,
     seq: Seq = None,
     precision: PrecisionName = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Plan for compiled blocks.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Plan for blocks that torch.compile compiles.")
+    ] = False,
     fix: Fix = None,
     gpu: Gpu = None,
     world_size: WorldSize = None,
@@ -88,7 +90,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Compare with the best plan that has tp=4, or with `neighbours`. Repeatable.",
+            help="Compare with the best layout that has A=B, or with `neighbours`. Repeatable.",
         ),
     ] = None,
     top: Annotated[
@@ -98,7 +100,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Constants that `plait calibrate` wrote.",
+            help="File of constants that `plait calibrate` wrote.",
         ),
     ] = None,
     out: Annotated[
@@ -109,7 +111,7 @@ def plan(
 ) -> None:
     """Search all layouts of a model on a cluster, and print which fit, how fast they are, and why.
 
-    Exit code 1 if nothing fits. See also `plan infer`.
+    Exit code 1 if no layout fits. See also `plan infer`.
     """
     from plait.cli.planning.query import read_calibration, read_request
     from plait.cli.planning.show import (
@@ -182,7 +184,7 @@ def _compare(
     fixed: Mapping[str, int],
     calibration: Calibration | None,
 ) -> list[Comparison]:
-    """Compare the best layout with the best layouts that have certain values, such as `tp=4`."""
+    """Compare the best layout with the best one for each of `texts`, such as `tp=4`."""
     from plait.planner import explain
     from plait.planner.techniques import parse_fixed
 
@@ -305,7 +307,7 @@ def infer(
 
     It also prints the bytes of every memory tier, and a lower bound of the time per token.
 
-    Exit code 2, with the numbers, if nothing fits.
+    If no placement fits, the command prints the required and available memory, and exits with 2.
     """
     from plait.inference.capacity import check_positions, compute_dtype
     from plait.inference.deployment import (
@@ -386,7 +388,7 @@ def _open_model(
 ) -> tuple[Source | None, nn.Module]:
     """Return the weights and the model on the meta device.
 
-    A configuration and a public model have no weights.
+    The weights are None if `name` is a configuration or a public model.
     """
     import torch
 
@@ -408,7 +410,7 @@ def _open_model(
     if adapter is not None:
         raise InputError(
             f"--adapter {adapter}: needs a folder with weights as --model, but {name} has none;"
-            " leave it out, or pass the folder of the model"
+            " leave --adapter out, or pass the folder of the model"
         )
     if has_only_config or path.is_file():
         return None, model_of_config(path, dtype=torch_dtype)
@@ -504,7 +506,9 @@ _DRYRUN_EPILOG = (
 def dryrun(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="A training configuration. Open values are planned."),
+        typer.Argument(
+            metavar="[FILE]", help="A training configuration. An incomplete layout is planned."
+        ),
     ] = None,
     model: Model = None,
     batch: Batch = None,
@@ -524,7 +528,7 @@ def dryrun(
     full_step: Annotated[
         bool,
         _dryrun_option(
-            "--full-step", help="Run all micro-batches, not only as many as reach the peak."
+            "--full-step", help="Run all micro-batches, not only enough to reach the peak memory."
         ),
     ] = False,
     on_device: Annotated[
@@ -534,7 +538,7 @@ def dryrun(
 ) -> None:
     """Build and step one rank of a layout without the other ranks and without GPUs.
 
-    It prints its memory, traffic and operators. Exit code 1 if no layout fits.
+    The command prints the rank's memory, traffic and operators. Exit code 1 if no layout fits.
     """
     from plait.cli.planning.dry_run import dry_run, print_dry_run
     from plait.cli.planning.query import has_complete_layout, read_request

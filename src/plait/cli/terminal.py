@@ -56,7 +56,7 @@ def aligned(
     """Return one line per row with aligned columns.
 
     Args:
-        rows: Cells of each row, which has the same number of cells as all others.
+        rows: Cells of each row. All rows have the same number of cells.
         indent: Indentation of the lines.
         max_widths: Largest widths of columns by their index. Longer cells push later cells of their
             line to the right.

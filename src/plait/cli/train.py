@@ -1,6 +1,6 @@
 """Command `plait train`: checks the run, starts the processes, and trains.
 
-The command itself only checks the run and starts processes. Each of them runs this module again,
+The command itself only checks the run and starts processes. Each process runs this module again,
 recognises the launcher by its variables, and trains. A process of torchrun, `plait launch` or srun
 does the same. The same command resumes the run after an interruption.
 """
@@ -168,7 +168,7 @@ def _start_node(
 ) -> int:
     """Start the processes of one of several machines.
 
-    They check the run themselves when they have met, because the number of processes may depend on
+    The processes check the run themselves after the rendezvous, because their number may depend on
     the other machines.
     """
     from plait.cli.planning.query import refuse_auto
@@ -216,7 +216,7 @@ def _start(
     max_restarts: int,
     standby: bool,
 ) -> int:
-    """Check the run, and then train here or start the processes of this machine."""
+    """Check the run. Then train in this process, or start the processes of this machine."""
     from plait.cli.planning.query import planned_file, process_count
     from plait.config.resolving.resolve import load
 

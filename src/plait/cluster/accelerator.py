@@ -1,8 +1,8 @@
 """Accelerator: the type of device that Plait supports besides the CPU.
 
-No other module names it, so that support for another kind only changes this file.
-`torch.accelerator` is used if it has a function, and otherwise the module of the kind
-(`torch.cuda`). Functions import torch themselves, because the command line starts without it.
+No other module names this type, so that support for another one only changes this file. Functions
+of `torch.accelerator` are used where they exist, and otherwise those of the type's module,
+`torch.cuda`. Functions import torch themselves, because the command line starts without it.
 
 The algorithm that NCCL selects for a call is not predicted. NCCL's tuning model has constants of
 the release, the architecture and the transport, a tuner plugin may replace it, and its authors say
@@ -76,7 +76,7 @@ def use(device: torch.device) -> None:
 
 
 def backend(device: torch.device, *, host_tensors: bool) -> str:
-    """Return the backend of the default process group.
+    """Return the torch.distributed backend of the default process group.
 
     Args:
         device: Device of the process.
@@ -292,9 +292,9 @@ def library_report(environment: Mapping[str, str], *, version: tuple[int, ...] |
 class HostCopy:
     """Copy of a small tensor in host memory.
 
-    The copy is queued on the current stream, and an event after it. `values` therefore waits for
-    the work that computes the tensor only, whereas `.item()` would also wait for work that was
-    queued later.
+    The copy is queued on the current stream, and an event is recorded after it. `values` therefore
+    waits only for the work that computes the tensor, whereas `.item()` would also wait for work
+    that was queued later.
 
     Args:
         tensor: A tensor on any device. A tensor in host memory is not copied.

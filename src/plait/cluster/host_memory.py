@@ -8,8 +8,9 @@ Note [Freed memory]
     as torch's allocator for GPUs does.
 
 Note [Huge pages]
-    A product that reads every weight once spends less time in page tables if the weights are on
-    huge pages, which is 4 to 7 % of the time of a token (`benchmarks/results/host_memory.json`).
+    A matrix-vector product reads every weight once. It spends less time on page tables if the
+    weights are on huge pages, which saves 4 to 7 % of the time per token
+    (`benchmarks/results/host_memory.json`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ HUGE_PAGE = 2 << 20
 def free_host_bytes() -> int | None:
     """Return the memory that is available without swapping, or None if it is not known.
 
-    It is the smaller one of the kernel's estimate and the rest of the container's limit.
+    It is the minimum of the kernel's estimate and the unused part of the container's limit.
     """
     estimates: list[int] = []
     with suppress(OSError, StopIteration, ValueError):

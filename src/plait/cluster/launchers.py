@@ -1,7 +1,8 @@
 """Environment variables of torchrun, DeepSpeed, OpenMPI, MPICH and Slurm.
 
 Every function receives the variables as a mapping, and none inspects this machine. A `Claim` has
-the values that a launcher set. `topology` completes it and checks it against the machine.
+the values that a launcher set. `topology` adds missing values and checks the claim against the
+machine.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ LAUNCHERS = (
         only_with=("SLURM_STEP_NODELIST",),
     ),
 )
-"""Known launchers. The first one whose variables are set counts.
+"""Known launchers. The first one whose variables are set is used.
 
 An inner launcher (torchrun under srun, mpirun under srun) precedes the outer one.
 """

@@ -14,8 +14,8 @@ A dimension is split between the ranks of a group (`shard_lengths`) by the rule 
 `fully_shard` and DTensor do.
 
 On machines, ranks are numbered machine by machine, and tp is the innermost dimension of a layout,
-so the ranks of a tensor-parallel group are neighbours. `crossings` counts the groups that span
-several machines.
+so the ranks of a tensor-parallel group have consecutive numbers. `crossings` counts the groups that
+span several machines.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Layout:
     ((0, 2), (1, 3), (4, 6), (5, 7))
 
     Attributes:
-        pp: Ranks along the pipeline.
-        dp_replicate: Replicas of the sharded model.
-        dp_shard: Ranks over which parameters, gradients or optimizer states are sharded.
-        cp: Ranks that share a sequence.
-        tp: Ranks that share every layer.
-        ep: Ranks of a pipeline stage with different experts.
+        pp: Number of pipeline ranks.
+        dp_replicate: Number of replicas of the sharded model.
+        dp_shard: Number of ranks over which parameters, gradients or optimizer states are sharded.
+        cp: Number of ranks over which a sequence is split.
+        tp: Number of ranks over which the layers are split.
+        ep: Number of ranks over which the experts of a layer are split.
     """
 
     pp: int = 1
@@ -143,7 +143,7 @@ class Layout:
             IndexError: There is no such rank.
         """
         if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of a world of {self.world_size}")
+            raise IndexError(f"no rank {rank}: this layout has ranks 0 to {self.world_size - 1}")
         reversed_coordinates = {}
         for axis in reversed(AXES):
             rank, reversed_coordinates[axis] = divmod(rank, getattr(self, axis))
@@ -243,7 +243,7 @@ def crossings(layout: Layout, topology: Topology) -> dict[str, int]:
         )
         raise ConfigError(
             Problem(
-                "parallel", str(layout), rule, f"use a product of degrees of {topology.world_size}"
+                "parallel", str(layout), rule, f"use degrees whose product is {topology.world_size}"
             )
         )
 

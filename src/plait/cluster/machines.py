@@ -102,7 +102,7 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostfileEntr
         source: Name of the file for messages.
 
     Raises:
-        ConfigError: Lines are wrong, or hosts are listed twice. The error has all of them.
+        ConfigError: Lines are not valid, or hosts are listed twice. The error lists all problems.
     """
     hosts: dict[str, HostfileEntry] = {}
     problems = []

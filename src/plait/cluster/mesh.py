@@ -73,7 +73,8 @@ class Groups:
 
     Attributes:
         axes: Dimensions that are combined into one group.
-        stages: Coordinates along pp whose ranks form a group, if they share all other coordinates.
+        stages: Sets of coordinates along pp. The ranks of a set form groups within which all other
+            coordinates are equal.
         levels: Dimensions whose groups are also split by machine.
     """
 
@@ -82,7 +83,7 @@ class Groups:
     levels: tuple[str, ...] = ()
 
     def __add__(self, other: Groups) -> Groups:
-        """Return the groups of both without duplicates."""
+        """Return the union of the groups of both operands."""
         return Groups(
             axes=tuple(dict.fromkeys(self.axes + other.axes)),
             stages=tuple(dict.fromkeys(self.stages + other.stages)),
@@ -104,10 +105,10 @@ class Levels:
 
 
 class GroupUse:
-    """Use by one mesh of a default group that Plait created.
+    """Reference of one mesh to a default group that Plait created, for reference counting.
 
     Args:
-        users: Uses of the same group. The new one is added.
+        users: References to the same group. The new reference is added.
     """
 
     # The set is weak, so that a mesh that was garbage-collected without `close` does not count.
@@ -126,9 +127,9 @@ class Mesh:
         rank: Global rank of this process.
         device_mesh: torch's mesh, with a dimension per parallel dimension of degree above 1 and
             `dp_shard`.
-        use: Use of a default group that Plait created. None if the user created it.
-        expert_mesh: Mesh of the same ranks with `edp` and `ep` instead of all dimensions but `pp`.
-            None if experts are not split.
+        use: Reference to the default group if Plait created it. None if the user created it.
+        expert_mesh: Mesh of the same ranks with the dimensions `pp`, `edp` and `ep`. None if
+            experts are not split.
         reverse_pp: Second group over pp for messages to lower stages. None without a pipeline.
         extra_pp: Further groups over pp for messages to higher and to lower stages, if messages in
             one group would wait for each other (`comm.messages`).
@@ -161,7 +162,8 @@ class Mesh:
     def norm_axes(self) -> tuple[str, ...]:
         """Dimensions over which the norm of gradients is summed.
 
-        With split experts, ranks that replicate all other parameters have different experts.
+        If experts are split, these include dp_replicate, because its ranks may hold different
+        experts.
         """
         return AXES if self.layout.ep > 1 else SPLIT_AXES
 
@@ -217,7 +219,7 @@ class Mesh:
         return tuple(axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1)
 
     def with_groups(self, groups: Groups) -> Mesh:
-        """Return this mesh with all groups over several dimensions, of stages and by machine.
+        """Create all groups except those of single dimensions, and return the mesh with them.
 
         Collective over all ranks. See Note [Creation of groups].
         """
@@ -428,7 +430,7 @@ def build_mesh(
 
     Args:
         layout: The layout.
-        timeout: Timeout of collectives. An existing default group keeps its own.
+        timeout: Timeout of collectives. An existing default group keeps its own timeout.
         host_tensors: Whether the default group also supports tensors in host memory if the device
             is a GPU. Offloaded parameters are gathered there for checkpoints.
         groups: Further groups.
@@ -487,7 +489,7 @@ def _check_world_size(layout: Layout, *, is_new: bool) -> None:
 
 
 def _use_default_group(*, is_new: bool) -> GroupUse | None:
-    """Register a use of the default group, or return None if the user created the group."""
+    """Register a reference to the default group, or return None if the user created it."""
     group = dist.group.WORLD
     if group is None:
         return None

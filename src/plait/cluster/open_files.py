@@ -1,7 +1,7 @@
 """Check of the limit of open files, before processes open connections to each other.
 
-A process that reaches its limit of open files fails while it connects to the others, which would
-then wait for it until their timeout. The processes therefore exchange the result of the check
+A process that reaches its limit of open files fails while it connects to other processes, which
+would then wait for it until their timeout. The processes therefore exchange the result of the check
 through the rendezvous store.
 """
 

@@ -42,10 +42,10 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source
 def all_gather_bytes(
     row: bytes, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
-    """Return the rows of all ranks, which have the same length. Collective.
+    """Return the byte strings of all ranks, which must have equal lengths. Collective.
 
     Args:
-        row: The row of this rank.
+        row: Byte string of this rank.
         device: Device of the group's tensors.
         group: The process group.
     """

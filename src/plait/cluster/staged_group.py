@@ -2,8 +2,8 @@
 
 Tensors are copied to host memory, sent by gloo, and the results are copied to the device. This is
 slow, because every call waits for the device. It is for checks on machines with fewer GPUs than a
-layout has ranks, see `topology.share_gpus`. A collective has ended when its call returns. A message
-between two ranks ends when it is waited for.
+layout has ranks, see `topology.share_gpus`. A collective is complete when its call returns. A
+message between two ranks is complete after `wait`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def register_backend() -> None:
 
 
 class StagedWork(dist.Work):
-    """Result of a call: a collective that has ended, or a message.
+    """Work handle of a call: a completed collective, or a message.
 
     Args:
         result: Tensors of the caller.
-        message: gloo's work of a message.
+        message: gloo's work handle of a message.
         on_arrival: Called after the message has arrived.
     """
 

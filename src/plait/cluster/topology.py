@@ -49,7 +49,7 @@ def place() -> RankInfo:
     """Return the ranks of this process and the numbers of processes.
 
     They come from the variables of torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun. Without
-    a launcher there is one process. An existing default process group decides rank and size.
+    a launcher there is one process. An existing default process group determines rank and size.
 
     Raises:
         ConfigError: Variables contradict each other or the process group, or the place on this
@@ -129,7 +129,7 @@ def keep_host_memory() -> bool:
     """Keep freed memory in this process, unless the environment configures the allocator.
 
     Returns:
-        Whether the settings of `cluster.host_memory` were made.
+        Whether `cluster.host_memory.keep_freed_memory` configured the allocator.
     """
     from plait.cluster.host_memory import keep_freed_memory
 
@@ -303,7 +303,7 @@ def _check_against_group(claimed: Claim | None, rank: int, world_size: int, back
 
 
 def _complete(claimed: Claim, devices: int) -> RankInfo:
-    """Add values that the launcher did not set, if only one value is possible on this machine."""
+    """Add each value that the launcher did not set, if this machine allows only one value."""
     local_rank = claimed.local_rank
     local_world_size = claimed.local_world_size
     if local_rank is None:

@@ -1,8 +1,7 @@
 """Metrics file of a run: `metrics.jsonl`, one JSON object per event, in the order of the steps.
 
-A run that is resumed from a checkpoint repeats the steps after it. The old lines of these steps are
-removed first, so that the file contains every step once, with the numbers of the run that wrote the
-checkpoints.
+A run that is resumed from a checkpoint repeats the steps after the checkpoint. The old lines of
+these steps are removed first, so that the file contains every step once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Comparison of a run's measured time and memory with the plan that `plait plan --out` wrote.
 
 A listener on one rank prints the comparison in one line. The first steps, which allocate buffers,
-do not count. A run that differs from the plan (another layout, model or device, or a setting that
+are left out. A run that differs from the plan (another layout, model or device, or a setting that
 plans do not model) is not compared, and the reason is printed.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from plait.train.session import ValidatedRun
 
 WARMUP_STEPS = 2
-"""Number of steps at the start that do not count."""
+"""Number of steps at the start that are left out."""
 MEASURED_STEPS = 8
 """Number of steps after which the comparison is printed."""
 MIN_STEPS = 3
@@ -140,7 +140,7 @@ _PLAN_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 def _differences(
     plan: Mapping[str, Any], checked: ValidatedRun, config: Config, *, gpu: str, per_node: int
 ) -> list[str]:
-    """Return the reasons why the run cannot be compared with the plan."""
+    """Return the differences because of which the run cannot be compared with the plan."""
     cluster = plan["cluster"]
     modelled = plan["priced"]
     resolved = checked.resolved

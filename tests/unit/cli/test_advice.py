@@ -67,8 +67,8 @@ LAUNCHES = """
     -H empty a.py -> write one `name slots=N` per line -> -H two a.py
     -H bad a.py -> write for example `node1 slots=8` -> -H node1 a.py
     -H twice a.py -> give each machine one line with all its slots -> -H two a.py
-    -H loopback a.py -> name the first machine as the others know it -> -H two a.py | -H loopback --master-addr a a.py
-    -H two --no-ssh a.py -> run the command on its machines, or leave --no-ssh out -> -H here --no-ssh a.py | -H two a.py
+    -H loopback a.py -> pass a name or an address that the other machines can reach -> -H two a.py | -H loopback --master-addr a a.py
+    -H two --no-ssh a.py -> run the command on a machine of the hostfile, or leave --no-ssh out -> -H here --no-ssh a.py | -H two a.py
     -H two --include a --exclude b a.py -> leave one of them out -> -H two --include a a.py | -H two --exclude b a.py
     -H two --exclude a@b a.py -> leave at least one slot -> -H two --exclude a@b:1 a.py
     -H users --include root a.py -> name at least one machine -> -H users --include a a.py
@@ -270,7 +270,7 @@ def test_plans():
 COMMANDS = """
     plan -> name a public model (`plait plan models`), a config.json, or a training configuration -> plan models | PLAN | plan --model config.json GPUS | plan run.json GPUS
     plan --model gpt2 --nnodes 2 --batch 4 --seq 512 -> add --nproc-per-node, or --gpu for the usual number of that GPU -> plan --model gpt2 --nnodes 1 --nproc-per-node 2 BATCH | plan --model gpt2 --nnodes 1 --gpu h100 --batch 8 --seq 512 --fix pp=1,stage=3
-    plan --model gpt2 --world-size 7 --nnodes 2 --nproc-per-node 2 BATCH -> leave --world-size out, or correct the others -> plan --model gpt2 --nnodes 2 --nproc-per-node 2 BATCH
+    plan --model gpt2 --world-size 7 --nnodes 2 --nproc-per-node 2 BATCH -> leave --world-size out, or correct the other options -> plan --model gpt2 --nnodes 2 --nproc-per-node 2 BATCH
     plan --model gpt2 --gpu h100 BATCH -> add it, for example --world-size 8 -> plan --model gpt2 --gpu h100 --world-size 8 BATCH
     plan --model gpt2 --gpu h100 --world-size 9 --nproc-per-node 4 BATCH -> use 8 or 12, or pass a --nproc-per-node that divides 9 -> plan --model gpt2 --gpu h100 --world-size 8 --nproc-per-node 4 BATCH | plan --model gpt2 --gpu h100 --world-size 9 --nproc-per-node 3 --batch 9 --seq 512 --fix pp=1,stage=3
     plan --model gpt3 GPUS -> did you mean gpt2, gpt3-13b, gpt3-6.7b? -> PLAN

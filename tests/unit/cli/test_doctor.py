@@ -26,7 +26,7 @@ def test_the_environment(capsys, monkeypatch):
 
 WRONG = {
     "--seconds 3": "add --links",
-    "--links --seconds 0": "not between 0.1 and 600",
+    "--links --seconds 0": "must be between 0.1 and 600",
     "--links --nproc-per-node 1": "one process has no links",
     "--links --nccl": "pass only one of them",
     "--links --out /no/such/folder/x.json": "is not a folder; create it first",

@@ -87,7 +87,7 @@ WRONG = {
     "--model llama-3-8b --world-size 8 --gpu h100 --batch 7 --fix tp=1": "7 % 8 = 7",
     "--model llama-3-8b --world-size 8 --gpu h100 --batch 8 --out x.yaml": "ends in .json",
     "--model llama-3-8b --nnodes 2": "add --nproc-per-node, or --gpu",
-    "--model llama-3-8b --nnodes 2 --gpu h100 --world-size 8": "2 machines of 8 GPUs are 16",
+    "--model llama-3-8b --nnodes 2 --gpu h100 --world-size 8": "2 machines of 8 GPUs have 16 GPUs",
 }
 
 

@@ -73,7 +73,7 @@ def test_calls(monkeypatch):
 
 
 COMMANDS = """
-    generate --model MODEL --prompt a --prompts one.jsonl -> pass one of them -> generate --model MODEL --prompt a NEW | generate --model MODEL --prompts one.jsonl --out 1.jsonl NEW
+    generate --model MODEL --prompt a --prompts one.jsonl -> pass only one of them -> generate --model MODEL --prompt a NEW | generate --model MODEL --prompts one.jsonl --out 1.jsonl NEW
     generate --model MODEL --prompts one.jsonl -> pass both, or neither -> generate --model MODEL --prompts one.jsonl --out 2.jsonl NEW | generate --model MODEL --prompt a NEW
     generate --model MODEL --prompts one.jsonl --out one.jsonl -> pass another name, or remove it first -> generate --model MODEL --prompts one.jsonl --out 3.jsonl NEW
     generate --model MODEL --prompts one.jsonl --out gone/a.jsonl -> create it first, or pass a file in an existing folder -> generate --model MODEL --prompts one.jsonl --out 4.jsonl NEW

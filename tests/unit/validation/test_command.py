@@ -102,7 +102,7 @@ def test_a_full_disk(machine, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--minutes", "0"), "not more than 0"),
+        (("--minutes", "0"), "must be more than 0"),
         (("--seconds", "3"), "use --minutes"),
         (("--links",), "pass only one of them"),
         (("--out", "/proc/none/x.json"), "cannot be written"),

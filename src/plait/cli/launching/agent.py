@@ -1,13 +1,14 @@
 """Launch of the ranks of this machine with torchrun's elastic agent.
 
-torchrun performs the rendezvous, and numbers, starts, monitors and restarts the ranks. Two
-methods that torch documents for extensions of its agent are overridden: the cause of a failed
-attempt is reported first, and after a signal every rank receives it once and gets up to
-`grace_seconds` to write a checkpoint. When `launch` returns, no rank of it runs.
+torchrun performs the rendezvous, and numbers, starts, monitors and restarts the ranks. Two methods
+that torch documents for extensions of its agent are overridden: the cause of a failed attempt is
+reported first, and after a signal every rank receives it once and gets up to `grace_seconds` to
+write a checkpoint. When `launch` returns, none of its ranks runs.
 
 Several machines use torch's rendezvous. It also works for one machine, but exchanges heartbeats
 with itself, which a busy machine can miss, and after a restart it gives the new ranks the addresses
-of the dead ranks. A single machine waits for no other, and every attempt gets a new store.
+of the dead ranks. On a single machine, `SingleNodeRendezvous` therefore replaces torch's
+rendezvous. It makes a new store per attempt.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def launch(
 
     Raises:
         ConfigError: The settings cannot work.
-        LaunchError: The other machines did not appear.
+        LaunchError: Other machines did not join the rendezvous.
     """
     # torchrun would accept wrong settings, and then hang or ignore them.
     check(settings)
@@ -255,8 +256,8 @@ class Agent(LocalElasticAgent):
     def _signal_of_ranks(self, worker_group: WorkerGroup) -> signal.Signals | None:
         """Return the signal that ended ranks although this process did not receive it.
 
-        All ranks that have ended did so with 128 + N. The others follow after the same step. If
-        they do not follow within the grace, the result is None.
+        In this case, all ended ranks have exit code 128 + N, and the other ranks end after the same
+        step. If they do not end within the grace period, the result is None.
         """
         codes = {
             _exit_code(worker.id) for worker in worker_group.workers if not _is_running(worker.id)
@@ -287,10 +288,10 @@ class Agent(LocalElasticAgent):
         return True
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
-        """End the ranks before torch's shutdown, which then has none left to stop.
+        """End the ranks before torch's shutdown, which then finds no running rank.
 
-        Without a signal, other ranks failed or the machines changed. The ranks cannot continue
-        in that case, and a long grace would only delay the restart.
+        If no signal was received, a rank failed or the set of machines changed. The remaining ranks
+        cannot continue, and a long grace period would only delay the restart.
         """
         if death_sig is not None:
             self._interrupted = True
@@ -367,8 +368,8 @@ class Agent(LocalElasticAgent):
 class _RankLogs(DefaultLogsSpecs):
     """Output and error files of the ranks.
 
-    The reporter learns where the ranks of an attempt will record their exceptions. If the user
-    named a folder, the output of the ranks is also written there, in one file per rank and stream.
+    The reporter receives the paths of the error files of each attempt. If the user named a folder,
+    the output of the ranks is also written there, in one file per rank and stream.
     """
 
     def __init__(self, folder: str, reporter: Reporter, log_folder: Path | None) -> None:
@@ -442,8 +443,8 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Return a store server that only processes of this machine can connect to.
 
-    TCPStore requires no key, and the socket that it would open listens on all interfaces. Anyone on
-    the network could read and write the addresses that ranks exchange.
+    TCPStore requires no key, and by default its socket listens on all interfaces. Anyone on the
+    network could then read and write the addresses that ranks exchange.
     """
     # Port 0 lets the system choose a free one.
     listener = socket.create_server((LOOPBACK, 0))

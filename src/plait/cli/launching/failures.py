@@ -1,8 +1,8 @@
 """Reports of failed ranks, in which the cause comes first, and of ranks that hang.
 
-If one rank raises, the others fail after it, by a lost connection or a signal of the launcher. The
-cause is printed immediately and completely, and every other failure in one line. The module does
-not use torch: it reads the records that `worker` writes.
+If one rank raises, the other ranks fail after it, because they lose a connection or receive a
+signal of the launcher. The cause is printed immediately and completely, and every other failure in
+one line. The module does not use torch: it reads the records that `worker` writes.
 
 A rank publishes on its board (`comm.hang.Board`) which operation it runs or waits for, and writes
 its stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher
@@ -128,7 +128,7 @@ def read_record(path: str | Path) -> FailureRecord | None:
 
 
 def first_cause(failures: list[Failure]) -> Failure:
-    """Return the cause among the failures of one attempt."""
+    """Return the failure that caused the other failures of an attempt."""
     return min(failures, key=lambda failure: failure.order)
 
 
@@ -149,7 +149,7 @@ def _print(text: str) -> None:
 class Reporter:
     """Reporter of failures from the error files of the ranks on this machine.
 
-    The cause of each attempt is reported once, as soon as it is certain.
+    The cause of each failed attempt is reported once, as soon as it is certain.
     """
 
     def __init__(self, node: str, emit: Callable[[str], None] = _print) -> None:
@@ -193,13 +193,13 @@ class Reporter:
         self._emit("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the exit codes of ranks that failed some time ago and are still running.
+        """Return the exit codes of ranks whose process still runs some time after its failure.
 
-        Something blocks their end, for example a thread or a communicator.
+        Something keeps these processes from exiting, for example a thread or a communicator.
 
         Args:
-            running: Ranks that run.
-            seconds: Time since the failure.
+            running: Ranks whose process still runs.
+            seconds: Shortest time since the failure.
         """
         exit_codes = {}
         with self._lock:
@@ -392,7 +392,7 @@ class RankWatch:
         self._last_poll = 0.0
 
     def hangs(self, processes: Mapping[int, int]) -> bool:
-        """Return True if a rank has waited longer than its timeout, after reporting it.
+        """Report a rank that has waited longer than its timeout. Return True if there is one.
 
         Args:
             processes: Process ids by rank of this machine, including those that have ended.

@@ -332,7 +332,7 @@ def _rendezvous_problems(settings: LaunchSettings) -> list[Problem]:
 
 
 def _options_by_hand(settings: LaunchSettings) -> dict[str, object]:
-    """Return the options in use that an endpoint excludes, because it numbers the machines."""
+    """Return the used options that --rdzv-endpoint excludes, because it numbers the machines."""
     options = {
         "--node-rank": settings.node_rank,
         "--master-addr": settings.master_addr,
@@ -385,7 +385,7 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
 
 
 def names_machines(environment: Mapping[str, str]) -> bool:
-    """Return True if RANK and WORLD_SIZE count machines.
+    """Return True if RANK and WORLD_SIZE count machines rather than processes.
 
     Kubeflow sets them for each pod, in addition to `PET_NNODES`.
     """

@@ -1,10 +1,10 @@
 """Launcher of the machines of a hostfile, over ssh.
 
-Every machine runs its own `plait launch --node-rank ...` in the same folder with the same Python:
-this one as a child process, and the others through the user's `ssh` with its keys and
-`~/.ssh/config`. Their output is printed line by line with the name of the machine. If one machine
-fails, the others are ended. If this process dies, its lifelines close and the launchers end
-themselves.
+Every machine runs its own `plait launch --node-rank ...` in the same folder with the same Python.
+On this machine it is a child process. On the other machines it is started through the user's `ssh`
+with its keys and `~/.ssh/config`. The output of all machines is printed line by line with the name
+of the machine. If the launch fails on one machine, it is ended on the others. If this process dies,
+its lifelines close and the launchers end themselves.
 
 Note [Lifeline]
     The launcher of a machine reads lines from its standard input. `SIGINT 300` means: act as after
@@ -51,7 +51,7 @@ SSH_FAILED = 255
 
 @dataclass(frozen=True)
 class RemoteLaunch:
-    """Launch on the machines of a hostfile."""
+    """Settings of a launch on the machines of a hostfile."""
 
     hosts: tuple[HostfileEntry, ...]
     command: tuple[str, ...]
@@ -70,7 +70,10 @@ class RemoteLaunch:
 
 
 def local_index(hosts: Sequence[HostfileEntry]) -> int | None:
-    """Return the index of this machine, by its name or else by an address, or None."""
+    """Return the index of this machine in the hostfile, or None if it is not listed.
+
+    The machine is identified by its name, or else by one of its addresses.
+    """
     hostname = socket.gethostname()
     names = {hostname, hostname.split(".")[0], socket.getfqdn()}
     for index, host in enumerate(hosts):
@@ -107,8 +110,9 @@ def master_address(hosts: Sequence[HostfileEntry], address: str | None) -> str:
             Problem(
                 option,
                 address,
-                f"the other {number_of(len(hosts) - 1, 'machine')} cannot reach it under that name",
-                "name the first machine as the others know it",
+                f"the other {number_of(len(hosts) - 1, 'machine')} cannot reach the first machine"
+                " under that name",
+                "pass a name or an address that the other machines can reach",
             )
         )
     return address
@@ -127,7 +131,12 @@ def exported_variables(environment: Mapping[str, str], names: Sequence[str]) -> 
     if missing:
         raise ConfigError(
             *(
-                Problem("--export", name, "not set here", "set it, or leave the option out")
+                Problem(
+                    "--export",
+                    name,
+                    "is not set in this environment",
+                    "set it, or leave the option out",
+                )
                 for name in missing
             )
         )
@@ -153,7 +162,8 @@ def node_command(launch: RemoteLaunch, index: int) -> list[str]:
 def node_environment(launch: RemoteLaunch, index: int) -> dict[str, str]:
     """Return the environment variables for machine `index`.
 
-    They are the exported variables, and the visible GPUs if only some of them were selected.
+    They are the exported variables, and the variable of the visible GPUs if the hostfile does not
+    select all of them.
     """
     environment = dict(launch.exported or {})
     slots = launch.hosts[index].slots
@@ -184,7 +194,7 @@ class _NodeLauncher:
         Args:
             launch: The launch.
             index: Index of the machine.
-            local: Whether it is this machine.
+            local: Whether this is the machine of this process.
             ended: Receives the index when the launcher has ended.
         """
         self.name = launch.hosts[index].name
@@ -249,7 +259,7 @@ def _copy_lines(source: BinaryIO, sink: BinaryIO, name: str) -> None:
 
 
 def run(launch: RemoteLaunch) -> int:
-    """Run on every machine until all have ended.
+    """Run the launch on every machine until all launchers have ended.
 
     Returns:
         0, or the exit code of the machine that failed first, or 128 + N after signal N.
@@ -292,12 +302,13 @@ def run(launch: RemoteLaunch) -> int:
 
 
 def _wait(machines: list[_NodeLauncher], ended: queue.SimpleQueue[int], received: list[int]) -> int:
-    """Wait until all machines have ended, and stop the others after a failure.
+    """Wait until all machines have ended. After a failure, stop the other machines.
 
     Args:
         machines: The launchers.
         ended: Indices of launchers that have ended.
-        received: Signals that this process received. Launchers that end by them did not fail.
+        received: Signals that this process received. A launcher that ends because of such a signal
+            has not failed.
 
     Returns:
         The exit code of the first failure, or 0.
@@ -348,12 +359,12 @@ class HasGrace(Protocol):
 
 
 def format_line(number: signal.Signals, grace_seconds: float) -> bytes:
-    """Return the line that requests a signal."""
+    """Return the line that requests a signal, see Note [Lifeline]."""
     return f"{number.name} {grace_seconds:g}\n".encode()
 
 
 def follow(agent: HasGrace, stream: Iterable[bytes] | None = None) -> None:
-    """Read lines in a thread until this process ends, and send it the requested signals.
+    """Read the lifeline in a thread, and send the requested signals to this process.
 
     Args:
         agent: Receives the grace of each request.

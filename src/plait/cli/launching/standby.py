@@ -62,7 +62,7 @@ class Standby:
     _is_reported: bool = False
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the ranks."""
+        """Return the environment variables that make a rank list its imports."""
         return {VARIABLE: str(self._import_list)} if self.count else {}
 
     def poll(self) -> None:

@@ -3,7 +3,8 @@
 The launcher runs this file by its path, before anything of Plait or torch is imported, so that the
 script finds the interpreter in the state in which `python script.py` leaves it. An exception is
 written to the file that the launcher watches, because the launcher prints the first failure first.
-It is printed here only if there is no such file. The process never outlives its launcher.
+This process prints the exception only if there is no such file. The process never outlives its
+launcher.
 
     python worker.py LAUNCHER_PID script.py arguments...
     python worker.py LAUNCHER_PID -m module arguments...
@@ -128,7 +129,7 @@ def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
 def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
     """Load a module as `python -m` does.
 
-    A package stands for its `__main__`, and imports are resolved from the current folder first.
+    For a package, its `__main__` is loaded. Imports are resolved from the current folder first.
     """
     sys.argv = arguments
     sys.path[0] = os.getcwd()
@@ -208,7 +209,7 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _write_record(error: Exception, exit_code: int, text: str, is_message: bool) -> bool:
-    """Write the failure to the error file of torch atomically. Return False if there is none."""
+    """Write the failure to torch's error file atomically. Return False without an error file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False

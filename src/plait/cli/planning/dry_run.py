@@ -41,7 +41,7 @@ _SHOWN_OPERATORS = 10
 
 @dataclass(frozen=True)
 class DryRun:
-    """Measurements of a dry run, next to the prediction."""
+    """Measurements of a dry run, and the planner's prediction for the same rank."""
 
     rank: int
     world_size: int
@@ -112,7 +112,7 @@ def dry_run(
     on_device: bool = False,
     quiet: bool = False,
 ) -> DryRun:
-    """Run one rank of a configuration.
+    """Run one rank of a configuration without the other ranks.
 
     Args:
         request: Request of the plan, with the number of devices.
@@ -210,9 +210,9 @@ def dry_run(
 
 
 def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
-    """Return the planner's fields of a resolved configuration.
+    """Return the planner's layout fields for a resolved configuration.
 
-    If the planner does not model a setting, return None and the reason.
+    If the planner does not model a setting, the result is (None, reason).
     """
     layout = resolved.layout
     pipeline = resolved.pipeline
@@ -256,7 +256,7 @@ def _micro_batches_to_peak(resolved: Resolved) -> int:
 def _job_and_states(
     request: Request, layout: Mapping[str, Any], *, on_device: bool
 ) -> tuple[Any, Any]:
-    """Return the planner's job and states for the device type that the dry run uses."""
+    """Return the planner's job and its model states, for the device type of the dry run."""
     if accelerator.available_type() == "cpu" and not on_device:
         family = device("cpu").family
         cluster = replace(request.cluster, device=replace(request.cluster.device, family=family))

@@ -1,4 +1,4 @@
-"""Query of a plan, from the options of the command line and the files that they name.
+"""Request to the planner, built from the options of a command and the files that they name.
 
 If no GPU is named, the plan is for the devices of this machine.
 
@@ -56,7 +56,7 @@ _MIN_RULES = {"batch": "a step has at least one sample", "seq": "a sample has at
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """Query of a plan, from the command line and a file."""
+    """Request to the planner, with the configuration and the notes from which it was built."""
 
     request: Request
     base: dict[str, Any]
@@ -100,12 +100,13 @@ def read_request(
     network: float | None = None,
     keeps_layout: bool = False,
 ) -> PlanQuery:
-    """Read the query of a plan.
+    """Build the request to the planner from a training file and the options of a command.
 
     Args:
         file: A training configuration. Its values are planned for, and options override them with a
             note.
-        keeps_layout: Whether a complete layout of the file is run as it is, and fixes nothing.
+        keeps_layout: Whether the caller runs a complete layout of the file as it is. The layout
+            then restricts no search.
 
     The other arguments are the options of the command line; None means an unused option.
 
@@ -229,7 +230,7 @@ def _batch_size(
     machines: hardware.Cluster,
     notes: list[str],
 ) -> int:
-    """Return the samples per step from the file, which includes the options, or a default."""
+    """Return the samples per step: those of the file with the options applied, or a default."""
     if config is not None and isinstance(config.train_batch_size, int):
         return config.train_batch_size
     if config is not None and isinstance(config.train_micro_batch_size_per_gpu, int):
@@ -295,8 +296,8 @@ def _device_count(
         )
     if world_size is not None and world_size != nnodes * per_node:
         raise InputError(
-            f"--world-size {world_size}: {nnodes} machines of {per_node} GPUs are"
-            f" {nnodes * per_node}; leave --world-size out, or correct the others"
+            f"--world-size {world_size}: {nnodes} machines of {per_node} GPUs have"
+            f" {nnodes * per_node} GPUs; leave --world-size out, or correct the other options"
         )
     return nnodes * per_node
 
@@ -498,9 +499,9 @@ def planned_file(
 
 
 def refuse_auto(file: Path, overrides: list[str]) -> None:
-    """Raise InputError if a file must be planned. Processes of a launcher call it.
+    """Raise InputError if a file must be planned. The processes of a launcher call this.
 
-    They cannot plan, because the plan decides how the processes are started.
+    These processes cannot plan, because the plan decides how they are started.
     """
     _, document = examine_source(file, overrides)
     searched_keys = paths_to_search(document.tree)

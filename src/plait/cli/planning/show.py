@@ -40,11 +40,11 @@ def print_plan(
     reasons: list[Comparison],
     neighbours: list[Comparison],
 ) -> None:
-    """Print a plan.
+    """Print the layouts of a plan, their predictions and the comparisons.
 
     Args:
         plan: The plan.
-        notes: Notes about its query.
+        notes: Notes about defaults and overrides in the request.
         reasons: Comparisons that the user requested.
         neighbours: Comparisons with the layouts one step away.
     """
@@ -105,7 +105,7 @@ def _print_choices(plan: Plan, console: Console) -> None:
 
 
 def _print_terms(choice: LayoutChoice, console: Console) -> None:
-    """Print the terms of the step time and of the memory of a choice."""
+    """Print the terms of a layout's step time and memory."""
     times = [
         [STEP_TERMS[name], f"{value:.4g} s", f"{value / choice.seconds:.1%}"]
         for name, value in choice.terms.items()
@@ -146,7 +146,7 @@ def _neighbour_rows(neighbours: list[Comparison]) -> list[list[str]]:
 
 
 def print_nothing_fits(plan: Plan) -> None:
-    """Print to standard error that no layout fits, and how much the smallest layouts exceed."""
+    """Print to standard error that no layout fits, and how much memory the smallest lack."""
     request = plan.request
     print(
         f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}",

@@ -1,9 +1,9 @@
-"""`plait doctor --validate`: finds the GPUs, runs the rows, shows and writes each result.
+"""`plait doctor --validate`: finds the GPUs, runs the checks, shows and writes each result.
 
 The command itself does not touch a device. A separate process (`python -m
 plait.cli.validating.command`) prints the facts of the machine as one JSON object, because a driver
-can hang or end a process that queries it. The document is written again after every row, so that it
-has all results so far, however the command ends.
+can hang or end a process that queries it. The JSON report is rewritten after every check, so that
+it has all results so far, however the command ends.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def validate(
     gpus: int | None,
     as_json: bool,
 ) -> int:
-    """Run the rows and return the exit code.
+    """Run the checks and return the exit code.
 
     Args:
-        minutes: Budget. Rows that no longer fit are not run.
-        only: Patterns of row names. Empty for the default rows.
-        out: Path of the document. The calibration is written next to it.
+        minutes: Time budget. Checks that do not fit into the remaining time are not run.
+        only: Patterns of the names of checks. Empty for the default checks.
+        out: Path of the JSON report. The calibration is written next to it.
         gpus: Number of GPUs to use. None uses all, up to MOST_GPUS.
-        as_json: Whether to print the document to standard output at the end.
+        as_json: Whether to print the report to standard output at the end.
 
     Raises:
-        InputError: An option cannot be followed.
+        InputError: An option is not valid.
         DeviceError: There is no GPU.
     """
     # The budget includes the search for the GPUs.
@@ -123,7 +123,7 @@ def validate(
 
 
 def list_rows(*, only: Sequence[str], gpus: int | None) -> str:
-    """Return the table of rows with their planned seconds, without using the devices."""
+    """Return the table of checks with their planned seconds, without using the devices."""
     count = gpus or 1
     if not 1 <= count <= MOST_GPUS:
         raise InputError(
@@ -188,7 +188,7 @@ def _why_no_devices(facts: dict[str, Any]) -> str:
 
 
 def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
-    """Return the facts that determine which rows run.
+    """Return the facts that determine which checks run.
 
     Raises:
         InputError: `gpus` is larger than the number of GPUs that can be used.
@@ -212,20 +212,20 @@ def machine_of(facts: dict[str, Any], gpus: int | None) -> Machine:
 
 
 def _launch_command(ranks: int, folder: Path) -> list[str]:
-    """Return the command of a launch. The lifeline ends its ranks when this process ends."""
+    """Return the command of a launch, whose ranks end when this process ends (--lifeline)."""
     launch = [sys.executable, "-m", "plait", "launch", "--lifeline"]
     options = ["--nproc-per-node", str(ranks), "--grace", "3"]
     return [*launch, *options, "-m", "plait.cli.validating.worker", str(folder)]
 
 
 class Screen:
-    """Terminal output of a validation while its rows run.
+    """Terminal output of a validation while its checks run.
 
-    With `quiet`, lines go to standard error, because standard output is the JSON document.
+    With `quiet`, lines go to standard error, because standard output is the JSON report.
     """
 
     def __init__(self, rows: int, facts: Mapping[str, Any], gpus: int, *, quiet: bool) -> None:
-        """Print a line about the machine. `rows` is the number of rows of the validation."""
+        """Print a line about the machine. `rows` is the number of checks of the validation."""
         self._console = Console(stderr=quiet, soft_wrap=True, highlight=False)
         self._stream = sys.stderr if quiet else sys.stdout
         self._rows = rows
@@ -262,12 +262,12 @@ class Screen:
         )
 
     def began(self, row: Row) -> None:
-        """Show the title of the row that runs, on a terminal."""
+        """On a terminal, show the title of the check that starts."""
         if self._bar is not None:
             self._bar.update(self._task, description=row.title)
 
     def ended(self, result: Result) -> None:
-        """Show the result of a row."""
+        """Show the result of a check."""
         self._ended += 1
         note = result.reason or summary_of(result.name, result.numbers)
         line = f"{result.outcome:<8} {result.name:<26} {result.seconds:6.1f} s  {result.title}"
@@ -280,7 +280,7 @@ class Screen:
         self._bar.console.print(line, style=_COLOURS[result.outcome], markup=False)
 
     def summary(self, results: Sequence[Result], out: Path, seconds: float) -> None:
-        """Show the number of rows per result, and the path of the document."""
+        """Show the number of checks per verdict, and the path of the report."""
         number = counts(results)
         self._print(
             f"\n{number['passed']} passed, {number['failed']} failed, {number['not run']} not run"
@@ -306,7 +306,7 @@ def _machine_line(facts: Mapping[str, Any], gpus: int) -> str:
 
 
 def table_of_rows(rows: Sequence[Row], gpus: int) -> str:
-    """Return the planned seconds of rows and their sum, as lines of text."""
+    """Return the planned seconds of the checks and their sum, as lines of text."""
     launches = sum(any(not row.unavailable for row in batch) for batch in batches(rows))
     start = f"  {FACTS_PLANNED_SECONDS:5.0f} s  versions and devices"
     launch = (
@@ -324,7 +324,7 @@ def table_of_rows(rows: Sequence[Row], gpus: int) -> str:
 _VARIABLE_PREFIXES = ("OMP_NUM_THREADS", "GLOO_")
 """Prefixes of variables that change how the checks run, besides those of the accelerator.
 
-Other variables are private to the user and are not part of the document.
+Other variables are private to the user and are not part of the report.
 """
 _PRIVATE_FACTS = ("interpreter", "free_bytes_here")
 _TIMEOUT_SECONDS = 20

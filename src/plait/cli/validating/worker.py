@@ -1,8 +1,8 @@
 """Program of each rank of a validation: `python -m plait.cli.validating.worker FOLDER`.
 
-See Note [Turns] in `validation.runner`. With one rank, a row that raises is reported as failed and
-the process continues, if the device still works. With several ranks the others would wait for the
-one that raised, so an error ends the launch.
+See Note [Turns] in `validation.runner`. With one rank, a check that raises is reported as failed,
+and the process continues if the device still works. With several ranks, the other ranks would wait
+for the rank that raised, so an error ends the launch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.02
 _FRAMES = 12
-"""Number of stack frames of an error that are kept in the document."""
+"""Number of stack frames of an error that are kept in the report."""
 
 
 def main(folder: Path) -> None:
-    """Run rows in the order in which the parent schedules them, until it schedules no more."""
+    """Run the checks that the parent process schedules, in its order, until there are no more."""
     content = json.loads((folder / ROWS).read_text(encoding="utf-8"))
     facts = content["facts"]
     # Before CUDA starts. Segments that grow lose less memory between blocks of different models.
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
 
 
 def _turns(path: Path) -> Iterator[int]:
-    """Yield the indices of rows as the parent writes them."""
+    """Yield the indices of checks as the parent process writes them."""
     position = 0
     while True:
         # The last part may be incomplete.
@@ -71,7 +71,7 @@ def _turns(path: Path) -> Iterator[int]:
 
 
 def run_row(context: Context, row: dict[str, Any], events: _Events) -> None:
-    """Run one row and report its verdict.
+    """Run one check and report its verdict.
 
     Raises:
         Exception: Any error of a check with several ranks, or one after which the device fails.
@@ -126,7 +126,7 @@ def _without_folders(filename: str) -> str:
 def _refuse_broken_device(context: Context) -> None:
     """Raise if the device no longer works, for example after an illegal memory access.
 
-    CUDA reports such an error from every later call, so the remaining rows need a new process.
+    CUDA reports such an error from every later call, so the remaining checks need a new process.
     """
     import torch
 

@@ -1,11 +1,12 @@
 """Conversion of the configuration file of `accelerate launch`.
 
 The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config` of earlier
-releases, and the options of `accelerate launch` that the sections become: what each sets, or why it
-is ignored or refused.
+releases, and the options of `accelerate launch` that the sections become. Each entry says what the
+key sets, or why it is ignored or refused.
 
-Keys that the file omits have Accelerate's default if it differs from Plait's. As in Accelerate, the
-section of another `distributed_type` is not read; each of its keys has a row with this reason.
+For keys that the file omits, Accelerate's defaults are converted where they differ from Plait's. As
+in Accelerate, the section of another `distributed_type` is not read; each of its keys has a row
+with this reason.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _sets(path: str) -> Sets:
 
 
 def _sets_unless(off: str, path: str, **more: Any) -> Sets:
-    """Return a function that sets a path to the value, and `more`, unless the value is `off`."""
+    """Return a function that sets `path` to a value and adds `more`, except for the value `off`."""
 
     def sets(value: Any) -> Mapping[str, Any]:
         if str(value).lower() == off:
@@ -68,7 +69,7 @@ def _sets_unless(off: str, path: str, **more: Any) -> Sets:
 
 
 def _one_of(choices: Mapping[str, Mapping[str, Any]]) -> Sets:
-    """Return a function that refuses values other than `choices`."""
+    """Return a function that maps a value to its settings, and refuses values not in `choices`."""
 
     def sets(value: Any) -> Mapping[str, Any]:
         settings = choices.get(str(value).lower())
@@ -296,7 +297,7 @@ _COMBINED_IN_SECTION = {
 
 @dataclass
 class _AccelerateFile:
-    """File that is being converted, and the result so far."""
+    """Accelerate file that is being converted, and the result so far."""
 
     document: Document
     translation: Translation = field(default_factory=Translation)
@@ -319,7 +320,7 @@ class _AccelerateFile:
         return section
 
     def not_read(self) -> str:
-        """Return the reason why the section of another type is not read."""
+        """Return the reason why the section of another `distributed_type` is not read."""
         kind = self.distributed_type or "missing"
         return f"distributed_type is {kind}, so Accelerate does not read it either"
 
@@ -508,7 +509,7 @@ def _read_deepspeed_file(file: _AccelerateFile) -> dict[str, Any] | None:
 
 
 def _read_processes(file: _AccelerateFile) -> int | None:
-    """Set the processes per machine and return them; None if the file does not determine them."""
+    """Set and return the number of processes per machine, or None if the file does not imply it."""
     translation = file.translation
     value = file.tree.get("num_processes")
     machines = file.tree.get("num_machines", 1)

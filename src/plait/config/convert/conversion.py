@@ -25,7 +25,7 @@ ForeignSource = Source | Sequence[str]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion."""
+    """Converted configuration, with a row per key and the problems."""
 
     name: str
     """Path of the file, or a phrase if there is none."""

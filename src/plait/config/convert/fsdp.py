@@ -37,24 +37,24 @@ _FILES = "a checkpoint loads on any layout; save_pretrained writes a folder of H
 
 
 def on(settings: Mapping[str, Any]) -> Callable[[Any], Mapping[str, Any]]:
-    """Return a function that maps true to the settings, and false to none."""
+    """Return a function that maps true to `settings`, and false to no settings."""
     return lambda value: settings if as_flag(value) else {}
 
 
 def ignored(name: str, kind: Kind, why: str) -> ForeignKey:
-    """Return a key without an equivalent that does not change the results."""
+    """Return a key without an equivalent, which is ignored because it does not change results."""
     return ForeignKey(name, Status.IGNORED, kind, why)
 
 
 def refused(name: str, kind: Kind, why: str, remedy: str, *off: Any) -> ForeignKey:
-    """Return a key without an equivalent that changes the results, unless its value is in `off`."""
+    """Return a key without an equivalent, which is refused unless its value is in `off`."""
     return ForeignKey(name, Status.REFUSED, kind, why, off, remedy)
 
 
 def renamed(
     name: str, kind: Kind, sets: Callable[[Any], Mapping[str, Any]], note: str = ""
 ) -> ForeignKey:
-    """Return a key that has an equivalent in Plait."""
+    """Return a key with an equivalent in Plait, which the function `sets` returns."""
     return ForeignKey(name, Status.SUPPORTED, kind, note, sets=sets)
 
 
@@ -270,7 +270,7 @@ def _shard_within_machines(
 
 
 def _refuse_strategy_of_fsdp2(translation: Translation, shown: str, value: Any) -> None:
-    """Refuse a strategy with FSDP2, which has none, unless it equals FSDP2's default."""
+    """Refuse an FSDP1 strategy in a file for FSDP2, unless it equals FSDP2's default."""
     try:
         strategy = strategy_named(value)
     except ValueError:
@@ -322,7 +322,7 @@ def translate(document: Document) -> TranslatedDocument:
 
 
 def _read_options(translation: Translation, value: Any, *, written: bool) -> list[str] | None:
-    """Return the options of `fsdp`; None if it is off or invalid.
+    """Return the options of `fsdp`, or None if FSDP is off or the value is invalid.
 
     Args:
         translation: Result so far.
@@ -444,7 +444,7 @@ def _read_keys(
 
 
 def _merge_rows(translation: Translation) -> None:
-    """Merge the rows of the options of `fsdp` into one: a refused one if any, or the first."""
+    """Keep one row for the options of `fsdp`: the first refused one, or else the first one."""
     rows = [row for row in translation.rows if row.key == "fsdp"]
     if not rows:
         return
@@ -456,7 +456,7 @@ def _merge_rows(translation: Translation) -> None:
 def _reshard_value(option: str, version: str) -> Any:
     """Return the value of `reshard_after_forward` that an option of `fsdp` implies.
 
-    FSDP1, and strategies that FSDP2 does not have, use the option itself.
+    For FSDP1, and for strategies that FSDP2 does not have, it is the option itself.
     """
     if version != "2":
         return option

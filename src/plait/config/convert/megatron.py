@@ -1,11 +1,11 @@
 """Conversion of Megatron-LM's command line, such as `["--bf16", "--lr", "1e-4"]`.
 
-The table has the setting of each flag, or the reason why it is ignored or refused. Flags that
-describe Megatron's own model and data loader are ignored: Plait receives the model from its caller,
-or builds it from the `model` section.
+The table contains the equivalent setting of each flag, or the reason why it is ignored or refused.
+Flags that describe Megatron's own model and data loader are ignored: Plait receives the model from
+its caller, or builds it from the `model` section.
 
-Flags that are left out have Megatron-LM's default if it differs from Plait's. The optimizer and its
-schedule are converted if any flag describes them; --lr is then required.
+For flags that are left out, Megatron-LM's defaults are converted where they differ from Plait's.
+The optimizer and its schedule are converted if any flag describes them; --lr is then required.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Takes = Literal["switch", "value", "values"]
 
 @dataclass(frozen=True)
 class Flag:
-    """Flag of Megatron-LM."""
+    """Flag of Megatron-LM, and how it is converted."""
 
     status: Status
     why: str = ""
@@ -75,7 +75,7 @@ _OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon", "lion": "Lion"}
 
 
 def _one_of(choices: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return a conversion that refuses values other than `choices`."""
+    """Return a function that looks a value up in `choices`, and refuses other values."""
 
     def convert(value: Any) -> Any:
         if value not in choices:
@@ -90,7 +90,7 @@ def _minutes_to_seconds(minutes: Any) -> Any:
 
 
 def _constant(setting: Any) -> Callable[[Any], Any]:
-    """Return a conversion of a switch, whose value is always true."""
+    """Return a function that converts a flag without a value to `setting`."""
     return lambda _switch: setting
 
 
@@ -445,7 +445,7 @@ def _set_stage(settings: Settings, problems: list[Problem]) -> None:
 
 
 def _set_stages_per_rank(settings: Settings, problems: list[Problem]) -> None:
-    """Translate layers per virtual stage to stages per rank, by the number of layers."""
+    """Translate layers per virtual stage to stages per rank, given the number of layers."""
     flag = settings.pop(LAYERS_PER_STAGE, None)
     if flag is None:
         return
@@ -545,7 +545,9 @@ def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
     for token in tokens:
         if not isinstance(token, str):
             raise ConfigError(
-                Problem("the command line", token, "flags and their values are texts", "quote it")
+                Problem(
+                    "the command line", token, "flags and their values must be strings", "quote it"
+                )
             )
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token.partition("=")

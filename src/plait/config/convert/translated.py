@@ -75,7 +75,7 @@ class Translation:
             name: Name of the document for messages.
             program: Name of the other program.
             defaults: Values by path, for settings that no key sets.
-            base: Tree of a file that the document includes.
+            base: Settings of a file that the document includes.
             noun: Container of the keys, see `TranslatedDocument`.
         """
         tree = copy.deepcopy(dict(base or {}))
@@ -102,11 +102,11 @@ class Translation:
         )
 
     def ignore(self, key: str, value: Any, why: str) -> None:
-        """Add a key that has no effect."""
+        """Add a row for a key that has no effect."""
         self.rows.append(KeyReport(key, value, Status.IGNORED, why))
 
     def refuse(self, key: str, value: Any, rule: str, remedy: str) -> None:
-        """Add a key that cannot be translated."""
+        """Add a row and a problem for a key that cannot be translated."""
         self.rows.append(KeyReport(key, value, Status.REFUSED, rule))
         self.problems.append(Problem(key, value, rule, remedy))
 
@@ -181,7 +181,7 @@ class Translation:
 
 
 def problems_in(key: str, error: ConfigError) -> list[Problem]:
-    """Return the problems of a file, under the key that names the file."""
+    """Return the problems of an included file, under the key that names the file."""
     return [
         Problem(f"{key}: {problem.field}", problem.value, problem.rule, problem.remedy)
         for problem in error.problems
@@ -200,7 +200,7 @@ def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
     """Set a dotted path in a tree, unless it has a different value.
 
     Returns:
-        The rule that the other value violates, or None.
+        The rule that the second value violates, or None if the path was set.
     """
     *parents, last = path.split(".")
     section: Any = tree

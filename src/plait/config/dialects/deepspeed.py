@@ -4,9 +4,9 @@ The table contains every key of DeepSpeed 0.19.8, of older releases and of publi
 Plait does not support. Supported keys are fields of the schema, which documents them.
 
 A key is ignored if it only tunes DeepSpeed's implementation or its logging. A key is refused if it
-would change the results, the memory or an output that a user expects (a tracker, a checkpoint). The
-value decides: `off` lists the values of a refused key with which it may stay in the file. "auto" is
-valid for every ignored key, as in DeepSpeed.
+would change the results, the memory or an output that a user expects (a tracker, a checkpoint). A
+refused key may stay in the file if its value is one of `off`. "auto" is valid for every ignored
+key, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["flag", "integer", "number", "text", "list", "object", "any"]
 
 @dataclass(frozen=True)
 class Key:
-    """Key that is not a field of the schema."""
+    """Key that the schema does not have, and the reason why it is ignored or refused."""
 
     path: str
     status: Status
@@ -588,7 +588,7 @@ _NAMES: dict[Kind, str] = {
 def type_problem(key: Key, value: Any) -> tuple[str, str] | None:
     """Return (rule, remedy) for a value of the wrong type, or None.
 
-    As in DeepSpeed, "auto" is valid for every key, and quoted numbers and flags are parsed.
+    As in DeepSpeed, "auto" is valid for every key, and quoted numbers and booleans are parsed.
     """
     number = _parse_number(value)
     valid = {
@@ -624,18 +624,18 @@ def requests_nothing(key: Key, value: Any) -> bool:
 
 
 def as_flag(value: Any) -> bool | None:
-    """Return a switch's value as a boolean, or None for any other value, including "auto"."""
+    """Parse a boolean such as `true`, "false" or 1. Return None for other values and "auto"."""
     if isinstance(value, bool):
         return value
     return {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
 
 
 def _is_enabled(value: Any, *, default: bool) -> bool:
-    """Return True if a switch `enabled` turns on a section, at its top level or nested.
+    """Return True if any `enabled` key of a section, at its top level or nested, is true.
 
     Args:
         value: The section, or a boolean in place of it.
-        default: Result for a section that is not empty and contains no switch.
+        default: Result for a section that is not empty and contains no `enabled` key.
     """
     switches = _switches(value)
     if switches:
@@ -644,7 +644,7 @@ def _is_enabled(value: Any, *, default: bool) -> bool:
 
 
 def _switches(value: Any) -> list[bool]:
-    """Return the values of the outermost switches of a section."""
+    """Return the values of the outermost `enabled` keys of a section."""
     if isinstance(value, bool):
         return [value]
     if not isinstance(value, dict):

@@ -304,7 +304,7 @@ def _set_value(
 ) -> None:
     """Store the value of a setting, or report conflicting values.
 
-    A value takes precedence over "auto" under another name.
+    If a setting occurs under two names, a value takes precedence over "auto".
     """
     explicit = [candidate for candidate in candidates if candidate.value != "auto"]
     first, *others = explicit or candidates
@@ -329,7 +329,7 @@ def _set_value(
 
 
 def _same_value(target: str, value: Any, other: Any) -> bool:
-    """Return True if the setting parses both values to the same one, such as `8` and `"8"`."""
+    """Return True if a setting parses both values to an equal value, such as `8` and `"8"`."""
     if value == other:
         return True
     if target not in keys.schema_fields():

@@ -1,8 +1,8 @@
 """Detection of configurations of other programs: Accelerate, the Trainer and Megatron-LM.
 
 `plait config convert` translates them. `load` refuses a file of another program with the command
-that converts it, and looks for one only if a file has problems: every such file has keys that Plait
-does not know.
+that converts it, and checks for one only if a file has problems: every file of another program has
+keys that Plait does not know.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Index of all keys that a file may contain: the schema, the DeepSpeed table, and aliases.
 
 The index tells whether a dotted path is a setting or a section, which names a section contains, and
-which known name a misspelt one is close to. Each part is built once.
+which known name a misspelt one is close to. Each part of the index is built once.
 
 Aliases are other names of a setting: of DeepSpeed, Megatron and Accelerate, and legacy or misspelt
 keys. `examine` moves a value from its alias to the target, and refuses two names of a target whose
@@ -48,7 +48,7 @@ def _auto_is_off(value: Any) -> Any:
 
 
 def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
-    """Return a function that maps true to `on` and false to `off`, and keeps other values."""
+    """Return a function that maps true to `on` and false to `off`. Other values do not change."""
 
     def convert(value: Any) -> Any:
         # Invalid values stay for the check of the target's type.
@@ -64,7 +64,7 @@ _TO_DEVICE = _flag("cpu", "none")
 
 @dataclass(frozen=True)
 class Alias:
-    """Alias of a setting."""
+    """Another name of a setting or section, and the conversion of its value."""
 
     target: str
     """Path of the setting or section."""
@@ -211,7 +211,7 @@ _MAX_LISTED = 40
 
 @dataclass(frozen=True)
 class SchemaField:
-    """Setting of the schema."""
+    """Path, type and description of a setting of the schema."""
 
     path: str
     description: str
@@ -344,7 +344,7 @@ def remedy_for(section: str, name: str) -> str:
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """Return the candidates with the smallest edit distance from a misspelt name.
 
-    Candidates that differ in more than a third of the letters do not count.
+    Candidates that differ in more than a third of the letters are left out.
     """
     if len(name) > _MAX_NAME_LENGTH:
         return []

@@ -101,7 +101,7 @@ def _default_processes(config: Config) -> int:
             Problem(
                 "parallel",
                 None,
-                f"its degrees take {count:,} processes, but there are at most {MAX_PROCESSES:,}",
+                f"its degrees require {count:,} processes, but there are at most {MAX_PROCESSES:,}",
                 "lower one of them",
             )
         )
@@ -369,12 +369,12 @@ def _layout_values(layout: Layout) -> dict[str, Any]:
 
 
 def _of_section(section: str, policy: type[Policy]) -> Callable[[Any], dict[str, Any]]:
-    """Return the function for a part whose fields have the names of a section's settings."""
+    """Return a function that lists a part's values under the settings of `section`."""
     return lambda part: {f"{section}.{name}": getattr(part, name) for name in policy.model_fields}
 
 
 def _single(key: str) -> Callable[[Any], dict[str, Any]]:
-    """Return the function for a part that is the value of one setting."""
+    """Return a function that lists a value under its only setting, `key`."""
     return lambda value: {key: value}
 
 

@@ -50,7 +50,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _complete_descriptions(schema: dict[str, Any], section: dict[str, Any]) -> None:
-    """Join the lines of each paragraph of descriptions, and restore those that pydantic drops."""
+    """Join the lines of each paragraph, and restore the descriptions that pydantic drops."""
     for node in (section, *section["properties"].values()):
         # pydantic drops the description of a property that is equal to that of its section.
         if "$ref" in node:

@@ -1,10 +1,10 @@
-"""`load` reads and checks a configuration; `resolve` determines every value that it leaves open.
+"""`load` reads and checks a configuration; `resolve` replaces omitted and "auto" values.
 
 Both are pure: they use no process group, no environment variable and no property of the machine.
 The number of processes is an argument. A `Resolved` records the source of every value.
 
 A file passes `source.read`, `examine` (its keys become those of the schema), the schema's checks
-(`validate_tree` turns pydantic's errors into Problems), and `outline`, whose parts are decided in
+(`validate_tree` turns pydantic's errors into Problems), and `outline`, whose parts are resolved in
 `resolved_parts` and `techniques`.
 
 Note [All problems are reported]
@@ -80,7 +80,7 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
                 "overrides",
                 ", ".join(overrides),
                 "apply to a file or a mapping, not to a Config",
-                "load them together",
+                "pass the file or the mapping to `load` with the overrides",
             )
         )
     return source
@@ -144,7 +144,7 @@ def validate_tree(examined: ExaminedDocument, tree: Mapping[str, Any]) -> Config
 def _value_problems(errors: Sequence[ErrorDetails], written: Mapping[str, str]) -> list[Problem]:
     """Return the problems of pydantic's errors.
 
-    pydantic reports each alternative of a union. They are combined into one problem per field.
+    pydantic reports an error per alternative of a union. The errors of a field become one problem.
     """
     errors_of: dict[str, list[ErrorDetails]] = {}
     for error in errors:
@@ -331,7 +331,7 @@ def resolve(
     micro_batch_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Determine every value that a configuration leaves open.
+    """Determine every value that a configuration omits or sets to "auto".
 
     Args:
         config: Configuration.

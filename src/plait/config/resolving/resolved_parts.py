@@ -1,8 +1,8 @@
 """Resolution of layout, batch sizes, dtypes, optimizer and schedule.
 
-Each function with a `Findings` argument resolves a part of a `Resolved`. It decides what the Config
-leaves open, and records the source of every value and all problems. It raises ConfigError if its
-part cannot be resolved.
+Each function with a `Findings` argument resolves a part of a `Resolved`. It determines the values
+that the Config omits or sets to "auto", and records the source of every value and all problems. It
+raises ConfigError if its part cannot be resolved.
 
 Processes that pp, cp and tp do not use become data-parallel. ZeRO stage 0 replicates
 (`dp_replicate`), stages 1 to 3 shard (`dp_shard`); both degrees together are hybrid sharding. Any
@@ -109,7 +109,7 @@ class Findings:
             self.sources[path] = f"{self.sources[path]}; not used: {why}"
 
     def resolve_auto(self, path: str, value: Any, default: Any, rule: str) -> Any:
-        """Return a value without "auto", and record its source.
+        """Return the value of a setting, with "auto" replaced, and record its source.
 
         Args:
             path: Path of the setting.
@@ -189,7 +189,7 @@ def described(config: Config, *names: str) -> int | None:
 
     Args:
         config: Configuration.
-        names: Names of the field in different model families. The first that exists counts.
+        names: Names of the field in different model families. The first one that exists is used.
     """
     if config.model is None or config.model.config is None:
         return None
@@ -206,7 +206,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
     """Return the layout of `world_size` processes.
 
     Args:
-        parallel: Degrees; those of data parallelism may be open.
+        parallel: Degrees. Those of data parallelism may be unset.
         stage: ZeRO stage.
         world_size: Number of processes.
 
@@ -243,7 +243,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
 def _nearest_worlds(parallel: ParallelSection, *, stage: int, world_size: int) -> list[int]:
     """Return the next lower and the next higher number of processes that fit all degrees.
 
-    Both are named, because processes can be added as well as removed. Either may not exist.
+    The error names both, because processes can be added or removed. Either may be missing.
     """
     unit = smallest_world(parallel)
     quotient = world_size // unit
@@ -329,8 +329,8 @@ def _data_degrees(
             Problem(
                 "parallel.dp_shard",
                 1,
-                f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp}"
-                " data-parallel processes are dp_replicate",
+                f"zero_optimization.stage is {stage}, which shards over dp_shard, but"
+                f" dp_replicate takes all {dp} data-parallel processes",
                 f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set"
                 " zero_optimization.stage to 0",
             )
@@ -339,7 +339,7 @@ def _data_degrees(
 
 
 def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
-    """Return the other degree of data parallelism, if that of `name` is `degree`."""
+    """Return the second data-parallel degree if the first one, `name`, is `degree`."""
     if dp % degree == 0:
         return dp // degree
 
@@ -369,7 +369,7 @@ def batch(findings: Findings, *, dp: int, micro_batch_size: int | None) -> Batch
     Args:
         findings: Sources and problems.
         dp: Number of data-parallel processes.
-        micro_batch_size: The caller's, for a file without batch sizes.
+        micro_batch_size: Micro-batch size from the caller, for a file without batch sizes.
     """
     config = findings.config
     sizes: dict[str, int | None] = {}
@@ -558,8 +558,9 @@ def precision(findings: Findings) -> Precision:
 def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
     """Return whether float16 and whether bfloat16 is enabled.
 
-    The caller decides "auto". Without a caller, "auto" is off if the other dtype is on, and refused
-    otherwise: it could silently mean a run in float32, which costs several times as much.
+    The caller's value replaces "auto". If there is none, "auto" is off if the other dtype is on,
+    and refused otherwise: it could silently mean a run in float32, which costs several times as
+    much.
     """
     values = {"fp16": findings.config.fp16.enabled, "bf16": findings.config.bf16.enabled}
     enabled = {}
@@ -645,7 +646,7 @@ def _loss_scale(findings: Findings, fp16: Fp16Section) -> LossScale:
             Problem(
                 "fp16.min_loss_scale",
                 minimum,
-                f"the first scale is 2^{power} = {initial:g}, below it",
+                f"the first scale, 2^{power} = {initial:g}, is smaller",
                 # All digits: six of them may be above the first scale.
                 f"use at most {initial:.0f}, or raise fp16.initial_scale_power",
             )
@@ -684,7 +685,7 @@ def scheduler(
     Args:
         findings: Sources and problems.
         optimizer_spec: Resolved optimizer, whose learning rate may be the schedule's.
-        total_steps: The caller's length of the run. If None, `run.steps`.
+        total_steps: Length of the run from the caller. If None, `run.steps`.
     """
     spec = findings.config.scheduler
     if spec is None:

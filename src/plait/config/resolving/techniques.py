@@ -159,7 +159,8 @@ def data_parallel(
         dtypes: Resolved dtypes.
         scheme: Resolved compression.
         shard: Number of processes that shard the parameters, or None if the layout is impossible.
-        hidden_size: The caller's, for an "auto" bucket. If None, that of `model.config`.
+        hidden_size: Hidden size from the caller, for an "auto" bucket. If None, that of
+            `model.config`.
     """
     parallel = findings.config.parallel
     unused = findings.resolve_auto(
@@ -192,7 +193,7 @@ def _transport(
                 "faults.check_collectives",
                 True,
                 "parallel.transport is shared-memory, whose exchanges torch does not see",
-                'set parallel.transport = "torch", or false',
+                'set parallel.transport = "torch", or set this to false',
             )
         )
     if transport == "auto":
@@ -216,14 +217,14 @@ def _all_reduce(findings: Findings) -> Name | Literal["by-machines"]:
                 path,
                 algorithm,
                 "parallel.transport is shared-memory, which has its own all-reduce",
-                'use "auto" for one of them',
+                'set one of the two to "auto"',
             )
         )
     return algorithm
 
 
 def compression(findings: Findings, dtypes: Precision) -> Compression:
-    """Return the compression that a run starts with, and the candidates for later steps."""
+    """Return the gradient compression that a run starts with, and candidates for later steps."""
     parallel = findings.config.parallel
     stage = findings.config.zero_optimization.stage
     gradients = parallel.compress_gradients
@@ -334,7 +335,7 @@ def refuse_in_backward(
 ) -> None:
     """Refuse settings that do not work with an optimizer update during the backward pass.
 
-    They need all gradients before the first update, or the combination is not tested.
+    These settings need all gradients before the first update, or the combination is not tested.
 
     Raises:
         ConfigError: At least one of these settings is used. The error lists all that are.
@@ -439,7 +440,7 @@ def refuse_unsharded_optimizer(
         Problem(
             "optimizer.type",
             spec.type,
-            f"{reason}, and torch cannot do that on sharded parameters, which {cause} makes",
+            f"{reason}, which torch cannot do on sharded parameters, and {cause} shards them",
             "use AdamW, or zero_optimization.stage 0 without tensor parallelism, bf16 and fp16",
         )
     )
@@ -487,7 +488,7 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
             Problem(
                 "parallel.secondary_partition",
                 size,
-                f"parallel.dp_shard is {shard}, which it must divide",
+                f"does not divide parallel.dp_shard, which is {shard}",
                 f"use {', '.join(divisors) or '0'}",
             )
         )
@@ -617,7 +618,7 @@ def recompute(findings: Findings) -> Recompute:
 def recomputes(config: Config) -> bool:
     """Return True if any block is recomputed.
 
-    Otherwise `activation_checkpointing` has no effect, in DeepSpeed as here: no block has a
+    Otherwise `activation_checkpointing` has no effect, as in DeepSpeed, because no block has a
     checkpointed input.
     """
     section = config.parallel.recompute

@@ -1,6 +1,6 @@
 """Schema of the configuration file: the `Config` model and the sections that DeepSpeed also has.
 
-A `Config` may contain "auto" and may omit keys; `resolve` replaces both. It knows its provenance:
+A `Config` may contain "auto" and may omit keys; `resolve` replaces both. It records its provenance:
 the keys of its file as they were written. DeepSpeed keys that Plait ignores are not fields of the
 schema. They are listed in `config.dialects.deepspeed`.
 
@@ -71,7 +71,7 @@ class KeyReport:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of a configuration."""
+    """Origin of a configuration: its file, and the keys as they were written."""
 
     name: str = "the configuration"
     """Path of the file, or a phrase for a configuration that was not read from a file."""
@@ -184,7 +184,7 @@ class Fp16Section(Policy):
     loss_scale_window: CountOrAuto = 1000
     """Number of steps without overflow after which the scale doubles."""
     hysteresis: CountOrAuto = 2
-    """Number of the overflow that first halves the scale: 1 halves it at the first overflow, 2
+    """Overflow at which the scale is first halved: 1 halves it at the first overflow, 2
     tolerates one.
     """
     consecutive_hysteresis: FlagOrAuto = False
@@ -213,7 +213,7 @@ class Bf16Section(Policy):
 
 
 class DataTypesSection(Policy):
-    """Dtypes of the tensors that are kept between micro-batches."""
+    """Dtype of accumulated gradients, and modules that compute in float32."""
 
     grad_accum_dtype: DtypeName | None = None
     """Dtype in which the gradients of a step's micro-batches are accumulated. "fp32" also reduces
@@ -535,7 +535,7 @@ class Config(Policy):
     bf16: Bf16Section = Bf16Section()
     """Computation in bfloat16."""
     data_types: DataTypesSection = DataTypesSection()
-    """Dtypes of the tensors that are kept between micro-batches."""
+    """Dtype of accumulated gradients, and modules that compute in float32."""
     optimizer: OptimizerSpec | None = None
     """Optimizer. If omitted, AdamW with its defaults."""
     scheduler: SchedulerSpec | None = None

@@ -1,8 +1,8 @@
 """Parameters of each learning rate schedule.
 
-DeepSpeed's and Megatron-LM's schedules are classes, Transformers' are a table, and torch's are read
-from signatures. This module checks names and values; `plait.optim.lr_schedules` builds the
-schedules.
+DeepSpeed's and Megatron-LM's schedules are classes here. Transformers' schedules are a table. The
+parameters of torch's schedules are read from their signatures. This module checks names and values;
+`plait.optim.lr_schedules` builds the schedules.
 
 The defaults of DeepSpeed's schedules are those of DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A
 schedule counts only optimizer steps that were not skipped. A problem is a string of the form `rule;
@@ -338,7 +338,7 @@ def _unknown_param(kind: str, name: str, names: Mapping[str, bool]) -> str:
 def convert(kind: str, name: str, value: object) -> object:
     """Convert a value from JSON or YAML to the type that the schedule expects.
 
-    For example `1e-4`, which YAML reads as text, becomes a number. `auto` stays.
+    For example `1e-4`, which YAML reads as text, becomes a number. `auto` is returned unchanged.
 
     Raises:
         pydantic.ValidationError: The value is invalid for the schedule.

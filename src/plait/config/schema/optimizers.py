@@ -225,7 +225,7 @@ def state_problems(kind: str, states: str | None, params: Mapping[str, Any]) -> 
 
     Args:
         kind: Known type of the optimizer.
-        states: Dtype of the moments; None for the optimizer's own.
+        states: Dtype of the moments. None for the optimizer's own dtype.
         params: Parameters of the optimizer.
     """
     if states is None:
@@ -268,7 +268,8 @@ def _unknown_param(kind: str, name: str, names: frozenset[str]) -> str:
 def convert(kind: str, name: str, value: object) -> object:
     """Convert a value from JSON or YAML to the type that torch expects.
 
-    Lists become tuples, and `1e-4`, which YAML reads as text, becomes a number. `auto` stays.
+    Lists become tuples, and `1e-4`, which YAML reads as text, becomes a number. `auto` is returned
+    unchanged.
 
     Raises:
         pydantic.ValidationError: The value is invalid for the optimizer.

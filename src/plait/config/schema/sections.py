@@ -160,7 +160,7 @@ class DataSection(Policy):
 
         if self.source not in ("jsonl", "datasets"):
             raise ValueError(
-                f'format "{self.format}" applies to rows and source is "{self.source}"; set'
+                f'format "{self.format}" applies to rows, but source is "{self.source}"; set'
                 ' `source` to "jsonl" or "datasets"'
             )
         if self.field != "text":
@@ -277,14 +277,14 @@ class RunSection(Policy):
     def _check_processes(self) -> Self:
         if self.processes != "auto" and self.processes < 1:
             raise ValueError(
-                f"`processes` is {self.processes} and at least one process runs; use 1 or more, or"
-                ' "auto"'
+                f"`processes` is {self.processes}, but a run needs at least one process; use 1 or"
+                ' more, or "auto"'
             )
         return self
 
 
 class ExpertsSection(Policy):
-    """Routers of mixture-of-experts models."""
+    """Options of the routers of mixture-of-experts models."""
 
     bias_update_rate: Annotated[Finite, Field(ge=0, le=1)] = 0.0
     """Step size of the router bias, for models whose routers have a bias for every expert

@@ -67,7 +67,7 @@ def test_what_other_machines_get():
     here = {**exported, "HF_TOKEN": "secret", "HOME": "/root", "WANDB_MODE": "off"}
     assert exported_variables(here, []) == exported
     assert exported_variables(here, ["WANDB_MODE"])["WANDB_MODE"] == "off"
-    with pytest.raises(ConfigError, match="--export = 'NOPE': not set here"):
+    with pytest.raises(ConfigError, match="--export = 'NOPE': is not set in this environment"):
         exported_variables(here, ["NOPE"])
 
 
@@ -96,7 +96,7 @@ class TestMaster:
 
     @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
     def test_a_name_that_only_this_machine_understands(self, name):
-        with pytest.raises(ConfigError, match="cannot reach it"):
+        with pytest.raises(ConfigError, match="cannot reach the first machine"):
             master_address((HostfileEntry(name, (0,)), HostfileEntry("b", (0,))), None)
         with pytest.raises(ConfigError, match="--master-addr"):
             master_address(TWO.hosts, name)

@@ -103,7 +103,7 @@ REFUSALS = """
     world_size=8 stage=2 dp_shard=3 -> parallel.dp_shard = 3: 8 processes leave 8 for data parallelism and 8 % 3 = 2; use 2, 4, 8, or start 6 processes
     world_size=8 stage=2 dp_shard=2 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 2 = 4, but 8 processes leave 8 for data parallelism; start 4 processes, or leave dp_replicate or dp_shard out
     world_size=4 stage=0 dp_shard=2 -> parallel.dp_shard = 2: zero_optimization.stage is 0, which shards nothing; set zero_optimization.stage to 1, 2 or 3, or leave dp_shard and dp_replicate out (dp_replicate becomes 4)
-    world_size=4 stage=1 dp_replicate=4 -> parallel.dp_shard = 1: zero_optimization.stage is 1, which shards over dp_shard, and all 4 data-parallel processes are dp_replicate; leave dp_shard and dp_replicate out (dp_shard becomes 4), or set zero_optimization.stage to 0
+    world_size=4 stage=1 dp_replicate=4 -> parallel.dp_shard = 1: zero_optimization.stage is 1, which shards over dp_shard, but dp_replicate takes all 4 data-parallel processes; leave dp_shard and dp_replicate out (dp_shard becomes 4), or set zero_optimization.stage to 0
     world_size=4 stage=0 dp_replicate=2 -> parallel: dp_replicate 2 x dp_shard 1 = 2, but 4 processes leave 4 for data parallelism; start 2 processes, or leave dp_replicate out
 """
 

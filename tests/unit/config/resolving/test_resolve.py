@@ -69,7 +69,7 @@ def test_contradictions_of_precision():
     ]
     low = "fp16.enabled=true fp16.initial_scale_power=2 fp16.min_loss_scale=8"
     assert problems(written(low)) == [
-        "fp16.min_loss_scale = 8.0: the first scale is 2^2 = 4, below it; use at most 4, or raise fp16.initial_scale_power"
+        "fp16.min_loss_scale = 8.0: the first scale, 2^2 = 4, is smaller; use at most 4, or raise fp16.initial_scale_power"
     ]
     assert resolved(written(f"{low} fp16.loss_scale=3")).precision.loss_scale is not None
 
@@ -301,7 +301,7 @@ IMPOSSIBLE = """
     zero_optimization.stage=2 parallel.compress_gradients=powersgd -> parallel.compress_gradients = 'powersgd': factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards
     bf16.enabled=true parallel.compress_gradients=int8 -> parallel.compress_gradients = 'int8': at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block
     parallel.all_reduce=ring parallel.transport=shared-memory -> parallel.all_reduce = 'ring': parallel.transport is shared-memory, which has its own all-reduce
-    zero_optimization.stage=3 parallel.secondary_partition=3 -> parallel.secondary_partition = 3: parallel.dp_shard is 4, which it must divide; use 2, 4
+    zero_optimization.stage=3 parallel.secondary_partition=3 -> parallel.secondary_partition = 3: does not divide parallel.dp_shard, which is 4; use 2, 4
     zero_optimization.stage=3 parallel.secondary_partition=2 parallel.tp=3 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 4 % 3 = 1
 """
 """The last reports the layout only, and not a partition of the processes that it does not have."""
