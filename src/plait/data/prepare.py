@@ -48,7 +48,7 @@ _ENCODING_VERSION = "rows 2"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Data of a run, ready to be read."""
+    """Tokenised training and validation data of a run, and its tokenizer."""
 
     description: str
     """Short description of the text for the user."""

@@ -1,7 +1,7 @@
 """Text that is read during training: a streaming data set of the `datasets` library.
 
 Its length is unknown and nothing is cached. The library returns the position of a reader as a
-state, and can continue from it.
+state, and a new reader can continue from that state.
 
 Note [Blocks of a streamed text]
     The text is read in blocks: documents are added until they make `data.buffer_sequences`
@@ -308,7 +308,8 @@ class StreamedLoader:
         self._epoch_is_empty = False
 
     def _advance(self, count: int) -> list[tuple[TextBlock, list[int]]]:
-        """Use the next sequences. Return their blocks, and their numbers in each block."""
+        """Consume the next `count` sequences. Return their blocks, and their numbers in each
+        block."""
         selected = []
         while count:
             block = self._block or self._read_next_block()

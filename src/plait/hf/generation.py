@@ -76,7 +76,7 @@ def problems_of(model: Any, args: Any, resolved: Resolved) -> list[Problem]:
 
 @contextmanager
 def gathered_parameters(engine: Engine) -> Iterator[None]:
-    """Keep all parameters gathered in this context, for a model that Transformers generates with.
+    """Return a context in which all parameters stay gathered for Transformers' own `generate`.
 
     `generate` of Transformers calls the encoder without the root module, so the parameters outside
     the layers would not be gathered. Ranks end after different numbers of tokens, so no collective
@@ -123,7 +123,7 @@ def generated(
 ) -> torch.Tensor:
     """Return the rows of `input_ids` with the tokens that the model adds to them. Collective.
 
-    Padding of a row, on either side, is not read.
+    Padding of a row, on either side, is ignored.
 
     Args:
         engine: The engine.
@@ -214,7 +214,7 @@ def _new_tokens(config: Any, max_length: int | None, length: int) -> int:
     """Return the number of new tokens.
 
     `max_length` of the call has priority over `max_new_tokens` of the model's configuration, which
-    has priority over its `max_length`.
+    has priority over `max_length` of the configuration.
     """
     if max_length is None:
         if config.max_new_tokens is not None:

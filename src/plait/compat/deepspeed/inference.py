@@ -121,8 +121,8 @@ def init_inference(
     Args:
         model: Model in memory, the same on every rank.
         config: Mapping, or path of a JSON file. `tensor_parallel.tp_size` is the number of
-            processes. `dtype` converts the model; without it the model keeps its dtype, where
-            DeepSpeed would convert it to float16.
+            processes. `dtype` is the dtype to which the model is converted. Without it the model
+            keeps its dtype; DeepSpeed would convert it to float16.
         **kwargs: Further entries of `config`, which take precedence.
 
     Raises:

@@ -177,7 +177,7 @@ class PipelineEngine(DeepSpeedEngine):
             compute_loss: Whether to return the loss and not the outputs.
             reduce_output: "avg" with the loss, None with the outputs.
             bcast_loss: Must be True with the loss.
-            num_micro_batches: Number of micro-batches. If None, that of a step.
+            num_micro_batches: Number of micro-batches. If None, the number in a training step.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks (0-dimensional) on every

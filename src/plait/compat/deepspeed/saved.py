@@ -56,7 +56,7 @@ def refuse_in_step(engine: Engine, call: str) -> None:
 
 
 class CheckpointMethods:
-    """Methods of `DeepSpeedEngine` that save and load, and return full weights."""
+    """Methods of `DeepSpeedEngine` for checkpoints and full weights."""
 
     plait: Engine
     is_reduced: bool
@@ -141,7 +141,7 @@ class CheckpointMethods:
             folder contains no checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint is invalid, or DeepSpeed wrote it.
+            CheckpointError: The checkpoint is damaged or of another model, or DeepSpeed wrote it.
             InputError: An argument is not supported.
         """
         if not load_module_strict or custom_load_fn is not None:
@@ -301,8 +301,8 @@ class CheckpointMethods:
     ) -> dict[str, torch.Tensor] | None:
         """Return the full weights on the CPU of the first process, None on others. Collective.
 
-        The weights have the dtype of the computation. It is available at every ZeRO stage. Scripts
-        call it, although it is private in DeepSpeed.
+        The weights have the dtype of the computation. The method is available at every ZeRO stage.
+        Scripts call it, although it is private in DeepSpeed.
         """
         frozen = self._frozen_names()
         # The weights are those of all stages, but a rank knows only its own frozen parameters.

@@ -1,6 +1,6 @@
-"""`deepspeed.utils`: full values of sharded parameters, gradients and states; logging; a loader.
+"""`deepspeed.utils`: full values of sharded parameters, gradients and states, and logging.
 
-The functions of a parameter are collective: every rank calls them, in the same order.
+The functions that take a parameter are collective: every rank must call them in the same order.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
     Args:
         message: Message, to which the rank is added.
-        ranks: Ranks that log; all of them if the first is -1. Without a process group, every
-            process logs.
+        ranks: Ranks that log. If the first entry is -1, all ranks log. Without a process group,
+            every process logs.
         level: Level of the message.
     """
     rank = dist.get_rank() if dist.is_initialized() else -1
@@ -122,7 +122,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         value: Full value, the same on every rank.
 
     Raises:
-        InputError: The parameter has no gradient, or `safe_get_full_grad` would raise it.
+        InputError: The parameter has no gradient, or the call is between other micro-batches.
     """
     engine, weight = require_parameter(param)
     gradient = _reduced_gradient(engine, weight, "safe_set_full_grad")

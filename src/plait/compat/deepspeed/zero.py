@@ -40,7 +40,7 @@ _WRITES: dict[int, tuple[torch.Tensor, str]] = {}
 
 
 class RecordedWrites(TorchFunctionMode):
-    """Mode that records writes to meta tensors that weight initialisation would not repeat."""
+    """TorchFunctionMode that records writes to meta tensors, except those of initialisers."""
 
     def __torch_function__(
         self,
@@ -190,12 +190,13 @@ class GatheredParameters:
     """Context in which parameters have their full values. Collective on entry and exit.
 
     In the context, functions of torch use the full value of a parameter, even if the script took
-    the parameter from the module before. Parameters that no engine has do not change. On exit, the
-    values that `modifier_rank` has written are copied to all ranks, at every ZeRO stage.
+    the parameter from the module before it entered the context. Parameters that belong to no engine
+    do not change. On exit, the values that `modifier_rank` has written are copied to all ranks, at
+    every ZeRO stage.
 
     Args:
         params: Parameters to gather.
-        modifier_rank: Rank whose changes are kept. If None, changes are refused.
+        modifier_rank: Rank whose changes are copied to all ranks. If None, changes are refused.
         fwd_module: Must be None.
         enabled: Ignored. Scripts pass True only at stage 3, but parameters are also sharded at
             stages 1 and 2.
@@ -294,9 +295,9 @@ class GatheredParameters:
 
 
 class _FullValues(TorchFunctionMode):
-    """Mode that passes full values instead of shards to torch functions.
+    """TorchFunctionMode that passes full values instead of shards to torch functions.
 
-    It is needed for code that took a shard from its module before the context.
+    Code that took a shard from its module before the context needs it.
     """
 
     def __init__(self, full_values: Mapping[int, nn.Parameter]) -> None:
