@@ -308,8 +308,7 @@ class StreamedLoader:
         self._epoch_is_empty = False
 
     def _advance(self, count: int) -> list[tuple[TextBlock, list[int]]]:
-        """Consume the next `count` sequences. Return their blocks, and their numbers in each
-        block."""
+        """Consume the next sequences. Return each block with the numbers of its sequences."""
         selected = []
         while count:
             block = self._block or self._read_next_block()

@@ -1,9 +1,8 @@
-"""Values after a resume: those of the checkpoint, or those of the configuration.
+"""Settings of the optimizer and the LR schedule after a resume.
 
-Note [Values on resume]
-    A value of an optimizer's parameter group is that of the configuration if the configuration has
-    changed since the checkpoint was written. All other values continue from the checkpoint, bit for
-    bit.
+Note [Values on resume] If the configured value of a setting (such as `betas`) of an optimizer's
+parameter group has changed since the checkpoint was written, the new configured value applies. All
+other values continue from the checkpoint, bit for bit.
 
     The schedule of a configuration is replayed if it has changed, or if the learning rate has: a
     new schedule is built and stepped to the position of the checkpoint, as if the run had used it
@@ -104,8 +103,8 @@ def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -
 class Resume:
     """Merge of the values of a checkpoint with those of the configuration.
 
-    See Note [Values on resume]. `groups` is called first; `restore_schedule` after its result has
-    been put into the optimizer.
+    See Note [Values on resume]. Call `groups` first, put its result into the optimizer, and then
+    call `restore_schedule`.
 
     Attributes:
         optimizer: The optimizer of this run.
@@ -282,7 +281,7 @@ class Resume:
         return scaled
 
     def restore_schedule(self) -> None:
-        """Restore the state of the schedule, after the optimizer has its values."""
+        """Restore the state of the schedule. The optimizer must have the result of `groups`."""
         if self.scheduler is None:
             return
         if self._replayed is not None:

@@ -1,4 +1,4 @@
-"""Full weights of an engine in one process, and loading of only the weights of a checkpoint."""
+"""Gathering of an engine's full weights, and loading of a checkpoint's weights alone."""
 
 from __future__ import annotations
 

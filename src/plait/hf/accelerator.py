@@ -346,8 +346,7 @@ class RanksAccelerator(accelerate.Accelerator):
         return recursively_apply(self._gather_rows, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather rows as `gather` does, or with `use_gather_object` a list of objects.
-        Collective."""
+        """Return `gather`'s result, or a list of objects with `use_gather_object`. Collective."""
         group = self._group()
         if not use_gather_object:
             return self.gather(input_data)

@@ -122,8 +122,7 @@ class Rounds(RoundPlan):
             return next(batches, None)
 
     def _compare(self, dealt: list[Any]) -> None:
-        """Raise InputError if ranks differ in the order. Only the first call compares.
-        Collective."""
+        """Raise InputError if ranks differ in the order. Compares only once. Collective."""
         if self._device is None:
             return
         device = self._device

@@ -190,7 +190,7 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 def vocab_parallel_cross_entropy(
     logits: DTensor, targets: torch.Tensor, *, ignored: int
 ) -> torch.Tensor:
-    """Return the sum of the cross entropy over tokens, the same on every rank of tp. Collective.
+    """Return the sum of the tokens' cross entropies on every tensor-parallel rank. Collective.
 
     It is computed in float32, or in float64 for float64 logits.
 

@@ -303,7 +303,7 @@ class ScheduleSource:
 
     @property
     def facts(self) -> Any:
-        """Description for a checkpoint. Schedules with the same rates have equal descriptions."""
+        """Description that a checkpoint stores. Schedules with the same rates have equal ones."""
         return exact.encode(
             {"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler"
         )

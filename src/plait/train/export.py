@@ -255,8 +255,7 @@ def _sync(folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the operating system's message. It names the source file if copying that file
-    failed."""
+    """Return the system's message, plus the source file if copying a file failed."""
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
         source, _, reason = error.args[0][0]
         return f"{source}: {reason}"

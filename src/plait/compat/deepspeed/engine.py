@@ -207,8 +207,7 @@ class DeepSpeedEngine(CheckpointMethods):
             yield
 
     def _refuse_optimizer_step(self, *_: Any) -> None:
-        """Raise InputError if the script itself stepped the optimizer. Hook of the optimizer's
-        step."""
+        """Raise InputError if the script stepped the optimizer. Hook of the optimizer's step."""
         if not self._is_updating:
             raise InputError(
                 "the optimizer's step() was called: call engine.step(), which reduces and clips"
