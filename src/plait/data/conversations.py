@@ -73,8 +73,8 @@ def _refuse_unread(row: Mapping[str, Any], read: Collection[str], where: str) ->
         shown = ", ".join(map(repr, unread[:8]))
         names = json.dumps(unread[:8])
         raise InputError(
-            f"{where}: nothing reads {shown}; a row has {', '.join(read)}; remove the others, or"
-            f" name them in data.ignored_columns = {names}"
+            f"{where}: has unknown columns, {shown}, besides the known ones ({', '.join(read)});"
+            f" remove them, or name them in data.ignored_columns = {names}"
         )
 
 

@@ -339,8 +339,8 @@ class StreamedLoader:
         if previous is None or previous.ends:
             if previous is not None and self._epoch_is_empty:
                 raise InputError(
-                    f"{self.sequences.text.place}: holds no sequence of two training tokens; name"
-                    " more text"
+                    f"{self.sequences.text.place}: holds no sequence of at least 2 training"
+                    " tokens; add more text"
                 )
             self._reader = self.sequences.text.read()
             start_state = None

@@ -215,8 +215,8 @@ class Resume:
             raise CheckpointError(
                 f"the checkpoint was written with lr_scheduler = {saved['type']}, but a"
                 f" {type(self.scheduler).__qualname__} was passed, which cannot take over its"
-                " position; pass the same, or describe the schedule in the configuration, where it"
-                " may change"
+                f" position; pass a {saved['type']}, or describe the schedule in the configuration,"
+                " where it may change"
             )
         return False
 

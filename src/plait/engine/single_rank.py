@@ -155,7 +155,8 @@ def run_single_rank(
     """
     if not materialise.is_meta(model):
         raise InputError(
-            "a single-rank dry run takes a model that was built under torch.device('meta')"
+            "a single-rank dry run takes only a model on meta; build the model under"
+            " torch.device('meta')"
         )
     if not real:
         _refuse_grouped_products(model, resolved)

@@ -282,8 +282,9 @@ class RanksAccelerator(accelerate.Accelerator):
         """
         if kwargs:
             raise InputError(
-                f"accelerator.backward({next(iter(kwargs))}=...): a micro-batch has one backward"
-                " here; add its losses and call it once"
+                f"accelerator.backward({next(iter(kwargs))}=...) is not supported, because a"
+                " micro-batch has one backward; add up its losses, and call"
+                " accelerator.backward(loss) once"
             )
         self.backward_of(loss)
 
@@ -310,7 +311,7 @@ class RanksAccelerator(accelerate.Accelerator):
         if model is not engine.model:
             raise InputError(
                 f"accelerator.get_state_dict was given a {type(model).__name__} that is not the"
-                " model that is trained; pass that one"
+                " model that is trained; pass the trained model"
             )
         return full_weights(engine, adapters=adapter_names(model))
 

@@ -151,8 +151,8 @@ class CheckpointMixin:
                 f"{checkpoint} was written with {saved_samples} samples per step, but this run has"
                 f" {samples} (per_device_train_batch_size {self.args.per_device_train_batch_size} x"
                 f" gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp"
-                f" {self.engine.dp_size}), so the position in the epoch is not known; make them"
-                " equal, or set ignore_data_skip=True"
+                f" {self.engine.dp_size}), so the position in the epoch is not known; make the"
+                " samples per step equal, or set ignore_data_skip=True"
             )
         schedule = Path(checkpoint) / "scheduler.pt"
         if schedule.is_file():
@@ -174,8 +174,8 @@ class CheckpointMixin:
         if self.engine is not None:
             raise InputError(
                 f"{resume_from_checkpoint} has weights only (save_only_model=True, or another"
-                " Trainer's), but this Trainer's model is sharded already; load it in a new"
-                " Trainer"
+                " Trainer's), but this Trainer's model is sharded already; load the weights"
+                " in a new Trainer"
             )
         if place().rank == 0:
             warn(
@@ -287,7 +287,7 @@ class LoopCheckpoints:
         """
         engine = self._require_engine("save_state")
         if output_dir is None:
-            raise InputError("accelerator.save_state needs a folder")
+            raise InputError("accelerator.save_state got no folder; pass output_dir=")
         if kwargs:
             raise InputError(
                 f"accelerator.save_state({', '.join(kwargs)}=): Plait writes its own files; leave"
@@ -334,7 +334,7 @@ class LoopCheckpoints:
         if loaded is None:
             raise CheckpointError(
                 f"{input_dir} has no folder `{TAG}`, which accelerator.save_state of"
-                " plait.hf.Accelerator writes"
+                " plait.hf.Accelerator writes; pass a folder that it wrote"
             )
         _, client = loaded
         states = torch.load(Path(input_dir) / "schedulers.pt", weights_only=True)

@@ -189,8 +189,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         ]
         if len(candidates) != 1:
             raise InputError(
-                f"accelerator.prepare was given an optimizer over parameters of {len(candidates)}"
-                " of the models that were given with it; build the optimizer over"
+                f"accelerator.prepare: the optimizer has parameters of {len(candidates)} of the"
+                " models in this call, but must have those of exactly one; build it over"
                 " model.parameters(), and prepare both in one call"
             )
         return candidates[0]

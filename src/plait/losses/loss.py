@@ -158,15 +158,15 @@ def checked_total(result: Any) -> tuple[torch.Tensor, Any]:
     ):
         return result[0], result[1]
     description = type(result).__name__
-    remedy = ""
+    remedy = "return both"
     # The usual mistake is a loss of torch, which returns a mean.
     if isinstance(result, torch.Tensor):
         description = f"a tensor of shape {tuple(result.shape)}"
     if isinstance(result, torch.Tensor) or (isinstance(result, tuple) and len(result) == 1):
-        remedy = "; for a plain sum over samples use plait.per_sample(...), and no mean"
+        remedy = "for a plain sum over samples, and not a mean, use plait.per_sample(...)"
     raise InputError(
         f"loss_fn returned {description}, and train_batch needs (sum of the losses, their number)"
-        f" of a micro-batch{remedy}"
+        f" of a micro-batch; {remedy}"
     )
 
 

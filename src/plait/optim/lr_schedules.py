@@ -363,7 +363,7 @@ class DeepSpeedScheduler(LRScheduler):
         if not isinstance(position, int):
             raise CheckpointError(
                 "the saved schedule has no `last_epoch` (it has"
-                f" {', '.join(map(str, state_dict)) or 'nothing'})"
+                f" {', '.join(map(str, state_dict)) or 'nothing'}); load another checkpoint"
             )
         # torch's own method would restore all attributes, also those of a changed schedule.
         self.last_epoch = position

@@ -161,7 +161,8 @@ def _exported_names(
     missing = sorted(set(model_names) - tied_duplicates - set(names))
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path} lacks {len(missing)} tensors of its model, first {missing[0]}"
+            f"{checkpoint.path} lacks {len(missing)} tensors of its model, first"
+            f" {missing[0]}; export another checkpoint"
         )
     return names
 

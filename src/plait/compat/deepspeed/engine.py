@@ -152,8 +152,8 @@ class DeepSpeedEngine(CheckpointMethods):
         """
         if retain_graph:
             raise InputError(
-                "engine.backward(retain_graph=True): a micro-batch has one backward here; add its"
-                " losses and call it once"
+                "engine.backward(retain_graph=True) is not supported, because a micro-batch has one"
+                " backward; add up its losses, and call engine.backward(loss) once"
             )
         self._update_boundary()
         count = self.gradient_accumulation_steps()
@@ -177,9 +177,9 @@ class DeepSpeedEngine(CheckpointMethods):
             )
         if self._in_no_sync:
             raise InputError(
-                "engine.step() inside engine.no_sync(): gradients there are not reduced; call it"
-                " outside, after the last micro-batch, before which"
-                " engine.set_gradient_accumulation_boundary(True) is called"
+                "engine.step() inside engine.no_sync(): gradients are not reduced there; call"
+                " engine.set_gradient_accumulation_boundary(True), and run the last micro-batch and"
+                " engine.step() outside"
             )
         self._update_boundary()
         # Read before the step, with which the next micro-batch begins.
@@ -230,7 +230,7 @@ class DeepSpeedEngine(CheckpointMethods):
         same result. Call the last forward and backward of a step, and `step`, outside it.
         """
         if self._in_no_sync:
-            raise InputError("engine.no_sync() inside engine.no_sync(); one is enough")
+            raise InputError("engine.no_sync() inside engine.no_sync(): remove the inner one")
         self._in_no_sync = True
         try:
             yield

@@ -39,7 +39,7 @@ def write_full(target: torch.Tensor, value: torch.Tensor) -> None:
     if value.shape != target.shape:
         raise InputError(
             f"a value of shape {tuple(value.shape)} was given for a parameter of shape"
-            f" {tuple(target.shape)}"
+            f" {tuple(target.shape)}; pass a value of the parameter's shape"
         )
     if isinstance(target, DTensor):
         value = value[local_window(target)]
@@ -292,7 +292,8 @@ class CheckpointMethods:
                 torch.save(weights, path)
             except OSError as error:
                 raise CheckpointError(
-                    f"{path} cannot be written: {error.strerror or error}"
+                    f"{path} cannot be written: {error.strerror or error}; free disk space, or pass"
+                    " another folder"
                 ) from error
         return True
 

@@ -99,8 +99,8 @@ def initialize(
         )
     if torch.get_default_device().type == "meta":
         raise InputError(
-            "deepspeed.initialize inside zero.Init(): tensors have no memory there; build the"
-            " model inside, and call it after"
+            "deepspeed.initialize inside zero.Init(): tensors have no memory there; build"
+            " only the model inside, and call deepspeed.initialize after it"
         )
     # This has to run before the model is sharded, which draws its weights.
     refuse_lost_writes(model)
@@ -304,7 +304,7 @@ def _micro_batch_loss(model: PipelineModule) -> Callable[[Any, Any], tuple[torch
     loss_fn = model.loss_fn
     if loss_fn is None:
         raise InputError(
-            "deepspeed.initialize: PipelineModule(loss_fn=...) is missing, a function of (output,"
-            " labels)"
+            "deepspeed.initialize: the PipelineModule has no loss; pass it loss_fn=, a function of"
+            " (output, labels)"
         )
     return lambda output, batch: (loss_fn(output, batch[-1]), 1)

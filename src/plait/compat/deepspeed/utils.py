@@ -174,8 +174,10 @@ def _optimizer_state(
     states = engine.plait.optimizer.state.get(weight, {})
     value = states.get(key)
     if not isinstance(value, torch.Tensor):
-        known = ", ".join(states) or "none before its first step"
-        raise InputError(f"{call}({key!r}): the optimizer has {known}")
+        remedy = "call it after the first step"
+        if states:
+            remedy = f"use one of {', '.join(states)}"
+        raise InputError(f"{call}({key!r}): the optimizer has no such state; {remedy}")
     return value
 
 
@@ -188,11 +190,12 @@ def _reduced_gradient(
     if not engine.is_reduced:
         raise InputError(
             f"{call}: gradients are reduced in the backward of a step's last micro-batch; call it"
-            " after that"
+            " after that backward"
         )
     if engine.plait.mesh.layout.tp > 1:
         raise InputError(
-            f"{call}: with parallel.tp > 1 gradients are complete inside engine.step() only"
+            f"{call}: with parallel.tp > 1 gradients are complete inside engine.step() only;"
+            " leave the call out, or use parallel.tp = 1"
         )
     reducer = engine.plait.hooks.find(Reducer)
     if reducer is not None:

@@ -230,7 +230,7 @@ class GatheredParameters:
         if any(parameter.is_meta for parameter in self._parameters):
             raise InputError(
                 "zero.GatheredParameters: the model is on meta and has no values before"
-                " deepspeed.initialize; gather them after"
+                " deepspeed.initialize; gather the parameters after it"
             )
         matches = []
         for parameter in self._parameters:
