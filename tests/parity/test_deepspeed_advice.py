@@ -369,7 +369,7 @@ def of_deepspeed(folder):
         Case(("save into another folder",), lambda: loads(folder, lambda e, f: e.save_checkpoint(f, save_latest=False)), lambda: loads(folder, lambda e, f: e.save_checkpoint(f"{f}/other") and e.load_checkpoint(f)[0] is not None)),
         Case(("a checkpoint holds all parameters; leave it out",), lambda: loads(folder, lambda e, f: e.save_checkpoint(f, exclude_frozen_parameters=True)), lambda: loads(folder, lambda e, f: e.save_checkpoint(f, tag="again"))),
         Case(("pass the same value for both",), lambda: loads(folder, lambda e, f: e.load_checkpoint(f, load_optimizer_states=False)), each(lambda both: loads(folder, lambda e, f: e.load_checkpoint(f, load_optimizer_states=both, load_lr_scheduler_states=both)[0] is not None), True, False)),
-        Case(("leave them out, or fill a model of the same names by plait.load_trained and pass its weights, renamed, to engine.load_state_dict",), lambda: renamed(folder, False), lambda: renamed(folder, True)),
+        Case(("leave them out, or load it into a model with its names by plait.load_trained and pass the weights, renamed, to engine.load_state_dict",), lambda: renamed(folder, False), lambda: renamed(folder, True)),
         Case(("the gradients would belong to other weights; call it after engine.step()",), lambda: between(1, lambda e: e.load_state_dict(net().state_dict())), lambda: between("end", lambda e: e.load_state_dict(net().state_dict()))),
         Case(("takes a torch.nn.Module",), lambda: deepspeed.initialize(model=[net()], config=config()), trains),
         Case(("build only the model inside, and call deepspeed.initialize after it",), lambda: initialized_inside(True), lambda: initialized_inside(False)),

@@ -304,7 +304,7 @@ def test_trainers(tmp_path):
         trained(states, **saves)
         (states / "checkpoint-1" / "trainer_state.json").unlink()
         assert not failures([
-            Case(("make them equal, or set ignore_data_skip=True",), other, lambda: (resumed(whole), other(ignore_data_skip=True))),
+            Case(("make the samples per step equal, or set ignore_data_skip=True",), other, lambda: (resumed(whole), other(ignore_data_skip=True))),
             Case(("has weights only", "load the weights in a new Trainer"), lambda: resumed(weights, first=1), lambda: resumed(weights)),
             Case(("leave it out, or train with save_only_model=False",), lambda: best(tmp_path / "best", save_only_model=True), lambda: best(tmp_path / "best")),
             Case(('use "no", and after the training trainer.engine.save_checkpoint(folder)', 'set offload_param.device to "none"'), lambda: train(in_files, **saves), lambda: (engine_saved(tmp_path / "engine", in_files), train(in_memory, **saves))),

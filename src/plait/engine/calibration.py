@@ -108,7 +108,7 @@ class CalibrationResult:
 
 
 def calibration_request(cluster: Cluster) -> Request:
-    """Return the request whose layouts are measured on a cluster.
+    """Return the planning request whose layouts a calibration measures on a cluster.
 
     Its model is a Llama of 17 M parameters on CPU cores, and of 0.5 B parameters on GPUs.
     """

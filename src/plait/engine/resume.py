@@ -74,8 +74,8 @@ def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
     if isinstance(candidate, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
             "lr_scheduler: ReduceLROnPlateau follows a metric, but Plait steps a schedule without"
-            " one; leave it out, build it over engine.optimizer, call its step(metric) after each"
-            " validation, and keep its state_dict() in client_state"
+            " one; do not pass it, but build it over engine.optimizer, call its step(metric) after"
+            " each validation, and keep its state_dict() in client_state"
         )
     try:
         exact.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
@@ -209,7 +209,7 @@ class Resume:
         if saved is None or saved["source"] is not None:
             self.notes.append(
                 f"the checkpoint holds no state of the {type(self.scheduler).__name__} that was"
-                " passed; it begins at its start"
+                " passed; the schedule begins at its start"
             )
         elif saved["type"] != type(self.scheduler).__qualname__:
             raise CheckpointError(

@@ -94,7 +94,7 @@ class SingleRankRun:
         parameters: Bytes of parameters.
         gradients: Bytes of gradients after their reduction.
         optimizer: Bytes of optimizer states.
-        blocks: Names of the blocks of the model that the rank owns.
+        blocks: Names of the model's blocks that this rank runs.
         peak: Peak of the allocated bytes in a step whose optimizer states exist already:
             parameters, gradients, states and all temporary tensors.
         peak_during: Phase (`micro-batches`, `reduction` or `optimizer step`) and operator of the

@@ -77,6 +77,7 @@ def full_weights(
         raise InputError(
             f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer"
             + (f", and none of the adapters {', '.join(adapters)}" if adapters else "")
+            + "; save the model that was trained"
         )
     return weights
 

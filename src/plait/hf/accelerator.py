@@ -323,7 +323,7 @@ class RanksAccelerator(accelerate.Accelerator):
         )
 
     def _group(self) -> dist.ProcessGroup | None:
-        """Return the group of the data-parallel ranks, or None for a single one."""
+        """Return the group of the data-parallel ranks, or None if there is only one rank."""
         if self.layout.dp == 1:
             return None
         if self.engine is None:

@@ -340,7 +340,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             self._announce_micro_batch()
 
     def _announce_micro_batch(self) -> None:
-        """Set in the engine, before a forward, whether its gradients will be reduced."""
+        """Tell the engine before a forward whether the backward's gradients will be reduced."""
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(not self._holding)
             self.engine.sharded.before_microbatch(last=not self._holding)

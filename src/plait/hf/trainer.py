@@ -252,7 +252,7 @@ class TrainerMixin(CheckpointMixin):
         return self.engine
 
     def _optimizer_source(self) -> Any:
-        """Return the argument `optimizer` of `initialize`."""
+        """Return what to pass to `initialize` as `optimizer`. None: the configuration has one."""
         passed = self.optimizer
         if self.plait_config.optimizer is None:
             return passed if passed is not None else lambda _: self.create_optimizer()
@@ -301,7 +301,7 @@ class TrainerMixin(CheckpointMixin):
         return self.model, train_dataloader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the Trainer's optimizer, with the same groups on every layout."""
+        """Create the Trainer's optimizer, with the same parameter groups on every layout."""
         with layout_free_groups():
             return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""The installed Transformers Trainer and its subclasses: release, and overridden methods.
+"""Properties of the installed Transformers Trainer: its release, and what scripts override.
 
 The Trainer of Plait runs on Transformers 5.17 and newer. All decisions that depend on the release
 are in this module. They test which attributes exist. Where an attribute is missing, Plait behaves

@@ -123,7 +123,7 @@ def per_sample(total: Callable[[Any, Any], torch.Tensor]) -> PerSample:
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """Loss from two functions.
+    """Loss from a function that returns (sum, weight) and one that returns only the weight.
 
     Args:
         total: Maps (output, batch) to (sum, weight). See `Loss.__call__`.

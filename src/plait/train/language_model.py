@@ -160,7 +160,7 @@ def _load_config(
 
 
 def _instantiate(config: PreTrainedConfig, section: ModelSection) -> nn.Module:
-    """Create the model on the meta device. Errors of its class become errors of the section."""
+    """Create the model on the meta device. Raise its errors as errors of the `model` section."""
     from transformers import AutoModelForCausalLM
 
     kind = config.model_type

@@ -123,7 +123,7 @@ _FULL_STEPS = (
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Engine of a pipeline.
+    """Engine that `deepspeed.initialize` returns for a `PipelineModule`.
 
     Every process receives all micro-batches of its data-parallel rank, whichever stage it has.
     """

@@ -153,8 +153,7 @@ def _set_local_rank(args: Any) -> None:
     launched = place().local_rank
     if local_rank not in (-1, launched):
         raise InputError(
-            f"args.local_rank = {local_rank}: it is {launched} here; leave --local_rank out: the"
-            " launcher's variables define it"
+            f"args.local_rank = {local_rank}: the launcher set {launched}; leave --local_rank out"
         )
     args.local_rank = launched
 

@@ -68,7 +68,7 @@ class RecordedWrites(TorchFunctionMode):
 
 
 def _writes_in_place(name: str) -> bool:
-    """Return True if the function of a name writes to its first argument."""
+    """Return True if a torch function of this name writes to its first argument."""
     if name in _WRITING_OPERATORS:
         return True
     return name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITING
