@@ -1,8 +1,9 @@
 """Settings of the optimizer and the LR schedule after a resume.
 
-Note [Values on resume] If the configured value of a setting (such as `betas`) of an optimizer's
-parameter group has changed since the checkpoint was written, the new configured value applies. All
-other values continue from the checkpoint, bit for bit.
+Note [Values on resume]
+    If the configured value of a setting (such as `betas`) of an optimizer's parameter group has
+    changed since the checkpoint was written, the new configured value applies. All other values
+    continue from the checkpoint, bit for bit.
 
     The schedule of a configuration is replayed if it has changed, or if the learning rate has: a
     new schedule is built and stepped to the position of the checkpoint, as if the run had used it

@@ -3,10 +3,11 @@
 Transformers' own handling of `deepspeed` requires DeepSpeed, and uses it to load and save models.
 Its handling of `fsdp` creates a plugin of Accelerate. Plait replaces both.
 
-Note [Changes to Transformers] Importing this module changes `TrainingArguments.__post_init__` and
-`Trainer.create_accelerator_and_postprocess` of Transformers in this process. With the first change,
-Transformers leaves the fields `deepspeed` and `fsdp` to Plait. With the second, a Trainer that is
-not Plait's refuses arguments that set one of these fields.
+Note [Changes to Transformers]
+    Importing this module changes `TrainingArguments.__post_init__` and
+    `Trainer.create_accelerator_and_postprocess` of Transformers in this process. With the first
+    change, Transformers leaves the fields `deepspeed` and `fsdp` to Plait. With the second, a
+    Trainer that is not Plait's refuses arguments that set one of these fields.
 
 The arguments complete the configuration by the rule of Transformers' DeepSpeed integration: they
 replace every "auto", and every size that the configuration leaves out. A value that contradicts the

@@ -1,9 +1,10 @@
 """Batches of a data-parallel rank, such that every sample counts once.
 
-Note [Rounds of batches] Batches are formed as in a single process, and distributed in rounds of one
-batch per rank. In the last round there may be fewer batches than ranks. Collectives need all ranks,
-so the ranks without a batch repeat the batch of another rank. The repeated batch adds nothing to
-the loss, the gradients or the metrics. Accelerate repeats samples instead, which then count twice.
+Note [Rounds of batches]
+    Batches are formed as in a single process, and distributed in rounds of one batch per rank. In
+    the last round there may be fewer batches than ranks. Collectives need all ranks, so the ranks
+    without a batch repeat the batch of another rank. The repeated batch adds nothing to the loss,
+    the gradients or the metrics. Accelerate repeats samples instead, which then count twice.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class DeferredLogits:
 class ChunkedCausalLMLoss(CausalLMLoss):
     """`CausalLMLoss` in chunks, for a model whose forward is `deferred`.
 
-    Value and gradients equal those of `CausalLMLoss`. Plain logits are accepted too. See Note [Loss
-    in chunks].
+    Value and gradients equal those of `CausalLMLoss`. Plain logits are accepted too.
+    See Note [Loss in chunks].
     """
 
     split_logits: ClassVar[bool] = True

@@ -1,9 +1,11 @@
 """Folder of a run: its paths, the run to resume in it, and how to start over.
 
-    config.json resolved configuration of the last start tokenizer/ opens with
-    AutoTokenizer.from_pretrained metrics.jsonl all events, one per line checkpoints/ unless
-    run.checkpoints names another place links.json measured links between processes, if they were
-    measured generation_config.json generation settings of the model that the run began with
+    config.json              resolved configuration of the last start
+    tokenizer/               opens with AutoTokenizer.from_pretrained
+    metrics.jsonl            all events, one per line
+    checkpoints/             unless run.checkpoints names another place
+    links.json               measured links between the processes, if they were measured
+    generation_config.json   generation settings of the model that the run began with
 
 A run is only resumed with the model, the text and the seed with which it was started.
 """
