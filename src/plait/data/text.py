@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of a run."""
+    """Text of a run: its documents, their fingerprint, and its name in messages."""
 
     description: str
     """Short description for the user: `the Python 3.11.7 standard library, 674 files`."""

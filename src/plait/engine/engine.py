@@ -67,7 +67,8 @@ class StepResult:
         skipped: Whether gradients were not finite. In that case only the loss scale has changed.
         learning_rate: Learning rate of this step (of the first parameter group).
         loss_scale: Loss scale of this step. It is 1 without float16.
-        decided: Description of a decision about gradient compression, in the step that takes it.
+        decided: Description of the decision about gradient compression, in the step that takes it.
+            Otherwise "".
     """
 
     loss: torch.Tensor
@@ -379,7 +380,7 @@ class Engine(EngineFacts):
     ) -> torch.Tensor:
         """Run the backward of one micro-batch. Collective.
 
-        If it is called several times before `step`, gradients add up, as in one process.
+        The gradients of several calls before `step` add up, as in one process.
 
         Args:
             loss: Mean loss of the micro-batch, one element.

@@ -159,8 +159,8 @@ def snapshot_of(
 ) -> Snapshot:
     """Return the state of an engine for a checkpoint, without copying any tensor. Collective.
 
-    It has the model, optimizer, schedule, loss scale, counters, generators, and the position of the
-    data loader.
+    The state contains the model, optimizer, LR schedule, loss scale, counters, random generators,
+    and the position of the data loader.
 
     Args:
         engine: The engine.

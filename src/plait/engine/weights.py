@@ -29,8 +29,8 @@ def full_weights(
 
     Args:
         engine: The engine that trains the model.
-        model: A model of the same ranks that has taken the place of the engine's, such as the one
-            that adapters were merged into.
+        model: Model on the same ranks that is read instead of the engine's model, such as a model
+            into which adapters were merged.
         adapters: Names of the adapters on the model. If there are any, only their parameters and
             buffers, and other parameters that are or were trained, are returned.
 

@@ -165,7 +165,7 @@ def settings_of(
     """Return the configuration of a run.
 
     Args:
-        source: The file, or None.
+        source: Configuration as a path, a mapping or a Config, or None.
         args: Arguments of the Trainer.
         world_size: Number of processes.
         hidden_size: Hidden size of the model, if it is known.

@@ -30,7 +30,7 @@ class Rounds(RoundPlan):
         batch_sampler: The batch sampler of all ranks, which yields the same order on each.
         ranks: Number of data-parallel ranks.
         index: This rank's index among them.
-        drop_last: Whether the last round is left out if it has fewer batches than ranks.
+        drop_last: Whether the last round is left out if it has fewer batches than there are ranks.
         device: Device of the collective that compares the order of a user's own sampler between the
             ranks. None: no comparison.
         seed: Seed of the global generators while a user's own sampler draws its order. None

@@ -43,7 +43,7 @@ def checked_config(source: ConfigSource | None, *, precision: str, accumulation:
     """Return the configuration of a file, with defaults from the arguments.
 
     Args:
-        source: The file, or None.
+        source: Configuration as a path, a mapping or a Config, or None.
         precision: Precision of the loop.
         accumulation: Number of micro-batches per step.
 

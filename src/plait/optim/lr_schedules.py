@@ -233,7 +233,7 @@ def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list
 def _momenta(
     schedule: OneCycle, optimizer: Optimizer, *, total_steps: int | None
 ) -> Callable[[int], list[float]] | None:
-    """Return a function from the index to the first of `betas` of every parameter group.
+    """Return a function that maps the index to the first beta of every parameter group.
 
     A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
     DeepSpeed allows it. Plait refuses it: when the schedule is created if the length of the run is

@@ -118,8 +118,8 @@ def train(context: TrainingContext, start: Position) -> int:
         result is the same on every rank.
 
     Raises:
-        NumbersError: The loss is not finite, and such steps are not skipped. The last checkpoint
-            stays as it is.
+        NumbersError: The loss is not finite, and `faults.non_finite` does not skip such steps. The
+            last checkpoint stays as it is.
     """
     section = context.section
     began = time.perf_counter()
@@ -313,7 +313,8 @@ class _StepReader:
         """Wait for one step. Return its event and the request of `StopRequest.shared`.
 
         Raises:
-            NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
+            NumbersError: The loss or the gradients are not finite, and `faults.non_finite` does not
+                skip such steps.
         """
         context = self._context
         loss, grad_norm, weight, stop = queued.numbers.values().tolist()

@@ -174,7 +174,7 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             data_iter: Iterator over micro-batches `(inputs, labels)`.
             return_logits: Must be False.
-            compute_loss: Whether to return the loss and not the outputs.
+            compute_loss: True returns the loss, False the model's outputs.
             reduce_output: "avg" with the loss, None with the outputs.
             bcast_loss: Must be True with the loss.
             num_micro_batches: Number of micro-batches. If None, the number in a training step.

@@ -68,7 +68,7 @@ def initialize(
             `args.local_rank`, if it exists, is overwritten with the launcher's value.
         model: Model, the same on every rank.
         optimizer: Optimizer over the model's parameters, or a function that returns one for
-            `model_parameters`. It replaces the configuration's.
+            `model_parameters`. It replaces the optimizer of the configuration.
         model_parameters: Parameters, or groups of them, for the configuration's optimizer. If None,
             all parameters that require a gradient.
         training_data: Data set of the returned loader.
