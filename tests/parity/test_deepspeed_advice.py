@@ -359,7 +359,7 @@ def of_deepspeed(folder):
         Case(("call engine.step(), which reduces and clips gradients",), lambda: call(lambda e: e.plait.optimizer.step()), lambda: call(lambda e: e.step())),
         Case(("add up its losses, and call engine.backward(loss) once",), lambda: twice(False), lambda: twice(True)),
         Case(("the schedule is stepped without arguments; leave it out",), lambda: call(lambda e: e.step(lr_kwargs={"a": 1})), lambda: call(lambda e: e.step())),
-        Case(("engine.step() inside engine.no_sync()", "call it outside, after the last micro-batch, before which engine.set_gradient_accumulation_boundary(True) is called"), lambda: deferred(True), lambda: deferred(False)),
+        Case(("engine.step() inside engine.no_sync()", "call engine.set_gradient_accumulation_boundary(True), and run the last micro-batch and engine.step() outside"), lambda: deferred(True), lambda: deferred(False)),
         Case(("engine.no_sync() inside engine.no_sync(): remove the inner one",), lambda: deferred(False, nested=True), lambda: deferred(False)),
         Case(('write "optimizer" in the configuration or pass optimizer=',), lacks_optimizer, lambda: lacks_optimizer(left_out=False) and lacks_optimizer(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))),
         Case(("request it after engine.step(), or after the backward of the step's last micro-batch",), lambda: between(0, read), lambda: (between("end", read), between(1, read))),

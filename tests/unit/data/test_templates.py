@@ -54,7 +54,7 @@ def test_instructions():
         ("instruct", {"prompt": "x"}, "has the strings prompt and completion, or instruction and output"),
         ("instruct", {"instruction": 3, "output": "x"}, "has the strings"),
         ("instruct", {"instruction": "x", "output": "x", "input": 3}, "'input' holds a int"),
-        ("chat", {"messages": CHAT, "functions": [], "tag": 1}, "has unknown columns, 'functions', 'tag', besides the known ones (messages, tools"),
+        ("chat", {"messages": CHAT, "functions": [], "tag": 1}, "has unknown columns, 'functions', 'tag', besides the known ones .messages, tools"),
         ("chat", {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "message 1 has the weight 0.5"),
         ("chat", {"messages": CHAT, "tools": "no JSON"}, "'tools' is not a list of objects"),
         ("chat", {"messages": CHAT, "chat_template_kwargs": [1]}, "'chat_template_kwargs' is not an object"),
