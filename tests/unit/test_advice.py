@@ -172,7 +172,7 @@ def test_data(tmp_path):
         Case(('with a chat template, or "instruct" with rows of a prompt and its completion',), lambda: encoded(None), lambda: encoded() and instruct(None, prompt="p ")),
         Case(("has no place for 'system'; set data.tokenizer to one with a template",), lambda: instruct(None, prompt="p ", system="s"), lambda: instruct(prompt="p", system="s")),
         Case(("the beginning of its answer into one token, '2+2= 4'", "end the prompt with a line break"), lambda: after_a_space("2+2= "), lambda: after_a_space("2+2=\n")),
-        Case(("remove the others, or name them in data.ignored_columns = [\"tag\"]",), lambda: encoded(messages=CHAT, tag=1), lambda: encoded(messages=CHAT) and encoded(messages=CHAT, tag=1, ignored=("tag",))),
+        Case(("remove them, or name them in data.ignored_columns = [\"tag\"]",), lambda: encoded(messages=CHAT, tag=1), lambda: encoded(messages=CHAT) and encoded(messages=CHAT, tag=1, ignored=("tag",))),
         Case(("does not read `tools`; leave them out, or use a template that does",), lambda: encoded(messages=CHAT, tools=TOOLS), lambda: encoded() and encoded("{{ tools | length }}" + UNMARKED, messages=CHAT, tools=TOOLS)),
         Case(("write 0 for an answer that is not trained on, else 1 or none",), lambda: encoded(messages=half), lambda: encoded(messages=[CHAT[0], {**CHAT[1], "weight": 1}])),
         Case(("has no field 'text'; it has 'body'; set data.field",), read, partial(read, field="body")),
@@ -304,8 +304,8 @@ def test_trainers(tmp_path):
         trained(states, **saves)
         (states / "checkpoint-1" / "trainer_state.json").unlink()
         assert not failures([
-            Case(("make them equal, or set ignore_data_skip=True",), other, lambda: (resumed(whole), other(ignore_data_skip=True))),
-            Case(("has weights only", "load it in a new Trainer"), lambda: resumed(weights, first=1), lambda: resumed(weights)),
+            Case(("make the samples per step equal, or set ignore_data_skip=True",), other, lambda: (resumed(whole), other(ignore_data_skip=True))),
+            Case(("has weights only", "load the weights in a new Trainer"), lambda: resumed(weights, first=1), lambda: resumed(weights)),
             Case(("leave it out, or train with save_only_model=False",), lambda: best(tmp_path / "best", save_only_model=True), lambda: best(tmp_path / "best")),
             Case(('use "no", and after the training trainer.engine.save_checkpoint(folder)', 'set offload_param.device to "none"'), lambda: train(in_files, **saves), lambda: (engine_saved(tmp_path / "engine", in_files), train(in_memory, **saves))),
             Case(("pass another checkpoint-N of the run, or load the weights alone with from_pretrained",), lambda: resumed(states), lambda: type(trainers.model()).from_pretrained(states / "checkpoint-1")),

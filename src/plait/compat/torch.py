@@ -1,6 +1,6 @@
 """torch's DistributedDataParallel interface on top of `plait.parallelize`.
 
-Calls and numbers are those of torch. A configuration adds any ZeRO stage and tensor parallelism.
+Calls and results are those of torch. A configuration can add any ZeRO stage and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class DistributedDataParallel(nn.Module):
             **arguments: Arguments of torch's DistributedDataParallel.
 
         Raises:
-            InputError: An argument is not supported, or the configuration requires more calls in a
-                step than `loss.backward()` and `optimizer.step()`.
+            InputError: An argument is not supported, or `loss.backward()` and `optimizer.step()`
+                are not enough for the configuration.
             ConfigError: The configuration does not fit the module.
             ModelError: The module cannot be parallelized.
         """

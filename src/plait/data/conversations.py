@@ -1,11 +1,12 @@
 """Rows of conversations and instructions, and their tokens under the tokenizer's chat template.
 
-A row is hashed and chosen for validation like any other document. Its text is JSON: `{"messages":
-[...]}` or `{"prompt": ..., "completion": ...}`, with the other columns that the format reads
-(`COLUMNS`). A row with an unknown column is refused, because the column may change the meaning of
-the row.
+A row is hashed like any other document, and its hash decides whether it belongs to the validation
+split. Its text is JSON: `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, with the
+other columns that the format reads (`COLUMNS`). A row with an unknown column is refused, because
+the column may change the meaning of the row.
 
-Tokenisation (`encoder`) also determines which tokens the loss counts: the answers, or all.
+Tokenisation (`encoder`) also determines which tokens are targets of the loss: those of the answers,
+or all.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def _refuse_unread(row: Mapping[str, Any], read: Collection[str], where: str) ->
         shown = ", ".join(map(repr, unread[:8]))
         names = json.dumps(unread[:8])
         raise InputError(
-            f"{where}: nothing reads {shown}; a row has {', '.join(read)}; remove the others, or"
-            f" name them in data.ignored_columns = {names}"
+            f"{where}: has unknown columns, {shown}, besides the known ones ({', '.join(read)});"
+            f" remove them, or name them in data.ignored_columns = {names}"
         )
 
 
@@ -203,7 +204,7 @@ def encoder(
     Args:
         tokenizer: A fast tokenizer, which returns the offsets of its tokens.
         form: `chat` or `instruct`.
-        scored: `answers` or `all`.
+        scored: Tokens that are targets of the loss: `answers` or `all`.
         append_end_of_text: Whether the end-of-text token is appended to rows that end without it.
 
     Raises:
@@ -308,7 +309,7 @@ def _encode_pair(
 ) -> Encoded:
     """Return the tokens of prompt, completion and an end-of-text token.
 
-    The end-of-text token is scored, so that the model learns where an answer ends.
+    The end-of-text token is a target of the loss, so that the model learns where an answer ends.
     """
     unread = [name for name in ("system", "history") if name in row]
     if unread:

@@ -2,8 +2,8 @@
 
 Documents are joined to one stream of tokens, with an end-of-text token after each text. The stream
 is written once and read through a memory map, so that the memory of a process does not depend on
-the size of the text. `Sequences` splits the stream at multiples of the length; `Documents` keeps
-documents whole.
+the size of the text. `Sequences` splits the stream at multiples of the length; `Documents` fills
+sequences with complete documents.
 
 With `Documents`, positions restart for each document. Transformers masks the attention between the
 documents of a row if positions restart within it, no KV cache is used and no `attention_mask` is
@@ -47,7 +47,7 @@ TokenizedChunk = tuple[str, list[int], list[bool] | None, bool]
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens of the documents of a split, one document after the other."""
+    """Tokens of the documents of the training or validation split, one document after the other."""
 
     tokens: Array
     """uint16 or uint32 [tokens]."""
@@ -98,7 +98,7 @@ def write_tokens(
         documents: Texts, or rows in the form of `conversations.row_text`.
         tokenizer: Tokenizer of the run.
         held_out: Fraction of the documents in the validation split.
-        encode: Tokenises rows. None for texts, of which the loss counts all tokens.
+        encode: Tokenises rows. None for plain texts, whose tokens are all targets of the loss.
     """
     # Two bytes per token suffice for most vocabularies.
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
@@ -255,7 +255,7 @@ class Sequences:
     """Sequences that begin at multiples of the length and may span documents.
 
     Sequence `i` consists of the tokens `i * length` to `(i + 1) * length`. Only the last sequence
-    may be shorter; its padding is not scored.
+    may be shorter. The loss ignores its padding.
     """
 
     stream: Stream
@@ -348,7 +348,7 @@ def _map_file(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Arra
 
 @dataclass(frozen=True)
 class Documents:
-    """Sequences of packed documents, as many as fit into each."""
+    """Sequences that are packed with documents, as many as fit into each sequence."""
 
     stream: Stream
     length: int

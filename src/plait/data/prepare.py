@@ -48,7 +48,7 @@ _ENCODING_VERSION = "rows 2"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Data of a run, ready to be read."""
+    """Tokenised training and validation data of a run, and its tokenizer."""
 
     description: str
     """Short description of the text for the user."""
@@ -111,8 +111,8 @@ def prepare(
     tokenizer_location = section.tokenizer or model_tokenizer
     if tokenizer_location is None and section.format != "text":
         raise InputError(
-            f'data.format = "{section.format}": a model from scratch has no tokenizer, and one that'
-            " is trained has no chat template; set data.tokenizer"
+            f'data.format = "{section.format}": a model from scratch has no tokenizer, and a'
+            " tokenizer that is trained on the text has no chat template; set data.tokenizer"
         )
     tokenizer = load_tokenizer(
         tokenizer_location or train_tokenizer(corpus, section, cache=cache, report=report)
@@ -145,7 +145,10 @@ def prepare(
         train, validation = train.split(max(train_tokens, 0))
         note = f"the last {100 * share:.3g} % of the text, as no whole document was chosen"
     if len(train) < 2:
-        raise InputError(f"{corpus.place}: holds {len(train)} training tokens; add more text")
+        raise InputError(
+            f"{corpus.place}: holds {len(train)} training tokens, but at least 2 are needed; add"
+            " more text"
+        )
 
     padding = int(tokenizer.eos_token_id)
     make_sequences = _sequence_class(section)
@@ -169,8 +172,8 @@ def _prepare_streamed(
     tokenizer_location = section.tokenizer or model_tokenizer
     if tokenizer_location is None:
         raise InputError(
-            "data.streaming: a model from scratch has no tokenizer, and none is trained on a text"
-            " that is not kept; set data.tokenizer"
+            "data.streaming: a model from scratch has no tokenizer, and Plait trains none on a"
+            " streamed text; set data.tokenizer"
         )
     text = StreamedText(section)
     tokenizer = load_tokenizer(tokenizer_location)
@@ -192,7 +195,8 @@ def _prepare_streamed(
     block = sequences.read(text.read(), epoch=0, number=0, start_state=None)
     if block.ends and not len(block.train):
         raise InputError(
-            f"{text.place}: holds {len(block.train.stream)} training tokens; add more text"
+            f"{text.place}: holds {len(block.train.stream)} training tokens, but no sequence of at"
+            " least 2; add more text"
         )
     note = "none held out"
     if share:

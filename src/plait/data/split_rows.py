@@ -3,10 +3,10 @@
 A sampler has fields that show the split. A map-style data set has none, so the ranks compare the
 first rows that they read.
 
-Random numbers of collators must be equal on ranks that share a batch (`seeded_generators`). Every
-pipeline stage and tensor-parallel rank reads the batch for itself. The generators of these ranks
-differ because dropout draws from them, so a collator that masks at random would give every stage
-another batch.
+Ranks that share a batch, such as pipeline stages and tensor-parallel ranks, each read it
+themselves. Their random generators differ, because dropout draws from them. A collator that masks
+at random would therefore give each of these ranks another batch. `seeded_generators` gives
+collators the same random numbers on all of them.
 
 `StreamPart` is a rank's part of an iterable data set, whose length may be unknown. Batches are
 formed as a single process forms them, and distributed in rounds of one batch per rank.
@@ -169,8 +169,9 @@ def compare_stream(
     """Check that an iterable data set is not split by rank already.
 
     Collective over all ranks. The first rows of a data set of the library `datasets` are compared
-    here, because it restarts whenever it is read. Those of another data set are compared while it
-    is read, which its workers cannot do, so with workers they are compared here too.
+    here, because such a data set restarts whenever it is read. For any other data set, `StreamPart`
+    compares the first rows while it reads them. Workers cannot do that, so with workers the first
+    rows of any data set are compared here.
 
     Args:
         data: The data set.
@@ -307,8 +308,8 @@ class RoundPlan:
         """Return the number of samples in this rank's batch at a position of the epoch.
 
         Returns:
-            None if it is the number of rows of the batch. A collator may make one row of several
-            samples.
+            None if this equals the number of rows of the batch. A collator may make one row of
+            several samples.
         """
         return None
 
@@ -352,7 +353,7 @@ class StreamPart(RoundPlan, IterableDataset[Any]):
             repeats: Whether samples are repeated if the last ones do not suffice for all ranks.
                 Otherwise a rank without a batch gets the batch of another rank.
             device: Device of the collectives that compare the first samples between ranks, as
-                `compare_stream` returns it. None compares nothing.
+                `compare_stream` returns it. None: no comparison.
         """
         self.dataset = dataset
         self.batch_size = batch_size
@@ -413,8 +414,8 @@ class StreamPart(RoundPlan, IterableDataset[Any]):
     def _compare_first_round(self, samples: Iterator[Any]) -> list[Any]:
         """Return the samples of the first round after comparing them between ranks.
 
-        Collective over all ranks. They are read with the same random numbers, and only once: a data
-        set may read a stream that cannot start over.
+        Collective over all ranks. All ranks read the samples with the same random numbers, and only
+        once: a data set may read a stream that cannot start over.
         """
         assert self._device is not None
         first_round: list[Any] = []

@@ -1,7 +1,7 @@
 """Text that is read during training: a streaming data set of the `datasets` library.
 
 Its length is unknown and nothing is cached. The library returns the position of a reader as a
-state, and can continue from it.
+state, and a new reader can continue from that state.
 
 Note [Blocks of a streamed text]
     The text is read in blocks: documents are added until they make `data.buffer_sequences`
@@ -308,7 +308,7 @@ class StreamedLoader:
         self._epoch_is_empty = False
 
     def _advance(self, count: int) -> list[tuple[TextBlock, list[int]]]:
-        """Use the next sequences. Return their blocks, and their numbers in each block."""
+        """Consume the next sequences. Return each block with the numbers of its sequences."""
         selected = []
         while count:
             block = self._block or self._read_next_block()
@@ -339,8 +339,8 @@ class StreamedLoader:
         if previous is None or previous.ends:
             if previous is not None and self._epoch_is_empty:
                 raise InputError(
-                    f"{self.sequences.text.place}: holds no sequence of two training tokens; name"
-                    " more text"
+                    f"{self.sequences.text.place}: holds no sequence of at least 2 training"
+                    " tokens; add more text"
                 )
             self._reader = self.sequences.text.read()
             start_state = None

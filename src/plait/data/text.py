@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of a run."""
+    """Text of a run: its documents, their fingerprint, and its name in messages."""
 
     description: str
     """Short description for the user: `the Python 3.11.7 standard library, 674 files`."""
@@ -118,7 +118,7 @@ def _read_blocks(files: list[Path]) -> Iterator[bytes | str]:
 def _cached_fingerprint(
     cache: Path, files: list[tuple[str, Path]], compute: Callable[[], str]
 ) -> str:
-    """Return the fingerprint of files. It is cached by their names, sizes and modification times.
+    """Return the fingerprint of files, cached by their names, sizes and modification times.
 
     Large corpora are therefore not reread at every start.
     """

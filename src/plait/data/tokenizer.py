@@ -131,7 +131,7 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of rows that the embedding of a model needs: the largest token plus one."""
+    """Return the number of rows that a model's embedding needs: the largest token id plus one."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 

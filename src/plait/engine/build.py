@@ -66,13 +66,13 @@ def initialize(
 ) -> Engine:
     """Shard a model in place, and return the engine that trains it. Collective.
 
-    An existing process group is reused. Errors are raised before the model is changed, as far as
-    they are known by then.
+    An existing process group is reused. Errors that can be found early are raised before the model
+    is changed.
 
     Args:
         model: A model with real weights, which are taken from rank 0, or one that was built under
             `torch.device("meta")`. A model on meta is filled from `weights`, or initialised by its
-            own classes, with the same bits on every layout.
+            own classes, bitwise equal on every layout.
         config: A path, a mapping or a loaded Config. A DeepSpeed file is valid as it is.
         loss_fn: Loss, such as `plait.causal_lm_loss`. `plait.WeightedLoss` and `plait.per_sample`
             make one from functions.

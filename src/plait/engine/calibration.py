@@ -3,8 +3,9 @@
 `measure` takes the rates of matrix products, memory and links, and the times of a few steps of a
 small model on several layouts. The same processes run all layouts, and an engine is closed before
 the next is created. The model is built from a configuration of Transformers on meta, the data are
-random tokens, and the engine is that of any run (`time_steps`). All operations are timed in turn,
-for several rounds, and the median of each counts, as in `comm.measure`. It takes minutes at most.
+random tokens, and `plait.initialize` creates the engines as in any run (`time_steps`). All
+operations are timed in turn, for several rounds, and the median of each counts, as in
+`comm.measure`. It takes minutes at most.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class CalibrationResult:
         rates: Rates of the device.
         runs: Step time of each layout.
         waiting: On CPU cores, the fraction of the time of data-parallel steps in which no rank
-            computed. Mostly other programs used this time, and a little is that of the links. 0 on
-            GPUs, where it cannot be measured.
+            computed. Most of this time other programs used the cores; a small part is
+            communication. 0 on GPUs, where it cannot be measured.
     """
 
     rates: DeviceRates
@@ -107,7 +108,7 @@ class CalibrationResult:
 
 
 def calibration_request(cluster: Cluster) -> Request:
-    """Return the request whose layouts are measured on a cluster.
+    """Return the planning request whose layouts a calibration measures on a cluster.
 
     Its model is a Llama of 17 M parameters on CPU cores, and of 0.5 B parameters on GPUs.
     """
@@ -138,7 +139,7 @@ def measure(
         request: The result of `calibration_request` on all its processes.
         machine: Name of the machine, for measurements on CPU cores.
         pace: Amount of work.
-        done: Called with a description after every measurement.
+        done: Progress callback. Receives a description after every measurement.
     """
     ranks = Layout(dp_replicate=request.cluster.devices)
     # All measurements share this process group.
@@ -242,7 +243,7 @@ def _time_operations(
 
 
 def _measure_links(mesh: Mesh, seconds: float) -> tuple[float, float] | None:
-    """Return the seconds per all-reduce and per byte, or None for a single process."""
+    """Return an all-reduce's fixed seconds and seconds per byte. None for a single process."""
     group = mesh.group("dp_replicate")
     if group is None or dist.get_world_size() == 1:
         return None

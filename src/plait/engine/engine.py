@@ -67,7 +67,8 @@ class StepResult:
         skipped: Whether gradients were not finite. In that case only the loss scale has changed.
         learning_rate: Learning rate of this step (of the first parameter group).
         loss_scale: Loss scale of this step. It is 1 without float16.
-        decided: Description of a decision about gradient compression, in the step that takes it.
+        decided: Description of the decision about gradient compression, in the step that takes it.
+            Otherwise "".
     """
 
     loss: torch.Tensor
@@ -256,7 +257,8 @@ class Engine(EngineFacts):
     def generate(self, prompts: Any, **settings: Any) -> list[Generation]:
         """Generate continuations of prompts on the training layout. Collective.
 
-        It does not change the training. See `inference.generate.generate` for all arguments.
+        The state of the training does not change. See `inference.generate.generate` for all
+        arguments.
         """
         self._recover()
         return generate(self.sharded, prompts, **settings)
@@ -264,8 +266,8 @@ class Engine(EngineFacts):
     def score(self, sequences: Any, **settings: Any) -> list[torch.Tensor]:
         """Return log-probabilities of the tokens of sequences. Collective.
 
-        It runs on the layout of the training, and does not change it. See `inference.score.score`
-        for all arguments.
+        The model runs on the training layout, and the state of the training does not change. See
+        `inference.score.score` for all arguments.
         """
         self._recover()
         return score(self.sharded, sequences, **settings)
@@ -274,7 +276,7 @@ class Engine(EngineFacts):
     def evaluating(self) -> Iterator[None]:
         """Set evaluation mode inside the context.
 
-        Parameters that `predict` gathers stay gathered until its end.
+        Parameters that `predict` gathers stay gathered until the context ends.
         """
         if not self.sharded.is_evaluating:
             self._recover()
@@ -378,7 +380,7 @@ class Engine(EngineFacts):
     ) -> torch.Tensor:
         """Run the backward of one micro-batch. Collective.
 
-        If it is called several times before `step`, gradients add up, as in one process.
+        The gradients of several calls before `step` add up, as in one process.
 
         Args:
             loss: Mean loss of the micro-batch, one element.
@@ -498,7 +500,7 @@ class Engine(EngineFacts):
             )
 
     def _after_zero_grad(self, owner: Any, *, set_to_none: bool) -> None:
-        """Leave out the weights of the gradients that `ShardedModel` drops after a `zero_grad`."""
+        """Drop the loss weights whose gradients `ShardedModel` drops after a `zero_grad`."""
         if owner is not self.model and owner is not self.optimizer:
             return
         self._warn_of_dropped(
@@ -538,18 +540,18 @@ class Engine(EngineFacts):
                 (tuples, integer keys, small tensors).
             loader: This rank's data loader, whose `state_dict()` is saved, such as torchdata's
                 StatefulDataLoader.
-            wait: False returns when the state has been copied, and a thread writes the copy. See
-                `checkpoint_written`. If a copy does not fit into host memory, or if states are in
-                files, the checkpoint is written before the call returns.
+            wait: If False, the call returns when the state has been copied, and a thread writes the
+                copy. See `checkpoint_written`. If a copy does not fit into host memory, or if
+                states are in files, the checkpoint is written before the call returns.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint could not be written. For a copy, the next step or save
-                or `close` raises it.
-            InputError: Some micro-batches of a step have had their backward. No checkpoint stores
-                their gradients.
+            CheckpointError: The checkpoint could not be written. With `wait=False`, the next step,
+                the next save or `close` raises the error.
+            InputError: A step is incomplete: micro-batches have run their backward, and no
+                checkpoint stores their gradients.
         """
         self._recover()
         if self._guard.backwards:
@@ -602,19 +604,19 @@ class Engine(EngineFacts):
         Args:
             folder: Folder of checkpoints.
             tag: Name of the checkpoint. The default is the newest one that is not damaged.
-            verify: "full" compares every byte with its hash first, "sample" one tensor in eight,
-                "off" only sizes and lists.
+            verify: Verification before loading. "full" compares every byte with its hash, "sample"
+                only one tensor in eight, "off" only file sizes and manifests.
             on_note: Called on every rank with a description of each difference to the checkpoint.
                 Without it the first rank warns.
-            loader: This rank's data loader. It continues where it was saved, on the same layout
-                only.
+            loader: This rank's data loader. It continues at its saved position, which requires the
+                layout of the checkpoint.
 
         Returns:
             The path of the checkpoint and its client state, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint is of another model or optimizer, its loader is of
-                another layout, or it is damaged.
+            CheckpointError: The checkpoint is damaged, is of another model or optimizer, or has the
+                loader's position for another layout.
         """
         if loader is not None:
             refuse_stateless(loader, "engine.load_checkpoint")
@@ -638,7 +640,7 @@ class Engine(EngineFacts):
         A replicated model may be passed to Plait again.
 
         Raises:
-            CheckpointError: The copy of `save_checkpoint(wait=False)` could not be written.
+            CheckpointError: The checkpoint of `save_checkpoint(wait=False)` could not be written.
         """
         try:
             self._writer.close()

@@ -1,9 +1,9 @@
-"""Values after a resume: those of the checkpoint, or those of the configuration.
+"""Settings of the optimizer and the LR schedule after a resume.
 
 Note [Values on resume]
-    A value of an optimizer's parameter group is that of the configuration if the configuration has
-    changed since the checkpoint was written. All other values continue from the checkpoint, bit for
-    bit.
+    If the configured value of a setting (such as `betas`) of an optimizer's parameter group has
+    changed since the checkpoint was written, the new configured value applies. All other values
+    continue from the checkpoint, bit for bit.
 
     The schedule of a configuration is replayed if it has changed, or if the learning rate has: a
     new schedule is built and stepped to the position of the checkpoint, as if the run had used it
@@ -75,8 +75,8 @@ def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
     if isinstance(candidate, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
             "lr_scheduler: ReduceLROnPlateau follows a metric, but Plait steps a schedule without"
-            " one; leave it out, build it over engine.optimizer, call its step(metric) after each"
-            " validation, and keep its state_dict() in client_state"
+            " one; do not pass it, but build it over engine.optimizer, call its step(metric) after"
+            " each validation, and keep its state_dict() in client_state"
         )
     try:
         exact.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
@@ -104,8 +104,8 @@ def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -
 class Resume:
     """Merge of the values of a checkpoint with those of the configuration.
 
-    See Note [Values on resume]. `groups` is called first; `restore_schedule` after its result has
-    been put into the optimizer.
+    See Note [Values on resume]. Call `groups` first, put its result into the optimizer, and then
+    call `restore_schedule`.
 
     Attributes:
         optimizer: The optimizer of this run.
@@ -210,14 +210,14 @@ class Resume:
         if saved is None or saved["source"] is not None:
             self.notes.append(
                 f"the checkpoint holds no state of the {type(self.scheduler).__name__} that was"
-                " passed; it begins at its start"
+                " passed; the schedule begins at its start"
             )
         elif saved["type"] != type(self.scheduler).__qualname__:
             raise CheckpointError(
                 f"the checkpoint was written with lr_scheduler = {saved['type']}, but a"
                 f" {type(self.scheduler).__qualname__} was passed, which cannot take over its"
-                " position; pass the same, or describe the schedule in the configuration, where it"
-                " may change"
+                f" position; pass a {saved['type']}, or describe the schedule in the configuration,"
+                " where it may change"
             )
         return False
 
@@ -282,7 +282,7 @@ class Resume:
         return scaled
 
     def restore_schedule(self) -> None:
-        """Restore the state of the schedule, after the optimizer has its values."""
+        """Restore the state of the schedule. The optimizer must have the result of `groups`."""
         if self.scheduler is None:
             return
         if self._replayed is not None:

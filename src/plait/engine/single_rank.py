@@ -4,7 +4,7 @@ The model is built, split and stepped on fake tensors. Everything except the val
 same code makes the shards, the stages, the collectives and the optimizer states, on a process group
 whose other ranks do not exist. A layout of thousands of ranks can be tried on a laptop, in seconds
 to minutes. Decisions of a step that depend on values (the norm, an overflow) are left out. On a
-real device the same step runs with its kernels, and time and memory are the device's.
+real device the same step runs its kernels, so that their time and memory can be measured.
 """
 
 from __future__ import annotations
@@ -94,17 +94,17 @@ class SingleRankRun:
         parameters: Bytes of parameters.
         gradients: Bytes of gradients after their reduction.
         optimizer: Bytes of optimizer states.
-        blocks: Names of the blocks of the model that the rank owns.
-        peak: Most bytes alive at once in a step that starts with its optimizer states: parameters,
-            gradients, states and all temporary tensors.
+        blocks: Names of the model's blocks that this rank runs.
+        peak: Peak of the allocated bytes in a step whose optimizer states exist already:
+            parameters, gradients, states and all temporary tensors.
         peak_during: Phase (`micro-batches`, `reduction` or `optimizer step`) and operator of the
             peak.
         operators: Operators of one step, those with the most FLOPs first.
         traffic: Collectives of one step.
         device: Description of the device.
-        build_seconds: Time to split the model and make its groups.
-        step_seconds: Time to run the step. On fake tensors it is that of the dry run, on a real
-            device that of the step there without waiting for other ranks.
+        build_seconds: Seconds to split the model and create its process groups.
+        step_seconds: Seconds to run the step. With fake tensors this is the time of the dry run. On
+            a real device it is the time of the step, without waiting for other ranks.
     """
 
     parameters: int
@@ -137,7 +137,7 @@ def run_single_rank(
 ) -> SingleRankRun:
     """Build one rank of a layout, and run one step of it.
 
-    It makes and ends a process group.
+    The call creates and destroys a process group.
 
     Args:
         model: A causal language model on meta. It is changed in place.
@@ -155,7 +155,8 @@ def run_single_rank(
     """
     if not materialise.is_meta(model):
         raise InputError(
-            "a single-rank dry run takes a model that was built under torch.device('meta')"
+            "a single-rank dry run takes only a model on meta; build the model under"
+            " torch.device('meta')"
         )
     if not real:
         _refuse_grouped_products(model, resolved)

@@ -3,7 +3,7 @@
 A checkpoint has the model, the optimizer, the LR schedule, the loss scale, counters, random
 generators, the states of step hooks, and the position of the user's data loader. A loader is any
 object with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader. Each rank
-has its own, so its state fits the layout that it was saved on.
+has its own loader, so the loaders' states fit only the layout on which they were saved.
 
 Note [Errors of one rank]
     Work that may fail on a single rank runs in `run_on_all_ranks`. All ranks then raise the error,
@@ -159,8 +159,8 @@ def snapshot_of(
 ) -> Snapshot:
     """Return the state of an engine for a checkpoint, without copying any tensor. Collective.
 
-    It has the model, optimizer, schedule, loss scale, counters, generators, and the position of the
-    data loader.
+    The state contains the model, optimizer, LR schedule, loss scale, counters, random generators,
+    and the position of the data loader.
 
     Args:
         engine: The engine.
@@ -217,7 +217,7 @@ def snapshot_of(
 
 @dataclass(frozen=True)
 class _RankContent:
-    """State of one rank before it is combined with that of the others."""
+    """State of one rank for a checkpoint, before the states of all ranks are combined."""
 
     client: Any
     loader: dict[str, torch.Tensor]
@@ -285,8 +285,8 @@ def load_engine(
 ) -> tuple[Place, dict[str, Any]] | None:
     """Load a checkpoint into an engine, on any layout. Collective.
 
-    On the same layout generators resume their state. On another layout they are seeded again
-    (`generator_seed`).
+    On the layout of the checkpoint, generators resume their states. On another layout they are
+    seeded again (`generator_seed`).
 
     Args:
         engine: The engine.
@@ -363,7 +363,7 @@ def _open(
 ) -> tuple[Reader, list[str]] | None:
     """Open a checkpoint and verify it. Collective.
 
-    If `tag` is None, it is the newest checkpoint that is not damaged.
+    If `tag` is None, open the newest checkpoint that is not damaged.
 
     Returns:
         The reader, and descriptions of the damaged checkpoints that were skipped.
@@ -536,8 +536,8 @@ def _load_hooks(
     """Restore the states of step hooks.
 
     A state (such as a residual of compressed gradients) belongs to the gradients that this rank
-    had. On another layout or ZeRO stage hooks start from their initial state, which costs at most
-    one step's state.
+    had. On another layout or ZeRO stage, hooks start from their initial state. At most the state of
+    one step is lost.
     """
     saved: dict[str, torch.Tensor] = {}
     if zero_stage == engine.config.data_parallel.stage:

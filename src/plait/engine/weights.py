@@ -1,4 +1,4 @@
-"""Full weights of an engine in one process, and loading of only the weights of a checkpoint."""
+"""Gathering of an engine's full weights, and loading of a checkpoint's weights alone."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def full_weights(
 
     Args:
         engine: The engine that trains the model.
-        model: A model of the same ranks that has taken the place of the engine's, such as the one
-            that adapters were merged into.
+        model: Model on the same ranks that is read instead of the engine's model, such as a model
+            into which adapters were merged.
         adapters: Names of the adapters on the model. If there are any, only their parameters and
             buffers, and other parameters that are or were trained, are returned.
 
@@ -77,6 +77,7 @@ def full_weights(
         raise InputError(
             f"{type(source).__name__} has no weights to save: neither a parameter nor a buffer"
             + (f", and none of the adapters {', '.join(adapters)}" if adapters else "")
+            + "; save the model that was trained"
         )
     return weights
 

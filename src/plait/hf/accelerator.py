@@ -1,10 +1,11 @@
 """Accelerate's Accelerator with the data-parallel ranks of a layout as its processes.
 
-The Trainer counts and gathers over all processes. That is right if every process has its own batch,
-and wrong under tensor and pipeline parallelism, where several processes share one. The Trainer asks
-this class for everything about processes.
+Accelerate counts processes and gathers from all of them. That is correct if every process has a
+batch of its own, and wrong under tensor and pipeline parallelism, where several processes share a
+batch. The Accelerator of this module therefore presents the data-parallel ranks to the Trainer as
+its processes.
 
-`EngineOptimizerProxy` is the optimizer that schedules and callbacks see. It steps the engine.
+`EngineOptimizerProxy` is the optimizer that LR schedulers and callbacks see. It steps the engine.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ _WORKER_SETTINGS = ("prefetch_factor", "persistent_workers")
 
 
 def rejoin(backend: str | None, *, timeout: timedelta) -> None:
-    """Create the default process group again if an earlier Accelerator has ended it. Collective.
+    """Create the default process group again if an earlier Accelerator destroyed it. Collective.
 
-    Accelerate would reuse the keys of the ended group in the launcher's store. A rank that reads
-    them before the other ranks have replaced them connects to addresses that no longer answer.
+    Accelerate would reuse the keys of the destroyed group in the launcher's store. A rank that
+    reads them before the other ranks have replaced them connects to addresses that no longer
+    answer.
 
     Args:
-        backend: Backend that the caller asks for, or None for that of the devices.
+        backend: Requested backend. None: the default backend of the devices.
         timeout: Timeout of collectives.
     """
     if dist.is_initialized() or not is_initialized() or PartialState().num_processes == 1:
@@ -75,7 +77,7 @@ def rejoin(backend: str | None, *, timeout: timedelta) -> None:
 class RanksAccelerator(accelerate.Accelerator):
     """Accelerate's Accelerator whose processes are the data-parallel ranks of a layout.
 
-    `adopt` converts that of a Trainer.
+    `adopt` converts the Accelerator of a Trainer to this class.
 
     Attributes:
         layout: Layout of the ranks.
@@ -83,9 +85,10 @@ class RanksAccelerator(accelerate.Accelerator):
         own_rank: Global rank of this process.
         seed: Seed of the order of the samples.
         evaluates: Whether the next data loader is for an evaluation.
-        present: Number of data-parallel ranks with a batch of their own, which are the first ones.
-            The others repeat another rank's batch, which counts for nothing. None means all ranks.
-        references: Models besides the trained one, which only run forwards.
+        present: Number of data-parallel ranks, counted from index 0, that have a batch of their
+            own. The remaining ranks repeat the batch of another rank, and their results are
+            ignored. None: all ranks have a batch of their own.
+        references: Models that are not trained and only run forwards, such as a reference model.
         resolved: Resolved configuration.
         backward_of: Function that runs the backward of a loss in the engine.
         evaluates_alone: True inside `alone`, where each rank evaluates only its own batch.
@@ -142,10 +145,11 @@ class RanksAccelerator(accelerate.Accelerator):
         return override_attributes(self, evaluates_alone=True)
 
     def counting(self, *, present: int | None) -> AbstractContextManager[None]:
-        """Return a context in which `gather` reads from the first data-parallel ranks only.
+        """Return a context in which `gather` omits ranks without a batch of their own.
 
         Args:
-            present: Number of data-parallel ranks that have a batch. None means all.
+            present: Number of data-parallel ranks, counted from index 0, that have a batch of their
+                own. None: all of them.
         """
         return override_attributes(self, present=present)
 
@@ -244,7 +248,7 @@ class RanksAccelerator(accelerate.Accelerator):
         return DataLoader(data_loader.dataset, batch_sampler=rounds, **settings)
 
     def _order(self) -> dict[str, Any]:
-        """Return arguments of Accelerate's `prepare_data_loader` for the order of shuffled samples.
+        """Return the arguments of Accelerate's `prepare_data_loader` that fix the shuffle order.
 
         The order depends on the seed and the epoch.
         """
@@ -253,10 +257,10 @@ class RanksAccelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
-        """Return a model after sharding it in place, unless it is already sharded.
+        """Shard a model in place, unless it is already sharded, and return it.
 
-        A model for evaluation, such as the reference of a preference loss, is sharded like the
-        trained one, and only runs forwards.
+        A model for evaluation, such as the reference model of a preference loss, gets the layout of
+        the trained model. It only runs forwards.
         """
         if owner_of(model) is not None:
             return model
@@ -278,8 +282,9 @@ class RanksAccelerator(accelerate.Accelerator):
         """
         if kwargs:
             raise InputError(
-                f"accelerator.backward({next(iter(kwargs))}=...): a micro-batch has one backward"
-                " here; add its losses and call it once"
+                f"accelerator.backward({next(iter(kwargs))}=...) is not supported, because a"
+                " micro-batch has one backward; add up its losses, and call"
+                " accelerator.backward(loss) once"
             )
         self.backward_of(loss)
 
@@ -306,7 +311,7 @@ class RanksAccelerator(accelerate.Accelerator):
         if model is not engine.model:
             raise InputError(
                 f"accelerator.get_state_dict was given a {type(model).__name__} that is not the"
-                " model that is trained; pass that one"
+                " model that is trained; pass the trained model"
             )
         return full_weights(engine, adapters=adapter_names(model))
 
@@ -318,7 +323,7 @@ class RanksAccelerator(accelerate.Accelerator):
         )
 
     def _group(self) -> dist.ProcessGroup | None:
-        """Return the group of the data-parallel ranks, or None for a single one."""
+        """Return the group of the data-parallel ranks, or None if there is only one rank."""
         if self.layout.dp == 1:
             return None
         if self.engine is None:
@@ -342,7 +347,7 @@ class RanksAccelerator(accelerate.Accelerator):
         return recursively_apply(self._gather_rows, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return the result of `gather`, or with `use_gather_object` one list. Collective."""
+        """Return `gather`'s result, or a list of objects with `use_gather_object`. Collective."""
         group = self._group()
         if not use_gather_object:
             return self.gather(input_data)
@@ -396,7 +401,7 @@ class RanksAccelerator(accelerate.Accelerator):
         return recursively_apply(pad, tensor, error_on_other_type=True)
 
     def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all data-parallel ranks, see `gather`. Collective."""
+        """Return the rows of all data-parallel ranks. See `gather`. Collective."""
         group = self._group()
         tensor = tensor.detach()
         if tensor.ndim == 0:
@@ -427,7 +432,7 @@ class RanksAccelerator(accelerate.Accelerator):
         )
 
     def gather_first(self, data: Any, count: int) -> Any:
-        """Gather the first `count` rows of each rank's tensors. `count` may differ. Collective."""
+        """Gather each rank's first `count` rows. `count` may differ between ranks. Collective."""
         return recursively_apply(
             lambda tensor: self._gather_rows(tensor[:count]), data, error_on_other_type=True
         )
@@ -456,12 +461,12 @@ def _listed(shapes: list[tuple[int, ...]]) -> str:
 
 
 class EngineOptimizerProxy(OptimizerProxy):
-    """Proxy of an engine's optimizer, whose `step` ends a step of the engine.
+    """Proxy of an engine's optimizer for the Trainer. Its `step` calls `engine.step`.
 
-    The engine reduces and clips the gradients, and updates the parameters.
+    `engine.step` reduces and clips the gradients, and updates the parameters.
 
     Attributes:
-        norm: Tensor to which the next `step` writes the norm of its gradients.
+        norm: Tensor to which the next `step` writes the norm of the step's gradients.
     """
 
     _is_accelerate_prepared = True
@@ -479,10 +484,10 @@ class EngineOptimizerProxy(OptimizerProxy):
         return self.norm
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """End the engine's step. Collective."""
+        """Run the engine's optimizer step, and fill `norm`. Collective."""
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
         self.norm.fill_(self.engine.get_global_grad_norm())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, because the step has dropped the gradients."""
+        """Do nothing, because `step` drops the gradients."""

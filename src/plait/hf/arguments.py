@@ -5,13 +5,13 @@ Its handling of `fsdp` creates a plugin of Accelerate. Plait replaces both.
 
 Note [Changes to Transformers]
     Importing this module changes `TrainingArguments.__post_init__` and
-    `Trainer.create_accelerator_and_postprocess` of Transformers in this process. The first leaves
-    both fields to Plait. The second refuses arguments with one of them in a Trainer that is not
-    Plait's.
+    `Trainer.create_accelerator_and_postprocess` of Transformers in this process. With the first
+    change, Transformers leaves the fields `deepspeed` and `fsdp` to Plait. With the second, a
+    Trainer that is not Plait's refuses arguments that set one of these fields.
 
-The rule by which arguments complete the file is that of Transformers' DeepSpeed integration:
-"auto", and every size that the file leaves out, is filled from the arguments. A value that
-contradicts the arguments is refused.
+The arguments complete the configuration by the rule of Transformers' DeepSpeed integration: they
+replace every "auto", and every size that the configuration leaves out. A value that contradicts the
+arguments is refused.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _leave_to_plait(original: Any) -> Any:
 
 
 def _read_section(config: Any) -> Any:
-    """Return `fsdp_config` as a mapping, reading it if it names a file.
+    """Return `fsdp_config` as a mapping. If it is the path of a file, read the file.
 
     Raises:
         InputError: The file cannot be read, or is not a JSON object.
@@ -165,17 +165,18 @@ def settings_of(
     """Return the configuration of a run.
 
     Args:
-        source: The file, or None.
+        source: Configuration as a path, a mapping or a Config, or None.
         args: Arguments of the Trainer.
         world_size: Number of processes.
         hidden_size: Hidden size of the model, if it is known.
 
     Returns:
-        The configuration, completed by the arguments, and its resolved form. The resolved form has
-        no schedule, which `schedule_of` returns.
+        The configuration, completed by the arguments, and its resolved form. The resolved form
+        contains no LR schedule; `schedule_of` returns it.
 
     Raises:
-        ConfigError: The file contradicts the arguments, or has a setting that no Trainer supports.
+        ConfigError: The configuration contradicts the arguments, or has a setting that no Trainer
+            supports.
     """
     config = load(source if source is not None else {})
     config = _with_arguments(config, args)
@@ -191,7 +192,7 @@ def settings_of(
 def schedule_of(
     config: Config, args: Any, *, world_size: int, max_steps: int
 ) -> SchedulerSpec | None:
-    """Return the schedule of the file, or None if it has none.
+    """Return the LR schedule of the configuration, or None if it has none.
 
     Args:
         config: The first result of `settings_of`.
@@ -317,13 +318,14 @@ def _contradiction(path: str, value: Any, argument_value: Any, argument: str) ->
 
 
 def tracker_problems(resolved: Resolved, rule: str, argument: str, *, csv: str) -> list[Problem]:
-    """Return a problem for each tracker in the file if the caller has trackers of its own.
+    """Return a problem for each tracker in a configuration that may not enable trackers.
 
     Args:
         resolved: Configuration.
-        rule: Reason of the refusal.
-        argument: What to do instead, with `{name}` for Accelerate's name of the tracker.
-        csv: What to do instead of `csv_monitor`.
+        rule: Reason for the refusal.
+        argument: Remedy for all trackers except `csv_monitor`. Its `{name}` is replaced with
+            Accelerate's name of the tracker.
+        csv: Remedy for `csv_monitor`.
     """
     problems = []
     for spec in resolved.trackers:

@@ -1,9 +1,10 @@
 """Batches of a data-parallel rank, such that every sample counts once.
 
 Note [Rounds of batches]
-    Batches are formed as in a single process and dealt in rounds, one to each rank. In the last
-    round some ranks may have none left. They repeat another rank's batch, because collectives need
-    all ranks, and it counts for nothing. Accelerate repeats samples there, which then count twice.
+    Batches are formed as in a single process, and distributed in rounds of one batch per rank. In
+    the last round there may be fewer batches than ranks. Collectives need all ranks, so the ranks
+    without a batch repeat the batch of another rank. The repeated batch adds nothing to the loss,
+    the gradients or the metrics. Accelerate repeats samples instead, which then count twice.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Rounds(RoundPlan):
         batch_sampler: The batch sampler of all ranks, which yields the same order on each.
         ranks: Number of data-parallel ranks.
         index: This rank's index among them.
-        drop_last: Whether the last batches are left out if they do not suffice for all ranks.
-        device: Device of the collective that compares the order of a user's own sampler between
-            the ranks. None compares nothing.
+        drop_last: Whether the last round is left out if it has fewer batches than there are ranks.
+        device: Device of the collective that compares the order of a user's own sampler between the
+            ranks. None: no comparison.
         seed: Seed of the global generators while a user's own sampler draws its order. None
             leaves them as they are.
     """
@@ -114,7 +115,7 @@ class Rounds(RoundPlan):
     def _draw(self, batches: Iterator[Any], *place: int) -> Any:
         """Return the indices of the next batch, or None at the end.
 
-        Every rank draws them with the same random numbers.
+        Every rank draws the indices with the same random numbers.
         """
         if self._seed is None:
             return next(batches, None)
@@ -122,7 +123,7 @@ class Rounds(RoundPlan):
             return next(batches, None)
 
     def _compare(self, dealt: list[Any]) -> None:
-        """Refuse an order that differs between ranks. Only the first call compares. Collective."""
+        """Raise InputError if ranks differ in the order. Compares only once. Collective."""
         if self._device is None:
             return
         device = self._device
@@ -131,7 +132,7 @@ class Rounds(RoundPlan):
         refuse_differing_digest(lambda: digest_of_rows([count, *dealt]), device=device)
 
     def samples(self, position: int) -> int | None:
-        """Return the number of samples in this rank's batch at a position. See `RoundPlan`."""
+        """Return this rank's number of samples at a position. See `RoundPlan.samples`."""
         return self._samples[position] if position < len(self._samples) else None
 
 
@@ -194,7 +195,7 @@ def _is_of_user(batch_sampler: Any) -> bool:
 
 
 def plan_of(loader: Any) -> RoundPlan | None:
-    """Return the plan of a loader's rounds, or None for a loader that Plait did not make."""
+    """Return the `RoundPlan` of a loader, or None for a loader that Plait did not create."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, RoundPlan):
         return dataset

@@ -40,7 +40,7 @@ _READ = "samples read of the epoch"
 
 
 class CheckpointMixin:
-    """Methods of `TrainerMixin` that save and load.
+    """Methods of `TrainerMixin` that save and load weights and training states.
 
     Attributes:
         engine: Engine with the model on its layout. None before the first `train`, `evaluate` or
@@ -71,11 +71,13 @@ class CheckpointMixin:
     ) -> Any:
         """Return the position of a resumed run.
 
-        If the length of the data is not known, Transformers takes the run for one epoch. In that
-        case a checkpoint of Plait has the number of samples that were read of the last epoch.
+        If the length of the data is not known, Transformers treats the whole run as one epoch. In
+        that case Plait's checkpoint contains the number of samples that were read in the last
+        epoch.
 
         Returns:
-            The number of complete epochs, and of micro-batches of the next one.
+            The number of complete epochs, and the number of micro-batches that were read in the
+            next epoch.
         """
         position = super()._init_training_state(  # type: ignore[misc]
             max_steps, steps_of_epoch, epochs, resume_from_checkpoint, *others
@@ -93,7 +95,7 @@ class CheckpointMixin:
         return client[_EPOCH], math.ceil(client[_READ] / self._samples_of_round())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write all weights in full into a folder for `from_pretrained`. Collective."""
+        """Write the full weights to a folder that `from_pretrained` can load. Collective."""
         if self.engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -118,7 +120,7 @@ class CheckpointMixin:
 
         Raises:
             InputError: The weights are shards.
-            CheckpointError: A file was written without a tensor. It is removed.
+            CheckpointError: A file without a tensor was written. The file is removed.
         """
         refuse_given_shards(
             "trainer._save",
@@ -149,22 +151,22 @@ class CheckpointMixin:
                 f"{checkpoint} was written with {saved_samples} samples per step, but this run has"
                 f" {samples} (per_device_train_batch_size {self.args.per_device_train_batch_size} x"
                 f" gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp"
-                f" {self.engine.dp_size}), so the position in the epoch is not known; make them"
-                " equal, or set ignore_data_skip=True"
+                f" {self.engine.dp_size}), so the position in the epoch is not known; make the"
+                " samples per step equal, or set ignore_data_skip=True"
             )
         schedule = Path(checkpoint) / "scheduler.pt"
         if schedule.is_file():
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights of a folder without a checkpoint of the engine.
+        """Load the weights of a folder that contains no checkpoint of the engine.
 
         The engine loads its own checkpoints later, when it has the model.
 
         Raises:
-            CheckpointError: The folder has no readable state of the Trainer, which has the number
-                of the step.
-            InputError: The folder has weights only, and the model is sharded already.
+            CheckpointError: The Trainer's state file, which contains the step number, does not
+                exist or cannot be read.
+            InputError: The folder contains only weights, and the model is already sharded.
         """
         _require_state(Path(resume_from_checkpoint))
         if (Path(resume_from_checkpoint) / TAG).is_dir():
@@ -172,8 +174,8 @@ class CheckpointMixin:
         if self.engine is not None:
             raise InputError(
                 f"{resume_from_checkpoint} has weights only (save_only_model=True, or another"
-                " Trainer's), but this Trainer's model is sharded already; load it in a new"
-                " Trainer"
+                " Trainer's), but this Trainer's model is sharded already; load the weights"
+                " in a new Trainer"
             )
         if place().rank == 0:
             warn(
@@ -193,14 +195,14 @@ class CheckpointMixin:
         load_weights_of(self.engine, best, tag=TAG)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing, because the engine's checkpoint has the generators of every rank."""
+        """Do nothing, because the engine's checkpoint contains all ranks' generator states."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Do nothing, because the engine has restored the generators with its checkpoint."""
+        """Do nothing, because the engine has restored the generator states from its checkpoint."""
 
 
 def saving_problems(args: Any, resolved: Resolved) -> list[Problem]:
-    """Return the reason why a Trainer cannot write its checkpoints on a layout, if there is one."""
+    """Return the problems that keep a Trainer from writing its checkpoints on a layout."""
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if resolved.parameter_offload.device != "nvme" or strategy == "no":
         return []
@@ -216,11 +218,11 @@ def saving_problems(args: Any, resolved: Resolved) -> list[Problem]:
 
 
 def refuse_empty_files(folder: Path, adapters: Sequence[str] = ()) -> None:
-    """Remove files of weights that have no tensor, and raise CheckpointError if there are any.
+    """Remove weight files that contain no tensor, and raise CheckpointError if any was removed.
 
     Args:
         folder: Folder in which weights were written.
-        adapters: Names of adapters, each of which may have a folder in it.
+        adapters: Names of adapters. Each may have a subfolder with its weights.
     """
     folders = [folder, *(folder / name for name in adapters)]
     files = [path for parent in folders for path in parent.glob("*.safetensors")]
@@ -260,7 +262,7 @@ _STEP = "accumulation step"
 
 
 class LoopCheckpoints:
-    """Methods of `plait.hf.Accelerator` that save and load."""
+    """Methods of `plait.hf.Accelerator` that save and load weights and training states."""
 
     engine: Engine | None
     is_main_process: bool
@@ -285,7 +287,7 @@ class LoopCheckpoints:
         """
         engine = self._require_engine("save_state")
         if output_dir is None:
-            raise InputError("accelerator.save_state needs a folder")
+            raise InputError("accelerator.save_state got no folder; pass output_dir=")
         if kwargs:
             raise InputError(
                 f"accelerator.save_state({', '.join(kwargs)}=): Plait writes its own files; leave"
@@ -312,11 +314,13 @@ class LoopCheckpoints:
     ) -> None:
         """Continue from a folder of `save_state`, on any layout. Collective.
 
-        If it was saved inside an epoch, the first pass over a loader reads that epoch. Skip the
-        batches that were read with `accelerator.skip_first_batches`.
+        If the state was saved inside an epoch, the first pass over a loader reads that epoch again
+        from its start. `accelerator.skip_first_batches` skips the batches that were read before the
+        save.
 
         Raises:
-            CheckpointError: The folder was not written by `save_state`, or with other objects.
+            CheckpointError: The folder was not written by `save_state`, or was written with
+                different prepared or registered objects.
         """
         engine = self._require_engine("load_state")
         if input_dir is None or load_kwargs or kwargs:
@@ -330,7 +334,7 @@ class LoopCheckpoints:
         if loaded is None:
             raise CheckpointError(
                 f"{input_dir} has no folder `{TAG}`, which accelerator.save_state of"
-                " plait.hf.Accelerator writes"
+                " plait.hf.Accelerator writes; pass a folder that it wrote"
             )
         _, client = loaded
         states = torch.load(Path(input_dir) / "schedulers.pt", weights_only=True)
@@ -362,7 +366,7 @@ class LoopCheckpoints:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights in full. The first process writes them. Collective."""
+        """Write the model's full weights to a folder, in the first process. Collective."""
         weights = self.get_state_dict(model)  # type: ignore[attr-defined]
         if self.is_main_process:
             from huggingface_hub import save_torch_state_dict

@@ -1,4 +1,4 @@
-"""Effect of every field of `TrainingArguments` under Plait: honoured, noted or refused.
+"""Effect of every field of `TrainingArguments` under Plait: honoured, ignored or refused.
 
 A table of docs/how-to/trainer.md is generated from it.
 """
@@ -19,15 +19,16 @@ _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 @dataclass(frozen=True)
 class ArgumentField:
-    """Effect of one field.
+    """Effect of one field of `TrainingArguments` under Plait.
 
     Attributes:
         effect: Whether the field is honoured, ignored with a note, or refused.
-        what: Description of what it does, or the reason why it does nothing.
+        what: Description of what the field does, or the reason why it has no effect.
         remedy: Alternative for a value that is refused.
-        when: Condition (value, arguments, layout) under which a value is refused or noted. None:
-            for every value except the default.
-        remedy_for: Returns the part of `remedy` that concerns a value. None: all of it.
+        when: Condition (value, arguments, layout) under which a value is refused, or ignored with a
+            note. None: every value except the default.
+        remedy_for: Function that returns the part of `remedy` that applies to a value. None: all of
+            `remedy` applies.
     """
 
     effect: Effect
@@ -76,7 +77,7 @@ SUPPORTED_BATCHING: Mapping[str, tuple[bool | None, ...]] = {
 def unsupported_settings(
     settings: Any, supported: Mapping[str, tuple[bool | None, ...]]
 ) -> list[str]:
-    """Return the names of settings with other values than those supported.
+    """Return the names of settings whose values are not supported.
 
     Args:
         settings: An object with Accelerate's settings as attributes, or None.
@@ -439,14 +440,14 @@ TRL: dict[str, ArgumentField] = {
 
 
 def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
-    """Examine the arguments of a Trainer.
+    """Find the fields of a Trainer's arguments that Plait refuses or ignores.
 
     Args:
         args: An object of TrainingArguments or a subclass.
         layout: Layout of the run.
 
     Returns:
-        Problems of the fields that are refused, and notes about the fields that change nothing.
+        Problems of the refused fields, and notes about the ignored fields.
     """
     problems = []
     notes = []
@@ -472,7 +473,7 @@ def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
 
 
 def _applies(entry: ArgumentField, field: Any, value: Any, args: Any, layout: Layout) -> bool:
-    """Return True if a value is refused or noted."""
+    """Return True if a field's value is refused, or ignored with a note."""
     if entry.when is not None:
         return entry.when(value, args, layout)
     # Scripts write these values for a field that is off.

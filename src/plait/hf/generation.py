@@ -76,7 +76,7 @@ def problems_of(model: Any, args: Any, resolved: Resolved) -> list[Problem]:
 
 @contextmanager
 def gathered_parameters(engine: Engine) -> Iterator[None]:
-    """Keep all parameters gathered in this context, for a model that Transformers generates with.
+    """Return a context in which all parameters stay gathered for Transformers' own `generate`.
 
     `generate` of Transformers calls the encoder without the root module, so the parameters outside
     the layers would not be gathered. Ranks end after different numbers of tokens, so no collective
@@ -96,7 +96,8 @@ def gathered_parameters(engine: Engine) -> Iterator[None]:
         raise InputError(
             "predict_with_generate: Transformers' generate needs all parameters of"
             f" {type(engine.model).__name__} on every process, {format_bytes(required)}, but"
-            f" {format_bytes(free)} are free; leave it out, and generate from the saved model"
+            f" {format_bytes(free)} are free; use predict_with_generate=False, and"
+            " generate from the saved model"
         )
     # Without `leave_gathered` a forward of the model would reshard its parameters.
     with leave_gathered(engine.model):
@@ -123,7 +124,7 @@ def generated(
 ) -> torch.Tensor:
     """Return the rows of `input_ids` with the tokens that the model adds to them. Collective.
 
-    Padding of a row, on either side, is not read.
+    Padding of a row, on either side, is ignored.
 
     Args:
         engine: The engine.
@@ -139,8 +140,8 @@ def generated(
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         raise InputError(
-            "predict_with_generate: a batch has no `input_ids` of shape [batch, seq], which Plait"
-            " generates from"
+            "predict_with_generate: a batch has no `input_ids` of shape [batch, seq], the prompts"
+            " of the generation; return them from the data collator"
         )
     settings = _generate_settings(engine.model, arguments, ids.shape[1])
     pad = settings_of(engine.model, settings).pad_token_id
@@ -198,8 +199,8 @@ def _generate_settings(model: Any, arguments: Mapping[str, Any], length: int) ->
     unknown = [name for name in settings if name not in NAMES]
     if unknown:
         raise InputError(
-            f"predict_with_generate: plait's generate has no setting `{unknown[0]}`; it has"
-            f" {', '.join(NAMES)}"
+            f"predict_with_generate: plait's generate has no setting `{unknown[0]}`; leave"
+            f" it out, or use one of {', '.join(NAMES)}"
         )
 
     config = model.generation_config
@@ -214,7 +215,7 @@ def _new_tokens(config: Any, max_length: int | None, length: int) -> int:
     """Return the number of new tokens.
 
     `max_length` of the call has priority over `max_new_tokens` of the model's configuration, which
-    has priority over its `max_length`.
+    has priority over `max_length` of the configuration.
     """
     if max_length is None:
         if config.max_new_tokens is not None:

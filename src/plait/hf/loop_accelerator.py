@@ -59,7 +59,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         arguments: Other arguments of Accelerate's class.
 
     Raises:
-        ConfigError: The configuration contradicts the arguments, or does not support a loop.
+        ConfigError: The configuration contradicts the arguments, or has a setting that is not
+            supported in a loop with `accelerator.backward(loss)`.
         InputError: An argument is not supported.
     """
 
@@ -122,7 +123,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     @property
     def mixed_precision(self) -> str:
-        """Precision from the argument. The engine computes in it without autocast."""
+        """Precision in which the engine computes, without autocast: the argument of this name."""
         return self._precision
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -137,7 +138,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         Raises:
             ConfigError: The configuration does not fit the model.
             ModelError: The model cannot be trained, or the configuration cannot split it.
-            InputError: The arguments do not belong together.
+            InputError: The arguments do not fit each other, such as an optimizer over the
+                parameters of another model.
         """
         loaders = [entry for entry in args if isinstance(entry, DataLoader)]
         prepared: dict[int, Any] = {
@@ -187,8 +189,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         ]
         if len(candidates) != 1:
             raise InputError(
-                f"accelerator.prepare was given an optimizer over parameters of {len(candidates)}"
-                " of the models that were given with it; build the optimizer over"
+                f"accelerator.prepare: the optimizer has parameters of {len(candidates)} of the"
+                " models in this call, but must have those of exactly one; build it over"
                 " model.parameters(), and prepare both in one call"
             )
         return candidates[0]
@@ -219,7 +221,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         """Prepare a model that only runs forwards.
 
         Raises:
-            InputError: The model is to be trained. `prepare` does that.
+            InputError: The model is to be trained. Pass it to `prepare` with its optimizer.
         """
         if not evaluation_mode and owner_of(model) is None:
             raise InputError(
@@ -238,7 +240,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return a scheduler that steps with the optimizer.
 
-        It takes one step per data-parallel rank, as under Accelerate.
+        Per optimizer step it takes one step for each data-parallel rank, as under Accelerate.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
@@ -254,8 +256,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     ) -> Any:
         """Return a data loader of this rank's batches, in Accelerate's order.
 
-        A rank without a batch in the last round repeats another rank's, which counts for nothing in
-        `backward` and `gather_for_metrics`. See Note [Rounds of batches] in `hf.batches`.
+        A rank without a batch in the last round repeats the batch of another rank, which `backward`
+        and `gather_for_metrics` ignore. See Note [Rounds of batches] in `hf.batches`.
         """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
@@ -294,7 +296,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         }
 
     def _share_order(self, loader: Any) -> None:
-        """Make all ranks draw the order of the first rank, which is Accelerate's. Collective."""
+        """Make all ranks draw samples in the first rank's order, as Accelerate does. Collective."""
         batch_sampler = loader.batch_sampler
         sampler: Any = getattr(batch_sampler, "sampler", None)
         if not hasattr(sampler, "generator"):
@@ -338,7 +340,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
             self._announce_micro_batch()
 
     def _announce_micro_batch(self) -> None:
-        """Set in the engine, before a forward, whether its gradients will be reduced."""
+        """Tell the engine before a forward whether the backward's gradients will be reduced."""
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(not self._holding)
             self.engine.sharded.before_microbatch(last=not self._holding)
@@ -371,7 +373,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         engine.backward(loss * (factor * self._steps / self.gradient_accumulation_steps))
 
     def _ranks_with_batch(self) -> int:
-        """Return the number of data-parallel ranks with a batch now. They are the first ones."""
+        """Return the number of data-parallel ranks, from index 0, that have their own batch now."""
         loader = self.gradient_state.active_dataloader
         if loader is None or not loader.end_of_dataloader:
             return self.num_processes
@@ -385,8 +387,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     ) -> torch.Tensor:
         """Return the global gradient norm, and make the optimizer's step clip by `max_norm`.
 
-        It is called after the last backward of a step. Each element counts once on every layout.
-        Collective.
+        Call it after the last backward of a step. Each gradient element counts once in the norm on
+        every layout. Collective.
 
         Returns:
             The norm before clipping: 0-dimensional, float64.
@@ -504,7 +506,7 @@ class LoopOptimizer(EngineOptimizerProxy):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Reduce and clip gradients, and update the parameters. Collective.
 
-        `accelerator.clip_grad_norm_` sets the largest norm.
+        `accelerator.clip_grad_norm_` sets the norm to which the gradients are clipped.
         """
         if closure is not None:
             raise InputError(

@@ -43,7 +43,7 @@ def checked_config(source: ConfigSource | None, *, precision: str, accumulation:
     """Return the configuration of a file, with defaults from the arguments.
 
     Args:
-        source: The file, or None.
+        source: Configuration as a path, a mapping or a Config, or None.
         precision: Precision of the loop.
         accumulation: Number of micro-batches per step.
 
@@ -185,7 +185,7 @@ def _unsupported(resolved: Resolved) -> list[Problem]:
 
 
 def refuse_another_clipping(config: Config, max_norm: float) -> None:
-    """Raise ConfigError if the norm of `clip_grad_norm_` contradicts the file's."""
+    """Raise ConfigError if `max_norm` of `clip_grad_norm_` differs from `gradient_clipping`."""
     configured = config.gradient_clipping
     if configured not in ("auto", 0, max_norm):
         rule = f"accelerator.clip_grad_norm_ was called with {max_norm}, and both decide it"

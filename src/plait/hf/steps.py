@@ -1,8 +1,8 @@
 """Steps of a Trainer: this rank's micro-batches, their loss factors, and pipeline steps.
 
 `Smoothing` is the Trainer's label smoothing. Transformers decides by the name of a model's class
-whether labels are those of the next token. Sharding changes the class, so the decision is made for
-the class before sharding.
+whether the label of a position is the next token. Sharding changes the class, so Plait makes the
+decision for the class before sharding.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class TrainerStep:
         present: Number of data-parallel ranks with a batch of their own, per micro-batch.
         has_batch: Whether this rank has a batch of its own, per micro-batch.
         begun: Number of micro-batches that have started.
-        inside: Whether a micro-batch is running, so that a nested call belongs to it.
-        counted: Whether the loss of the micro-batch was multiplied by its factor.
-        micro_batches: Micro-batches that wait for the last one of the step. Only a pipeline, which
-            runs all of them at once, uses it.
+        inside: Whether a micro-batch is running. A nested call then belongs to this micro-batch.
+        counted: Whether the loss of the current micro-batch was multiplied by its factor.
+        micro_batches: Micro-batches collected so far. Only pipelines use it, because they run all
+            micro-batches of a step in one call.
     """
 
     present: list[int]
@@ -53,9 +53,9 @@ class TrainerStep:
 
         Args:
             index: Index of the micro-batch.
-            scaled: Whether the loss was divided by the items of the step. Otherwise it was divided
-                by the number of micro-batches of this rank, although all ranks together may have
-                fewer.
+            scaled: Whether the loss was divided by `num_items_in_batch` of the step. Otherwise it
+                was divided by the number of micro-batches of this rank, although all ranks together
+                may have fewer.
             ranks: Number of data-parallel ranks.
         """
         if not self.has_batch[index]:
@@ -115,9 +115,9 @@ class FilledStep(Iterator[Any]):
 
 
 def counted(batches: list[Any], step: TrainerStep) -> list[Any]:
-    """Return the micro-batches with the labels removed from those that another rank counts.
+    """Return the micro-batches, without labels in those that repeat another rank's batch.
 
-    The other rank counts these labels.
+    The other rank has the loss of these labels.
     """
     return [
         batch if own else _unlabelled(batch)
@@ -237,7 +237,7 @@ class _TensorIndex:
 
 
 def _extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a structure with placeholders, and append its tensors to the list."""
+    """Return the structure with placeholders for its tensors, which are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return _TensorIndex(len(tensors) - 1)
@@ -267,7 +267,7 @@ class Smoothing:
 
     Attributes:
         smoother: Transformers' LabelSmoother.
-        shifts: Whether a label is the token after its position.
+        shifts: Whether the label of a position is the next token.
     """
 
     smoother: Any

@@ -1,8 +1,9 @@
 """Transformers' Trainers on Plait, and `wrap` for their subclasses.
 
-The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. For
-everything about processes it asks `hf.accelerator`. A micro-batch and the end of a step are the
-engine's. Nothing is wrapped, so `trainer.model` is the user's own object.
+The Trainer keeps its loop, its data sets, its LR schedule, its logging and its callbacks. It gets
+the number of processes, their indices and gathered tensors from `hf.accelerator`. The engine runs
+each micro-batch and the optimizer step. Nothing is wrapped, so `trainer.model` is the user's own
+object.
 
 Note [Life of a step]
     `get_batch_samples` reads the micro-batches of a step, and `_get_num_items_in_batch` makes the
@@ -84,7 +85,7 @@ if has_supported_trainer():
 class TrainerMixin(CheckpointMixin):
     """Base class that makes a Trainer train with Plait.
 
-    It comes first: `class Mine(TrainerMixin, SomeTrainer)`, or `plait.hf.wrap(SomeTrainer)`.
+    It must be the first base: `class Mine(TrainerMixin, SomeTrainer)`. `wrap` creates such a class.
 
     Args:
         args: Arguments of the Trainer.
@@ -251,7 +252,7 @@ class TrainerMixin(CheckpointMixin):
         return self.engine
 
     def _optimizer_source(self) -> Any:
-        """Return the argument `optimizer` of `initialize`."""
+        """Return what to pass to `initialize` as `optimizer`. None: the configuration has one."""
         passed = self.optimizer
         if self.plait_config.optimizer is None:
             return passed if passed is not None else lambda _: self.create_optimizer()
@@ -300,12 +301,12 @@ class TrainerMixin(CheckpointMixin):
         return self.model, train_dataloader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the Trainer's optimizer, with the same groups on every layout."""
+        """Create the Trainer's optimizer, with the same parameter groups on every layout."""
         with layout_free_groups():
             return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the schedule of the configuration, or the Trainer's if it has none."""
+        """Create the configuration's LR schedule or, if it has none, the Trainer's."""
         spec = schedule_of(
             self.plait_config,
             self.args,
@@ -425,7 +426,7 @@ class TrainerMixin(CheckpointMixin):
         In a pipeline the last call of a step runs all of its micro-batches.
 
         Returns:
-            The loss, multiplied by its weight in the step.
+            The loss, multiplied by its factor in the step.
         """
         with self._micro_batch(num_items_in_batch) as step:
             step.counted = True
@@ -510,7 +511,7 @@ class TrainerMixin(CheckpointMixin):
         return total.to(torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """Return a tensor for the norm. The optimizer's step clips, and fills it."""
+        """Return a tensor to which the optimizer step will write the norm. That step clips."""
         return self.optimizer.new_norm()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -519,7 +520,7 @@ class TrainerMixin(CheckpointMixin):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the FLOPs of this process's share of a micro-batch.
 
-        The sum over all processes is that of the step.
+        Their sum over all processes is the FLOPs of the micro-batches of all data-parallel ranks.
         """
         layout = self._resolved.layout
         estimate = getattr(self.model, "estimate_tokens", None)
@@ -529,7 +530,7 @@ class TrainerMixin(CheckpointMixin):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the model with each sample once. Collective.
 
-        The loss of a rank is that of its own batch, as in a single process.
+        Each rank computes the loss of its own batch only, as a single process does.
         """
         engine = self.begin()
         self._refuse_split_rows(dataloader)
@@ -576,7 +577,7 @@ class TrainerMixin(CheckpointMixin):
     ) -> Any:
         """Evaluate a micro-batch. Collective.
 
-        With a pipeline the result is on all of its stages.
+        With pipeline parallelism, every stage returns the result.
         """
         engine = self.begin()
         rank = self.accelerator.process_index
@@ -628,7 +629,7 @@ class TrainerMixin(CheckpointMixin):
         return self.accelerator.gather_first(data, self._count)
 
     def end(self) -> None:
-        """Release the models, and end the process group. Collective."""
+        """Release the models, and destroy the process group. Collective."""
         for reference in self.accelerator.references:
             reference.close()
         if self.engine is not None:
@@ -717,13 +718,13 @@ class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
 
 
 def wrap(trainer: type[Any]) -> type[Any]:
-    """Return a class like `trainer` that trains with Plait.
+    """Return a subclass of `trainer`, with the same name, that trains with Plait.
 
     Args:
         trainer: A subclass of `transformers.Trainer`, such as a trainer of TRL.
 
     Raises:
-        InputError: `trainer` is something else.
+        InputError: `trainer` is not such a class.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
         raise InputError(f"plait.hf.wrap takes a subclass of transformers.Trainer, not {trainer!r}")

@@ -1,8 +1,8 @@
-"""The installed Transformers Trainer and its subclasses: release, and overridden methods.
+"""Properties of the installed Transformers Trainer: its release, and what scripts override.
 
-The Trainer of Plait runs on Transformers 5.17 and newer. Everything that depends on the release is
-decided here. The decision depends on the attributes that exist, and falls back to the behaviour of
-Transformers itself in that release.
+The Trainer of Plait runs on Transformers 5.17 and newer. All decisions that depend on the release
+are in this module. They test which attributes exist. Where an attribute is missing, Plait behaves
+as that release of Transformers does.
 
 The names that a script's own method reads (`reads`) show how its loss is scaled, and whether it
 calls the method of the Trainer.
@@ -76,7 +76,8 @@ def layout_free_groups() -> AbstractContextManager[None]:
     """Return a context in which the groups of a Trainer's optimizer do not depend on the layout.
 
     Transformers since 5.20 makes separate groups for the parameters of every device mesh, because
-    one fused call cannot take several. `step_by_placement` solves that within a step.
+    one fused call cannot take parameters of several meshes. `step_by_placement` divides the groups
+    only while a step runs.
     """
     module = transformers.trainer
     if not hasattr(module, "has_mixed_dtensor"):
@@ -94,7 +95,7 @@ def declared_scaling(trainer: Any) -> bool | None:
 
 
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
-    """Return True if `compute_loss` divides by the items of a step. Otherwise `training_step` does.
+    """Return True if `compute_loss` divides by `num_items_in_batch`, and not `training_step`.
 
     Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do
     if it is None.

@@ -79,7 +79,7 @@ def without_balance_loss(loss: Any) -> Any:
 
 @dataclass(frozen=True)
 class BalancedLoss:
-    """Token loss plus router losses, which count once per target of a micro-batch."""
+    """Token loss plus the router losses times the number of targets of the micro-batch."""
 
     inner: CausalLMLoss
     coefficient: float

@@ -66,7 +66,8 @@ class DeferredLogits:
 class ChunkedCausalLMLoss(CausalLMLoss):
     """`CausalLMLoss` in chunks, for a model whose forward is `deferred`.
 
-    Value and gradients are the same. Plain logits are accepted too. See Note [Loss in chunks].
+    Value and gradients equal those of `CausalLMLoss`. Plain logits are accepted too.
+    See Note [Loss in chunks].
     """
 
     split_logits: ClassVar[bool] = True
@@ -89,7 +90,8 @@ def chunked_causal_lm_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the causal language model loss in chunks, for the user's own training loop.
 
-    It equals the head followed by `plait.causal_lm_loss`, in the memory of `chunk_tokens` tokens.
+    The result equals that of `plait.causal_lm_loss` on the output of `head`. Logits of at most
+    `chunk_tokens` tokens are in memory at once.
 
     Args:
         hidden: Input of the head [batch, seq, hidden].
@@ -274,7 +276,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Autograd function that returns zero, and a precomputed gradient in the backward."""
+    """Autograd function that returns 0, and whose backward returns a precomputed gradient."""
 
     @staticmethod
     def forward(
@@ -407,7 +409,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
 def _with_current_gathering(head: Head) -> Head:
     """Return the head with the current setting of `Region.gather_logits`.
 
-    The setting may be another one when a backward applies the head.
+    The setting may have changed when a backward applies the head.
     """
     region: Region | None = getattr(head, "region", None)
     if region is None:
@@ -422,7 +424,7 @@ def _with_current_gathering(head: Head) -> Head:
 
 
 class _LogitsRecorder(TorchFunctionMode):
-    """Mode that records the operations on a placeholder for logits without running them."""
+    """TorchFunctionMode that records operations on a placeholder for logits, unexecuted."""
 
     def __init__(self, subject: str) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def per_sample(total: Callable[[Any, Any], torch.Tensor]) -> PerSample:
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """Loss from two functions.
+    """Loss from a function that returns (sum, weight) and one that returns only the weight.
 
     Args:
         total: Maps (output, batch) to (sum, weight). See `Loss.__call__`.
@@ -158,15 +158,15 @@ def checked_total(result: Any) -> tuple[torch.Tensor, Any]:
     ):
         return result[0], result[1]
     description = type(result).__name__
-    remedy = ""
+    remedy = "return both"
     # The usual mistake is a loss of torch, which returns a mean.
     if isinstance(result, torch.Tensor):
         description = f"a tensor of shape {tuple(result.shape)}"
     if isinstance(result, torch.Tensor) or (isinstance(result, tuple) and len(result) == 1):
-        remedy = "; for a plain sum over samples use plait.per_sample(...), and no mean"
+        remedy = "for a plain sum over samples, and not a mean, use plait.per_sample(...)"
     raise InputError(
         f"loss_fn returned {description}, and train_batch needs (sum of the losses, their number)"
-        f" of a micro-batch{remedy}"
+        f" of a micro-batch; {remedy}"
     )
 
 
@@ -190,7 +190,7 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 def vocab_parallel_cross_entropy(
     logits: DTensor, targets: torch.Tensor, *, ignored: int
 ) -> torch.Tensor:
-    """Return the sum of the cross entropy over tokens, the same on every rank of tp. Collective.
+    """Return the sum of the tokens' cross entropies on every tensor-parallel rank. Collective.
 
     It is computed in float32, or in float64 for float64 logits.
 

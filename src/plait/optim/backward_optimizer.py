@@ -1,10 +1,10 @@
 """Optimizer that updates each parameter during the backward and frees its gradient.
 
-A parameter is updated as soon as its gradient is complete. Only the gradients of the unit that was
-reduced last are allocated (of one parameter if nothing is sharded). The optimizer is torch's own,
-with one parameter per call, so the results are bitwise equal to those of a step after the backward.
-The configuration refuses features that need all gradients before the first update: clipping, an
-overflow check, accumulation.
+A parameter is updated as soon as its gradient is complete. At any time only the gradients of one
+FSDP unit are allocated, the one that was reduced last. If nothing is sharded, only the gradient of
+one parameter is allocated. The optimizer is torch's own, with one parameter per call, so the
+results are bitwise equal to those of a step after the backward. The configuration refuses features
+that need all gradients before the first update: clipping, an overflow check, accumulation.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class BackwardOptimizer(StepHook):
             )
 
     def release(self) -> None:
-        """Stop updating parameters."""
+        """Remove the gradient hooks, so that the backward no longer updates parameters."""
         for handle in self._handles:
             handle.remove()
 
     def take_norms(self) -> dict[nn.Parameter, torch.Tensor]:
-        """End the step, and return the norms of this rank's shards of its gradients."""
+        """End the step, and return the norms of this rank's shards of the step's gradients."""
         norms = self._norms
         self._norms = {}
         return norms

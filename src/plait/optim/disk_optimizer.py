@@ -57,7 +57,7 @@ def build_disk_tier(
     Args:
         resolved: The configuration.
         model: The sharded model. It may not have its weights yet.
-        units: Paths of the units whose states are in files. "" means the full model.
+        units: Paths of the FSDP units whose states are in files. "" means the full model.
 
     Raises:
         ConfigError: The buffers are too small for the parameters that are gathered together.
@@ -98,7 +98,7 @@ def build_disk_tier(
 
 
 def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
-    """Raise ConfigError if the shards of a unit do not fit into the buffers.
+    """Raise ConfigError if the shards of an FSDP unit do not fit into the buffers.
 
     The shards of a unit are in memory together while it is gathered.
     """
@@ -131,8 +131,8 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
     """Return the largest number of states per parameter that have the parameter's shape.
 
-    It is counted after a step on a small matrix and a small vector, because some optimizers keep
-    different states for them (Adafactor, Muon).
+    The states are counted after a step on a small matrix and a small vector, because some
+    optimizers (Adafactor, Muon) have different states for matrices and vectors.
 
     Args:
         make: Builds the optimizer from (name, parameter) pairs.
@@ -155,14 +155,15 @@ def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) ->
 class DiskTier(StepHook):
     """Files with the optimizer states, gradients and parameters of one model.
 
-    It is created before the model has its weights (`adopt`), and receives the optimizer later
-    (`drive`).
+    The tier is created before the model has its weights. `adopt` maps the model, and `drive` later
+    takes over its optimizer.
 
     Args:
         arena: File for gradients and optimizer states, or None to leave them in memory.
         buffer_bytes: Size of a chunk of the step.
         buffer_count: Number of chunks that may be in memory.
-        shards: File for the shards of parameters, which may be the same as `arena`, or None.
+        shards: File for the shards of parameters, or None to leave them in memory. It may be the
+            same file as `arena`.
         pool_bytes: Bytes of shards that are in memory at once while the model computes.
     """
 
@@ -272,26 +273,26 @@ class DiskTier(StepHook):
             arena.close()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if a plain tensor is in a file."""
+        """Return True if a plain tensor is mapped from one of the files."""
         return any(arena.holds(tensor) for arena in self.arenas)
 
     def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
-        """Read a tensor from its file (see `Arena`). Does nothing for a tensor in memory."""
+        """Read a tensor from its file (see `Arena`). Does nothing for a tensor without a file."""
         for arena in self.arenas:
             if arena.holds(tensor):
                 arena.fetch(tensor, write=write)
 
     def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
-        """Remove a tensor from memory (see `Arena`). Does nothing for a tensor in memory only."""
+        """Remove a tensor from memory (see `Arena`). Does nothing for a tensor without a file."""
         for arena in self.arenas:
             arena.evict(tensor, written=written)
 
     def evict_parameter(self, parameter: torch.Tensor) -> None:
-        """Evict a parameter that was filled."""
+        """Evict a parameter whose values have been written."""
         self.evict(local_tensor(parameter.detach()))
 
     def evict_parameters(self) -> None:
-        """Evict all parameters, after they were filled."""
+        """Evict all parameters, after their values have been written."""
         for buffer in self._buffers:
             self.evict(buffer)
         if self.arenas:
@@ -325,7 +326,7 @@ class DiskTier(StepHook):
     ) -> Iterator[list[torch.Tensor]]:
         """Yield plain tensors in order, in lists that fill about one buffer.
 
-        Each list is fetched before its use and evicted after it.
+        Each list is fetched before it is yielded, and evicted afterwards.
 
         Args:
             tensors: The tensors.
@@ -527,7 +528,7 @@ class DiskTier(StepHook):
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
-        """Step plain parameters that stand for the slices and have slices of the states."""
+        """Step the optimizer on plain parameters that are the slices, with slices of the states."""
         members = []
         for part in chunk:
             sliced = nn.Parameter(part.view_of(part.parameter.detach()))
@@ -547,7 +548,7 @@ class DiskTier(StepHook):
     def _store_states(
         self, optimizer: Optimizer, part: _ParameterSlice, sliced: dict[str, Any]
     ) -> None:
-        """Store the states of a slice in those of its parameter."""
+        """Store the states of a slice in the states of the full parameter."""
         parameter = part.parameter
         states = optimizer.state[part.parameter]
         count = local_tensor(parameter.detach()).numel()
@@ -576,8 +577,8 @@ class DiskTier(StepHook):
     ) -> torch.Tensor:
         """Return the mapped tensor of a state, filled with `value`.
 
-        It is the same memory for the life of the optimizer. If the states of the parameter stay in
-        memory, it is `value` itself, or an empty tensor.
+        The tensor occupies the same memory for the life of the optimizer. If the parameter's states
+        are not in files, the result is `value` itself, or an empty tensor.
 
         Args:
             parameter: The parameter.
@@ -625,8 +626,8 @@ class DiskTier(StepHook):
     def _map_states(self) -> None:
         """Map states that were created outside the step.
 
-        They come from a loaded checkpoint, or from an optimizer that makes its states when it is
-        built.
+        Such states come from a loaded checkpoint, or from an optimizer that creates its states when
+        it is built.
         """
         for parameter in list(self._optimizer.state):
             assert isinstance(parameter, nn.Parameter)
@@ -655,12 +656,13 @@ class _ParameterSlice:
 
 @dataclass(frozen=True)
 class _TensorUse:
-    """Mapped tensor, or a slice of one, that is temporarily needed in memory.
+    """Mapped tensor, or slice of a mapped tensor, that must be in memory for a chunk.
 
     Attributes:
         tensor: The tensor.
-        changes: Whether it is written to.
-        is_read_again: Whether it is read again later, so that changes have to reach the disk.
+        changes: Whether the tensor is written to.
+        is_read_again: Whether the tensor is read again later, so that changes must be written to
+            the disk.
     """
 
     tensor: torch.Tensor

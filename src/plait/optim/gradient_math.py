@@ -1,8 +1,8 @@
 """Norms and scaling of gradients with at least the precision of float32.
 
-torch computes a norm in the tensor's own dtype, and rounds a factor to it: float16 ends at 65504,
-bfloat16 has three digits. On a CPU torch makes a wider copy of a tensor that it sums in a wider
-dtype, so long tensors are processed there in chunks.
+torch computes a norm in the tensor's dtype, and rounds a factor to that dtype. The largest float16
+number is 65504, and bfloat16 has three significant digits. A CPU sum in a wider dtype first copies
+the tensor to that dtype, so long tensors are processed in chunks on a CPU.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class SmallStateAdam(Optimizer):
 
     Args:
         params: Parameters or parameter groups, as for every optimizer of torch.
-        states: Form of the moments.
+        states: Storage format of the moments: bf16, int8 or float8.
         decoupled: True for AdamW. False adds the weight decay to gradients, as Adam does.
         lr: Learning rate.
         betas: Decay rates of the moments.
@@ -235,7 +235,7 @@ class _StoredMoment:
     codec: Codec | None = None
 
     def read(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part as numbers: a view of the stored numbers if they have the dtype."""
+        """Return a part in `dtype`. It is a view if the stored numbers have that dtype already."""
         if self.codec is None or self.scales is None:
             return self.stored[part].to(dtype)
         return self.codec.decode(self.stored[part], self.scales[self._blocks(part)]).to(dtype)
@@ -270,7 +270,7 @@ class Codec(Protocol):
         """
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of codes [n] and scales [n / block]: a new tensor, float32, [n]."""
+        """Dequantize codes [n] with scales [n / block]. Return a new tensor, float32, [n]."""
 
 
 class DynamicInt8:

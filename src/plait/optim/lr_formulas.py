@@ -52,9 +52,9 @@ def learning_rate(
 
 
 def megatron_lr(schedule: MegatronLR, done: int, *, high: float, total_steps: int) -> float:
-    """Return the rate of Megatron-LM (`core/optimizer_param_scheduler.py`).
+    """Return the learning rate that Megatron-LM computes (`core/optimizer_param_scheduler.py`).
 
-    Megatron-LM counts in samples, Plait in steps. The ratios are the same.
+    Megatron-LM gives lengths in samples, Plait in steps. The ratios of lengths are the same.
 
     Args:
         schedule: Parameters of the schedule.

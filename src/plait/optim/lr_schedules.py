@@ -233,7 +233,7 @@ def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list
 def _momenta(
     schedule: OneCycle, optimizer: Optimizer, *, total_steps: int | None
 ) -> Callable[[int], list[float]] | None:
-    """Return a function from the index to the first of `betas` of every parameter group.
+    """Return a function that maps the index to the first beta of every parameter group.
 
     A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
     DeepSpeed allows it. Plait refuses it: when the schedule is created if the length of the run is
@@ -303,7 +303,7 @@ class ScheduleSource:
 
     @property
     def facts(self) -> Any:
-        """Description for a checkpoint. Schedules with the same rates have equal descriptions."""
+        """Description that a checkpoint stores. Schedules with the same rates have equal ones."""
         return exact.encode(
             {"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler"
         )
@@ -363,7 +363,7 @@ class DeepSpeedScheduler(LRScheduler):
         if not isinstance(position, int):
             raise CheckpointError(
                 "the saved schedule has no `last_epoch` (it has"
-                f" {', '.join(map(str, state_dict)) or 'nothing'})"
+                f" {', '.join(map(str, state_dict)) or 'nothing'}); load another checkpoint"
             )
         # torch's own method would restore all attributes, also those of a changed schedule.
         self.last_epoch = position

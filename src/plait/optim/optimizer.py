@@ -215,10 +215,10 @@ def _why_not_fused(name: str, parameters: Sequence[nn.Parameter]) -> str | None:
 def _start_late_momentum(optimizer: Optimizer, *_: object) -> None:
     """Create the momentum of fused SGD for parameters whose first gradient arrives late.
 
-    torch's fused kernel creates all momenta of a group in one step, and fails if only some of them
-    exist (an unused branch, a block that is unfrozen). The other kernels of SGD create each by
-    itself, equal to the gradient. The buffer is set so that the kernel's own update makes it the
-    gradient.
+    torch's fused kernel creates all momenta of a group in one step. It fails if only some of them
+    exist, for example because of an unused branch or a block that was unfrozen later. The other
+    kernels of SGD create each momentum separately, equal to the gradient. The value set here
+    becomes equal to the gradient when the fused kernel updates it.
     """
     for group in optimizer.param_groups:
         momentum = group["momentum"]
@@ -264,8 +264,8 @@ def step_by_placement(optimizer: Optimizer) -> None:
     See Note [Groups during a step].
 
     Args:
-        optimizer: Any optimizer. Only torch's are changed, because others may keep values of their
-            own in their groups.
+        optimizer: Any optimizer. Only torch's optimizers are changed, because other optimizers may
+            store additional values in their groups.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         _GroupSplitter(optimizer)
@@ -395,7 +395,7 @@ class JoinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _share(self) -> None:
-        """Share the groups and states of the parts with this optimizer."""
+        """Make the groups and states of all parts those of this optimizer, without copies."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]

@@ -28,7 +28,8 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
         names: Values of the form `package.module:name`.
 
     Raises:
-        ConfigError: A name cannot be imported, or what it names cannot be called as needed.
+        ConfigError: A name cannot be imported, or the imported object cannot be called with (event,
+            engine).
     """
     definitions = [_import_callback(name) for name in names]
     return [item() if isinstance(item, type) else item for item in definitions]

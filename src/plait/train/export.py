@@ -161,7 +161,8 @@ def _exported_names(
     missing = sorted(set(model_names) - tied_duplicates - set(names))
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path} lacks {len(missing)} tensors of its model, first {missing[0]}"
+            f"{checkpoint.path} lacks {len(missing)} tensors of its model, first"
+            f" {missing[0]}; export another checkpoint"
         )
     return names
 
@@ -255,7 +256,7 @@ def _sync(folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the system's message, with the source file if copying it failed."""
+    """Return the system's message, plus the source file if copying a file failed."""
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
         source, _, reason = error.args[0][0]
         return f"{source}: {reason}"
@@ -331,8 +332,8 @@ class ExportComparison:
     """Agreement between Plait's model of a checkpoint and Transformers' model of the export.
 
     Attributes:
-        logits: Largest difference of a logit of the prompt.
-        tokens: Number of greedy tokens, which are the same in both.
+        logits: Largest absolute difference between their logits of the prompt.
+        tokens: Number of greedy tokens that were compared. All of them are equal.
     """
 
     logits: float

@@ -146,7 +146,7 @@ def _load_config(
     except (ValueError, OSError) as error:
         raise InputError(
             f"model.path: {weights}/config.json is not a Transformers configuration"
-            f" ({first_line(error)})"
+            f" ({first_line(error)}); name the folder of a Transformers model"
         ) from error
 
     method = quantisation_of(config)
@@ -160,7 +160,7 @@ def _load_config(
 
 
 def _instantiate(config: PreTrainedConfig, section: ModelSection) -> nn.Module:
-    """Create the model on the meta device. Errors of its class become errors of the section."""
+    """Create the model on the meta device. Raise its errors as errors of the `model` section."""
     from transformers import AutoModelForCausalLM
 
     kind = config.model_type
@@ -171,7 +171,8 @@ def _instantiate(config: PreTrainedConfig, section: ModelSection) -> nn.Module:
             )
     except ValueError as error:
         raise InputError(
-            f"model: {kind!r} is not a causal language model of Transformers ({first_line(error)})"
+            f"model: {kind!r} is not a causal language model of Transformers"
+            f" ({first_line(error)}); choose one that AutoModelForCausalLM supports"
         ) from error
     except Exception as error:
         # A module may raise anything for sizes that it cannot have. A KeyError is usually a value

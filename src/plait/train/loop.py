@@ -1,9 +1,9 @@
 """Training loop: steps, validation, checkpoints, and a clean stop.
 
-Every rank runs the loop with the same numbers and takes the same decisions. A signal, which may
-reach only one rank, is exchanged first. The data of a step is a function of the position, so a
-resumed run computes what an uninterrupted one would. The loop notifies listeners and prints nothing
-itself.
+Every rank runs the loop with the same numbers and takes the same decisions. A signal may reach only
+one rank, so ranks exchange signals before they act on them. The data of a step is a function of the
+position, so a resumed run computes what an uninterrupted run would. The loop notifies listeners and
+prints nothing itself.
 
 Note [Reading a step's numbers]
     A GPU runs asynchronously. If the loop read the loss of a step immediately, the device would
@@ -83,15 +83,15 @@ class TrainingContext:
     Attributes:
         engine: Engine that takes the steps.
         section: Section `run` of the configuration.
-        loader: Training data, by position.
+        loader: Loader of the training batches, addressed by position.
         validation: Returns this rank's validation batches, the same at each call; no batches if no
             text is set aside for validation.
         checkpoints: Folder of the checkpoints.
         client_state: State that is saved with every checkpoint, in addition to the position.
         started: Event that is emitted before the first step.
-        stop: Request of a signal or of a callback to stop.
+        stop: Stop request, set by a signal or a callback.
         emit: Listener that receives all events.
-        left_out: Batches that are not trained on, as numbers of sequences consumed before them.
+        left_out: Batches to skip. Each is given by the number of sequences consumed before it.
         seconds: Clock in seconds that decides when `RunSection.checkpoint_seconds` have passed.
     """
 
@@ -118,8 +118,8 @@ def train(context: TrainingContext, start: Position) -> int:
         result is the same on every rank.
 
     Raises:
-        NumbersError: The loss is not finite, and such steps are not skipped. The last checkpoint
-            stays as it is.
+        NumbersError: The loss is not finite, and `faults.non_finite` does not skip such steps. The
+            last checkpoint stays as it is.
     """
     section = context.section
     began = time.perf_counter()
@@ -213,7 +213,7 @@ class _CheckpointWriter:
         return interval > 0 and self.context.seconds() - self._last >= interval
 
     def begin(self, position: Position) -> None:
-        """Start the checkpoint of a position. Waits for the previous one. Collective."""
+        """Start to write the checkpoint of a position, after the previous one. Collective."""
         self.report(wait=True)
         self._last = self.context.seconds()
         self._position = position
@@ -232,7 +232,7 @@ class _CheckpointWriter:
         )
 
     def report(self, *, wait: bool) -> None:
-        """Remove old checkpoints and emit the event if the checkpoint is on disk."""
+        """If the checkpoint is on disk, emit its event and remove old checkpoints."""
         if self._position is None:
             return
         path = self.context.engine.checkpoint_written(wait=wait)
@@ -313,7 +313,8 @@ class _StepReader:
         """Wait for one step. Return its event and the request of `StopRequest.shared`.
 
         Raises:
-            NumbersError: The loss or the gradients are not finite, and such steps are not skipped.
+            NumbersError: The loss or the gradients are not finite, and `faults.non_finite` does not
+                skip such steps.
         """
         context = self._context
         loss, grad_norm, weight, stop = queued.numbers.values().tolist()
@@ -369,7 +370,7 @@ class StepClock:
         return event
 
     def seconds(self, end: Any) -> float:
-        """Return the seconds since the previous end, or since `restart`. Waits for the device.
+        """Return the seconds from the previous step's end, or `restart`. Waits for the device.
 
         Args:
             end: Result of `mark` at the end of a step. Steps must be passed in their order.
@@ -446,10 +447,10 @@ class StopRequest:
         self.number = self.number or STOP_REQUESTED
 
     def shared(self, *, device: torch.device, is_due: bool = False) -> torch.Tensor:
-        """Return the request of all processes of the default group. Collective.
+        """Return the stop request, combined over all processes of the default group. Collective.
 
-        Every process calls this in every step. Without a process group the result is the request of
-        this process. See Note [Stopping together].
+        Every process calls this in every step. Without a process group the result is the stop
+        request of this process. See Note [Stopping together].
 
         Args:
             device: Device of the result.

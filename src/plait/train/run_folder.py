@@ -4,10 +4,10 @@
     tokenizer/               opens with AutoTokenizer.from_pretrained
     metrics.jsonl            all events, one per line
     checkpoints/             unless run.checkpoints names another place
-    links.json               measured links, if there was a choice
+    links.json               measured links between the processes, if they were measured
     generation_config.json   generation settings of the model that the run began with
 
-A run is only resumed with the model, the text and the seed it was started with.
+A run is only resumed with the model, the text and the seed with which it was started.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Complete training run of a configuration.
 
-`check` finds what can be wrong before any process exists: the command calls it without a process
-group. `run` trains in every process. Both print nothing; they notify listeners. `run_warnings`
-returns warnings about settings that are valid but probably not intended.
+`check` finds mistakes before the processes of a run start, so it needs no process group. `run`
+trains in every process. Both print nothing; they notify listeners. `run_warnings` returns warnings
+about settings that are valid but probably not intended.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ValidatedRun:
         built: The model on the meta device and the facts about it.
         folder: Folder of the run.
         identity: Model, text and seed, which must stay the same when the run is resumed.
-        position: Position at which the run continues; 0 for a new run.
+        position: Position from which the run continues. It is the start for a new run.
         changes: Settings that differ from the last start, where that is allowed.
     """
 
@@ -271,7 +271,7 @@ def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
 
 
 def _check_packing(kind: str) -> None:
-    """Raise ConfigError for a model that might attend across the documents of a row."""
+    """Raise ConfigError for a model whose attention may cross the documents of a packed row."""
     tested_kinds = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
     if kind not in tested_kinds:
         raise ConfigError(

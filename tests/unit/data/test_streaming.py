@@ -201,14 +201,14 @@ def test_a_text_of_nothing_later_does_not_turn_for_ever(opened):
     broken = data.loader(1, 0, dp_rank=0, dp_size=1)
     assert broken.at(0)["input_ids"].shape == (1, LENGTH)  # joined, they are one
     object.__setattr__(data.train, "make_sequences", lambda stream, length, padding: [])
-    with pytest.raises(InputError, match="holds no sequence of two training tokens"):
+    with pytest.raises(InputError, match="holds no sequence of at least 2 training tokens"):
         data.loader(1, 0, dp_rank=0, dp_size=1).at(0)
 
 
 def test_it_needs_a_tokenizer(tmp_path):
     paths = (written(tmp_path, rows_of(texts()), "disk"),)
     section = DataSection(source="datasets", paths=paths, streaming=True)
-    words = r"none is trained on a text that is not kept; set data.tokenizer"
+    words = r"Plait trains none on a streamed text; set data.tokenizer"
     with pytest.raises(InputError, match=words):
         prepare(section, cache=tmp_path, model_tokenizer=None, report=lambda _: None)
 

@@ -21,7 +21,7 @@ _REMEDIES = {
 
 
 class DeviceAccelerator:
-    """GPUs of this machine, or its CPU."""
+    """DeepSpeed's accelerator interface to the GPUs of this machine, or to its CPU."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

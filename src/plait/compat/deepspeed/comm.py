@@ -39,7 +39,7 @@ def init_distributed(
 ) -> None:
     """Create torch's default process group from the launcher's variables. Collective.
 
-    An existing group is kept. `initialize` uses this group.
+    An existing group is reused. `initialize` uses the default group.
 
     Args:
         dist_backend: Must be the backend of the devices, or None.

@@ -1,10 +1,10 @@
-"""DeepSpeed's engine as an adapter of Plait's, with DeepSpeed's names, arguments and return values.
+"""DeepSpeed's engine interface on top of Plait's engine.
 
-Names that the adapter does not have are looked up in the model. A name that is not supported raises
-an error with a replacement.
+Names, arguments and return values are DeepSpeed's. A name that the engine does not define is looked
+up in the model. A name that is not supported raises an error that names a replacement.
 
 DeepSpeed's functions for parameters (`deepspeed.utils`, `zero.GatheredParameters`) receive only a
-parameter. `find_parameter` looks up its engine in a registry.
+parameter. `find_parameter` looks up the parameter's engine in a registry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait.parallel.techniques.data_parallel import free_gathered
 
 
 class DeepSpeedOptimizer(OptimizerProxy):
-    """Proxy that does not step: `engine.step()` does."""
+    """Optimizer that `deepspeed.initialize` returns. Only `engine.step()` may step it."""
 
     def __init__(self, engine: Engine, drop_gradients: Callable[[], None]) -> None:
         """Create a proxy of an engine's optimizer.
@@ -46,7 +46,7 @@ class DeepSpeedOptimizer(OptimizerProxy):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the next loss; 1 without float16."""
+        """Loss scale of the next backward; 1 without float16."""
         return self.engine.sharded.loss_scale
 
     cur_scale = loss_scale
@@ -56,7 +56,7 @@ class DeepSpeedOptimizer(OptimizerProxy):
         self._drop_gradients()
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Raise InputError: it would skip the reduction, the clipping and the loss scale."""
+        """Raise InputError: this call would skip the reduction, the clipping and the loss scale."""
         raise InputError(
             "optimizer.step(): call engine.step(), which reduces, clips and updates at the end of a"
             " step's micro-batches"
@@ -71,7 +71,7 @@ class DeepSpeedOptimizer(OptimizerProxy):
 
 
 class DeepSpeedEngine(CheckpointMethods):
-    """Engine that `deepspeed.initialize` returns. `plait` is the underlying engine of Plait."""
+    """Engine that `deepspeed.initialize` returns. Its attribute `plait` is Plait's engine."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class DeepSpeedEngine(CheckpointMethods):
         """
         if retain_graph:
             raise InputError(
-                "engine.backward(retain_graph=True): a micro-batch has one backward here; add its"
-                " losses and call it once"
+                "engine.backward(retain_graph=True) is not supported, because a micro-batch has one"
+                " backward; add up its losses, and call engine.backward(loss) once"
             )
         self._update_boundary()
         count = self.gradient_accumulation_steps()
@@ -177,9 +177,9 @@ class DeepSpeedEngine(CheckpointMethods):
             )
         if self._in_no_sync:
             raise InputError(
-                "engine.step() inside engine.no_sync(): gradients there are not reduced; call it"
-                " outside, after the last micro-batch, before which"
-                " engine.set_gradient_accumulation_boundary(True) is called"
+                "engine.step() inside engine.no_sync(): gradients are not reduced there; call"
+                " engine.set_gradient_accumulation_boundary(True), and run the last micro-batch and"
+                " engine.step() outside"
             )
         self._update_boundary()
         # Read before the step, with which the next micro-batch begins.
@@ -207,7 +207,7 @@ class DeepSpeedEngine(CheckpointMethods):
             yield
 
     def _refuse_optimizer_step(self, *_: Any) -> None:
-        """Raise InputError if the script calls the optimizer. Hook of the optimizer's step."""
+        """Raise InputError if the script stepped the optimizer. Hook of the optimizer's step."""
         if not self._is_updating:
             raise InputError(
                 "the optimizer's step() was called: call engine.step(), which reduces and clips"
@@ -230,7 +230,7 @@ class DeepSpeedEngine(CheckpointMethods):
         same result. Call the last forward and backward of a step, and `step`, outside it.
         """
         if self._in_no_sync:
-            raise InputError("engine.no_sync() inside engine.no_sync(); one is enough")
+            raise InputError("engine.no_sync() inside engine.no_sync(): remove the inner one")
         self._in_no_sync = True
         try:
             yield
@@ -308,7 +308,7 @@ class DeepSpeedEngine(CheckpointMethods):
         )
 
     def destroy(self) -> None:
-        """Release the model, and the process group if `initialize` created it."""
+        """Release the model, and destroy the process group if `initialize` created it."""
         self.plait.close()
 
     @property
@@ -464,8 +464,8 @@ def find_parameter(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Paramet
         parameter: A parameter of the model, or a gathered copy of one.
 
     Returns:
-        The engine and the parameter that its optimizer updates, which is the shard of a gathered
-        copy. None if no engine has the parameter.
+        The engine, and the parameter that the engine's optimizer updates. For a gathered copy this
+        is the shard that the copy replaces. None if no engine has the parameter.
 
     Raises:
         InputError: The call is between the micro-batches of a step.

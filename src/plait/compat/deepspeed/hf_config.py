@@ -21,7 +21,7 @@ _MODULE = "transformers.integrations.deepspeed"
 
 
 def patch_hf_deepspeed_config() -> None:
-    """Patch Transformers' module, now if it is imported already, and else when it is imported."""
+    """Patch Transformers' module now, or when it is imported if it is not imported yet."""
     if _MODULE in sys.modules:
         _patch(sys.modules[_MODULE])
     elif not any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):

@@ -122,8 +122,8 @@ def init_inference(
     Args:
         model: Model in memory, the same on every rank.
         config: Mapping, or path of a JSON file. `tensor_parallel.tp_size` is the number of
-            processes. `dtype` converts the model; without it the model keeps its dtype, where
-            DeepSpeed would convert it to float16.
+            processes. `dtype` is the dtype to which the model is converted. Without it the model
+            keeps its dtype; DeepSpeed would convert it to float16.
         **kwargs: Further entries of `config`, which take precedence.
 
     Raises:
@@ -160,13 +160,13 @@ def _read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any
         content = json.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"init_inference: {config} cannot be read as JSON ({error}); pass a dict, or a file"
-            " of one"
+            f"init_inference: {config} cannot be read as JSON ({error}); pass a dict, or"
+            " the path of a file with a JSON object"
         ) from None
     if not isinstance(content, dict):
         raise InputError(
-            f"init_inference: {config} holds a {type(content).__name__}; pass a dict, or a file"
-            " of one"
+            f"init_inference: {config} holds a {type(content).__name__}; pass a dict, or the path"
+            " of a file with a JSON object"
         )
     return content
 
@@ -184,7 +184,8 @@ def _pop_degree(settings: dict[str, Any]) -> int:
         degree = value.get("tp_size", 1) if isinstance(value, Mapping) else value
         if not is_count(degree):
             raise InputError(
-                f"init_inference({name}={value!r}): tp_size is a whole number of at least 1"
+                f"init_inference({name}={value!r}): tp_size must be a whole number of"
+                " at least 1; correct it"
             )
         degrees[name] = degree
 

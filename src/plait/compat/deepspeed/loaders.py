@@ -113,9 +113,9 @@ class StreamLoader:
         """
         if state["read"] % self._samples_per_round:
             raise CheckpointError(
-                f"the saved position is after {state['read']} samples, but a micro-batch of all"
-                f" ranks has {self._samples_per_round} here; keep micro-batch size x data-parallel"
-                " ranks"
+                f"the saved position is after {state['read']} samples, which is not a multiple"
+                f" of the {self._samples_per_round} samples that all ranks read per micro-batch"
+                " now; keep micro-batch size x data-parallel ranks as in the saved run"
             )
         self._epoch = state["epoch"]
         self._samples_read = state["read"]

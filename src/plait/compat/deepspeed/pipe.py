@@ -123,7 +123,7 @@ _FULL_STEPS = (
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Engine of a pipeline.
+    """Engine that `deepspeed.initialize` returns for a `PipelineModule`.
 
     Every process receives all micro-batches of its data-parallel rank, whichever stage it has.
     """
@@ -174,10 +174,10 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             data_iter: Iterator over micro-batches `(inputs, labels)`.
             return_logits: Must be False.
-            compute_loss: Whether to return the loss and not the outputs.
+            compute_loss: True returns the loss, False the model's outputs.
             reduce_output: "avg" with the loss, None with the outputs.
             bcast_loss: Must be True with the loss.
-            num_micro_batches: Number of micro-batches. If None, that of a step.
+            num_micro_batches: Number of micro-batches. If None, the number in a training step.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks (0-dimensional) on every

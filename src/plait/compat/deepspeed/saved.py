@@ -39,7 +39,7 @@ def write_full(target: torch.Tensor, value: torch.Tensor) -> None:
     if value.shape != target.shape:
         raise InputError(
             f"a value of shape {tuple(value.shape)} was given for a parameter of shape"
-            f" {tuple(target.shape)}"
+            f" {tuple(target.shape)}; pass a value of the parameter's shape"
         )
     if isinstance(target, DTensor):
         value = value[local_window(target)]
@@ -56,7 +56,7 @@ def refuse_in_step(engine: Engine, call: str) -> None:
 
 
 class CheckpointMethods:
-    """Methods of `DeepSpeedEngine` that save and load, and return full weights."""
+    """Methods of `DeepSpeedEngine` for checkpoints and full weights."""
 
     plait: Engine
     is_reduced: bool
@@ -141,14 +141,15 @@ class CheckpointMethods:
             folder contains no checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint is invalid, or DeepSpeed wrote it.
+            CheckpointError: The checkpoint is damaged or of another model, or DeepSpeed wrote it.
             InputError: An argument is not supported.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise InputError(
                 "engine.load_checkpoint(load_module_strict=False, custom_load_fn=...): a checkpoint"
-                " must match the model exactly; leave them out, or fill a model of the same names"
-                " by plait.load_trained and pass its weights, renamed, to engine.load_state_dict"
+                " must match the model exactly; leave them out, or load it into a model with its"
+                " names by plait.load_trained and pass the weights, renamed, to"
+                " engine.load_state_dict"
             )
         if not load_module_only and load_optimizer_states != load_lr_scheduler_states:
             raise InputError(
@@ -292,7 +293,8 @@ class CheckpointMethods:
                 torch.save(weights, path)
             except OSError as error:
                 raise CheckpointError(
-                    f"{path} cannot be written: {error.strerror or error}"
+                    f"{path} cannot be written: {error.strerror or error}; free disk space, or pass"
+                    " another folder"
                 ) from error
         return True
 
@@ -301,8 +303,8 @@ class CheckpointMethods:
     ) -> dict[str, torch.Tensor] | None:
         """Return the full weights on the CPU of the first process, None on others. Collective.
 
-        The weights have the dtype of the computation. It is available at every ZeRO stage. Scripts
-        call it, although it is private in DeepSpeed.
+        The weights have the dtype of the computation. The method is available at every ZeRO stage.
+        Scripts call it, although it is private in DeepSpeed.
         """
         frozen = self._frozen_names()
         # The weights are those of all stages, but a rank knows only its own frozen parameters.

@@ -68,7 +68,7 @@ def initialize(
             `args.local_rank`, if it exists, is overwritten with the launcher's value.
         model: Model, the same on every rank.
         optimizer: Optimizer over the model's parameters, or a function that returns one for
-            `model_parameters`. It replaces the configuration's.
+            `model_parameters`. It replaces the optimizer of the configuration.
         model_parameters: Parameters, or groups of them, for the configuration's optimizer. If None,
             all parameters that require a gradient.
         training_data: Data set of the returned loader.
@@ -99,8 +99,8 @@ def initialize(
         )
     if torch.get_default_device().type == "meta":
         raise InputError(
-            "deepspeed.initialize inside zero.Init(): tensors have no memory there; build the"
-            " model inside, and call it after"
+            "deepspeed.initialize inside zero.Init(): tensors have no memory there; build"
+            " only the model inside, and call deepspeed.initialize after it"
         )
     # This has to run before the model is sharded, which draws its weights.
     refuse_lost_writes(model)
@@ -153,8 +153,7 @@ def _set_local_rank(args: Any) -> None:
     launched = place().local_rank
     if local_rank not in (-1, launched):
         raise InputError(
-            f"args.local_rank = {local_rank}: it is {launched} here; leave --local_rank out: the"
-            " launcher's variables define it"
+            f"args.local_rank = {local_rank}: the launcher set {launched}; leave --local_rank out"
         )
     args.local_rank = launched
 
@@ -304,7 +303,7 @@ def _micro_batch_loss(model: PipelineModule) -> Callable[[Any, Any], tuple[torch
     loss_fn = model.loss_fn
     if loss_fn is None:
         raise InputError(
-            "deepspeed.initialize: PipelineModule(loss_fn=...) is missing, a function of (output,"
-            " labels)"
+            "deepspeed.initialize: the PipelineModule has no loss; pass it loss_fn=, a function of"
+            " (output, labels)"
         )
     return lambda output, batch: (loss_fn(output, batch[-1]), 1)

@@ -1,6 +1,6 @@
-"""`deepspeed.utils`: full values of sharded parameters, gradients and states; logging; a loader.
+"""`deepspeed.utils`: full values of sharded parameters, gradients and states, and logging.
 
-The functions of a parameter are collective: every rank calls them, in the same order.
+The functions that take a parameter are collective: every rank must call them in the same order.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
     Args:
         message: Message, to which the rank is added.
-        ranks: Ranks that log; all of them if the first is -1. Without a process group, every
-            process logs.
+        ranks: Ranks that log. If the first entry is -1, all ranks log. Without a process group,
+            every process logs.
         level: Level of the message.
     """
     rank = dist.get_rank() if dist.is_initialized() else -1
@@ -122,7 +122,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         value: Full value, the same on every rank.
 
     Raises:
-        InputError: The parameter has no gradient, or `safe_get_full_grad` would raise it.
+        InputError: The parameter has no gradient, or the call is between other micro-batches.
     """
     engine, weight = require_parameter(param)
     gradient = _reduced_gradient(engine, weight, "safe_set_full_grad")
@@ -174,8 +174,10 @@ def _optimizer_state(
     states = engine.plait.optimizer.state.get(weight, {})
     value = states.get(key)
     if not isinstance(value, torch.Tensor):
-        known = ", ".join(states) or "none before its first step"
-        raise InputError(f"{call}({key!r}): the optimizer has {known}")
+        remedy = "call it after the first step"
+        if states:
+            remedy = f"use one of {', '.join(states)}"
+        raise InputError(f"{call}({key!r}): the optimizer has no such state; {remedy}")
     return value
 
 
@@ -188,11 +190,12 @@ def _reduced_gradient(
     if not engine.is_reduced:
         raise InputError(
             f"{call}: gradients are reduced in the backward of a step's last micro-batch; call it"
-            " after that"
+            " after that backward"
         )
     if engine.plait.mesh.layout.tp > 1:
         raise InputError(
-            f"{call}: with parallel.tp > 1 gradients are complete inside engine.step() only"
+            f"{call}: with parallel.tp > 1 gradients are complete inside engine.step() only;"
+            " leave the call out, or use parallel.tp = 1"
         )
     reducer = engine.plait.hooks.find(Reducer)
     if reducer is not None:

@@ -40,7 +40,7 @@ _WRITES: dict[int, tuple[torch.Tensor, str]] = {}
 
 
 class RecordedWrites(TorchFunctionMode):
-    """Mode that records writes to meta tensors that weight initialisation would not repeat."""
+    """TorchFunctionMode that records writes to meta tensors, except those of initialisers."""
 
     def __torch_function__(
         self,
@@ -68,7 +68,7 @@ class RecordedWrites(TorchFunctionMode):
 
 
 def _writes_in_place(name: str) -> bool:
-    """Return True if the function of a name writes to its first argument."""
+    """Return True if a torch function of this name writes to its first argument."""
     if name in _WRITING_OPERATORS:
         return True
     return name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITING
@@ -190,12 +190,13 @@ class GatheredParameters:
     """Context in which parameters have their full values. Collective on entry and exit.
 
     In the context, functions of torch use the full value of a parameter, even if the script took
-    the parameter from the module before. Parameters that no engine has do not change. On exit, the
-    values that `modifier_rank` has written are copied to all ranks, at every ZeRO stage.
+    the parameter from the module before it entered the context. Parameters that belong to no engine
+    do not change. On exit, the values that `modifier_rank` has written are copied to all ranks, at
+    every ZeRO stage.
 
     Args:
         params: Parameters to gather.
-        modifier_rank: Rank whose changes are kept. If None, changes are refused.
+        modifier_rank: Rank whose changes are copied to all ranks. If None, changes are refused.
         fwd_module: Must be None.
         enabled: Ignored. Scripts pass True only at stage 3, but parameters are also sharded at
             stages 1 and 2.
@@ -229,7 +230,7 @@ class GatheredParameters:
         if any(parameter.is_meta for parameter in self._parameters):
             raise InputError(
                 "zero.GatheredParameters: the model is on meta and has no values before"
-                " deepspeed.initialize; gather them after"
+                " deepspeed.initialize; gather the parameters after it"
             )
         matches = []
         for parameter in self._parameters:
@@ -294,9 +295,9 @@ class GatheredParameters:
 
 
 class _FullValues(TorchFunctionMode):
-    """Mode that passes full values instead of shards to torch functions.
+    """TorchFunctionMode that passes full values instead of shards to torch functions.
 
-    It is needed for code that took a shard from its module before the context.
+    Code that took a shard from its module before the context needs it.
     """
 
     def __init__(self, full_values: Mapping[int, nn.Parameter]) -> None:
