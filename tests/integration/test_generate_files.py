@@ -302,7 +302,9 @@ def test_answers_of_other_prompts_are_left_as_they_are(tmp_path):
     partial.write_bytes(before)
     described.unlink()
     with (
-        pytest.raises(InputError, match="out.partial.json does not record the options of the command"),
+        pytest.raises(
+            InputError, match="out.partial.json does not record the options of the command"
+        ),
         answer_file(tmp_path / "out", lines, {"--seed": 1}),
     ):
         pass

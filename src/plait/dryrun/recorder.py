@@ -165,7 +165,7 @@ In its backward, block i has the unit BACKWARD - 1 - i.
 
 
 class Recorder(LiveStorages):
-    """Recorder of live storages by unit, with a `Moment` for each period in which one unit runs.
+    """Recorder of live storages by unit, with an `Interval` for each period in which one unit runs.
 
     A unit is the index of a block, OUTSIDE, HEAD, or a unit of the backward (BACKWARD).
 
@@ -201,7 +201,7 @@ class Recorder(LiveStorages):
         return self.bytes[index] + self.bytes[BACKWARD - 1 - index]
 
     def mark(self, direction: Direction, unit: int) -> None:
-        """Begin a new `Moment`, unless the current one has the same direction and unit."""
+        """Begin a new `Interval`, unless the current one has the same direction and unit."""
         if self._now == (direction, unit):
             return
         self._close()
