@@ -14,7 +14,7 @@ from plait.errors import InputError
 
 
 class MissingExtraError(InputError, ImportError):
-    """Package of an optional extra that is not installed."""
+    """Error for a missing package that an optional extra would install."""
 
 
 def require_extra(what: str, extra: str, **packages: str) -> None:

@@ -177,7 +177,7 @@ def test_data(tmp_path):
         Case(("write 0 for an answer that is not trained on, else 1 or none",), lambda: encoded(messages=half), lambda: encoded(messages=[CHAT[0], {**CHAT[1], "weight": 1}])),
         Case(("has no field 'text'; it has 'body'; set data.field",), read, partial(read, field="body")),
         Case(("has the columns body; set data.field",), rows, partial(rows, field="body")),
-        Case(("has 'train'; set data.split",), partial(rows, field="body", split="test"), partial(rows, field="body", split="train")),
+        Case(("has no such split; set data.split to one of 'train'",), partial(rows, field="body", split="test"), partial(rows, field="body", split="train")),
         Case(("has no file that ends in .txt or .md; name the files with a glob such as",), partial(read, "files", "logs"), partial(read, "files", "logs/**/*.*")),
         Case(("set eos_token in its tokenizer_config.json",), lambda: load_tokenizer(tmp_path / "bare"), lambda: load_tokenizer(tmp_path / "whole")),
         Case(("name its folder, with eos_token in a tokenizer_config.json there",), lambda: load_tokenizer(tmp_path / "whole" / "tokenizer.json"), lambda: load_tokenizer(tmp_path / "whole")),

@@ -301,7 +301,7 @@ def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
             Problem(
                 "--no-ssh",
                 None,
-                f"the hostfile does not contain this machine: {names}",
+                f"the hostfile lists {names}, but not this machine",
                 "run the command on a machine of the hostfile, or leave --no-ssh out",
             )
         )

@@ -440,7 +440,7 @@ def choose_buckets(
         }
 
     def end_seconds(count: int) -> float:
-        """Return the seconds from the start of the backward to the end of the last sum."""
+        """Return the seconds from the start of the backward to the end of the last all-reduce."""
         return min(
             single_message[name] / count + seconds for name, seconds in price_all(count).items()
         )

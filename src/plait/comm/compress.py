@@ -94,7 +94,7 @@ class PersistentTensors:
         return value, self._changed[name]
 
     def replace(self, state: dict[str, torch.Tensor]) -> None:
-        """Replace all values, and forget changes of the running step."""
+        """Replace all values, and discard the changes of the current step."""
         self.state = state
         self._changed = {}
 

@@ -104,7 +104,7 @@ class BoardContent:
         step: Step of the training.
         phase: Index in `PHASES`.
         since: Time at which the phase began.
-        heartbeat: Time at which the interpreter last ran the watching thread, or at which the
+        heartbeat: Time at which the interpreter last ran the watchdog thread, or at which the
             board was created.
         waits: Unfinished collectives. The wait that the main thread has published comes first.
         line: Line of user code that the main thread executed, for example `train.py:33`.
@@ -161,7 +161,7 @@ class Board:
         self.step = 0
         self.timeout_seconds = timeout_seconds
         self.progress(0, START)
-        # If the watching thread never runs, the silence counts from now on.
+        # If the watchdog thread never runs, the heartbeat is as old as the board.
         self.heartbeat()
         # Readers ignore a board without this head, so it is written last.
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, timeout_seconds)
@@ -196,7 +196,7 @@ class Board:
         return float(_WAIT.unpack_from(self._memory, _WAIT_OFFSET)[0])
 
     def heartbeat(self, waits: Sequence[Wait] = (), *, line: str = "", seen: float = 0.0) -> None:
-        """Record a heartbeat, with the observations of the watching thread.
+        """Record a heartbeat, with the observations of the watchdog thread.
 
         Args:
             waits: Unfinished collectives that torch recorded. If they do not fit, the last ones

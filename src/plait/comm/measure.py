@@ -387,7 +387,7 @@ def _reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 def _exchange(
     outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup, distance: int
 ) -> None:
-    """Send to the rank at a distance, and receive from the rank at the opposite distance."""
+    """Send to the rank `distance` after this one, and receive from that `distance` before it."""
     ranks = group.size()
     rank = group.rank()
     to = (rank + distance) % ranks

@@ -1,4 +1,4 @@
-"""Hang watch: observes how long this process waits for other ranks.
+"""Watchdog that detects hangs: it observes how long this process waits for other ranks.
 
 The process publishes its progress and its waits on a board (`comm.hang.Board`). A thread observes
 the collectives that torch records.
@@ -68,11 +68,11 @@ _EXIT_CODE = 5
 
 
 class Watch:
-    """Hang watch of one process. `WATCH` is the only instance outside tests.
+    """Watchdog of one process. `WATCH` is the only instance outside tests.
 
     Attributes:
-        board: Board of the process, or None while nothing is watched. A single process is not
-            watched, because it has no other ranks to wait for.
+        board: Board of the process, or None while the watchdog is off. A single process has
+            none, because it does not wait for other ranks.
         hang_cause: Cause of the last hang, for the error of a collective that times out.
     """
 
@@ -224,7 +224,7 @@ class Watch:
             self.look(board)
 
     def look(self, board: Board) -> None:
-        """Publish the waits of this process, and report a hang unless a launcher watches."""
+        """Publish the waits of this process. Report a hang, if no launcher does."""
         now = time.monotonic()
         _, _, since = board.now
         if now - since < _UNSEEN_SECONDS and not board.waiting_since:
@@ -414,7 +414,7 @@ def users_line(frame: FrameType) -> str:
 
 
 WATCH = Watch()
-"""Hang watch of this process."""
+"""Watchdog of this process."""
 
 
 def _leave_board_to_parent() -> None:

@@ -264,7 +264,7 @@ def template_warnings(tokenizer: PreTrainedTokenizerBase, *, append_end_of_text:
     if spans[0] is None:
         warnings.append(
             f"the chat template of {template.name} writes an answer differently once another turn"
-            " follows: of such a conversation only the last answer is scored"
+            " follows: only the last answer of such a conversation is trained on"
         )
     tail = text[text.rfind("2") + 1 :]
     tail_ids = []

@@ -317,8 +317,8 @@ def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
     splits = data if isinstance(data, dict) else {str(data.split or "train"): data}
     if section.split not in splits:
         raise InputError(
-            f"data.split = {section.split!r}: the data set {name!r} has"
-            f" {', '.join(map(repr, splits))}; set data.split"
+            f"data.split = {section.split!r}: the data set {name!r} has no such"
+            f" split; set data.split to one of {', '.join(map(repr, splits))}"
         )
     if streaming:
         return splits[section.split].to_iterable_dataset()

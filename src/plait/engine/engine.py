@@ -303,7 +303,7 @@ class Engine(EngineFacts):
         """Return the sum of numbers and 0-dimensional tensors.
 
         Returns:
-            A new tensor: 0-dimensional, float64, on the device. An all-reduce may change it.
+            A new tensor: 0-dimensional, float64, on the device. The caller may reduce it in place.
         """
         tensors = [value.reshape(()) for value in values if isinstance(value, torch.Tensor)]
         number = sum(value for value in values if not isinstance(value, torch.Tensor))

@@ -34,7 +34,7 @@ def generates(args: Any) -> bool:
 def has_encoder(model: Any) -> bool:
     """Return True for an encoder-decoder model.
 
-    Transformers' own `generate` runs such a model, on every rank for the rank's own batch.
+    Transformers' own `generate` is used for such a model. Each rank generates for its own batch.
     """
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 

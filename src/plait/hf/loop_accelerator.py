@@ -547,7 +547,7 @@ class LoopOptimizer(EngineOptimizerProxy):
 
 
 class LoopScheduler(AcceleratedScheduler):
-    """Accelerate's scheduler, which counts data-parallel ranks instead of processes.
+    """Variant of Accelerate's scheduler that counts data-parallel ranks instead of processes.
 
     Attributes:
         times: Number of steps of the schedule per step of the optimizer.

@@ -246,7 +246,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             raise InputError(
                 f"accelerate launch set {variable}, which plait.hf.Accelerator cannot honour: write"
                 f" plait_config={config}, and start the script with plait launch, torchrun, or"
-                " accelerate launch without that section"
+                " accelerate launch with a configuration that does not set it"
             )
     data = arguments.get("dataloader_config")
     for name in unsupported_settings(data, _DATA):

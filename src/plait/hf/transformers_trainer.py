@@ -1,7 +1,7 @@
 """Properties of the installed Transformers Trainer: its release, and what scripts override.
 
 The Trainer of Plait runs on Transformers 5.17 and newer. All decisions that depend on the release
-are in this module. They test which attributes exist. Where an attribute is missing, Plait behaves
+are in this module, which tests which attributes exist. Where an attribute is missing, Plait behaves
 as that release of Transformers does.
 
 The names that a script's own method reads (`reads`) show how its loss is scaled, and whether it

@@ -152,8 +152,8 @@ class Adapter:
                 )
             if name not in adapter_tensors and base_tensor(name) in tied:
                 raise InputError(
-                    f"--adapter {self.folder}: has trained {name} in full, but the model ties it to"
-                    " another tensor; merge the adapter with PEFT's merge_and_unload, and save the"
+                    f"--adapter {self.folder}: contains a fully trained {name}, but the model ties"
+                    " it to another tensor; merge the adapter with PEFT's merge_and_unload, and save the"
                     " merged model"
                 )
 

@@ -5,8 +5,8 @@ Note [Choice of streamed blocks]
     block can be copied while the blocks in between compute. Blocks that share a weight with
     another module stay in memory.
 
-Temporary files of streamed layers are needed if the model's own files do not contain the layers in
-the form in which they compute. They are written at the start and removed with the process.
+If the model's own files do not contain the streamed layers in the form that the computation uses,
+temporary files with this form are written at the start, and removed when the process ends.
 
 Note [Unused scratch folders]
     A process holds a lock on its folder as long as it lives. A folder without a lock belongs to a

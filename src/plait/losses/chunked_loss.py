@@ -265,8 +265,8 @@ def _refuse_lost_gradients(
         if id(tensor) not in known:
             raise ModelError(
                 f"a loss in chunks: the head uses a tensor of shape {tuple(tensor.shape)} that"
-                " trains and is none of the head's own parameters, whose gradient would be left"
-                " out; register it as a parameter of the head, or compute the loss in one piece"
+                " requires a gradient but is not a parameter of the head, so its gradient would be"
+                " lost; register it as a parameter of the head, or compute the loss in one piece"
                 " (parallel.loss_chunk_tokens: 0)"
             )
 
@@ -299,8 +299,8 @@ class _KnownGradient(torch.autograd.Function):
 class _GradientsInBackward(torch.autograd.Function):
     """Sum over the chunks, which are recomputed in the backward.
 
-    The loss scale is applied before anything is rounded to float16. Without it the gradient of a
-    weight can overflow in a single chunk, where no lower loss scale would help.
+    The loss scale is applied before anything is rounded to float16. Otherwise the gradient of a
+    weight could overflow in a single chunk, and a lower loss scale would not prevent it.
     """
 
     @staticmethod
@@ -355,7 +355,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
     if name is None:
         raise ModelError(
             f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer for"
-            " its logits; add a method get_output_embeddings that returns it, or use 0"
+            " its logits; add a method get_output_embeddings that returns it, or set it to 0"
         )
 
     def run(model: nn.Module, batch: Any) -> Any:
@@ -363,7 +363,8 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
         if any(is_foreign(hook) for hook in hooks_of(module, "forward").values()):
             raise ModelError(
                 f"parallel.loss_chunk_tokens: {name} has a forward hook, which would see the head's"
-                " input, because the loss computes the logits in chunks; remove the hook, or use 0"
+                " input, because the loss computes the logits in chunks; remove the hook, or set"
+                " parallel.loss_chunk_tokens to 0"
             )
         instance_forward = module.__dict__.get("forward")
         original: Head = module.forward

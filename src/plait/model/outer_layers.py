@@ -211,10 +211,10 @@ class OuterUnits:
 def outer_units(model: nn.Module, blocks: Sequence[str]) -> OuterUnits:
     """Return the outer units of a model.
 
-    An outer unit is exactly a lookup or a linear map, because it is not known what the backward of
-    other layers reads. It shares no parameter with another layer: tied weights stay in the root
-    unit. The head is the layer that the model names (`get_output_embeddings`). If the model names
-    none, the head is the last linear layer outside the blocks.
+    An outer unit is a plain embedding or linear layer. Other layers are excluded, because it is not
+    known what their backward reads. An outer unit shares no parameter with another layer: tied
+    weights stay in the root unit. The head is the layer that the model names
+    (`get_output_embeddings`), or otherwise the last linear layer outside the blocks.
 
     Args:
         model: The model before it is sharded.

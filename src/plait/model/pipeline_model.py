@@ -116,8 +116,8 @@ def _build_layers(
             yield _FunctionLayer(spec)
         else:
             raise ModelError(
-                "a layer is a LayerSpec, a module or a function of one argument, not"
-                f" {type(spec).__name__}"
+                f"a layer is of type {type(spec).__name__}, but must be a LayerSpec, a module or a"
+                " function of one argument"
             )
 
 

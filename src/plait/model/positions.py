@@ -86,7 +86,7 @@ def skip_packed_row_search() -> Iterator[None]:
 def _wrap_search() -> None:
     """Patch Transformers' check for packed rows to obey `skip_packed_row_search`.
 
-    Does nothing if it has been patched before, or if Transformers is not imported.
+    Nothing changes if the check is patched already, or if Transformers is not imported.
     """
     masks = sys.modules.get(_MASKING_MODULE)
     search = getattr(masks, _SEARCH, None)

@@ -300,7 +300,7 @@ class DiskTier(StepHook):
             trim_heap()
 
     def end_of_computation(self) -> None:
-        """Evict prefetched shards. No parameters are gathered until the next forward."""
+        """Evict prefetched shards, because no parameters are gathered before the next forward."""
         if self._shard_reader is not None:
             self._shard_reader.end_step()
 

@@ -145,10 +145,10 @@ def warmup_decay_lr(
 
 
 def warmup_cosine_ratio(schedule: WarmupCosineLR, index: int, *, total_steps: int) -> float:
-    """Return the ratio of a warm-up followed by a cosine decay to the highest rate.
+    """Return the rate of a warm-up and cosine decay, as a fraction of the highest rate.
 
-    It is 0 at index -1, and min + (1 - min) x warm-up fraction during the warm-up. After it the
-    ratio is cos_min + (1 - cos_min) x (1 + cos(pi p)) / 2 with
+    It is 0 at index -1, and min + (1 - min) x warm-up fraction during the warm-up. After the
+    warm-up it is cos_min + (1 - cos_min) x (1 + cos(pi p)) / 2 with
     p = min(1, (index - n + 1) / max(1, total - n)).
     """
     if index < 0:

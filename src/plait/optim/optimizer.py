@@ -10,9 +10,9 @@ Note [Choice of kernels]
 Note [Groups during a step]
     A fused or foreach call accepts either plain tensors or shards of one device mesh. The layout
     decides which parameters are plain: under tensor parallelism, for example, the norms and the
-    biases of row-split layers. If plain parameters had permanent groups, the number of groups would
-    depend on the layout too. An LR scheduler's state has one rate per group, so it could not be
-    loaded on another layout. Groups are therefore split for the duration of a step only.
+    biases of row-parallel layers. If plain parameters had permanent groups, the number of groups
+    would depend on the layout too. An LR scheduler's state has one rate per group, so it could not
+    be loaded on another layout. Groups are therefore split for the duration of a step only.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ class JoinedOptimizer(Optimizer):
             part.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every part. A closure is called once."""
+        """Run the step of every wrapped optimizer. A closure is called only once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

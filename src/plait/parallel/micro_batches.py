@@ -273,7 +273,7 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 def with_explicit_entries(batch: Any) -> Any:
     """Add the entries that models otherwise derive from the position of a token in its sequence.
 
-    These are the targets `shift_labels` of `labels`, and `position_ids` [batch, seq] of
+    These are `shift_labels`, derived from `labels`, and `position_ids` [batch, seq], derived from
     `input_ids`. Existing entries stay, and batches that are not mappings are returned unchanged.
     """
     if not isinstance(batch, Mapping):

@@ -159,7 +159,7 @@ def _refuse_hooks(model: nn.Module, name: str, setting: str) -> None:
         if inner != name and any(hooks_of(module, kind) for kind in get_args(HookKind)):
             raise ModelError(
                 f"{setting}: {inner} has a hook, which would receive a tile of the tokens; register"
-                f" it on {name}, or use 0"
+                f" it on {name}, or set {setting} to 0"
             )
 
 
@@ -230,7 +230,7 @@ def _narrow_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """Return a narrower copy of a module, in float64 on the CPU, with random parameters.
 
     The copy is in training mode without dropout. If the module is large, all sizes of the copy are
-    smaller by one factor.
+    divided by the same factor.
     """
     factor = _narrowing_factor(module)
 

@@ -155,7 +155,7 @@ def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]
 
 
 def _by_formula(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Compute `saved_bytes` from the sizes of the model, without counted bytes."""
+    """Compute `saved_bytes` from the sizes of the model."""
     widths = _widths(job)
     element = job.element_bytes
     residual = element * widths.hidden
@@ -323,7 +323,7 @@ def _most(job: Job) -> Numbers:
 
 
 def _points(job: Job) -> tuple[BackwardMoment, ...]:
-    """Compute `block_backward` from the sizes of the model, without counted bytes."""
+    """Compute `block_backward` from the sizes of the model."""
     model = job.model
     widths = _widths(job)
     wide = job.element_bytes / 2

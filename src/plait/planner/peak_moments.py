@@ -101,7 +101,7 @@ class States:
     """Units of every rank in RANKS if known."""
 
     def of(self, rank: str) -> dict[str, Numbers]:
-        """Return the bytes by term of `rank`, which is a name in RANKS."""
+        """Return the bytes of each memory term of `rank`, which is a name in RANKS."""
         states = {"first": self.first, "last": self.last, "inner": self.inner}[rank]
         assert states is not None
         return states

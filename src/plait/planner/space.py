@@ -214,7 +214,7 @@ class _SpaceBuilder:
         self.excluded.setdefault(region, rule)
 
     def exclude_fixed(self, names: Iterable[str], rule: str) -> None:
-        """Record the rule that excludes the fixed values of the fields `names`."""
+        """Record the rule that excludes the values to which the user fixed the fields `names`."""
         fixed = {name: self.fixed[name] for name in names if name in self.fixed}
         if fixed:
             self.exclude(format_fixed(fixed), rule)

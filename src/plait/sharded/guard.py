@@ -40,7 +40,7 @@ from plait.sharded.misuse import MIXED_TENSORS
 
 
 class Guard(StepHook):
-    """Guard of one sharded model: of an engine, or of a `ParallelModel`.
+    """Detection of misuse of one sharded model, which belongs to an engine or a `ParallelModel`.
 
     Args:
         parts: The model after all techniques were applied.
@@ -134,7 +134,7 @@ class Guard(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Wrap every backward of the sharded model."""
+        """Return the context in which every backward of the sharded model runs."""
         self.backwards += 1
         self.reduced = False
         WATCH.phase(BACKWARD)
@@ -402,9 +402,10 @@ class UnchangedParameters:
             self._before = self._digests()
 
     def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Count an update. After `STEPS` updates, compare the parameters. The next call warns.
+        """Count an update. After `STEPS` updates, compare the parameters between ranks.
 
-        Collective in update `STEPS`. The next call reads its result without waiting for the device.
+        Collective in update `STEPS`. The next call reads the result without waiting for the
+        device, and warns if the parameters differ.
 
         Args:
             optimizer: The optimizer, whose groups with a learning rate of 0 do not count.

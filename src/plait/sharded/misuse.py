@@ -65,8 +65,8 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
                 reason = f"by what its own batch looks up, so {ranks} ranks would drift apart"
             raise ModelError(
                 f"`{name}` has max_norm = {module.max_norm:g}: it changes its weight in the"
-                f" forward, {reason}; use max_norm=None, and renormalise the weight between steps"
-                " or the vectors that are looked up"
+                f" forward, {reason}; use max_norm=None, and renormalise the weight between steps,"
+                " or normalise its output in the forward"
             )
         if module.scale_grad_by_freq and ranks > 1:
             raise ModelError(
@@ -223,7 +223,7 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
 
 
 def refuse_split_experts(parts: Parts, call: str) -> None:
-    """Refuse a call that ranks may make different numbers of times, if experts are distributed.
+    """Refuse a call with distributed experts if ranks may not all make it equally often.
 
     Ranks exchange tokens in every layer, so such a call could wait forever.
 

@@ -315,7 +315,8 @@ def compare_reloaded(checkpoint: CheckpointFolder, out: Path) -> int:
     for name, tensor in model.state_dict().items():
         if f"{MODEL_START}{name}" not in reader.tensors:
             raise CheckpointError(
-                f"Transformers gives the model a tensor that the checkpoint does not have, {name}"
+                f"the checkpoint has no tensor {name}, which the model has in the installed"
+                " Transformers; export with the Transformers that the run was trained with"
             )
         expected = torch.empty_like(tensor)
         reader.fill({f"{MODEL_START}{name}": expected})

@@ -283,7 +283,7 @@ class _StepReader:
         self._most_unread = 0 if context.engine.device.type == "cpu" else 1
 
     def add(self, step: int, result: Any, stop: torch.Tensor) -> None:
-        """Start the copy of a step's numbers to the host."""
+        """Start the asynchronous copy of a step's metrics to the host."""
         scalars = (result.loss, result.grad_norm, result.weight, stop)
         # One float64 tensor [4], so that one copy suffices.
         numbers = HostCopy(torch.cat([scalar.reshape(1).double() for scalar in scalars]))

@@ -170,7 +170,7 @@ def layers_that_fit(free_bytes: float, workload: Workload) -> int:
 def first_visits(
     context: Context, contenders: Sequence[str], workload: Workload
 ) -> tuple[Workload, dict[str, Visit], dict[str, str]]:
-    """Visit each contender once. If one of them runs out of memory, use fewer layers for all.
+    """Measure each contender once. If one of them runs out of memory, use fewer layers for all.
 
     A step in which the allocator releases its cache and retries is also treated as out of memory,
     because the host then waits for the device.

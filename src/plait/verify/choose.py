@@ -267,8 +267,8 @@ def _choose_function(path: str, blocks: tuple[str, ...], layout: Layout) -> Mode
         raise
     except Exception as error:
         raise ModelError(
-            f"{path}: it does not run a forward and backward in float64 on the CPU"
-            f" ({first_line(error)})"
+            f"{path}: the model does not run a forward and backward in float64 on the CPU"
+            f" ({first_line(error)}); correct its code, or verify another model"
         ) from error
     return _make_choice(tested, small, lines, large=large, dtype=dtype)
 

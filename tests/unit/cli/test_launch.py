@@ -139,7 +139,7 @@ class TestHostfile:
 
     def test_by_hand_on_a_machine_that_is_not_in_it(self, hosts, capsys):
         assert _plait("-H", hosts, "-i", "192.0.2.7", "--no-ssh", "train.py") == 2
-        assert "the hostfile does not contain this machine: 192.0.2.7" in capsys.readouterr().err
+        assert "the hostfile lists 192.0.2.7, but not this machine" in capsys.readouterr().err
 
 
 def test_run_for_other_verbs(started):

@@ -174,7 +174,11 @@ def test_a_text_that_has_changed_is_refused(opened, tmp_path):
         ([{"words": "abc"}], {}, "row 0: has no field 'text'; it has 'words'; set data.field"),
         ([{"text": ""}], {"packing": "documents"}, "holds 1 training tokens"),
         ([{"text": ""}] * 300, {"packing": "documents"}, "holds 300 training tokens"),
-        ([{"text": "abc"}], {"split": "test"}, "has 'train'; set data.split"),
+        (
+            [{"text": "abc"}],
+            {"split": "test"},
+            "has no such split; set data.split to one of 'train'",
+        ),
         ([{"messages": []}], {"format": "chat"}, "row 0: 'messages' is not a list with messages"),
     ],
 )

@@ -160,7 +160,7 @@ def test_templates_that_think():
     """Qwen3's template leaves out earlier thinking. R1's asks for it and never writes it."""
     assert encoded(tokenizer(THINKS), {"messages": CHAT[1:]})[1] == "(thinks)No, it is night.</s>"
     (caution,) = template_warnings(tokenizer(THINKS), append_end_of_text=False)
-    assert "only the last answer is scored" in caution
+    assert "only the last answer of such a conversation is trained on" in caution
     asks = UNMARKED.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
     with pytest.raises(InputError, match="starts generation with '<think>'"):
         encoded(tokenizer(asks), {"messages": CHAT})

@@ -141,7 +141,7 @@ class Unpickler(pickle.Unpickler):
     """Unpickler that finds only the listed functions and classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class for a name. Raises CheckpointError if it is not listed."""
+        """Return the function or class for a name, or raise CheckpointError if it is not listed."""
         if module == "__builtin__":
             # Pickle protocols 0 to 2, which torch.save uses, write the name of Python 2.
             module = "builtins"

@@ -323,8 +323,8 @@ def _build_model(tree: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         hint = did_you_mean(str(kind), CONFIG_MAPPING, count=3)
         raise InputError(
-            f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}`plait plan`"
-            " does not need the code of the model"
+            f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}use"
+            " `plait plan`, which does not need the code of the model"
         )
     try:
         return transformers_model(

@@ -194,7 +194,7 @@ def _reduced_gradient(
         )
     if engine.plait.mesh.layout.tp > 1:
         raise InputError(
-            f"{call}: with parallel.tp > 1 gradients are complete inside engine.step() only;"
+            f"{call}: with parallel.tp > 1 gradients are complete only inside engine.step();"
             " leave the call out, or use parallel.tp = 1"
         )
     reducer = engine.plait.hooks.find(Reducer)

@@ -171,7 +171,7 @@ class Ledger:
 
     @classmethod
     def start(cls, **values: Any) -> Ledger:
-        """Return a ledger for scalars or arrays of candidates, broadcast against each other.
+        """Return a ledger whose values are scalars or arrays with one entry per candidate.
 
         Args:
             values: Fields of the ledger. Degrees are 1 and coordinates 0 if they are left out.

@@ -1,8 +1,9 @@
 """Peak memory of a rank in a training step, and the point of the step at which it occurs.
 
-`step_peak` simulates a step in order. It combines the measured tensors of a micro-batch, the
-parameters and gradients of the units (`unit_bytes`, which are computed, in the order of torch
-2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the rank's row of the schedule.
+`step_peak` simulates a step in order. It combines the measured tensors of a micro-batch with
+the parameters and gradients of the units. These are computed (`unit_bytes`), in the order in which
+torch 2.13's `FSDPParamGroup` or `reducer.Reducer` allocates and frees them. In a pipeline, the
+rank's row of the schedule decides which computations follow each other.
 Bytes are those of storages. The allocator's rounding and fragmentation are not included.
 
 `dryrun.predicted_peak` measures one micro-batch of a stage on fake tensors, divided into intervals.

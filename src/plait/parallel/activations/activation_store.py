@@ -668,7 +668,7 @@ def _write(
 
 
 def _read(store: DiskStore, file: Any, extent: _Extent) -> torch.Tensor:
-    """Read a tensor into host memory, after it has been written."""
+    """Wait until a tensor has been written, and read it into host memory."""
     extent.write.result()
     host = torch.empty(
         extent.size, dtype=torch.uint8, pin_memory=accelerator.is_accelerator(store.device)

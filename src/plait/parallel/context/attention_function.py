@@ -64,7 +64,7 @@ class PartialAttention:
     """Settings of context-parallel attention that are attached to the modules of a model.
 
     Attributes:
-        kind: Implementation of attention to the keys of other ranks.
+        kind: Context-parallel algorithm by which queries reach the keys of other ranks.
         place: Layout of the sequences over ranks, and their process group.
         implementation: Transformers' name of the implementation, see `implementation_of`.
     """

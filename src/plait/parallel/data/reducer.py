@@ -3,7 +3,8 @@
 The idea is that of DistributedDataParallel's reducer, which cannot be used here: it wraps the
 forward of the root module, breaks under pipeline schedules, and always averages. `Reducer` only
 listens to gradients, so it works for any part of a model and any schedule. `sum_gradients` is the
-simpler sum after the last backward, for axes whose gradients do not overlap with it.
+simpler sum after the last backward, for mesh dimensions whose reductions do not overlap with the
+backward.
 
 Note [Life of a gradient]
     This is the life of a gradient of parameters that are replicated (ZeRO stage 0). Sharded
@@ -148,7 +149,7 @@ class Reducer(StepHook):
     def finish_with_backward(self) -> None:
         """Finish the reduction in every `loss.backward()`, so that gradients are means afterwards.
 
-        DistributedDataParallel does the same. It is for users with their own training loop.
+        This is for the user's own training loop. DistributedDataParallel does the same.
         """
         self.mean = True
         self._finishes_with_backward = True

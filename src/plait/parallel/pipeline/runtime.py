@@ -438,7 +438,7 @@ class _ScheduleRun:
             )
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
-        """Return the boundary of a stage for a micro-batch, or None if the stage must send it."""
+        """Return the boundary of a stage for a micro-batch, or None if it is not known yet."""
         known = self.runtime._boundaries.get((stage, self.signatures[microbatch]))
         # In addition to hidden states, blocks may return attention weights (GPT-Neo), biases of
         # positions or the like, which are as long as the cache.

@@ -108,7 +108,7 @@ class ExpertParallel(Technique):
             _refuse_unsupported_model(context.model, context.layout)
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the axes of a pipeline stage, whose ranks agree on which experts were used."""
+        """Return the mesh dimensions over which ranks exchange which experts were used."""
         if context.layout.ep > 1:
             return Groups(axes=(STAGE_AXES,))
         return Groups()

@@ -45,7 +45,7 @@ class LossScale(Policy):
     static: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Constant scale. 0 adapts the scale to the gradients."""
     initial_scale_power: int = Field(16, ge=0, le=126)
-    """Power of two of the first scale. float32, in which the loss is scaled, ends below 2^128."""
+    """The initial scale is 2 to this power. The scaled loss is float32, which ends below 2^128."""
     window: int = Field(1000, ge=1)
     """Steps without overflow after which the scale doubles."""
     hysteresis: int = Field(2, ge=1)
@@ -63,9 +63,9 @@ class LossScale(Policy):
     def _starts_above_minimum(self) -> Self:
         if self.dynamic and FACTOR**self.initial_scale_power < self.minimum:
             raise ValueError(
-                f"the first scale is 2^{self.initial_scale_power} ="
+                f"the initial loss scale is 2^{self.initial_scale_power} ="
                 f" {FACTOR**self.initial_scale_power:g}, below the minimum of {self.minimum:g};"
-                " lower the minimum or raise the power"
+                " lower min_loss_scale, or raise initial_scale_power"
             )
         return self
 
