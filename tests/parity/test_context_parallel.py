@@ -145,7 +145,7 @@ def test_everything_else_of_an_engine(pool, case, tmp_path):
     words = (
         "passes a batch to the model unchanged",
         "batch that is not split over cp ranks",
-        "use a layout without it",
+        "use a layout without this technique",
         "must be [2, 16]",
         "zeros before ones",
         "`weights` has the shape [2, 3]",

@@ -153,8 +153,8 @@ class Adapter:
             if name not in adapter_tensors and base_tensor(name) in tied:
                 raise InputError(
                     f"--adapter {self.folder}: contains a fully trained {name}, but the model ties"
-                    " it to another tensor; merge the adapter with PEFT's merge_and_unload, and save the"
-                    " merged model"
+                    " it to another tensor; merge the adapter with PEFT's merge_and_unload, and"
+                    " save the merged model"
                 )
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

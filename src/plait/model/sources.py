@@ -8,8 +8,8 @@
 The table of families (`FAMILIES`) has been checked against the modeling code of Transformers 5.23.
 The attention of a family is split between heads if its code reshapes by head counts that each rank
 can set to its own values. If queries, keys and values are concatenated in one weight, or if
-position biases are computed for all heads outside the layer, the layer is split and its output gathered.
-This is correct for any layer.
+position biases are computed for all heads outside the layer, the layer is split and its output
+gathered. This is correct for any layer.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_arguments_of_scripts():
     args = argparse.Namespace(local_rank=-1)
     _set_local_rank(args)
     assert args.local_rank == 0
-    with pytest.raises(InputError, match="it is 0 here"):
+    with pytest.raises(InputError, match="the launcher set 0"):
         _set_local_rank(argparse.Namespace(local_rank=3))
     assert _drop_last({"dataloader_drop_last": True}) and not _drop_last({})
 

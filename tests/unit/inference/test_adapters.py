@@ -182,7 +182,7 @@ def test_what_tied_weights_exclude(base, tmp_path):
     tied = tmp_path / "tied"
     AutoModelForCausalLM.from_config(config).save_pretrained(tied)
     made = saved(tied, tmp_path / "head", **KINDS["in full"])
-    with pytest.raises(InputError, match=r"has trained .* in full, but the model ties it"):
+    with pytest.raises(InputError, match=r"contains a fully trained .*, but the model ties it"):
         open_source(tied, made).model()
     assert of(load_model(open_source(tied, saved(tied, tmp_path / "lora", r=3))))[0]
 

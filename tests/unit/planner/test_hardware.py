@@ -81,7 +81,7 @@ def test_from_a_cluster_file():
         4,
         40 * GIB,
     )
-    with pytest.raises(InputError, match="2 and 4 devices"):
+    with pytest.raises(InputError, match=r"different numbers of devices \(2 and 4\)"):
         cluster_of(Topology((Node("a", 4), Node("b", 2)), "cuda"), "a100")
 
 

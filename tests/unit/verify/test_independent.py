@@ -87,7 +87,7 @@ def test_it_is_what_torch_computes(clipping):
 
 def test_other_weights_are_refused():
     weights = {name: p.detach().numpy() for name, p in Model().named_parameters()}
-    with pytest.raises(ValueError, match=r"1 names .* head.bias"):
+    with pytest.raises(ValueError, match=r"1 parameter names .* head.bias"):
         train(Model(), {**weights, "head.bias": np.zeros(17)}, [], optimizer=ADAMW, clipping=0)
     with pytest.raises(ValueError, match=r"side.bias has shape \(6,\)"):
         train(Model(), {**weights, "side.bias": np.zeros(5)}, [], optimizer=ADAMW, clipping=0)
