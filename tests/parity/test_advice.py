@@ -386,7 +386,7 @@ PIPELINES = (
         lambda: of_two_blocks("1f1b"),
     ),
     Case(
-        ("changes the buffer temperature after", "change it in the training loop, between two"),
+        ("changes the buffer temperature after", "change it before the first block or between two"),
         lambda: annealed(True),
         lambda: annealed(False),
     ),

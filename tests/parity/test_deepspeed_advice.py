@@ -402,7 +402,7 @@ def of_deepspeed(folder):
         Case(("gather the parameters after it",), lambda: gathers_on_meta(True), lambda: gathers_on_meta(False)),
         Case(("write in place (with torch.no_grad(): engine.module.head.weight.copy_(...))",), lambda: gathered(replace, modifier_rank=0), lambda: gathered(ones, modifier_rank=0)),
         Case(("the change would be lost; pass modifier_rank=0",), lambda: gathered(ones), lambda: gathered(ones, modifier_rank=0)),
-        Case(("leave data_sampler out, and num_local_io_workers at most 1",), lambda: loader(Stream(), num_local_io_workers=2), lambda: loader(Stream())),
+        Case(("leave data_sampler out, and use at most 1",), lambda: loader(Stream(), num_local_io_workers=2), lambda: loader(Stream())),
         Case(("pass a torch.utils.data.Dataset, an IterableDataset of torch",), lambda: loader(Rows()), lambda: loader(TensorDataset(X)) and loader(Stream())),
         Case(("keep micro-batch size x data-parallel ranks",), lambda: left_after(3), lambda: left_after(2)),
         Case(("leave it out, or pass an optimizer of your own",), lambda: FusedAdam(net().parameters(), amsgrad=True), lambda: FusedAdam(net().parameters()) and trains(optimizer=lambda p: torch.optim.AdamW(p, amsgrad=True))),

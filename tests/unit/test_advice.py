@@ -174,7 +174,7 @@ def test_data(tmp_path):
         Case(("the beginning of its answer into one token, '2+2= 4'", "end the prompt with a line break"), lambda: after_a_space("2+2= "), lambda: after_a_space("2+2=\n")),
         Case(("remove them, or name them in data.ignored_columns = [\"tag\"]",), lambda: encoded(messages=CHAT, tag=1), lambda: encoded(messages=CHAT) and encoded(messages=CHAT, tag=1, ignored=("tag",))),
         Case(("does not read `tools`; leave them out, or use a template that does",), lambda: encoded(messages=CHAT, tools=TOOLS), lambda: encoded() and encoded("{{ tools | length }}" + UNMARKED, messages=CHAT, tools=TOOLS)),
-        Case(("write 0 for an answer that is not trained on, else 1 or none",), lambda: encoded(messages=half), lambda: encoded(messages=[CHAT[0], {**CHAT[1], "weight": 1}])),
+        Case(("write 0 for an answer that is not trained on, and 1 or no weight",), lambda: encoded(messages=half), lambda: encoded(messages=[CHAT[0], {**CHAT[1], "weight": 1}])),
         Case(("has no field 'text'; it has 'body'; set data.field",), read, partial(read, field="body")),
         Case(("has the columns body; set data.field",), rows, partial(rows, field="body")),
         Case(("has no such split; set data.split to one of 'train'",), partial(rows, field="body", split="test"), partial(rows, field="body", split="train")),

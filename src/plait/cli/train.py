@@ -184,8 +184,8 @@ def _start_node(
                 Problem(
                     "run.processes",
                     total,
-                    f"the number of machines changes ({minimum} to {maximum}), and with it that of"
-                    " the processes",
+                    f"the number of machines may change ({minimum} to {maximum}), so the number of"
+                    " processes changes too",
                     'use "auto", or pass --nproc-per-node',
                 )
             )

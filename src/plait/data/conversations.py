@@ -134,7 +134,7 @@ def _parse_message(message: Any, number: int, where: str) -> dict[str, Any]:
     if fields.get("weight", 1) not in (0, 1):
         raise InputError(
             f"{where}: message {number} has the weight {fields['weight']!r}; write 0 for an answer"
-            " that is not trained on, else 1 or none"
+            " that is not trained on, and 1 or no weight for the others"
         )
     return {**fields, "content": content}
 
@@ -373,7 +373,8 @@ def _spans(
         if len(marked) != len(numbers):
             raise InputError(
                 f"the chat template has {len(marked)} parts in {{% generation %}} for"
-                f" {len(numbers)} answers; correct the template"
+                f" {len(numbers)} answers; put each answer of the template into one"
+                " {% generation %} block"
             )
         return text, list(marked)
 

@@ -81,7 +81,9 @@ def refuse_unfit_scheduler(scheduler: Scheduler) -> None:
     try:
         exact.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
     except CheckpointError as error:
-        raise InputError(f"lr_scheduler: {error}, or leave it out of its state_dict()") from error
+        raise InputError(
+            f"lr_scheduler: {error}, or leave the value out of the schedule's state_dict()"
+        ) from error
 
 
 def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -> Any:

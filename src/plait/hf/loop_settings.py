@@ -252,7 +252,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
     for name in unsupported_settings(data, _DATA):
         raise InputError(
             f"DataLoaderConfiguration({name}={getattr(data, name)}) is not supported: Plait"
-            " splits the batches over ranks itself, each sample once; leave it out"
+            " splits the batches over ranks itself, and every sample is used once; leave it out"
         )
     if getattr(arguments.get("project_config"), "automatic_checkpoint_naming", False):
         raise InputError(

@@ -274,9 +274,10 @@ def plan_streaming(
     available = budget_bytes - outside - other_bytes - slots
     if available < 0 or not movable:
         raise BudgetTooSmall(
-            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside the"
-            f" repeated layers and adapters take {format_bytes(outside)}, {SLOTS} layers"
-            f" {format_bytes(slots)}, the KV cache and activations {format_bytes(other_bytes)};"
+            f"a budget of {format_bytes(budget_bytes)} is too small: adapters and the weights"
+            f" outside the repeated layers need {format_bytes(outside)}, {SLOTS} layers need"
+            f" {format_bytes(slots)}, and the KV cache and activations need"
+            f" {format_bytes(other_bytes)};"
             f" pass at least {format_bytes_rounded_up(outside + slots + other_bytes)}, or ask for"
             " fewer tokens or prompts at once"
         )

@@ -80,7 +80,9 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             begin = 8 + int.from_bytes(file.read(8), "little")
             size = path.stat().st_size
             if begin > size:
-                raise ValueError(f"its header would end at byte {begin:,} of {size:,}")
+                raise ValueError(
+                    f"its header would end at byte {begin:,}, but it has {size:,} bytes"
+                )
             header: dict[str, Any] = json.loads(file.read(begin - 8))
         stored: dict[str, StoredTensor] = {}
         for name, entry in header.items():

@@ -394,7 +394,8 @@ def compare_generated(checkpoint: CheckpointFolder, out: Path) -> ExportComparis
     for number, (token, expected) in enumerate(zip(tokens, expected_tokens, strict=True), 1):
         if token != expected:
             raise CheckpointError(
-                f"greedy token {number} of {new_tokens} differs from that of the checkpoint"
+                f"greedy token {number} of {new_tokens} of Transformers differs from that of the"
+                " checkpoint"
             )
     return ExportComparison(difference, new_tokens)
 

@@ -222,8 +222,8 @@ def check_schedule(resolved: Resolved) -> None:
                     Problem(
                         "scheduler.params",
                         spec.params,
-                        f"{spec.type} makes the learning rate of step {step} {rates[0]:g}, which is"
-                        " not 0 or more",
+                        f"in step {step}, {spec.type} has the learning rate {rates[0]:g}, which"
+                        " must be at least 0",
                         "correct its values",
                     )
                 )

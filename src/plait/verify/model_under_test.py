@@ -198,7 +198,7 @@ def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | No
         inspect.signature(function).bind()
     except TypeError as error:
         raise InputError(
-            f"--model {path}: the function is called without arguments ({error});"
+            f"--model {path}: the function cannot be called without arguments ({error});"
             f" {_WHAT_A_FUNCTION_RETURNS}"
         ) from None
     except ValueError:

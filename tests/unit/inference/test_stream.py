@@ -191,6 +191,6 @@ def test_what_stays_in_memory(tmp_path, saved):
     assert (found.resident_bytes, found.streamed_bytes) == (2 * block, 3 * block)
     least = found.slot_bytes + 100
     assert len(planned(budget_bytes=least).streamed) == 5
-    words = "is too small: weights outside the repeated layers and adapters take 0 B, 2 layers .* pass at least"
+    words = "is too small: adapters and the weights outside the repeated layers need 0 B, 2 layers .* pass at least"
     with pytest.raises(InputError, match=words):
         planned(budget_bytes=least - 1)

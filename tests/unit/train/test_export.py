@@ -170,7 +170,7 @@ def test_logits_and_tokens_are_compared(tmp_path, monkeypatch):
         return made
 
     monkeypatch.setattr(export, "generate", other)
-    words = "^greedy token 9 of 64 differs from that of the checkpoint"
+    words = "^greedy token 9 of 64 of Transformers differs from that of the checkpoint"
     with pytest.raises(CheckpointError, match=words):
         export.compare_generated(mock.Mock(), right)
     (wrong / "config.json").write_text("{}")

@@ -164,7 +164,9 @@ def build_loader(
                 f"training_data of type {type(data).__name__} with {argument}: it is read in its"
                 " own order, by one reader in every process"
             )
-            raise InputError(f"{rule}; leave data_sampler out, and num_local_io_workers at most 1")
+            raise InputError(
+                f"{rule}; leave data_sampler out, and use at most 1 for num_local_io_workers"
+            )
         return StreamLoader(
             data,
             engine,

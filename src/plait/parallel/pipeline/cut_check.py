@@ -109,16 +109,14 @@ class CutCheck:
             setting = setting_text(min(flow.late_settings))
             raise ModelError(
                 f"parallel.pp: the forward of {name} sets {setting} after {last}, where only the"
-                " last stage runs, so the other stages would read another value; set it in the"
-                " training loop, between two steps, or before the first block, or use"
-                " parallel.pp = 1"
+                " last stage runs, so the other stages would read another value; set it"
+                " before the first block or between two steps, or use parallel.pp = 1"
             )
         if flow.late_buffers:
             raise ModelError(
                 f"parallel.pp: the forward of {name} changes the buffer {min(flow.late_buffers)}"
-                f" after {last}, where only the last stage runs, and reads it before, on other"
-                " stages; change it in the training loop, between two steps, or before the first"
-                " block, or use parallel.pp = 1"
+                f" after {last}, where only the last stage runs, but other stages read it;"
+                " change it before the first block or between two steps, or use parallel.pp = 1"
             )
         last_stage = self.cut.stages - 1
         unavailable = set()
