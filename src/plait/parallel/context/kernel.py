@@ -509,7 +509,7 @@ def _divide_keys(block: AttentionBlock) -> tuple[AttentionBlock, AttentionBlock]
 
 
 def _divide_queries(block: AttentionBlock) -> list[AttentionBlock]:
-    """Divide the queries into tiles of one query, or of more with at most TILE_ELEMENTS scores."""
+    """Divide the queries into tiles of at most TILE_ELEMENTS scores, but at least one query."""
     batch, heads, count, _ = block.query.shape
     step = max(1, TILE_ELEMENTS // (batch * heads * block.key.shape[2]))
     return [block.rows(start, min(start + step, count)) for start in range(0, count, step)]

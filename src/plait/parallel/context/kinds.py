@@ -185,7 +185,7 @@ class SequenceLayout:
         return torch.cat(chunks, dim).contiguous()
 
     def join(self, parts: Iterable[torch.Tensor], *, dim: int) -> torch.Tensor:
-        """Return the padded sequence from the parts of all ranks, in the order of the ranks."""
+        """Return the padded sequence that consists of the parts of all ranks, in rank order."""
         chunks: dict[int, torch.Tensor] = {}
         for rank, part in enumerate(parts):
             chunks.update(zip(self.indices(rank), part.chunk(self.per_rank, dim), strict=True))
@@ -495,7 +495,10 @@ class _RingGradients:
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum over the previous ranks, to which this rank adds. The first access waits for it."""
+        """Sum over the previous ranks, to which this rank adds.
+
+        The first access waits until the sum has arrived.
+        """
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide_dtype(self.kv.dtype))
         return self._exchange.wait()

@@ -228,7 +228,7 @@ def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
 
 
 class SequenceShards(StepHook):
-    """Hook that splits every micro-batch over the cp axis and sums gradients over it."""
+    """Hook that splits every micro-batch over the cp axis and sums gradients over this axis."""
 
     def __init__(
         self,

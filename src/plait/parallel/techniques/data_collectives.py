@@ -215,7 +215,7 @@ def select_replicated(
 
 @dataclass(frozen=True)
 class ReplicatedReduction:
-    """Reduction of replicated gradients, and candidates that may replace it after some steps."""
+    """Reduction of replicated gradients, with candidates that may replace it after some steps."""
 
     buckets: BucketReduction
     description: str

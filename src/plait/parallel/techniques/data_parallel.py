@@ -339,7 +339,7 @@ def set_unit_flags(unit: FSDPModule, after_backward: AfterBackward) -> None:
 
 
 class LostWrites(StepHook):
-    """Hook that refuses models that write to gathered parameters, which resharding would undo.
+    """Hook that refuses models that write to gathered parameters, because such writes are lost.
 
     In the first step, the hook compares the parameters of a unit after the gather and before the
     resharding. On an accelerator it reads the result at the end of the second step, so that no step
@@ -413,7 +413,8 @@ def _gradient_bytes(parts: Parts) -> int:
 def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:
     """Move the shards to shared memory if this was selected.
 
-    Returns: Description of how the shards are gathered.
+    Returns:
+        Description of how the shards are gathered.
     """
     sentences = [collectives.description]
     if collectives.parameter_host is not None:

@@ -3,10 +3,10 @@
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
 are sent to the ranks of the experts that they are routed to. The axis belongs to a second mesh over
 the ranks of a pipeline stage. Ranks of ep may have different samples (dp), different parts of
-sequences (cp), or the same tokens (tp). Of tokens that several ranks have, each of these ranks
-sends a part. All other parameters are split, replicated or sharded over the first mesh. The
-gradient of an expert is summed over the `edp` axis, whose ranks have the same experts. From ZeRO
-stage 1 on, this sum is a reduce-scatter.
+sequences (cp), or the same tokens (tp). In the last case each rank sends a part of the tokens. All
+other parameters are split, replicated or sharded over the first mesh. The gradient of an expert is
+summed over the `edp` axis, whose ranks have the same experts. From ZeRO stage 1 on, this sum is a
+reduce-scatter.
 
 A router may add a bias per expert to its scores when it selects experts, which balances experts
 without a loss, as in DeepSeek-V3. After a step the bias is raised for experts with fewer tokens
@@ -146,7 +146,7 @@ class ExpertParallel(Technique):
         return replace(parts.with_shard(separate_mesh=separate_mesh), experts=layers)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hooks of adapters on experts, and of the reduction of experts' gradients."""
+        """Return the hook for adapters on experts, and the hook that sums gradients of experts."""
         hooks: list[StepHook] = []
         if parts.expert_adapters is not None:
             hooks.append(parts.expert_adapters)
@@ -483,7 +483,7 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged, because it does not count a few values per expert."""
+        """Return the ledger unchanged, because it ignores messages of a few values per expert."""
         return ledger
 
 

@@ -211,9 +211,8 @@ def first_state(policy: LossScale) -> ScaleState:
 def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
     """Return the state after a step.
 
-    The allowance is the number of overflows after which the scale is halved. With index `i =
-    state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
-    `DynamicLossScaler.update_scale`):
+    The allowance is the number of overflows until the scale is halved. With index `i = state.step`,
+    as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`, `DynamicLossScaler.update_scale`):
 
     - Overflow with allowance 1: the scale becomes max(scale / 2, minimum). The allowance stays 1,
       so the next overflow halves the scale again.

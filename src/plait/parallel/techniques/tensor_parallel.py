@@ -238,7 +238,7 @@ def _set_forwards(
 
 
 def _row_parallel_follows(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
-    """Return True if a row-parallel layer follows the layer at `index` of the plan in its block."""
+    """Return True if layer `index` of the plan precedes a row-parallel layer of the same block."""
     name = plan.modules[index].name
     block = next((f"{block}." for block in blocks if name.startswith(f"{block}.")), "")
     return any(

@@ -296,7 +296,7 @@ class _GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a gradient. Return None until the last one, then the sum in the gradients' dtype."""
+        """Add a gradient. Return the sum in its dtype after the last gradient, and None before."""
         wide = gradient.float()
         if self._total is None:
             total = wide
