@@ -1,7 +1,8 @@
 """All-reduce: algorithms of torch's collectives, and buffers that are summed during a backward.
 
-Each algorithm is a generator that yields collectives. They must have ended before the generator is
-resumed. `run` executes one algorithm. `advance` executes several in turn, so that they overlap.
+Each algorithm is a generator that yields collectives. The yielded collectives must have ended
+before the generator is resumed. `run` executes one algorithm. `advance` executes several in turn,
+so that they overlap.
 
     name                       bytes per rank, tensor of S bytes      sequential messages
     all-reduce                 backend's choice; 2 (n-1)/n S assumed  backend's choice
@@ -136,7 +137,7 @@ def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
 
 
 def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Send chunks around a ring in which each rank adds its chunk, then send the sums around."""
+    """Sum chunks while they move around a ring of ranks, then send the sums around the ring."""
     ranks = group.size()
     rank = group.rank()
     following = (rank + 1) % ranks

@@ -1,4 +1,4 @@
-"""Selection of the all-reduce algorithm and the bucket size of a group by the costs of its links.
+"""Selection of a group's all-reduce algorithm and bucket size by the costs of its links.
 
 The module does not communicate, and it returns the reason with every choice.
 
@@ -96,7 +96,7 @@ class Cost:
 
 
 def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Fit a cost to (bytes, seconds) measurements, and store them in it.
+    """Fit a cost to (bytes, seconds) measurements, and store the measurements in the cost.
 
     Disturbances only add time. If a larger tensor took less time than a smaller one, the
     measurement of the smaller one was disturbed and is replaced with the time of the larger one.
@@ -157,11 +157,11 @@ class Link:
 class Level:
     """Costs of the operations among a set of ranks.
 
-    The operations are `all_reduce`, `all_gather` and `reduce_scatter` (bytes of the full tensor),
-    `exchange` (bytes sent to the next rank while as many arrive) and, with several machines,
-    `far_exchange` (the same with a rank of another machine, by all ranks at once). Complete
-    all-reduce algorithms that were measured have the names of `comm.all_reduce`, `shared-memory`,
-    `int8` and `int4`.
+    The costs of `all_reduce`, `all_gather` and `reduce_scatter` are functions of the bytes of the
+    full tensor. The cost of `exchange` is a function of the bytes that a rank sends to the next
+    rank while it receives as many. `far_exchange`, which requires several machines, is the same
+    with a rank of another machine, by all ranks at once. Measured all-reduce algorithms have the
+    names that `comm.all_reduce` defines, or `shared-memory`, `int8` and `int4`.
 
     Attributes:
         ranks: Number of ranks.
@@ -181,9 +181,9 @@ class GroupLinks:
         machines: Number of machines.
         per_machine: Ranks of the group on each machine.
         whole: Costs among all ranks of the group.
-        inside: Costs among the ranks of one machine, or None unless there are several machines
-            with several ranks each.
-        across: Costs among one rank per machine, or None where `inside` is None.
+        inside: Costs among the ranks of one machine if there are several machines with several
+            ranks each, otherwise None.
+        across: Costs among one rank per machine, or None if `inside` is None.
     """
 
     axis: str
@@ -240,8 +240,8 @@ def describe(
         machines: Number of machines.
         per_machine: Ranks of the group on each machine.
         inside: Link between two devices of one machine.
-        network: Link between machines, with all network cards of a machine together. It may be None
-            for one machine.
+        network: Link between machines, with the bandwidth of all network cards of a machine
+            together. It may be None for one machine.
     """
     ranks = machines * per_machine
     if machines == 1 or network is None:
@@ -277,7 +277,7 @@ def save(path: Path, groups: Sequence[GroupLinks], *, facts: Mapping[str, Any]) 
 
 
 def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:
-    """Return the links of each axis, and the facts, from a file that `save` wrote.
+    """Return (links by axis, facts) from a file that `save` wrote.
 
     Raises:
         InputError: The file is missing or has another form.
@@ -323,7 +323,7 @@ class AlgorithmChoice:
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The selected algorithm, and the algorithms whose cost is at most NEAR times its cost."""
+        """The selected algorithm, and all others that take at most NEAR times as long."""
         limit = NEAR * self.seconds
         return self.algorithm, *(name for name, seconds in self.others if seconds <= limit)
 
@@ -416,7 +416,7 @@ def refined(
 def choose_buckets(
     gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None
 ) -> AlgorithmChoice:
-    """Return the cheapest algorithm for gradients in buckets, and the size of the buckets.
+    """Return the cheapest algorithm and bucket size for gradients that are summed in buckets.
 
     A bucket is sent when the backward has filled it. Smaller buckets start earlier, but each adds a
     fixed time. The size matters most if the backward takes as long as the all-reduce T(G) of all

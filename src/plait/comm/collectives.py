@@ -213,7 +213,7 @@ def gather_sum(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -
 
 
 def leave_scatter(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Return this rank's shard of the sum of partial tensors along `dim`. Collective."""
+    """Sum partial tensors over the ranks, and shard the sum along `dim`. Collective."""
     return _LeaveScatter.apply(x, group, dim % x.ndim)
 
 
@@ -256,10 +256,10 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Sum over the ranks, and return this rank's shard of the sum along `dim`. Collective.
+    """Sum `x` over the ranks, and shard the sum along `dim`. Collective.
 
-    The result is contiguous. If the shards of `x` follow each other in memory, `x` is sent without
-    a copy.
+    The result is this rank's shard, which is contiguous. If the shards of `x` follow each other in
+    memory, `x` is sent without a copy.
     """
     ranks = group.size()
     length = x.shape[dim]
@@ -295,7 +295,7 @@ def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return the first `length` entries along `dim` of a contiguous tensor, maybe in place."""
+    """Return the first `length` entries of a contiguous tensor along `dim`. May resize `x`."""
     if x.shape[dim] == length:
         return x
     if _is_outermost(x, dim):
@@ -470,7 +470,7 @@ class AsyncAllReduce:
     def value(self) -> torch.Tensor:
         """Wait for the all-reduce and return the reduced tensor.
 
-        Every rank must call this once or more.
+        Every rank must call this at least once.
         """
         if self._work is not None:
             with naming("all-reduce of a small value"):
@@ -482,7 +482,8 @@ class AsyncAllReduce:
 class AsyncMaximum:
     """Maximum over ranks, whose all-reduce starts when the object is created. Collective.
 
-    Neither the creation nor `value` waits for kernels that are queued after the creation.
+    Creating the object does not wait for the device. `value` waits for the all-reduce, but not for
+    kernels that are queued after the object was created.
 
     Args:
         number: This rank's number, from 0 to 255.

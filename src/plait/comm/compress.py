@@ -57,9 +57,9 @@ class PersistentTensors:
     gradients were sent. If steps may be skipped, the new value of a tensor is written to a second
     tensor, which replaces the first one when the step is applied.
 
-    If steps cannot be skipped, new values overwrite the old ones. Gradients may still be dropped
-    after a failure, or by the user for their size, so their residuals must not reach later steps.
-    They are set to zero, which loses the error of one step.
+    If steps cannot be skipped, new values overwrite the old ones. Gradients may still be dropped,
+    after a failure or because the user skips large gradients. The residuals of dropped gradients
+    must not reach later steps, so they are set to zero, which loses the error of one step.
 
     Attributes:
         revocable: Whether steps may be skipped.
@@ -78,9 +78,9 @@ class PersistentTensors:
         return self._changed.get(name, self.state[name])
 
     def change(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the value of a tensor, and the tensor for its new value.
+        """Return (tensor with the current value, tensor for the new value).
 
-        The caller must write the full new value. If the old value is no longer needed, both are
+        The caller must write the full new value. If the current value is no longer needed, both are
         the same tensor.
         """
         value = self.current(name)
@@ -149,8 +149,8 @@ class _TwoMessageBuckets(ABC):
 class QuantisedBuckets(_TwoMessageBuckets):
     """Buckets whose matrices are summed in quantised form (implements `comm.all_reduce.Buckets`).
 
-    Every rank owns a slice of a bucket. It receives the slice from all ranks, sums them and returns
-    the sum. Buckets of vectors are summed uncompressed.
+    Every rank owns a slice of a bucket. It receives this slice from all ranks, sums what it has
+    received, and sends the sum to all ranks. Buckets of vectors are summed uncompressed.
 
     Args:
         group: The process group.
@@ -438,7 +438,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         self._works[index] = self._start_sum(rights)
 
     def _start_sum(self, tensors: list[torch.Tensor]) -> tuple[dist.Work, list[torch.Tensor]]:
-        """Start the sum of tensors in one message. Return the work, and the sum of each tensor."""
+        """Start the sum of tensors in one message. Return (work, sum of each tensor)."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         work = launched(dist.all_reduce(flat, group=self._group, async_op=True))
         sizes = [tensor.numel() for tensor in tensors]
@@ -452,7 +452,7 @@ class PowerSGDBuckets(_TwoMessageBuckets):
 def _pack(
     packing: Packing, rows: torch.Tensor, carried: PersistentTensors, name: str
 ) -> torch.Tensor:
-    """Pack rows with error feedback if `carried` has a residual of this name."""
+    """Pack rows. Use error feedback if `carried` has a residual of this name."""
     if name not in carried.state:
         return packing.pack(rows)
     error, into = carried.change(name)

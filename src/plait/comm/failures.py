@@ -1,19 +1,20 @@
-"""Failures of one rank or of a collective, which all ranks report.
+"""Errors of one rank or of a collective, which are raised on all ranks.
 
 `naming` replaces torch's error of a failed collective with one that has the name of the collective
 and the likely cause. Only waits in shared memory (`comm.shared_memory`) can name a rank whose
 process has ended. gloo and NCCL only report that the connection to some rank was lost.
 
-`run_on_all_ranks` raises the error of the first rank that failed on all ranks. Otherwise the other
-ranks would wait in the next collective until the process group times out. The ranks agree by one
-all-gather of rows of fixed size, which also contain a short result of each rank.
+If the work of some ranks fails, `run_on_all_ranks` raises the error of the first of them on all
+ranks. Otherwise the ranks without an error would wait in the next collective until the process
+group times out. The ranks agree by one all-gather of rows of fixed size, which also contain a short
+result of each rank.
 
-In the debug mode (`ComparedCollectives`) ranks compare a collective before it starts. Without this
-mode, ranks that issue different collectives would hang, or compute wrong numbers if the shapes
-agree. Each rank writes the operation, the shapes, the dtypes and the line of code to the store of
-the default group, and reads the entries of other ranks. Calls from different lines are different
-collectives even if the shapes agree. The mode costs some messages per collective, and runs Python
-code for every operator.
+In the debug mode (`ComparedCollectives`) ranks check before each collective that all of them make
+the same call. Without this mode, ranks that issue different collectives would hang, or compute
+wrong numbers if the shapes agree. Each rank writes the operation, the shapes, the dtypes and the
+line of code to the store of the default group, and reads the entries of other ranks. Calls from
+different lines are different collectives even if the shapes agree. The mode costs some messages per
+collective, and runs Python code for every operator.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ class _ComparedCall:
     wait: Wait
 
     def key(self, rank: int, *, earlier: int = 0) -> str:
-        """Return the key of a rank's description of this call, or of an earlier one."""
+        """Return the store's key for a rank's description of this call or of an earlier call."""
         return f"plait-check/{self.group}/{self.wait.sequence - earlier}/{rank}"
 
 
@@ -217,7 +218,7 @@ class ComparedCollectives(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Compare a collective and run the operator unchanged."""
+        """Run an operator. If it is a collective, first compare the call with other ranks."""
         # DTensor turns its operators into plain ones, which are dispatched here again.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

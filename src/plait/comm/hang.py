@@ -2,7 +2,7 @@
 
 A board is a small file with the step and the phase of a rank, the collectives that it waits for,
 and a heartbeat. The rank maps the file into memory, so that a write is a cheap store without a
-lock. Other processes (`comm.watch`, the launcher) can read the board while the rank is stopped,
+lock. Other processes (`comm.watch`, the launcher) can read the board even if the rank is stopped,
 holds the interpreter's lock or has ended. Times are those of the monotonic clock, which all
 processes of a machine share.
 
@@ -95,7 +95,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class BoardContent:
-    """Content of a board at one moment.
+    """Snapshot of a board's content.
 
     Attributes:
         rank: Global rank.
@@ -177,7 +177,7 @@ class Board:
 
     @property
     def now(self) -> tuple[int, int, float]:
-        """Current step, current phase, and time at which the phase began."""
+        """The current (step, phase, time at which the phase began)."""
         return _PROGRESS.unpack_from(self._memory, _PROGRESS_OFFSET)
 
     def wait(self, wait: Wait) -> None:
@@ -468,7 +468,7 @@ def describe_cause(
 
 
 def _place(ranks: Sequence[int], readings: Mapping[int, BoardContent]) -> str:
-    """Return the step and the phase of ranks, or an empty string if they are not equal."""
+    """Return the step and the phase of ranks, or an empty string if the ranks differ in them."""
     steps = {readings[rank].step for rank in ranks if rank in readings}
     phases = {PHASES[readings[rank].phase] for rank in ranks if rank in readings}
     if len(steps) != 1 or len(phases) != 1:

@@ -4,15 +4,16 @@ All functions here are collective.
 
 Note [Rounds of a measurement]
     All sizes are measured in every round, so that a disturbance affects all sizes and not one. Each
-    round has a different order, because an operation influences the next one. The time of an
-    operation is the median over the rounds of the time of the slowest rank. The first rank ends the
-    measurement for all ranks when the time is over. On slow links the largest sizes are left out.
+    round has a different order, because an operation influences the next one. In each round, the
+    time of an operation is that of the slowest rank. The result is the median over the rounds. The
+    first rank ends the measurement for all ranks when the time is over. On slow links the largest
+    sizes are left out.
 
 At the start of a run `find_links` measures the costs of its links, or reads them from the file of
-an earlier run. Stored costs are used for the same ranks on the same machines, if a probe of two
-sizes agrees with them within a factor. Otherwise the links are measured again. All ranks of the
-group use the result of the first rank. `refine` then compares the best algorithms at the message
-size of the run.
+an earlier run. Stored costs are used for the same ranks on the same machines, if the times of a
+probe with two sizes differ from them by at most the factor AGREEMENT. Otherwise the links are
+measured again. All ranks of the group use the result of the first rank. `refine` then compares the
+best algorithms at the message size of the run.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def compare_algorithms(
         group: The process group.
         levels: Groups inside and across machines.
         device: Device of the tensors.
-        seconds: Approximate time. The fewest rounds may take longer.
+        seconds: Approximate time. The minimum number of rounds may take longer.
         shared_memory: Whether `names` may include shared memory.
     """
     algorithms = all_reduce_operations(
@@ -278,7 +279,7 @@ def _basic_operations(
 
 
 def _numel(nbytes: int, group: dist.ProcessGroup) -> int:
-    """Return the number of float32 elements of about `nbytes`, a multiple of the group's size."""
+    """Return the number of float32 elements in about `nbytes`, divisible by the number of ranks."""
     return max(1, nbytes // 4 // group.size()) * group.size()
 
 
@@ -330,8 +331,8 @@ def _measure_rounds(
         group: The process group.
         device: Device of the tensors.
         seconds: Approximate time.
-        least: Fewest rounds.
-        most: Most rounds.
+        least: Minimum number of rounds.
+        most: Maximum number of rounds.
         rare: Operations that only every `_RARE_INTERVAL`-th round measures.
     """
     samples: dict[Key, list[float]] = {key: [] for key in operations}
@@ -387,7 +388,7 @@ def _reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 def _exchange(
     outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup, distance: int
 ) -> None:
-    """Send to the rank `distance` after this one, and receive from that `distance` before it."""
+    """Send to the rank `distance` after this one, and receive from the one `distance` before."""
     ranks = group.size()
     rank = group.rank()
     to = (rank + distance) % ranks
@@ -508,7 +509,7 @@ def find_links(
 def _difference_from_probe(
     links: GroupLinks, group: dist.ProcessGroup, device: torch.device
 ) -> str:
-    """Return how a probe contradicts stored links, or an empty string if it agrees. Collective."""
+    """Return how a probe differs from stored links, or an empty string if it agrees. Collective."""
     sizes = (SIZES[0], MIB)
     probed = probe(group, sizes, device=device)
     stored = [algorithm_seconds(nbytes, links)["all-reduce"] for nbytes in sizes]
@@ -549,7 +550,8 @@ def refine(
         seconds: Approximate time. If the comparison takes much longer, the choice is not changed.
 
     Returns:
-        The new choice, and a description of the comparison, which is empty if there was none.
+        (new choice, description of the comparison). The description is empty if nothing was
+        compared.
     """
     if len(choice.near) < 2:
         return choice, ""
@@ -573,7 +575,7 @@ def refine(
 def _read(
     path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str]
 ) -> tuple[GroupLinks | None, str]:
-    """Return the stored costs of a group, or None and the reason why they cannot be used."""
+    """Return (stored costs of a group, ""), or (None, reason) if they cannot be used."""
     if path is None or not path.exists():
         return None, ""
     try:

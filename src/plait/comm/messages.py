@@ -74,7 +74,9 @@ def lane(source: int, destination: int) -> int:
 
 
 class Messenger:
-    """Point-to-point messages of one rank. Arguments and attributes are ranks within the group.
+    """Point-to-point messages of one rank.
+
+    All ranks in arguments and attributes are ranks within the group.
 
     Args:
         groups: Pairs of the group for messages to higher ranks and the group for messages to lower
@@ -84,7 +86,7 @@ class Messenger:
     Attributes:
         rank: This process's rank in the group.
         device: Device of the tensors.
-        sent_bytes: Bytes of the tensors sent so far. Objects do not count.
+        sent_bytes: Bytes of the tensors sent so far. Objects are not included.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def quantise(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
         bits: Bits per element.
 
     Returns:
-        Codes, uint8 [rows, n x bits / 8], and scales, float32 [rows, n / BLOCK].
+        (codes uint8 [rows, n x bits / 8], scales float32 [rows, n / BLOCK]).
     """
     if x.dtype != torch.float32:
         # Verification in float64 (`verify.keep_float64`) skips `x.float()`, but scales are float32.
@@ -70,7 +70,7 @@ def _round(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide float32 `x` [rows, n] by the scales of its blocks, and round.
 
     Returns:
-        Integers as float32 [rows, n / BLOCK, BLOCK], and scales [rows, n / BLOCK].
+        (integers as float32 [rows, n / BLOCK, BLOCK], scales [rows, n / BLOCK]).
     """
     # See Note [Operators of quantisation].
     blocks = x.view(x.shape[0], -1, BLOCK)
@@ -80,7 +80,7 @@ def _round(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _encode(rounded: torch.Tensor, bits: Bits) -> torch.Tensor:
-    """Return integers [rows, blocks, BLOCK] as uint8 [rows, n x bits / 8]."""
+    """Return integers [rows, blocks, BLOCK] as uint8 [rows, blocks x BLOCK x bits / 8]."""
     # Any code of a number that is not finite is multiplied by a scale that is not finite.
     codes = rounded.to(torch.int8).view(torch.uint8)
     if bits == 4:
@@ -121,7 +121,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Packing:
-    """Conversion between rows [rows, n] of numbers and packed rows of bytes.
+    """Conversion between rows [rows, n] of floating-point numbers and packed rows of bytes.
 
     A row consists of segments. A packed row consists of the codes of all matrices, their scales,
     and the uncompressed segments.
@@ -142,7 +142,7 @@ class Packing:
         segments are then larger by the same factor.
 
         Raises:
-            ModelError: `numel` is not a multiple of the size of the segments, because some
+            ModelError: `numel` is not a multiple of the total size of the segments, because some
                 parameters have no gradient. A block could then mix parameters that must not share a
                 scale.
         """
@@ -158,12 +158,12 @@ class Packing:
 
     @cached_property
     def padded(self) -> int:
-        """Quantised elements of a row, padding included."""
+        """Number of quantised elements of a row, padding included."""
         return sum(blocks_of(s.numel) * BLOCK for s in self.segments if s.matrix)
 
     @cached_property
     def _exact_numel(self) -> int:
-        """Uncompressed elements of a row."""
+        """Number of uncompressed elements of a row."""
         return sum(s.numel for s in self.segments if not s.matrix)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
@@ -241,7 +241,7 @@ class Packing:
     def _fields(
         self, packed: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the matrices [rows, padded] and the uncompressed elements of packed rows."""
+        """Return (matrices [rows, padded], uncompressed elements) of packed rows."""
         code_bytes = self.padded * self.bits // 8
         scale_bytes = self.padded // BLOCK * _SCALE_BYTES
         exact_bytes = packed.shape[1] - code_bytes - scale_bytes
@@ -283,7 +283,7 @@ def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _view_bytes(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes [rows, n] of a larger buffer as numbers."""
+    """Return bytes [rows, n] of a larger buffer as elements of `dtype`."""
     if raw.numel() == 0:
         return raw.new_empty(raw.shape[0], 0, dtype=dtype)
     # A slice of bytes is not aligned, so it is copied.

@@ -1,8 +1,8 @@
 """Bytes that collectives send, for traffic counters.
 
 Traffic counters (in `engine.single_rank` and in tests) are dispatch modes that call `call_of` for
-every operator. `record` reports data that moves without one of torch's collectives, by a call of an
-operator that has no effect. The call takes about 3 microseconds outside of a dispatch mode.
+every operator. To report data that moves without a collective of torch, `record` calls an operator
+that has no effect. The call takes about 3 microseconds outside of a dispatch mode.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ the collectives that torch records.
 
 Under `plait launch` and `plait train` the launcher reads the boards and ends a run that hangs
 (`cli.launching.failures`). Under other launchers, such as torchrun, the thread reads the boards of
-the ranks on this machine. It prints which rank is late, and ends this process if torch does not end
-the collective that hangs. Nothing is reported before a wait has reached the timeout of the
+the ranks on this machine. The thread prints which rank is late, and ends this process if torch does
+not end the collective that hangs. Nothing is reported before a wait has reached the timeout of the
 process group.
 
 Note [Order of timeouts]
@@ -299,7 +299,7 @@ class Watch:
         """Return the start time of each collective by the monotonic clock.
 
         torch's recorder uses the system clock, which may be adjusted while a collective waits. A
-        collective that was observed before therefore keeps its start time, and the others have
+        collective that was observed before therefore keeps its start time. Any other collective has
         started after the last observation.
 
         Args:
@@ -318,7 +318,7 @@ class Watch:
         return starts
 
     def _line(self) -> str:
-        """Return the main thread's line of user code, with the unit collective that began last."""
+        """Return the main thread's line of user code, and the last collective of `fully_shard`."""
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return ""
@@ -418,7 +418,7 @@ WATCH = Watch()
 
 
 def _leave_board_to_parent() -> None:
-    """Drop the board in a forked child, which shares its memory but must not write to it."""
+    """Drop the board in a forked child, which shares the board's memory but must not change it."""
     WATCH.board = None
 
 

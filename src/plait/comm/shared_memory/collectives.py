@@ -42,7 +42,7 @@ _READ_WORD = 4
 
 
 class _Slots:
-    """Slots of shared memory that grow on request. Ranks agree by words on which slot to use.
+    """Slots of shared memory that grow on request. Ranks agree through words on the slot to use.
 
     All ranks request the same sizes in the same order, so their slots grow together. The first
     request allocates memory. Subclasses decide which slots are free.
@@ -78,7 +78,7 @@ class _Slots:
         return self._memory is not None and count <= self._slot_bytes
 
     def _make_room(self, count: int) -> None:
-        """Grow the slots to `count` bytes if possible. Collective unless they are large enough."""
+        """Grow the slots to `count` bytes if possible. Collective unless the slots suffice."""
         if self._fits(count):
             return
         if self._refused_bytes is not None and count >= self._refused_bytes:
@@ -118,7 +118,7 @@ class _Slots:
     ) -> list[int]:
         """Announce the next call, and wait until all ranks have announced theirs.
 
-        The words 0 and 1 have announcements and the words 2 and 3 sizes, see Note [Words in turn].
+        Words 0 and 1 hold announcements. Words 2 and 3 hold sizes. See Note [Words in turn].
 
         Args:
             count: Size of the full tensor in bytes, which must be the same on all ranks.
@@ -170,11 +170,11 @@ class SharedAllGather(_Slots, AllGather):
     calls this object. The output is one of a few slots of shared memory. Each rank writes its shard
     once, to the place from which other ranks read it. The call only waits for the other ranks.
 
-    The ranks agree on a free slot without another exchange. With each call a rank publishes which
-    slots are free, because none of its tensors points into them. The next call uses the first slot
-    that all ranks have published as free. No rank starts to use a slot between these two calls, so
-    reading an older output is safe. If no slot is free, or there is not enough memory, all ranks
-    use torch's collective.
+    The ranks agree on a free slot without another exchange. A slot is free for a rank if none of
+    its tensors points into the slot. With each call a rank publishes its free slots, and the next
+    call uses the first slot that all ranks have published. A slot that is free stays free until the
+    next call, so no call overwrites an output that a rank still reads. If no slot is free, or there
+    is not enough memory, all ranks use torch's collective.
     """
 
     def __init__(self, host: SharedMemoryGroup) -> None:
@@ -365,7 +365,7 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
     def _free_slot(self) -> int | None:
         """Return a slot that no tensor of this rank uses, or None.
 
-        Waits until all ranks have read its previous content.
+        This waits until all ranks have read the slot's previous content.
         """
         free = [slot for slot in range(_SCATTER_SLOTS) if not self._leased[slot]]
         if not free:

@@ -264,7 +264,8 @@ class SharedMemory:
             offset: First byte of the range.
             numel: Number of elements.
             dtype: Dtype of the elements.
-            on_release: Called when no tensor of this rank references the range any more.
+            on_release: Function that is called when no tensor of this rank references the range any
+                more.
         """
         start = self._data_start + offset
         # `frombuffer` refuses to make an empty tensor.

@@ -4,10 +4,10 @@ Transformers has one table of attention functions by name, for all models of the
 that differ between models are attached to their modules (`install`).
 
 A token attends to itself and to earlier tokens of its document, as in Transformers. Instead of a
-mask [seq, seq] there is one number per token, the position at which its document begins. The
-numbers are computed from the full batch (`document_starts`). They do not describe sliding windows,
-which may differ between layers. They need not describe padding on the right, because no token
-attends to it and the loss ignores it.
+mask [seq, seq], each token has the position at which its document begins. These positions are
+computed from the full batch (`document_starts`). They do not describe sliding windows, which may
+differ between layers. They need not describe padding on the right, because no other token attends
+to padding and the loss ignores it.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def attend(
         value: [batch, kv_heads, tokens, width].
         attention_mask: Result of `as_mask`.
         scaling: Factor of the scores. The default is head_dim ** -0.5.
-        dropout: Dropout of attention weights, which must be 0.
+        dropout: Dropout probability of attention weights. Must be 0.
         sliding_window: Number of tokens that a token attends to, itself included.
         softcap: Cap of the scores.
         s_aux: Attention sinks [heads].
         other: Further arguments of the model, which are refused if they change attention.
 
     Returns:
-        The output [batch, tokens, heads, width], and None instead of attention weights.
+        (output [batch, tokens, heads, width], None instead of attention weights).
 
     Raises:
         InputError: The batch was not split.
@@ -252,7 +252,7 @@ class PackedDocuments:
 
     @classmethod
     def from_starts(cls, starts: torch.Tensor, device: torch.device) -> PackedDocuments:
-        """Find the documents of a micro-batch. Waits for the device of `starts`.
+        """Find the documents of a micro-batch. This waits for the device of `starts`.
 
         Args:
             starts: [batch, tokens], position at which the document of each token begins.
@@ -287,9 +287,10 @@ def on_device(model: nn.Module, part: Any, device: torch.device) -> Any:
 
 
 def _documents_of(mask: torch.Tensor) -> PackedDocuments | None:
-    """Return the documents that are attached to a mask.
+    """Return the documents of a mask, or None if each row is one document.
 
-    A copy of a mask has no attached documents. They are then computed and attached to the copy.
+    The documents are attached to the mask. If the mask is a copy that has none, they are computed
+    and attached to it.
     """
     attached: PackedDocuments | None = getattr(mask, _DOCUMENTS, None)
     starts = starts_of_mask(mask)

@@ -210,7 +210,7 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in parameters that may be nested by layer type."""
+    """Yield the types of rotary embeddings in parameters, which may be nested by layer type."""
     if not isinstance(parameters, Mapping):
         return
     rope_type = parameters.get("rope_type", parameters.get("type"))

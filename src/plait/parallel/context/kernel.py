@@ -1,9 +1,10 @@
 """Attention of some queries to some keys, as part of a softmax over more keys.
 
 The mask follows from the positions of queries and keys in the sequence, so none is passed. On a GPU
-one fused kernel computes a complete block. If the kernel does not support its shape, the block is
-divided into parts without a mask or with a causal mask, or into tiles that are small enough for a
-mask in memory. Scores are computed in float32 or wider. This module does not communicate.
+one fused kernel computes a complete block. If the kernel does not support the shape of a block, the
+block is divided into parts without a mask or with a causal mask, or into tiles that are small
+enough for a mask in memory. Scores are computed in float32 or wider. This module does not
+communicate.
 
 FlexAttention receives the mask as a function of positions, and skips blocks of scores that are
 fully masked. It is compiled, except on CPUs, where torch has no backward for it.
@@ -246,7 +247,7 @@ class PartialSoftmax:
         torch.logaddexp(merged_log_sum_exp, log_sum_exp, out=merged_log_sum_exp)
 
     def finished(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output, in the dtype of the queries, and the log-sum-exp over all keys.
+        """Return (output in the dtype of the queries, log-sum-exp over all keys).
 
         Args:
             sinks: Score of an additional key per head [heads], whose value is 0. It is added once,
@@ -312,7 +313,7 @@ class GradientSum:
         Args:
             like: The tensor whose gradient this is.
             total: Tensor of zeros that receives the sum. Without it, a first gradient that covers
-                all tokens is used as the sum without a copy.
+                all tokens becomes the sum and is not copied.
         """
         self.like = like
         self._total = total
@@ -398,7 +399,7 @@ def kernel_for(
         documents: Whether sequences consist of several documents.
 
     Returns:
-        The kernel, and for "products" on a GPU the reason why no fused kernel is used.
+        (kernel, reason). The reason says why a GPU uses "products" and no fused kernel.
     """
     if rule.kernel == "products":
         return "products", 'attn_implementation is "eager"'
@@ -497,8 +498,8 @@ def _divide_keys(block: AttentionBlock) -> tuple[AttentionBlock, AttentionBlock]
     """Divide the keys at the position of the first query.
 
     Returns:
-        The block with the keys from that position on, and the block with the keys before it. None
-        if one of them would be empty, or if the block has documents.
+        (block with the keys from that position on, block with the keys before it), or None if one
+        of the two would be empty or the block has documents.
     """
     low = block.key_at
     high = low + block.key.shape[2]
@@ -508,7 +509,7 @@ def _divide_keys(block: AttentionBlock) -> tuple[AttentionBlock, AttentionBlock]
 
 
 def _divide_queries(block: AttentionBlock) -> list[AttentionBlock]:
-    """Divide the queries into tiles of at most `TILE_ELEMENTS` scores, or of one query."""
+    """Divide the queries into tiles of at most TILE_ELEMENTS scores, but at least one query."""
     batch, heads, count, _ = block.query.shape
     step = max(1, TILE_ELEMENTS // (batch * heads * block.key.shape[2]))
     return [block.rows(start, min(start + step, count)) for start in range(0, count, step)]
@@ -553,7 +554,7 @@ def _tile_gradients(
 
 
 def _scores(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scores [batch, heads, queries, keys], and the derivative of the softcap.
+    """Return (scores [batch, heads, queries, keys], derivative of the softcap).
 
     Scores of masked keys are -inf. The derivative is None if the layer has no softcap.
     """
@@ -587,14 +588,14 @@ def _mask(block: AttentionBlock, rule: AttentionRule) -> torch.Tensor | None:
 
 
 def _repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Repeat [batch, kv_heads, ...] for every query head."""
+    """Repeat key-value heads [batch, kv_heads, ...], once per query head that shares them."""
     if groups == 1:
         return x
     return x.repeat_interleave(groups, dim=1)
 
 
 def _sum_heads(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Sum a gradient with one head per query head over the query heads of each key-value head."""
+    """Sum the gradients of the query heads that share a key-value head."""
     if gradient.shape[1] == kv_heads:
         return gradient
     return gradient.unflatten(1, (kv_heads, -1)).sum(2)

@@ -79,11 +79,13 @@ def attention(
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].
         starts: Position at which the document of each query begins [batch, tokens], or None (see
-            `attention_function.document_starts`). With `ulysses` it has all tokens of the sequence.
+            `attention_function.document_starts`). With `ulysses` these are all tokens of the
+            sequence.
         place: Layout and process group.
         rule: Rule of the layer.
-        sinks: Attention sinks [heads] or None, see `PartialSoftmax.finished`. Their gradient on
-            this rank is that of its queries, or with `ulysses` that of its heads.
+        sinks: Attention sinks [heads] or None, see `PartialSoftmax.finished`. On this rank their
+            gradient only contains the contribution of this rank's queries, or with `ulysses` of its
+            heads.
 
     Returns:
         [batch, heads, tokens, width].
@@ -183,7 +185,7 @@ class SequenceLayout:
         return torch.cat(chunks, dim).contiguous()
 
     def join(self, parts: Iterable[torch.Tensor], *, dim: int) -> torch.Tensor:
-        """Return the padded sequence from the parts of all ranks, in the order of the ranks."""
+        """Return the padded sequence that consists of the parts of all ranks, in rank order."""
         chunks: dict[int, torch.Tensor] = {}
         for rank, part in enumerate(parts):
             chunks.update(zip(self.indices(rank), part.chunk(self.per_rank, dim), strict=True))
@@ -220,7 +222,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class UnmaskedBlock:
-    """Smallest rectangle that has all unmasked pairs of this rank's queries and a rank's keys.
+    """Smallest block with all unmasked pairs of this rank's queries and another rank's keys.
 
     Attributes:
         first_query: Index of the first query in this rank's part. The block extends to the last
@@ -485,7 +487,7 @@ class _RingBlocks:
 
 
 class _RingGradients:
-    """Gradients of one rank's keys and values, summed over the ranks that they have visited."""
+    """Gradients of one rank's keys and values, summed over the ranks that these have visited."""
 
     def __init__(self, kv: torch.Tensor, exchange: _RingExchange | None) -> None:
         self.kv = kv
@@ -493,7 +495,10 @@ class _RingGradients:
 
     @cached_property
     def total(self) -> torch.Tensor:
-        """Sum over the previous ranks, to which this rank adds. The first access waits for it."""
+        """Sum over the previous ranks, to which this rank adds.
+
+        The first access waits until the sum has arrived.
+        """
         if self._exchange is None:
             return torch.zeros_like(self.kv, dtype=wide_dtype(self.kv.dtype))
         return self._exchange.wait()
@@ -584,7 +589,7 @@ def exchange_heads(
     place: SequencePlacement,
     compute: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Compute attention with all tokens of some heads on each rank. Collective.
+    """Compute attention with all tokens of some heads on each of n ranks. Collective.
 
     Args:
         query: [batch, heads, tokens / n, head_dim].
@@ -608,8 +613,8 @@ def exchange_heads(
 class _HeadExchange(torch.autograd.Function):
     """Exchange between a part of the tokens with all heads and all tokens with a part of the heads.
 
-    It converts [batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] if
-    `to_tokens` is set, and the reverse otherwise.
+    On n ranks it converts [batch, heads, tokens / n, width] to [batch, heads / n, tokens, width] if
+    `to_tokens` is set, and does the reverse otherwise.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
 """Low-rank adapters on parameters (PEFT's `target_parameters`), such as those of experts.
 
 PEFT's wrapper of a module adds the product of two low-rank matrices to one parameter of the module.
-In every forward it registers a parametrization, which moves the parameter and counts as a write to
-it. Gathered parameters of `fully_shard` support neither, and a rank of expert parallelism has only
-some of the experts. The forwards of this module compute the same sum without a parametrization.
+In every forward the wrapper registers a parametrization, which moves the parameter and counts as a
+write to the parameter. Gathered parameters of `fully_shard` support neither, and a rank of expert
+parallelism has only some of the experts. The forwards of this module compute the same sum without a
+parametrization.
 
 Wrappers are recognised by the class names of PEFT, which need not be installed.
 """

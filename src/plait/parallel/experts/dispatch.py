@@ -1,10 +1,10 @@
 """Forward of a layer whose experts are distributed over ranks.
 
 Note [Dispatch of tokens]
-    An all-to-all sends tokens to the ranks of their experts. The original forward of the module
-    computes them there with the experts of the rank, and another all-to-all returns the results.
-    No token is dropped: every token reaches each expert that its router has chosen. The routing
-    weights are not sent, so a router's gradient is computed on the rank of its tokens.
+    An all-to-all sends tokens to the ranks of their experts. There the original forward of the
+    module applies the experts, and another all-to-all returns the results. No token is dropped:
+    every token reaches each expert that its router has chosen. The routing weights are not sent, so
+    the gradient of a router is computed on the ranks that have the tokens.
 
     All ranks make the same calls, even those without tokens. The numbers of rows are exchanged
     first, and the host waits for them as late as possible.
@@ -120,7 +120,7 @@ class Dispatch:
         dtype: torch.dtype,
         length: int,
     ) -> torch.Tensor:
-        """Compute this rank's shards of sequences of `length` tokens. Other outputs are 0.
+        """Compute the outputs of this rank's shard of every sequence. Other outputs are 0.
 
         Outputs and gradients of tokens are not gathered, because each rank only needs those of its
         shard. Gradients of routing weights are gathered, because all ranks compute the routers for
@@ -202,15 +202,16 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class _DispatchPlan:
-    """Destinations of the rows of one call. Each row is a token for one of its experts.
+    """Destinations of the rows of one call. A row is a copy of a token for one of its experts.
 
     A recomputation uses the plan of the first forward, even if its router would choose differently.
     The ranks therefore agree on the sizes of messages, and no rank waits for its device again.
 
     Attributes:
         order: Indices of the rows in the order of their experts [rows].
-        received_counts: Rows from each rank for each expert [ranks, experts of this rank].
-        sizes: Rows to each rank and rows from each rank [2, ranks].
+        received_counts: Number of rows from each rank for each expert [ranks, experts of this
+            rank].
+        sizes: Number of rows that are sent to each rank and received from it [2, ranks].
     """
 
     order: torch.Tensor
@@ -249,7 +250,10 @@ class _EvenDispatchPlan:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Return True if a user's hook receives the output or its gradient, and needs all tokens."""
+    """Return True if a user's hook receives the output or its gradient.
+
+    Such a hook needs the values of all tokens.
+    """
     return any(
         is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values()
     )

@@ -1,7 +1,7 @@
 """Statistics of routers, for losses that no single module can compute.
 
-These are the z loss, which Transformers does not have, and a balance loss over routers on several
-pipeline stages, over parts of sequences on several ranks, or over the tokens of all ranks.
+The losses are the z loss, which Transformers does not have, and a balance loss over routers on
+several pipeline stages, over parts of sequences on several ranks, or over the tokens of all ranks.
 
 Note [Balance loss over stages and ranks]
     For each expert, Transformers sums two numbers over all routers of a model: the tokens that
@@ -64,8 +64,8 @@ class RouterStatistics(StepHook):
         """Register hooks on the routers of a model.
 
         Args:
-            model: The model on this rank. With `balances` its own forward no longer computes a
-                balance loss. Its config is not changed.
+            model: The model on this rank. If `balances` is True, its original forward no longer
+                computes a balance loss. Its config is not changed.
             routers: The routers of the model on this rank.
             experts: Number of experts.
             top_k: Number of experts per token.
@@ -92,7 +92,7 @@ class RouterStatistics(StepHook):
             )
 
     def release(self) -> None:
-        """Remove the hooks from the model, which computes its own balance loss again."""
+        """Remove the hooks. The model then computes its own balance loss again."""
         self._tokens.release()
         for handle in self._handles:
             handle.remove()

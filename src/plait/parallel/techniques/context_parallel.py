@@ -7,8 +7,8 @@ have the same parameters, whose gradients are summed over the axis.
 
 Note [Traffic of context parallelism]
     With T tokens per micro-batch, n ranks, e bytes per element, q elements of a token's queries,
-    and w elements of its keys and values together (q and w: on one rank of tp), a block sends per
-    micro-batch:
+    and w elements of its keys and values together (q and w: on one rank of tp), a rank sends for
+    each block and micro-batch:
 
     all-gather-kv   forward:  all-gather of T w e (n-1)/n
                     backward: the same, and a reduce-scatter of T w e (n-1)/n
@@ -79,7 +79,7 @@ IN_TILES = (
 
 
 class ContextParallel(Technique):
-    """Settings of the cp axis. Its degree is part of the layout."""
+    """Settings of context parallelism over the cp axis, whose degree the layout defines."""
 
     batch_axes: ClassVar[tuple[str, ...]] = ("cp",)
     context: Kind = "all-gather-kv"
@@ -108,7 +108,7 @@ class ContextParallel(Technique):
             )
 
     def layout(self, ranks: int, rank: int) -> SequenceLayout:
-        """Return which tokens a rank has: one chunk with `ulysses`, otherwise two (zigzag)."""
+        """Return the tokens of a rank: one chunk with `ulysses`, otherwise two chunks (zigzag)."""
         # Zigzag balances causal attention. With `ulysses` each rank computes all tokens of its
         # heads, so the work is balanced in any order.
         return SequenceLayout(ranks, rank, zigzag=self.context != "ulysses")
@@ -200,7 +200,7 @@ class ContextParallel(Technique):
 
 
 def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
-    """Return (is violated, rule, remedy) for each rule about settings used with cp."""
+    """Return (is violated, rule, remedy) for each rule about settings that are combined with cp."""
     offload_devices = (
         context.technique(OptimizerOffload).device,
         context.technique(ParameterOffload).device,
@@ -228,7 +228,7 @@ def _rules(context: TechniqueContext) -> tuple[tuple[bool, str, str], ...]:
 
 
 class SequenceShards(StepHook):
-    """Hook that splits every micro-batch over the cp axis and sums gradients over it."""
+    """Hook that splits every micro-batch over the cp axis and sums gradients over this axis."""
 
     def __init__(
         self,
@@ -248,8 +248,8 @@ class SequenceShards(StepHook):
             installed: Record of what `ContextParallel.apply` has changed.
             parameters: Parameters whose gradients are summed over the axis.
             dtype: Dtype in which attention is computed.
-            device: Device of the model. Micro-batches are moved to it after the host has read
-                their values, which therefore does not wait for the device.
+            device: Device of the model. The host reads the values of a micro-batch before it moves
+                the micro-batch to the device, so that reading does not wait for the device.
         """
         self.device = device
         self.model = model
@@ -394,7 +394,7 @@ def _local_token_mask(
 ) -> torch.Tensor | None:
     """Return this rank's part of the mask [batch, seq] of non-padding tokens.
 
-    The result is None if the batch has no `attention_mask` and its length needs no padding.
+    The result is None if the batch has no `attention_mask` and its sequences need no padding.
     """
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor):
@@ -406,7 +406,10 @@ def _local_token_mask(
 
 
 def _refuse_packed_documents(*, caches: bool, family: str) -> None:
-    """Raise InputError if a single process would attend across the documents of a row."""
+    """Raise InputError if a single process would attend across the documents of a row.
+
+    Context parallelism never does, so its results would differ.
+    """
     if caches:
         raise InputError(
             "parallel.cp: position_ids restart within a row. Transformers treats this as several"

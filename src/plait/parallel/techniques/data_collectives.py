@@ -1,14 +1,14 @@
 """Selection and compression of the collectives between data-parallel ranks.
 
-The selection is made once, when the model is sharded. It follows the first of these that applies:
-the configured compression, the configured algorithm, shared memory, a measurement of the links at
-the start, and torch's default.
+The selection is made once, when the model is sharded. The first of these that applies decides: the
+configured compression, the configured algorithm, shared memory, a measurement of the links at the
+start of the run, or torch's default.
 
 Note [Same selection on all ranks of tp]
-    Replicated parameters must keep the same bits on all ranks of tp, and each of these ranks sums
-    their gradients in a separate data-parallel group. Different algorithms add in different orders.
-    Therefore all groups use the selection of the first rank of tp, even if their links or machines
-    differ.
+    Replicated parameters must keep the same bits on all ranks of tp, but each of these ranks sums
+    the gradients of the parameters in a separate data-parallel group. Different algorithms add in
+    different orders. Therefore all groups use the selection of the first rank of tp, even if their
+    links or machines differ.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CollectiveSettings(Technique):
 class Compression(Technique):
     """Settings of the compression of gradients and gathered parameters.
 
-    The technique only stores the scheme, or the candidates from which the first steps choose.
+    The technique only stores the scheme, or the candidates that are compared in the first steps.
     `DataParallel` installs the compressed collectives.
     """
 
@@ -137,7 +137,7 @@ def select_replicated(
 
     Args:
         technique: The settings.
-        shard: Settings with the compression scheme or its candidates.
+        shard: Settings of sharding, which contain the compression scheme or the candidate schemes.
         group: The ranks that sum gradients.
         mesh: The mesh of all ranks.
         gradient_bytes: Bytes of all gradients that this rank reduces per step.
@@ -215,7 +215,7 @@ def select_replicated(
 
 @dataclass(frozen=True)
 class ReplicatedReduction:
-    """Reduction of replicated gradients, and candidates that may replace it after some steps."""
+    """Reduction of replicated gradients, with candidates that may replace it after some steps."""
 
     buckets: BucketReduction
     description: str
@@ -256,8 +256,8 @@ def _replica_levels(
 ) -> Levels | None:
     """Return the groups within and between machines.
 
-    The result is None if the algorithm does not use them, or if they do not exist on all ranks of
-    tp.
+    The result is None if the algorithm does not use these groups, or if they do not exist on all
+    ranks of tp.
     """
     levels = None
     if technique.all_reduce in NEEDS_LEVELS:
@@ -328,7 +328,7 @@ def _broadcast_over_tp(mesh: Mesh, value: T) -> T:
 
 
 def _candidate_schemes(shard: ShardSettings, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
-    """Return the schemes that the first steps compare, and a sentence for the report."""
+    """Return (schemes that are compared in the first steps, sentence for the report)."""
     schemes = shard.compression_candidates
     if not schemes:
         return (), ""
@@ -361,8 +361,8 @@ def select_sharded(
         mesh: The mesh of all ranks.
 
     Returns:
-        The collectives, and the hook that selects the compression in the first steps. The hook is
-        None if the first steps have no candidates to compare.
+        (collectives, hook that selects the compression in the first steps). The hook is None if
+        there are no candidates.
 
     Raises:
         ConfigError: `transport` is "shared-memory", but the parameters are not sharded.
@@ -436,7 +436,7 @@ def _describe_sharded(scheme: Scheme, transport: Transport, *, is_shared: bool) 
 
 
 def _computes_with_shards(parts: Parts) -> bool:
-    """Return True if all shards are in memory and on one mesh, in the dtype of the forward.
+    """Return True if all shards are in memory, on one mesh, and in the dtype of the forward.
 
     Only such shards can be stored in shared memory.
     """
@@ -459,8 +459,8 @@ def _install_reduce_scatter(reduce_scatter: ReduceScatter, parts: Parts) -> None
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups whose ranks must select the same compression.
 
-    These are the groups that sum gradients, and tp, whose ranks have the same replicated parameters
-    and sum their gradients in separate groups.
+    These are the groups that sum gradients, and the tp group. The ranks of tp have the same
+    replicated parameters, but sum the gradients of these parameters in separate groups.
     """
     groups = (mesh.group(axis) for axis in ("dp_replicate", "dp_shard", "tp"))
     return tuple(group for group in groups if group is not None)

@@ -16,8 +16,8 @@ Note [ZeRO stages]
     from its forward to its backward, and an embedding does not need its weight in backward
     (`model.outer_layers`).
 
-Replicated parameters in their own dtype use `reducer.Reducer`. Everything else uses torch's
-`fully_shard`, which shards the master weights and gathers a copy in the compute dtype. With
+If parameters are neither sharded nor cast, `reducer.Reducer` reduces their gradients. Otherwise
+torch's `fully_shard` shards the master weights and gathers a copy in the compute dtype. With
 `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group, and the reduced shards
 are all-reduced over `dp_replicate` once per step.
 """
@@ -97,7 +97,7 @@ Stage = Literal[0, 1, 2, 3]
 
 
 class DataParallel(CollectiveSettings):
-    """ZeRO stage and reduction of gradients. See Note [ZeRO stages]."""
+    """Settings of the ZeRO stage and of the gradient reduction. See Note [ZeRO stages]."""
 
     batch_axes: ClassVar[tuple[str, ...]] = SAMPLE_AXES
     stage: Stage = 0
@@ -120,7 +120,7 @@ class DataParallel(CollectiveSettings):
     def check(self, context: TechniqueContext) -> Plans | None:
         """Check the parameters, and find the layers outside the blocks that become FSDP units.
 
-        They are found before other techniques change the layers of the model.
+        These layers are found before other techniques change the layers of the model.
 
         Returns:
             The plan of these units, or None if the context has no model.
@@ -208,8 +208,8 @@ class DataParallel(CollectiveSettings):
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Return the hooks of a step.
 
-        They reduce gradients, restore None as the gradient of unused parameters, and synchronise
-        buffers that a forward changes.
+        These hooks reduce gradients, restore None as the gradient of unused parameters, and
+        synchronise the buffers that a forward changes.
         """
         model = parts.model
         mean = parts.shard.mean
@@ -339,10 +339,11 @@ def set_unit_flags(unit: FSDPModule, after_backward: AfterBackward) -> None:
 
 
 class LostWrites(StepHook):
-    """Hook that refuses models that write to gathered parameters, because resharding drops writes.
+    """Hook that refuses models that write to gathered parameters, because such writes are lost.
 
-    It compares the gathered parameters of the first step. On an accelerator it reads the result at
-    the end of the second step, so that no step waits for the device.
+    In the first step, the hook compares the parameters of a unit after the gather and before the
+    resharding. On an accelerator it reads the result at the end of the second step, so that no step
+    waits for the device.
 
     Args:
         model: The sharded model, before its first forward.
@@ -410,7 +411,11 @@ def _gradient_bytes(parts: Parts) -> int:
 
 
 def _place_in_shared_memory(collectives: ShardCollectives, parts: Parts) -> str:
-    """Move the shards to shared memory if selected, and describe how they are gathered."""
+    """Move the shards to shared memory if this was selected.
+
+    Returns:
+        Description of how the shards are gathered.
+    """
     sentences = [collectives.description]
     if collectives.parameter_host is not None:
         sentences.append(share_parameters(parts.model, collectives.parameter_host))
@@ -432,7 +437,7 @@ def _scalar_reducer(
 ) -> Reducer | None:
     """Return the reducer of 0-dimensional parameters, which `fully_shard` cannot shard.
 
-    The result is None if the model has none, or if `group` is None.
+    The result is None if the model has no such parameter, or if `group` is None.
     """
     parameters = list(parts.model.parameters())
     sharded = frozenset(p for p in parameters if p.ndim > 0)
@@ -480,9 +485,9 @@ def reduce_by_sum(model: nn.Module) -> None:
 
 
 def watch_shards_of(model: nn.Module) -> None:
-    """Make operations of the user on sharded parameters correct, or refuse them.
+    """Make the user's operations on sharded parameters correct, or refuse them.
 
-    A number that is read from a sharded tensor, such as its norm, is that of the full tensor.
+    A value that is computed from a sharded tensor, such as a norm, is that of the full tensor.
     Changes that would not reach the shards raise an error. Call this when the model has its final
     parameters.
     """
@@ -494,11 +499,12 @@ def watch_shards_of(model: nn.Module) -> None:
 def free_after_evaluation(model: nn.Module, *, stays_gathered: Callable[[], bool]) -> None:
     """Free gathered parameters at the end of a forward without gradients.
 
-    Code that reads or writes the parameters of the model afterwards then finds the shards.
+    Code that later reads or writes the parameters of the model therefore accesses the shards.
 
     Args:
         model: The root. A model that is not sharded is left unchanged.
-        stays_gathered: Called after such a forward. If it returns True, nothing is freed.
+        stays_gathered: Function that is called after such a forward. If it returns True, nothing is
+            freed.
     """
 
     def free_if_evaluated(*_: object) -> None:
@@ -520,7 +526,7 @@ def _account_parameters(
 ) -> Ledger:
     """Add the bytes and the traffic of parameters that are all sharded over the same ranks.
 
-    The variables `n` and `k` have their meaning from Note [ZeRO stages].
+    Note [ZeRO stages] defines the variables `n` and `k`.
     """
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n = ledger.dp_shard
@@ -678,7 +684,7 @@ def _account_buckets(
 ) -> Ledger:
     """Add the traffic and memory of ZeRO stage 0 that depend on the gradient buckets.
 
-    The numbers are those of the first rank.
+    The added bytes are those of the first rank.
 
     Args:
         algorithm: Name of the algorithm that sums uncompressed gradients.

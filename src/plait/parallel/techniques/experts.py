@@ -1,11 +1,12 @@
 """Mixture of experts: expert parallelism, load balancing, and updates of routing biases.
 
 With expert parallelism each rank of the ep axis has some of the experts of every layer, and tokens
-are sent to the ranks of the experts that they are routed to. The axis belongs to a second mesh of
+are sent to the ranks of the experts that they are routed to. The axis belongs to a second mesh over
 the ranks of a pipeline stage. Ranks of ep may have different samples (dp), different parts of
-sequences (cp), or the same tokens (tp), of which each rank then sends a part. All other parameters
-are split, replicated or sharded over the first mesh. The gradient of an expert is summed over the
-`edp` axis, whose ranks have the same experts. From ZeRO stage 1 on, this sum is a reduce-scatter.
+sequences (cp), or the same tokens (tp). In the last case each rank sends a part of the tokens. All
+other parameters are split, replicated or sharded over the first mesh. The gradient of an expert is
+summed over the `edp` axis, whose ranks have the same experts. From ZeRO stage 1 on, this sum is a
+reduce-scatter.
 
 A router may add a bias per expert to its scores when it selects experts, which balances experts
 without a loss, as in DeepSeek-V3. After a step the bias is raised for experts with fewer tokens
@@ -20,12 +21,12 @@ Note [Traffic of expert parallelism]
     forward    8 E (n-1)/n bytes of counts, and twice T k h e (n-1)/n: the tokens, and the results
     backward   twice T k h e (n-1)/n: the gradients of both
 
-    T is the number of tokens of a rank, after cp and tp have split them. The m ranks of tp have all
-    tokens before and after such a layer. Its all-gathers therefore send T m h e (m-1)/m of results
-    in the forward. In the backward they send T m h e (m-1)/m of gradients of tokens, and
-    T m k (m-1)/m gradients of weights with 4 bytes or more each. With sequence parallelism each
-    rank keeps the results and the gradients of its tokens, and only gradients of weights are
-    gathered.
+    T is the number of tokens of a rank, after cp and tp have split them. Before and after such a
+    layer, each of the m ranks of tp has all T m tokens. The all-gathers of the layer therefore send
+    T m h e (m-1)/m bytes of results in the forward. In the backward they send T m h e (m-1)/m bytes
+    of gradients of tokens, and T m k (m-1)/m gradients of routing weights, each of 4 bytes or more.
+    With sequence parallelism each rank keeps the results and the gradients of its tokens, and only
+    gradients of routing weights are gathered.
 
     An all-to-all is counted as a reduce-scatter, because a reduce-scatter with gloo is an
     all-to-all. Ranks whose experts receive more tokens send back more results. The sum over all
@@ -108,7 +109,7 @@ class ExpertParallel(Technique):
             _refuse_unsupported_model(context.model, context.layout)
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the mesh dimensions over which ranks exchange which experts were used."""
+        """Return the mesh dimensions over which ranks agree on which experts were used."""
         if context.layout.ep > 1:
             return Groups(axes=(STAGE_AXES,))
         return Groups()
@@ -145,7 +146,7 @@ class ExpertParallel(Technique):
         return replace(parts.with_shard(separate_mesh=separate_mesh), experts=layers)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hooks of adapters on experts, and of the reduction of experts' gradients."""
+        """Return the hook for adapters on experts, and the hook that sums gradients of experts."""
         hooks: list[StepHook] = []
         if parts.expert_adapters is not None:
             hooks.append(parts.expert_adapters)
@@ -193,7 +194,7 @@ class ExpertGradients(StepHook):
 
         Args:
             model: The model on this rank.
-            layers: Its layers of experts.
+            layers: Layers of experts in the model.
             parameters: Trainable parameters of experts. Empty if `fully_shard` reduces them.
             replica_group: The ranks with the same experts.
             stage_group: All ranks of the pipeline stage.
@@ -331,7 +332,7 @@ def _refuse_unsupported_model(model: nn.Module, layout: Layout) -> None:
 
 
 def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
-    """Return a DTensor of a parameter, whose local tensor has this rank's experts."""
+    """Return a parameter as a DTensor whose local tensor contains this rank's experts."""
     assert mesh.expert_mesh is not None
     count = parameter.shape[0] // mesh.layout.ep
     with torch.no_grad():
@@ -350,7 +351,9 @@ def _local_experts(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
 
 
 def _traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
-    """Return the bytes that one rank sends per optimizer step, by collective. 0 where ep is 1.
+    """Return the bytes that one rank sends per optimizer step, by collective.
+
+    The bytes are 0 for layouts in which ep is 1.
 
     See Note [Traffic of expert parallelism].
     """
@@ -393,7 +396,7 @@ class Routing(Technique):
 
     @property
     def loss_settings(self) -> list[tuple[str, float | str, float | str]]:
-        """Settings that change the loss, each as (name, value, value that would not change it)."""
+        """Settings that change the loss, as (name, value, value that leaves the loss unchanged)."""
         settings: list[tuple[str, float | str, float | str]] = []
         if self.z_loss:
             settings.append(("experts.z_loss", self.z_loss, 0.0))
@@ -406,7 +409,8 @@ class Routing(Technique):
 
         Raises:
             ConfigError: The model does not support a setting.
-            ModelError: The model does not declare its routers, or its tokens cannot be counted.
+            ModelError: The model does not declare its routers, or the tokens of its routers cannot
+                be counted.
         """
         model = context.model
         if model is None:
@@ -479,14 +483,14 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged, because a few numbers per expert are control traffic."""
+        """Return the ledger unchanged, because it ignores messages of a few values per expert."""
         return ledger
 
 
 class BiasUpdate(StepHook):
     """Hook that counts the tokens of each expert and updates the biases once per step.
 
-    Counts are summed over the micro-batches of a step and over ranks with different tokens.
+    The counts are summed over the micro-batches of a step and over the ranks with different tokens.
     Padding, evaluations, recomputed forwards and skipped steps are ignored.
     """
 
@@ -502,8 +506,8 @@ class BiasUpdate(StepHook):
 
         Args:
             model: The model on this rank.
-            routers: Names of its routers with a bias.
-            rate: Amount by which a bias changes.
+            routers: Names of the routers that have a bias.
+            rate: Amount by which a bias changes per step.
             group: The ranks with different tokens.
         """
         self.rate = rate

@@ -7,8 +7,8 @@ weights, sharded by ZeRO). The casts are arguments of `fully_shard`, so `apply` 
 Note [Loss scaling]
     float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the
     backward pass, and the gradients are divided by the same scale before the optimizer. This module
-    only decides the scale. It reads no tensor: all ranks share the decision "some gradient is not
-    finite", which the caller passes, so every rank computes the same scale.
+    only decides the scale, and reads no tensors. The caller passes whether any gradient on any rank
+    is not finite, so every rank computes the same scale.
 
     The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers
     use it), at every ZeRO stage.
@@ -136,7 +136,7 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """Current loss scale: multiply the loss and divide the gradients by it."""
+        """Current loss scale. Multiply the loss by it, and divide the gradients by it."""
         return self.state.scale
 
     def update(self, overflow: bool) -> None:
@@ -154,8 +154,9 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a result of `state_dict`, adjusted to the settings of this run.
 
-        If the scale of either run is static, only the step count is restored. Otherwise a scale
-        below `minimum` is raised to it, and an allowance above `hysteresis` is reduced to it.
+        If the scale is static in this run or was static in the saved run, only the step count is
+        restored. Otherwise a scale below `minimum` is raised to it, and an allowance above
+        `hysteresis` is reduced to it.
 
         Raises:
             CheckpointError: An entry is missing.
@@ -210,8 +211,8 @@ def first_state(policy: LossScale) -> ScaleState:
 def next_state(policy: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
     """Return the state after a step.
 
-    With index `i = state.step`, as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`,
-    `DynamicLossScaler.update_scale`):
+    The allowance is the number of overflows until the scale is halved. With index `i = state.step`,
+    as in DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`, `DynamicLossScaler.update_scale`):
 
     - Overflow with allowance 1: the scale becomes max(scale / 2, minimum). The allowance stays 1,
       so the next overflow halves the scale again.

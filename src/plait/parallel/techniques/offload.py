@@ -1,19 +1,19 @@
 """Offload of optimizer states, parameter shards and activations: settings, checks and costs.
 
 `OptimizerOffload` (DeepSpeed's `offload_optimizer`) stores states and gradients on the device, in
-host memory, or in files. With host memory, master weights are stored there as well, by an argument
-of `fully_shard`, and the optimizer runs torch's CPU kernels. With files, `offload.arena` stores
-the tensors and `optim.disk_optimizer` updates them.
+host memory, or in files. If they are in host memory, an argument of `fully_shard` moves the master
+weights there as well, and the optimizer runs torch's CPU kernels. If they are in files,
+`offload.arena` stores the tensors and `optim.disk_optimizer` updates them.
 
 `ParameterOffload` (DeepSpeed's `offload_param`) stores the shards from which parameters are
 gathered. The shards are the master weights that the optimizer updates, and no other copy exists
 between two steps. Shards in files are prefetched for the unit that is gathered next.
 
 `ActivationOffload` moves what the first blocks of a model save for backward to host memory or
-files. The setting is a fraction of the blocks, because only as many copies as overlap with
-computation take no extra time. `activations.activation_store` selects and stores the tensors, and
-`recompute` replaces the forward of the blocks. Of a recomputed block only the input is offloaded.
-Results that selective recomputation saves stay on the device.
+files. The setting is a fraction of the blocks, because copies that do not overlap with computation
+take extra time. `activations.activation_store` selects and stores the tensors, and `recompute`
+replaces the forward of the blocks. Only the input of a recomputed block is offloaded. Results that
+selective recomputation saves stay on the device.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class ParameterOffload(Technique):
             )
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Request shards even in a single process, because the engine moves shards to files."""
+        """Request sharding even in a single process, because the engine moves shards to files."""
         if self.device != "nvme" or self.with_states:
             return parts
         return parts.with_shard(always_shard=True)

@@ -414,8 +414,8 @@ class StagePrefetcher:
     """Observer of a `Runtime` that prefetches the offloaded activations of a stage.
 
     The prefetch for the last blocks of a stage starts when their backward is the next computation
-    of the rank, so that it overlaps with waiting for the gradient. Each pair of micro-batch and
-    stage has separate tensors in the store.
+    of the rank, so that the prefetch overlaps with the wait for the gradient. Each pair of
+    micro-batch and stage has separate tensors in the store.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ Mode = Literal["none", "full", "selective", "budget"]
 
 
 class Recompute(Technique):
-    """Settings of activation checkpointing: recomputed blocks, and the results they save."""
+    """Settings of activation checkpointing: which blocks are recomputed, and what they save."""
 
     mode: Mode = "none"
     """Recomputation mode.
@@ -81,7 +81,7 @@ class Recompute(Technique):
         """Return the mode of each of `count` blocks.
 
         Raises:
-            ValueError: The mode is "budget", for which only the result of `solved` has modes.
+            ValueError: The mode is "budget". Call this method on the result of `solved` instead.
         """
         if self.assignment is not None:
             return self.assignment
@@ -351,8 +351,8 @@ def _wrap(
 def _without_cache(value: Any) -> Any:
     """Return None for a KV cache, and other values unchanged.
 
-    A recomputed block would append its keys and values a second time. Training needs no cache, and
-    Transformers' gradient checkpointing drops it as well.
+    A recomputed block would append its keys and values to the cache a second time. Training needs
+    no cache, and Transformers' gradient checkpointing drops it as well.
     """
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         return None
@@ -360,10 +360,10 @@ def _without_cache(value: Any) -> Any:
 
 
 def _prefetch_before_backward(block: nn.Module, store: ActivationStore) -> None:
-    """Start the prefetch of the previous block when the backward of this block begins.
+    """Register a hook that prefetches the previous block when the backward of `block` begins.
 
-    `block` is the first block that is not offloaded. Each offloaded block prefetches the block
-    before it.
+    `block` is the first block that is not offloaded. Offloaded blocks need no such hook, because
+    their backward prefetches the block before them.
     """
 
     def register_prefetch(_module: nn.Module, _args: object, output: Any) -> None:

@@ -1,8 +1,9 @@
 """Division of a model into the units that `fully_shard` gathers and reduces.
 
-Units are the blocks, the experts of a block on a separate mesh, modules that compute in float32,
+Units are the blocks, the experts of a block (on a separate mesh), modules that compute in float32,
 embeddings, the head, and the root unit with all other parameters. Parameters that a layout cannot
-train like a single process are refused by name, if possible before any process group exists.
+train like a single process are refused, if possible before any process group exists. The error
+names the parameter.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _block_of(blocks: Sequence[str], name: str) -> str:
-    """Return the name of the block that has a module or parameter, or an empty string."""
+    """Return the name of the block that contains a module or parameter, or an empty string."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), "")
 
 
@@ -245,8 +246,9 @@ def refuse_complex(model: nn.Module) -> None:
 def refuse_uneven_complex(model: nn.Module, shards: int) -> None:
     """Refuse complex vectors whose shards have different lengths.
 
-    torch's Adam updates a complex tensor through a view of its real numbers. `view_as_real` returns
-    a copy of a DTensor that is split unevenly along its last dimension.
+    torch's Adam updates a complex tensor through a view of its real numbers. For a DTensor that is
+    split unevenly along its last dimension, `view_as_real` returns a copy, so Adam would not update
+    the parameter.
 
     Args:
         model: The model.

@@ -1,19 +1,18 @@
 """Tensor parallelism and sequence parallelism over the tp axis.
 
 Linear layers are split by columns or by rows. The embedding and the head are split over the
-vocabulary.
-A plan (`model.plans`) assigns a style to each module, and `tensor.styles` implements the styles.
-This module applies a plan to a model.
+vocabulary. A plan (`model.plans`) assigns a style to each module, and `tensor.styles` implements
+the styles. This module applies a plan to a model.
 
 Parameters keep their names and global shapes. Split parameters become DTensors over tp. Replicated
 parameters stay plain tensors, with equal values and gradients on every rank of the axis.
 
 Note [Marked outputs]
     Besides logits, a model may return hidden states of its blocks, which sequence parallelism
-    shards, and attention weights, of which each rank has only its heads. Both are plain tensors
-    while the model runs. A mark on such a tensor records the dimension along which it is sharded.
-    Marked tensors are gathered when the model returns them, so that a loss computes the same as in
-    a single process.
+    shards, and attention weights, of which each rank has only those of its heads. Both are plain
+    tensors while the model runs. A mark on such a tensor records the dimension along which it is
+    sharded. Marked tensors are gathered when the model returns them, so that a loss has the same
+    value as in a single process.
 
 Note [Traffic of tensor parallelism]
     With T tokens per micro-batch, w features, e bytes per element and n ranks, a collective moves
@@ -239,7 +238,7 @@ def _set_forwards(
 
 
 def _row_parallel_follows(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
-    """Return True if a row-parallel layer follows the layer at `index` of the plan in its block."""
+    """Return True if layer `index` of the plan precedes a row-parallel layer of the same block."""
     name = plan.modules[index].name
     block = next((f"{block}." for block in blocks if name.startswith(f"{block}.")), "")
     return any(
@@ -341,7 +340,7 @@ def _shard_sequence(
 
 
 def _leave_random_streams(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
-    """Make ranks resume the shared random stream after each block, even after an error."""
+    """Make ranks resume the shared random stream after each block, even if the block fails."""
 
     def leave(_module: nn.Module, _args: object, _output: object) -> None:
         region.stream.leave()

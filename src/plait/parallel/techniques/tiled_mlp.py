@@ -1,4 +1,4 @@
-"""Tiled MLP: only one tile of tokens has the widest activations of a block at a time.
+"""Tiled MLP: the widest activations of a block exist for only one tile of tokens at a time.
 
 An MLP computes each token independently, so its tokens may be computed in tiles, and each tile is
 recomputed in the backward. This bounds the memory for any length of the sequence. `parallel.mlps`
@@ -215,7 +215,7 @@ class Tiles:
     def _split_by_rank(
         self, values: Sequence[torch.Tensor], group: ProcessGroup
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return tiles that each have equally many tokens of every rank's shard, in rank order.
+        """Return tiles that contain the same number of tokens of each rank's shard, in rank order.
 
         Padding is added at the end of the sequence.
         """
@@ -233,7 +233,8 @@ class Tiles:
 def _local_weights(module: nn.Module) -> Weights:
     """Return the local tensors of the parameters and tensor attributes of a module.
 
-    A tile is recomputed with these tensors, because the module may have others in the backward.
+    A tile is recomputed with these tensors, because the module may have other tensors in the
+    backward.
     """
     weights: Weights = {}
     for owner in module.modules():
@@ -295,7 +296,7 @@ class _GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a gradient. Return None until the last one, then the sum in the gradients' dtype."""
+        """Add a gradient. Return the sum in its dtype after the last gradient, and None before."""
         wide = gradient.float()
         if self._total is None:
             total = wide

@@ -1,10 +1,11 @@
 """Refusal of hooks and parametrizations on modules that tensor parallelism splits.
 
-Such a hook would receive this rank's part instead of the full tensor, and its results would differ
-from those of one process. Hooks that exist at the start are refused before a process group exists,
-and hooks that are added later are refused in the forward. Hooks that receive full tensors are
-allowed: those on the input of a column-parallel layer, on the output of a row-parallel layer, and
-on modules that contain both layers. Hooks of Plait, torch and Transformers are always allowed.
+A hook on such a module would receive this rank's part instead of the full tensor, and its results
+would differ from those of one process. Hooks that exist at the start are refused before a process
+group exists, and hooks that are added later are refused in the forward. Hooks that receive full
+tensors are allowed: those on the input of a column-parallel layer, on the output of a row-parallel
+layer, and on modules that contain both layers. Hooks of Plait, torch and Transformers are always
+allowed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Forward: a row-parallel product is computed in chunks of its rows, and the all-reduce of a chunk
 overlaps with the product of the next one. Backward: the gradient of a column-parallel layer's input
-is all-reduced while the gradients of the weights that read it are computed (Megatron-LM's
-LinearWithGradAccumulationAndAsyncCommunication). The bytes are the same, and so are the results up
-to the order of additions in a product.
+is all-reduced while the gradients of the weights of all layers that read this input are computed
+(Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication). The same number of bytes is sent.
+The results are equal up to the order of additions in a product.
 
 Note [Order of nodes in an overlapped backward]
     Of the nodes that are ready, autograd runs the one that was created last. `enter_overlapped`
@@ -65,7 +65,7 @@ def enter_overlapped(
         weights: Trainable weights [out, in] of the layers that read `x`. Any keys are allowed.
 
     Returns:
-        The input, and the weights by the same keys. The layers must compute with these.
+        (input, weights by the same keys). The layers must compute with these tensors.
     """
     # See Note [Order of nodes in an overlapped backward].
     gradient_sum = _GradientSum(group)

@@ -16,7 +16,7 @@ Note [Random streams of tensor parallelism]
 
     Megatron-LM's `CudaRNGStatesTracker` does the same with a second generator state. Here the seed
     of a rank's stream is derived from the shared stream at the beginning of the split part, so
-    restoring the shared generator (recomputation, a checkpoint) restores the same masks.
+    restoring the shared generator (recomputation, a checkpoint) restores the same dropout masks.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class RegionInput:
         return entered
 
     def deferred(self, module: nn.Module) -> Weight | None:
-        """Return a sibling's weight, whose gradient overlaps with the all-reduce of the input's.
+        """Return a sibling's weight, whose gradient is computed during the input's all-reduce.
 
         The result is None if the gradients do not overlap. Call this after the sibling has read the
         input.
@@ -336,7 +336,8 @@ def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> 
 def summed_gradient(module: nn.Module, region: Region) -> Forward:
     """Return the forward of a replicated module that ranks call with different tokens or heads.
 
-    It runs the original forward. The backward sums the gradients of the parameters over tp.
+    The returned function runs the original forward. Its backward sums the gradients of the
+    parameters over tp.
     """
     original = module.forward
     names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -552,7 +553,7 @@ def _generator(like: torch.Tensor) -> torch.Generator | None:
 
 
 def _branch(generator: torch.Generator) -> tuple[int, Callable[[], None]]:
-    """Return an unused seed of the shared stream, and a function that resumes the stream."""
+    """Return (unused seed of the shared stream, function that resumes the stream)."""
     if generator.device.type == "cpu":
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         state = generator.get_state()
