@@ -67,7 +67,7 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
         dropout: Whether the model has the dropout of the configuration. False disables it.
 
     Raises:
-        Exception: Any error of Transformers for a configuration that it does not build.
+        Exception: Any error that Transformers raises for the configuration.
     """
     from transformers import AutoModelForCausalLM
 
@@ -246,9 +246,10 @@ class CountedBytes:
     If it was counted without dropout, formulas add the bytes of the masks.
     """
     dropped_scores: float = 0.0
-    """Bytes per token of dropout masks and results of attention scores.
+    """Bytes per token of the masks and outputs of dropout on attention scores.
 
-    They are set for models with dropout that were counted without it, if scores are in memory.
+    The value is 0 unless a model with dropout was counted without dropout and its attention stores
+    the scores.
     """
 
 
@@ -262,9 +263,9 @@ def counted(
         kind: `model_type` of its Hugging Face configuration.
         sequence: Tokens per sample.
         precision: Name in `hardware.PRECISIONS`.
-        on_cores: Whether the planned run is on CPU cores. If so, the model is counted with its
-            dropout. GPU kernels apply dropout inside attention, so for them the model is counted
-            without dropout, unless its attention stores the scores.
+        on_cores: Whether the planned run is on CPU cores. On CPU cores the model is counted with
+            its dropout. GPU kernels apply dropout inside attention. For GPUs the model is therefore
+            counted without dropout, unless its attention stores the scores.
 
     Returns:
         The counted bytes. None if formulas cover the family, if the model's code reads values of
@@ -407,7 +408,7 @@ class _CountCalls(TorchFunctionMode):
 
 
 def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
-    """Truncate a model's lists of blocks after the first block of the last kind.
+    """Truncate each list of blocks of a model as soon as it contains all kinds of blocks.
 
     Returns:
         Names of the remaining blocks, and the share of all blocks that each of them represents.
@@ -437,7 +438,7 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for blocks that save the same bytes.
+    """Return a key that is equal for blocks that save the same number of bytes.
 
     The key consists of the classes of the modules, the shapes of the parameters, and whether
     attention has a sliding window.
@@ -450,10 +451,10 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 def _extrapolate(
     at_long: float, at_short: float, lengths: tuple[int, int], sequence: int
 ) -> SavedBytes:
-    """Compute the bytes per token at the planned length from those at two shorter lengths.
+    """Return the saved bytes per token at the planned length, given those at two lengths.
 
-    Recurrent models are run with few tokens. Their bytes per token do not grow with the length, and
-    bytes that exist once per sequence are divided by more tokens.
+    Both lengths are shorter than the planned one only for recurrent models. Such a model saves some
+    bytes per token and some bytes per sequence, and neither number depends on the length.
     """
     long, short = lengths
     if long < sequence:

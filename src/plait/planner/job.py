@@ -266,7 +266,8 @@ class Job:
     def needs_last(self) -> NDArray[np.bool_]:
         """True if the backward needs the output of a block's last matrix multiplication.
 
-        This is the case if a norm or a dropout follows. Recomputation draws the dropout mask again.
+        This is the case if a norm or a dropout follows. (Recomputation draws the mask of a dropout
+        again.)
         """
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (
             np.asarray(self.model.dropout) > 0
@@ -291,7 +292,7 @@ class Job:
 
     @property
     def attention_tp(self) -> Numbers:
-        """Number of tp ranks that the attention heads are split over."""
+        """Number of tp ranks over which the attention heads are split."""
         return 1 if self.replicates_attention else self.layouts.tp
 
     @property
@@ -353,7 +354,7 @@ class Job:
 
 
 def recompute_share(job: Job) -> Numbers:
-    """Return the fraction of the blocks that are recomputed, on the stage with the most blocks."""
+    """Return the recomputed fraction of the blocks of the stage with the most blocks."""
     every = job.layouts.every
     if not job.has_exact_blocks:
         return 1 / every

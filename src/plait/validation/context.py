@@ -290,7 +290,7 @@ def on_meta(workload: Workload) -> nn.Module:
 
 
 def step_settings(config: Mapping[str, Any], workload: Workload, *, world: int) -> Resolved:
-    """Return `config` with the batch size of a workload, and the optimizer of all these checks."""
+    """Return `config` with the batch size of a workload, and the optimizer that all checks use."""
     tree = {
         "train_micro_batch_size_per_gpu": workload.samples,
         "gradient_accumulation_steps": workload.accumulation,

@@ -294,7 +294,7 @@ class _Launch:
         return Result(row.name, row.title, outcome, reason, seconds, row.planned_seconds, numbers)
 
     def unfinished(self, outcome: Outcome, reason: str) -> list[Result]:
-        """Return the result of the row that was running, with the numbers that it has reported.
+        """Return the result of the row that was running, including the numbers it has reported.
 
         The list is empty if no row was running.
         """

@@ -305,7 +305,7 @@ def another_round_fits(
 def comparison(
     rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int
 ) -> dict[str, Any]:
-    """Return each contender's medians over rounds, and the ratios of Plait's time to the others'.
+    """Return each contender's medians over rounds, and Plait's time relative to the other ones.
 
     Args:
         rounds: Visits of each round, keyed by contender.

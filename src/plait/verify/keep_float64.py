@@ -68,8 +68,8 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
 
     Args:
         model: The model. Nothing is patched if it has no float64 parameters.
-        others: Optimizer classes in whose `step` casts are skipped as well, because it computes in
-            a narrower dtype on purpose (torch's Muon multiplies in bfloat16).
+        others: Optimizer classes. Casts in their `step` are skipped as well, because some
+            optimizers compute in a narrower dtype on purpose (torch's Muon multiplies in bfloat16).
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes and torch.float64 not in dtypes:
