@@ -314,8 +314,8 @@ class DryModel:
 def boundary_activations(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) -> Any:
     """Return the boundary activations of a stage on the meta device.
 
-    Boundary activations are the tensors that a stage sends to the next one: hidden states [samples,
-    length, hidden], as a tensor or in a tuple, whichever the blocks return. With sequence
+    Boundary activations are the tensors that a stage sends to the next one. They are hidden states
+    [samples, length, hidden], as a tensor or in a tuple, whichever the blocks return. With sequence
     parallelism `length` is the length of this rank's shard.
 
     Raises:
@@ -468,8 +468,8 @@ def solved_recompute(
 ) -> Recompute:
     """Return the recompute settings of a configuration.
 
-    If they have a memory budget, the result has one mode per block instead, chosen such that the
-    budget is met.
+    If they have a memory budget, the result has one mode per block instead. The modes meet the
+    budget.
 
     Args:
         resolved: The configuration.

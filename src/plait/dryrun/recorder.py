@@ -310,7 +310,7 @@ _COLLECTIVES = {
     "send": ("send", 0, False),
     "recv_": ("receive", 0, False),
 }
-"""Kind, index of the full tensor in the arguments, and whether tensors are returned, per operator.
+"""(Kind, index of the full tensor in the arguments, whether it returns tensors) per operator.
 """
 
 

@@ -68,9 +68,9 @@ class Architecture:
     value_dim: Numbers = 0
     """Width of a head's value in latent attention."""
     layer_parameters: Numbers = 0
-    """Mean parameters per layer if counted on the built model, 0 to compute them from the sizes."""
+    """Mean number of parameters per layer of the built model; 0 computes it from the sizes."""
     end_parameters: Numbers = 0
-    """Parameters outside the layers if counted on the built model, else 0."""
+    """Number of parameters outside the layers of the built model; 0 if the model was not built."""
     uncut: Any = ""
     """Reason why the layers of the built model cannot be split into pipeline stages, else empty."""
     name: Any = ""

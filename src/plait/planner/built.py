@@ -42,8 +42,8 @@ from plait.planner.architecture import Architecture
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
 """Families that the formulas cover exactly. Tests compare them with counts.
 
-DeepSeek's values are narrower than its keys. CPU cores, where blocks would be counted, have no
-kernel for this; GPUs have one.
+DeepSeek is not counted, because its values are narrower than its keys. Kernels of GPUs support
+this, but those of CPU cores, with which blocks are counted, do not.
 """
 
 
@@ -213,7 +213,7 @@ _MAX_BLOCKS = 8
 """Largest number of blocks that are run. It covers the patterns of families with mixed blocks."""
 
 _RECURRENT_TOKENS = 32
-"""Number of tokens of a recurrence, whose bytes per token do not depend on the length."""
+"""Most tokens for a recurrent model, whose bytes per token do not depend on the length."""
 _SAMPLES = 2
 """Samples per run. With a single one, some families copy less per sample."""
 
@@ -239,7 +239,7 @@ class CountedBytes:
     full: float
     """Bytes per token of the inputs, which full recomputation saves."""
     working: SavedBytes
-    """Bytes at the peak of the backward of the largest block, including what it saved."""
+    """Bytes at the peak of the largest block's backward, including its saved tensors."""
     dropping: bool = False
     """True if the model was counted with the dropout of the configuration.
 

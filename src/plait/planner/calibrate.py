@@ -282,7 +282,7 @@ def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
 
 
 _OF_GPUS = ("ramp", "contention")
-"""Constants without meaning on a CPU, besides those that have a variant for CPUs."""
+"""Constants that do not apply to CPUs, in addition to those that have a variant for CPUs."""
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:

@@ -434,7 +434,7 @@ MODELLED = frozenset(PATHS.values()) - _VALUES.keys() | {
     "model.config",
     "model.path",
 }
-"""Settings that times and bytes of a plan depend on."""
+"""Settings on which the predicted times and bytes depend."""
 
 WITHOUT_EFFECT = (
     "data_parallel_size",

@@ -83,13 +83,13 @@ class Framework:
     flash: Numbers = 1.0
     """Speed of the attention kernel relative to FlashAttention 2."""
     send_seconds: Numbers = 25e-6
-    """Seconds that a send between stages takes beyond the link."""
+    """Seconds that a send between stages takes in addition to the time on the link."""
     dynamic_scaling: Numbers = 0
     """1 if products in 8 and 4 bits find the largest element in a separate pass."""
     whole_logits: Numbers = 0
     """1 if tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
-    """Share of the inputs of products that sequence parallelism keeps gathered."""
+    """Share of the products' inputs that stay gathered with sequence parallelism."""
     tp_launches: Numbers = 0.15
     """Additional launches with tensor parallelism, relative to those of a layer."""
     hook_seconds: Numbers = 0

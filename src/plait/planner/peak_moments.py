@@ -83,7 +83,7 @@ class Units:
     sharded: Numbers
     """True if `fully_shard` is used. Otherwise weights and gradients stay unsharded."""
     holdings: Holdings
-    """Micro-batches in flight of the stages of the rank."""
+    """Micro-batches in flight and gradients of the rank."""
 
 
 RANKS = ("first", "last", "inner")
@@ -119,7 +119,7 @@ class _Rank:
     """Bytes of model states by term."""
     units: Units
     saved: tuple[Numbers, Numbers]
-    """Saved bytes per block that recomputes, and per block that does not."""
+    """(Saved bytes of a recomputed block, saved bytes of any other block)."""
     spent: Numbers
     """Saved bytes of a recomputed block that its backward no longer needs but holds."""
     logits: Numbers
@@ -135,7 +135,7 @@ class _Rank:
     saved_by_loss: Numbers
     """Saved bytes of everything after the last block."""
     deferred: tuple[Numbers, Numbers]
-    """Bytes for deferred weight gradients: per token of a block, and after the last block."""
+    """Bytes for deferred weight gradients: (per token of one block, after the last block)."""
     shards: Numbers
     stage: Numbers
     """ZeRO stage."""

@@ -51,11 +51,11 @@ from plait.planner.step_time import STEP_TERMS, simulated_terms
 from plait.sizes import GIB
 
 _TIE_PROBABILITY = 0.25
-"""Smallest probability of being faster than the first layout at which a layout ties with it."""
+"""A layout ties with the first one if it is faster with at least this probability."""
 _LAYOUT_SPREAD = 0.04
 """Noise of one layout of a model on one machine: the standard deviation of its logarithm."""
 NINETY = 1.645
-"""Standard deviations on either side of a 90 % interval."""
+"""Half the width of a 90 % interval, in standard deviations."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from plait.planner.techniques import SCHEDULE_NAMES
 INSIDE_STEP = 3.4e-6
 """Seconds of one step of a ring inside a domain."""
 BASE = 8.4e-6
-"""Base seconds of a collective: that of NCCL's Simple protocol over NVLink."""
+"""Base latency of a collective in seconds, as in NCCL's Simple protocol over NVLink."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ LEAST_SHARE = 0.5
 PRODUCT_SIZE = 8192
 _ROUNDS = 5
 _CALLS = 10
-"""Calls of an operation between two waits, so that launches and the wait itself do not count."""
+"""Calls of an operation between two waits. Launches and the wait itself are then negligible."""
 
 
 def device(context: Context, settings: Mapping[str, Any]) -> Verdict:

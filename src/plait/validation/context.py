@@ -33,7 +33,7 @@ T = TypeVar("T")
 SIMULATED = "simulated device"
 """Part of the name of the device that the tests simulate.
 
-It has no times, and its memory is that of the host.
+Its times have no meaning, and its memory is that of the host.
 """
 NO_TIMES = "a simulated device has no times; the code that measures them ran to its end"
 

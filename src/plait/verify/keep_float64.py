@@ -132,7 +132,7 @@ def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[
 
 
 class _Roundings(TorchDispatchMode):
-    """Mode that records operators that return a narrower floating-point dtype for float64."""
+    """Dispatch mode that records operators that convert float64 to a narrower float dtype."""
 
     def __init__(self) -> None:
         super().__init__()
