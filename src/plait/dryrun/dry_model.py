@@ -567,7 +567,7 @@ def rank_activations(
     def measure(
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
-        """Run every stage, and return its trace and the offloaded bytes of its blocks.
+        """Run all stages, and return (trace, offloaded bytes per block) for each stage.
 
         Args:
             mode: Recomputation mode of all blocks.

@@ -40,10 +40,10 @@ from plait.parallel.techniques.recompute import Recompute
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that the formulas cover exactly. Tests compare them with counts.
+"""Families that the formulas cover exactly. Tests compare the formulas with counted bytes.
 
-DeepSeek is not counted, because its values are narrower than its keys. Kernels of GPUs support
-this, but those of CPU cores, with which blocks are counted, do not.
+Plans do not count DeepSeek's blocks, because its values are narrower than its keys. Kernels of GPUs
+support this, but those of CPU cores, with which blocks are counted, do not.
 """
 
 
@@ -408,7 +408,7 @@ class _CountCalls(TorchFunctionMode):
 
 
 def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
-    """Truncate each list of blocks of a model as soon as it contains all kinds of blocks.
+    """Truncate each list of blocks to its shortest beginning that contains all kinds of blocks.
 
     Returns:
         Names of the remaining blocks, and the share of all blocks that each of them represents.

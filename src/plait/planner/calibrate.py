@@ -379,7 +379,7 @@ def _remaining(
 
 
 def merged_rates(calibration: Calibration) -> Rates:
-    """Return time constants from the time fit and memory constants from the memory fit."""
+    """Return the time constants of the time fit and the memory constants of the memory fit."""
     memory = {name: calibration.memory.rates[name] for name in MEMORY_NAMES}
     return Rates({**calibration.time.rates.values, **memory})
 

@@ -45,7 +45,7 @@ Shorter sequences use data parallelism, which communicates less.
 
 @dataclass(frozen=True)
 class Excluded:
-    """Group of layouts that cannot run, such as "tp = 3", and the rule with its numbers."""
+    """Group of layouts that cannot run, such as "tp = 3", and the rule that excludes the group."""
 
     region: str
     rule: str

@@ -50,7 +50,7 @@ class Context:
     calibration: Path | None = None
     """File that `kernels.calibrate` writes on rank 0."""
     progress: Callable[[Mapping[str, Any]], None] = lambda numbers: None
-    """Receives partial numbers, which stay in the document when the row is stopped."""
+    """Receives partial measurements, which stay in the document when the row is stopped."""
     row_deadline: float = float("inf")
     """Value of `time.monotonic` at which the planned time of the row ends."""
     results: dict[str, Any] = field(default_factory=dict)

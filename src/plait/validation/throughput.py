@@ -213,7 +213,7 @@ def first_visits(
 
 
 def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | None:
-    """Visit a contender.
+    """Visit a contender. With one rank, return an error of the visit instead of raising it.
 
     With several ranks all errors are raised, because the other ranks wait in a collective and the
     launch has to end.

@@ -71,7 +71,7 @@ class Trace:
     scales: tuple[float, ...] = ()
     """Loss scale of every step."""
     spread: tuple[Difference, ...] = ()
-    """Parameters of which ranks hold different copies."""
+    """Errors of parameters whose copies differ between ranks."""
 
 
 @dataclass(frozen=True)

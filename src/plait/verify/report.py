@@ -380,7 +380,7 @@ def raise_unless_equal(report: Report) -> None:
 
 
 def failure(report: Report) -> str:
-    """Return a description of the first differing parameter and the largest error of each pass."""
+    """Return a text with the first and the largest difference of each section of a report."""
     lines = []
     for section in report.sections:
         rows = section.different
