@@ -6,9 +6,9 @@ Gauss-Newton iteration with reweighted residuals (Student's t, 4 degrees of free
 the influence of outliers. A row is one measured run. With few rows the priors dominate. Without
 rows the result equals the priors.
 
-`calibration_layouts` returns a few layouts whose runs separate the constants from each other. The
-engine measures these runs. `runs_of` converts the measurements to the argument of `calibrate`, and
-`priors_from_rates` converts measured rates of the device to priors of the fit.
+`calibration_layouts` returns a few layouts that differ enough to determine each constant
+separately. The engine measures these runs. `runs_of` converts the measurements to the argument of
+`calibrate`, and `priors_from_rates` converts measured rates of the device to priors of the fit.
 
 `save_calibration` and `load_calibration` write and read a JSON file: the constants of one kind of
 device, their uncertainty, and their origin. `refuse_other` rejects the file of another device (or

@@ -1,8 +1,9 @@
 """Conversion of configurations to plan requests, and replacement of "auto" by the search.
 
 Values in the file are fixed, and the search chooses the options that are "auto". `read_file`
-separates the two, and `complete` returns the configuration with the chosen values, as `plait train`
-uses it. Omitted options have their defaults. The caller provides the cluster.
+separates fixed values from searched options, and `complete` returns the configuration with the
+chosen values, as `plait train` uses it. Omitted options have their defaults. The caller provides
+the cluster.
 
 `unmodelled` lists settings that affect time or memory but are not modelled. Runs with such settings
 are not used for calibration. Settings in `MODELLED` are modelled, and those in `WITHOUT_EFFECT`
