@@ -2,14 +2,14 @@
 
 All techniques that change blocks are applied as in a real run (tensor parallelism, recomputation,
 the compute dtype). Techniques that shard or move parameters are not applied. Collectives return at
-once. The results are therefore measured on the model's code and torch's operators for the device,
-and not computed by a formula. Nothing is communicated or allocated, and the model does not change.
-A model without a pipeline is one stage.
+once. The results are measured by running the model's code and torch's operators for the device, and
+not computed by formulas. Nothing is communicated or allocated, and the model does not change. A
+model without a pipeline is one stage.
 
 `rank_activations` measures the activation memory of every pipeline rank for a micro-batch, in every
-mode of recomputation. Every process runs all stages on fake tensors, one after another. It thus
-knows the results of all ranks without communication, and all ranks reject a memory budget that any
-rank cannot meet. Without a pipeline there is one rank with one stage.
+mode of recomputation. Every process runs all stages on fake tensors, one after another. Each
+process thus knows the results of all ranks without communication. If one rank cannot meet a memory
+budget, all ranks reject the budget. Without a pipeline there is one rank with one stage.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from plait.sizes import dtype_of
 
 @contextmanager
 def process_group_of_rank(resolved: Resolved, rank: int, *, purpose: str) -> Iterator[None]:
-    """Create a fake process group for one rank, and destroy it at exit.
+    """Create a fake process group for one rank, and destroy it when the context exits.
 
     Args:
         resolved: Configuration, whose layout determines the number of ranks.
@@ -314,8 +314,8 @@ class DryModel:
 def boundary_activations(model: nn.Module, parts: Parts, batch: dict[str, torch.Tensor]) -> Any:
     """Return the boundary activations of a stage on the meta device.
 
-    Boundary activations are the tensors that a stage sends to the next one: hidden states
-    [samples, length, hidden], alone or in a tuple as the blocks return them. With sequence
+    Boundary activations are the tensors that a stage sends to the next one. They are hidden states
+    [samples, length, hidden], as a tensor or in a tuple, whichever the blocks return. With sequence
     parallelism `length` is the length of this rank's shard.
 
     Raises:
@@ -439,7 +439,7 @@ def _fake_copy(
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Convert errors that a model raises because it reads values of fake tensors to ModelError."""
+    """Raise ModelError instead of the errors of a model that reads values of fake tensors."""
     try:
         with refusing_triton_kernels():
             yield
@@ -468,7 +468,8 @@ def solved_recompute(
 ) -> Recompute:
     """Return the recompute settings of a configuration.
 
-    If they have a memory budget, the result has a mode per block that meets the budget.
+    If they have a memory budget, the result has one mode per block instead. The modes meet the
+    budget.
 
     Args:
         resolved: The configuration.
@@ -566,7 +567,7 @@ def rank_activations(
     def measure(
         mode: BlockMode, stored: Collection[str]
     ) -> list[tuple[StageTrace, tuple[int, ...]]]:
-        """Run every stage, and return its trace and the offloaded bytes of its blocks.
+        """Run all stages, and return (trace, offloaded bytes per block) for each stage.
 
         Args:
             mode: Recomputation mode of all blocks.

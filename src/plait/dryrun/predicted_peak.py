@@ -2,8 +2,8 @@
 
 One micro-batch runs through each of the rank's stages on fake tensors, and the optimizer takes one
 step on fake shards. `parallel.accounting.ledger` and `parallel.accounting.peak` combine these
-measurements with the gathering of parameters, the reduction of gradients and the schedule. Settings
-that the prediction does not support raise an error with their name.
+measurements with the gathering of parameters, the reduction of gradients and the schedule. A
+setting that the prediction does not support raises an error that names the setting.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from plait.sizes import dtype_of
 
 @dataclass(frozen=True)
 class PredictedPeak:
-    """Predicted peak memory of one rank in a training step, and the model states in it."""
+    """Predicted peak memory of one rank in a training step, with the ledger of model states."""
 
     ledger: Ledger
     """Model states and traffic."""

@@ -310,7 +310,7 @@ _COLLECTIVES = {
     "send": ("send", 0, False),
     "recv_": ("receive", 0, False),
 }
-"""Kind, index of the full tensor in the arguments, and whether tensors are returned, per operator.
+"""(Kind, index of the full tensor in the arguments, whether it returns tensors) per operator.
 """
 
 
@@ -380,7 +380,7 @@ def watch(
 
 
 def on_first_gradient(output: Any, call: Callable[[], None]) -> None:
-    """Call a function once: when the first gradient of a tensor in `output` has been computed."""
+    """Call a function once, when the first gradient of any tensor in `output` is computed."""
     if not isinstance(output, torch.Tensor | tuple | list | dict):
         output = vars(output)
     # The backward of several outputs begins with whichever gradient is computed first.

@@ -5,9 +5,9 @@ candidate. Invariant: `parameters` equals the number of parameters of the Transf
 the same configuration (tests compare the two).
 
 `products_of` lists the matrix multiplications of activations with weights in a block, in the order
-of computation. Recomputation of operators saves the output of every second one and chooses the same
-ones as `parallel.activations.selective`. Routed experts use torch's grouped matrix multiplication,
-whose output is never saved.
+of computation. Recomputation of operators saves the output of every second multiplication. The
+planner chooses the same ones as `parallel.activations.selective`. Routed experts use torch's
+grouped matrix multiplication, whose output is never saved.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Architecture:
     value_dim: Numbers = 0
     """Width of a head's value in latent attention."""
     layer_parameters: Numbers = 0
-    """Mean parameters per layer if counted on the built model, 0 to compute them from the sizes."""
+    """Mean number of parameters per layer of the built model; 0 computes it from the sizes."""
     end_parameters: Numbers = 0
-    """Parameters outside the layers if counted on the built model, else 0."""
+    """Number of parameters outside the layers of the built model; 0 if the model was not built."""
     uncut: Any = ""
     """Reason why the layers of the built model cannot be split into pipeline stages, else empty."""
     name: Any = ""
@@ -83,9 +83,10 @@ class Architecture:
 
     @property
     def is_counted(self) -> bool:
-        """True if `block_bytes` has formulas for the blocks: no experts and no latent attention.
+        """True if `block_bytes` has formulas for the blocks of the model.
 
-        The property is only defined for a single model, not for arrays of models.
+        This is the case for blocks without experts and without latent attention. The property is
+        only defined for a single model, not for arrays of models.
         """
         return not self.experts and not self.latent_rank
 
@@ -171,7 +172,7 @@ class Architecture:
 
     @property
     def products_counted(self) -> Numbers:
-        """Ratio of the matrix parameters per layer of the built model to those from the sizes.
+        """Matrix parameters per layer of the built model divided by those computed from the sizes.
 
         The ratio is 1 for models with experts, because a token uses only some experts.
         """
@@ -325,11 +326,11 @@ def rotates_fused_output(model: Architecture) -> Numbers:
 
 
 def _alternating(sizes: list[tuple[Numbers, Numbers]], before: Numbers) -> tuple[Product, ...]:
-    """Return the matrix multiplications with these sizes, of which every second one is saved.
+    """Return a `Product` per entry of `sizes`. Every second one has `is_saved` set.
 
     Args:
-        sizes: (inner, columns) per matrix multiplication. Entries with 0 columns are skipped when
-            every second one is chosen.
+        sizes: (inner, columns) per matrix multiplication. Entries with 0 columns do not count for
+            "every second one".
         before: Number of matrix multiplications of the block before the first of `sizes`.
     """
     products = []
@@ -344,7 +345,7 @@ def recomputed_share(products: tuple[Product, ...], *, without_last: Numbers = 0
 
     Args:
         products: Matrix multiplications in the order of computation.
-        without_last: 1 if the last one is not recomputed, because no backward needs its output.
+        without_last: 1 if the last product is not recomputed, because no backward needs its output.
     """
     size: Numbers = 0
     again: Numbers = 0
@@ -357,5 +358,5 @@ def recomputed_share(products: tuple[Product, ...], *, without_last: Numbers = 0
 
 
 def saved_columns(products: tuple[Product, ...]) -> Numbers:
-    """Return the elements per token of those outputs of `products` that are saved."""
+    """Return the number of elements per token in the saved outputs of `products`."""
     return sum(product.columns * product.is_saved for product in products)

@@ -2,10 +2,11 @@
 
 They cover the tensors that the forward saves and the peak of the backward, and depend on
 recomputation, tp, sp and cp. They are derived from `dryrun.dry_model` and the single-rank dry run,
-which execute the model on fake tensors. Tests compare the formulas with both. In bytes per element
-of 16-bit hidden states: an eager RMS norm saves its input in float32 and the normalized values in
-16 bits (6), torch's layer norm kernel saves its input (2), and sequence parallelism saves the
-gathered inputs of matrix multiplications (4). All bytes per token are for one rank.
+which execute the model on fake tensors. Tests compare the formulas with these runs. Examples in
+bytes per element of 16-bit hidden states: an eager RMS norm saves its input in float32 and the
+normalized values in 16 bits (6), torch's layer norm kernel saves its input (2), and sequence
+parallelism saves the gathered inputs of matrix multiplications (4). All bytes per token are for one
+rank.
 
 "Counted bytes" were measured by a run on fake tensors (`plait.planner.built.counted`).
 """
@@ -191,7 +192,8 @@ def logits_bytes(job: Job) -> Numbers:
 
     Without tp these are the float32 log-probabilities and two gradients of the same size. With tp
     they are the logits, a float32 copy, the differences to the largest logit, and the exponentials.
-    A chunked loss has these tensors for one chunk only, and the gradient of the head's input.
+    A chunked loss has these tensors for one chunk only, and additionally has the gradient of the
+    head's input.
     """
     tp = np.asarray(job.layouts.tp)
     logits = np.where(tp > 1, 14 / tp, 12) * job.model.vocab * job.loss_tokens
@@ -204,7 +206,7 @@ def _in_chunks(job: Job) -> Numbers:
 
 
 def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
-    """Return the bytes of gradients per element of the head's weight during a chunked loss.
+    """Return the gradient bytes per element of the head's weight during a chunked loss.
 
     With several chunks these are the gradient of one chunk and the float32 sum over earlier chunks.
     The result is 0 for a single chunk.
@@ -373,9 +375,9 @@ def _attention_backward(job: Job) -> Numbers:
 def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     """Return the saved bytes per token that are not needed once a block has been recomputed.
 
-    They stay in memory during its backward. The first value is for recomputation of operators (the
-    block's input and some outputs of matrix multiplications), the second for full recomputation
-    (the input).
+    These bytes nevertheless stay in memory during the block's backward. The first value is for
+    recomputation of operators: the block's input and some outputs of matrix multiplications. The
+    second value is for full recomputation: the input.
     """
     widths = _widths(job)
     block_products = products_of(job.model)
@@ -414,8 +416,8 @@ def deferred_bytes(job: Job) -> Numbers:
 def deferred_bytes_of_ends(job: Job) -> Numbers:
     """Return the bytes per token of the head and last norm between the halves of a split backward.
 
-    These are the gradient of the logits, the norm's saved tensors, and as many bytes again for the
-    gradients of the norm.
+    These are the gradient of the logits, the norm's saved tensors, and gradients of the norm that
+    are as large as its saved tensors.
     """
     # A chunked loss computes the gradients of the head's weights in the forward.
     logits = job.element_bytes * job.model.vocab / job.layouts.tp

@@ -40,10 +40,10 @@ from plait.parallel.techniques.recompute import Recompute
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that the formulas cover exactly. Tests compare them with counts.
+"""Families that the formulas cover exactly. Tests compare the formulas with counted bytes.
 
-DeepSeek's values are narrower than its keys. CPU cores, where blocks would be counted, have no
-kernel for this; GPUs have one.
+Plans do not count DeepSeek's blocks, because its values are narrower than its keys. Kernels of GPUs
+support this, but those of CPU cores, with which blocks are counted, do not.
 """
 
 
@@ -67,7 +67,7 @@ def built(config: Mapping[str, Any], *, dropout: bool) -> nn.Module:
         dropout: Whether the model has the dropout of the configuration. False disables it.
 
     Raises:
-        Exception: Any error of Transformers for a configuration that it does not build.
+        Exception: Any error that Transformers raises for the configuration.
     """
     from transformers import AutoModelForCausalLM
 
@@ -213,7 +213,7 @@ _MAX_BLOCKS = 8
 """Largest number of blocks that are run. It covers the patterns of families with mixed blocks."""
 
 _RECURRENT_TOKENS = 32
-"""Number of tokens of a recurrence, whose bytes per token do not depend on the length."""
+"""Most tokens for a recurrent model, whose bytes per token do not depend on the length."""
 _SAMPLES = 2
 """Samples per run. With a single one, some families copy less per sample."""
 
@@ -239,16 +239,17 @@ class CountedBytes:
     full: float
     """Bytes per token of the inputs, which full recomputation saves."""
     working: SavedBytes
-    """Bytes at the peak of the backward of the largest block, including what it saved."""
+    """Bytes at the peak of the largest block's backward, including its saved tensors."""
     dropping: bool = False
     """True if the model was counted with the dropout of the configuration.
 
     If it was counted without dropout, formulas add the bytes of the masks.
     """
     dropped_scores: float = 0.0
-    """Bytes per token of dropout masks and results of attention scores.
+    """Bytes per token of the masks and outputs of dropout on attention scores.
 
-    They are set for models with dropout that were counted without it, if scores are in memory.
+    The value is 0 unless a model with dropout was counted without dropout and its attention stores
+    the scores.
     """
 
 
@@ -262,9 +263,9 @@ def counted(
         kind: `model_type` of its Hugging Face configuration.
         sequence: Tokens per sample.
         precision: Name in `hardware.PRECISIONS`.
-        on_cores: Whether the planned run is on CPU cores. If so, the model is counted with its
-            dropout. GPU kernels apply dropout inside attention, so for them the model is counted
-            without dropout, unless its attention stores the scores.
+        on_cores: Whether the planned run is on CPU cores. On CPU cores the model is counted with
+            its dropout. GPU kernels apply dropout inside attention. For GPUs the model is therefore
+            counted without dropout, unless its attention stores the scores.
 
     Returns:
         The counted bytes. None if formulas cover the family, if the model's code reads values of
@@ -407,7 +408,7 @@ class _CountCalls(TorchFunctionMode):
 
 
 def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[float]]:
-    """Truncate a model's lists of blocks after the first block of the last kind.
+    """Truncate each list of blocks to its shortest beginning that contains all kinds of blocks.
 
     Returns:
         Names of the remaining blocks, and the share of all blocks that each of them represents.
@@ -437,7 +438,7 @@ def _keep_one_block_per_kind(model: nn.Module) -> tuple[tuple[str, ...], list[fl
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for blocks that save the same bytes.
+    """Return a key that is equal for blocks that save the same number of bytes.
 
     The key consists of the classes of the modules, the shapes of the parameters, and whether
     attention has a sliding window.
@@ -450,10 +451,10 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 def _extrapolate(
     at_long: float, at_short: float, lengths: tuple[int, int], sequence: int
 ) -> SavedBytes:
-    """Compute the bytes per token at the planned length from those at two shorter lengths.
+    """Return the saved bytes per token at the planned length, given those at two lengths.
 
-    Recurrent models are run with few tokens. Their bytes per token do not grow with the length, and
-    bytes that exist once per sequence are divided by more tokens.
+    Both lengths are shorter than the planned one only for recurrent models. Such a model saves some
+    bytes per token and some bytes per sequence, and neither number depends on the length.
     """
     long, short = lengths
     if long < sequence:

@@ -1,14 +1,14 @@
 """Calibration: layouts to measure, the fit of the planner's constants, and the calibration file.
 
 The fit finds the most probable logarithms of the constants under normal priors and heavy-tailed
-noise, and their covariance, from which intervals are computed. It is a Gauss-Newton iteration with
-reweighted residuals (Student's t, 4 degrees of freedom), which limits the influence of outliers.
-A row is one measured run. With few rows the priors dominate. Without rows the result equals the
-priors.
+noise. It also returns their covariance, from which intervals are computed. The method is a
+Gauss-Newton iteration with reweighted residuals (Student's t, 4 degrees of freedom), which limits
+the influence of outliers. A row is one measured run. With few rows the priors dominate. Without
+rows the result equals the priors.
 
-`calibration_layouts` returns a few layouts whose runs separate the constants from each other. The
-engine measures these runs. `runs_of` converts the measurements to the argument of `calibrate`, and
-`priors_from_rates` converts measured rates of the device to priors of the fit.
+`calibration_layouts` returns a few layouts that differ enough to determine each constant
+separately. The engine measures these runs. `runs_of` converts the measurements to the argument of
+`calibrate`, and `priors_from_rates` converts measured rates of the device to priors of the fit.
 
 `save_calibration` and `load_calibration` write and read a JSON file: the constants of one kind of
 device, their uncertainty, and their origin. `refuse_other` rejects the file of another device (or
@@ -83,7 +83,7 @@ def fit(
     """Fit the constants `names` to measured rows, starting at their priors.
 
     Args:
-        predict: Returns the logarithms of what was measured, one per row.
+        predict: Returns the predicted logarithms of the measured values, one per row.
         measured: Logarithms of the measured values.
         names: Constants to fit. All other constants keep the medians of their priors.
         priors: Priors of all constants.
@@ -282,7 +282,7 @@ def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
 
 
 _OF_GPUS = ("ramp", "contention")
-"""Constants without meaning on a CPU, besides those that have a variant for CPUs."""
+"""Constants that do not apply to CPUs, in addition to those that have a variant for CPUs."""
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
@@ -367,8 +367,8 @@ def _remaining(
 ) -> float:
     """Return the expected noise of rows that are not in the fit.
 
-    The result lies between the remaining error of the fitted rows and the usual noise (`between`).
-    The more rows were fitted, the closer the result is to the remaining error.
+    The result lies between the residual error of the fitted rows and the usual noise (`between`).
+    The more rows were fitted, the closer the result is to the residual error.
     """
     residual = measured - predict(fitted.rates)
     # Limited, so that a single outlier does not decide.
@@ -379,13 +379,16 @@ def _remaining(
 
 
 def merged_rates(calibration: Calibration) -> Rates:
-    """Return time constants from the time fit and memory constants from the memory fit."""
+    """Return the time constants of the time fit and the memory constants of the memory fit."""
     memory = {name: calibration.memory.rates[name] for name in MEMORY_NAMES}
     return Rates({**calibration.time.rates.values, **memory})
 
 
 def errors_with(runs: MeasuredRuns, calibration: Calibration) -> tuple[int, float, float]:
-    """Return the number of timed runs, and the median and largest |predicted / measured - 1|."""
+    """Return (number of timed runs, median error, largest error).
+
+    The error of a run is |predicted / measured - 1| for its seconds per step.
+    """
     errors = np.abs(_ratios(runs, calibration) - 1)
     errors = errors[np.isfinite(errors)]
     return len(errors), float(np.median(errors)), float(errors.max())
@@ -442,7 +445,7 @@ def priors_from_rates(
         priors: Priors for any machine.
         device: Device of the machine.
         rates: Measured rates.
-        processes: Number of processes on the machine that were measured at the same time.
+        processes: Number of processes that ran on the machine during the measurement.
         precision: Precision of the measured matrix multiplications.
     """
     family = DEVICE_FAMILIES[int(device.family)]
@@ -544,7 +547,7 @@ def _layout(
 
 @dataclass(frozen=True)
 class Measured:
-    """Plait run of a calibration, with its measured time and memory.
+    """Training run of a calibration, with its measured time and memory.
 
     Attributes:
         gpu: Name of the device in `data/hardware.yaml`.
@@ -555,7 +558,7 @@ class Measured:
         compiled: Whether blocks were compiled.
         sequence: Tokens per sample.
         architecture: Fields of `Architecture`.
-        layout: Fields of `Layouts`; schedule and recompute by name.
+        layout: Fields of `Layouts`. `schedule` and `recompute` are names instead of indices.
         seconds: Measured seconds per step.
         bytes: Peak allocated bytes of the rank with the highest peak. None if the memory was not
             measured by torch's allocator.
@@ -587,7 +590,7 @@ class MeasuredRuns:
     """Measured runs as one job, for `calibrate`.
 
     Attributes:
-        job: The runs, one entry each.
+        job: Job whose arrays have one entry per run.
         seconds: Seconds per step [runs]; NaN if not measured.
         peaks: (peak bytes, kind) per run, or None if not measured. Kinds are allocated, reserved
             and total.

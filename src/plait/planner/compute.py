@@ -1,10 +1,10 @@
 """Seconds of a layer and of the head on one device.
 
-The parts are matrix multiplications ("products"), attention, element-wise kernels, and kernel
-launches by the host, as closed formulas over arrays of candidates. The time of a product is its
-FLOPs, rounded up to full waves of tiles, divided by the FLOP/s that kernels reach, plus the start
-and end of the kernel (`ramp`). The time is at least the product's bytes divided by the memory
-bandwidth. Values are for the forward unless a name says otherwise.
+The seconds are sums over matrix multiplications ("products"), attention, element-wise kernels, and
+kernel launches by the host. They are closed-form expressions over arrays of candidates. The time of
+a product is its FLOPs, rounded up to full waves of tiles, divided by the FLOP/s that kernels reach,
+plus the start and end of the kernel (`ramp`). The time is at least the product's bytes divided by
+the memory bandwidth. Values are for the forward unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
 
 
 def _projections(job: Job, rates: Rates, block_products: Products) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention's projections, and of those that are recomputed.
+    """Return (seconds of attention's projections, seconds of their recomputation).
 
     The second value assumes that the output of every second product is saved. The latents of latent
-    attention are shared by all heads, so every tp rank computes all latents, with sequence
-    parallelism only for its sequence shard.
+    attention are shared by all heads, so every tp rank computes all latents. With sequence
+    parallelism it computes them only for its shard of the sequence.
     """
     model = job.model
     tokens = job.tokens
@@ -173,7 +173,7 @@ def head_cost(job: Job, rates: Rates) -> Numbers:
 def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
     """Return the seconds of the optimizer step for `parameters` on a rank.
 
-    The bytes of the optimizer states are divided by the bandwidth of the memory they are in.
+    The bytes of the optimizer states are divided by the bandwidth of the memory that stores them.
     """
     device = parameters * job.framework.step_bytes / (memory_rate(job, rates))
     # The host moves 30 bytes per parameter through its memory, which the devices of a node share.
@@ -196,7 +196,7 @@ def memory_rate(job: Job, rates: Rates) -> Numbers:
 
 
 def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
-    """Return the seconds per step to add each micro-batch's gradients to those of earlier ones.
+    """Return the seconds per step that gradient accumulation over micro-batches takes.
 
     Every addition reads two gradients and writes their sum.
     """
@@ -207,9 +207,9 @@ def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers
 
 
 def _contention(job: Job, rates: Rates) -> Numbers:
-    """Return the slowdown factor of a process by the other processes on its machine.
+    """Return the factor by which the processes on a machine slow each other down.
 
-    Only processes on CPU cores share their memory bandwidth.
+    The factor is 1 on GPUs, because only processes on CPU cores share their memory bandwidth.
     """
     together = np.minimum(job.layouts.world, job.device.devices_per_node)
     return np.where(job.device.on_cpu, np.power(together, rates["crowding.cpu"]), 1.0)
@@ -258,7 +258,7 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
 def _experts(
     job: Job, rates: Rates, block_products: Products, share: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """Return the seconds of routed and shared experts, and of their recomputed products.
+    """Return (seconds of routed and shared experts, seconds of their recomputed products).
 
     The second value assumes that the output of every second product is saved. Products of experts
     with 1,536 and 2,048 columns reach half the speed of large products (SimuMax's table for B200);
@@ -336,9 +336,9 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
     FlexAttention, which is used for soft-capped scores, runs its forward again in the backward. In
     addition, element-wise kernels move data for each token of this rank:
 
-    - ring: the output for the keys of every other rank is merged in float32. Half of the queries
-      see the keys of a later rank, so three quarters are merged on average. Gradients are summed in
-      float32.
+    - ring: the outputs for the keys of each other rank are merged in float32. For an earlier rank
+      these are the outputs of all queries and for a later rank those of half of the queries, so
+      three quarters on average. Gradients are summed in float32.
     - all-gather-kv: keys and values of all ranks are reordered. Their gradients are summed in
       float32 and reordered back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.

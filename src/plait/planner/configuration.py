@@ -1,8 +1,9 @@
 """Conversion of configurations to plan requests, and replacement of "auto" by the search.
 
 Values in the file are fixed, and the search chooses the options that are "auto". `read_file`
-separates the two, and `complete` returns the configuration with the chosen values, as `plait train`
-uses it. Omitted options have their defaults. The caller provides the cluster.
+separates fixed values from searched options, and `complete` returns the configuration with the
+chosen values, as `plait train` uses it. Omitted options have their defaults. The caller provides
+the cluster.
 
 `unmodelled` lists settings that affect time or memory but are not modelled. Runs with such settings
 are not used for calibration. Settings in `MODELLED` are modelled, and those in `WITHOUT_EFFECT`
@@ -74,7 +75,7 @@ _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 @dataclass(frozen=True)
 class File:
-    """Configuration file of a training run whose "auto" options the planner chooses."""
+    """Configuration file of a training run. The planner chooses its "auto" options."""
 
     raw: Mapping[str, Any]
     """Configuration as written, with the overrides of the command line."""
@@ -218,7 +219,7 @@ def model_of(config: Config) -> Model | None:
 
 
 def precision_of(config: Config) -> str | None:
-    """Return "bf16", "fp16" or "fp32"; None if the precision is "auto", chosen by the caller."""
+    """Return "bf16", "fp16" or "fp32", or None for "auto", which the caller replaces."""
     for name in ("bf16", "fp16"):
         if getattr(config, name).enabled is True:
             return name
@@ -327,7 +328,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
 def _defaults(file: File) -> dict[str, int]:
     """Return the defaults of omitted options, as layout fields.
 
-    If an option is "auto", its omitted details are left to the search.
+    If an option is "auto", the search also chooses the omitted options that belong to it.
     """
     defaults: dict[str, int] = {}
     for path, (name, default) in FIELDS.items():
@@ -354,7 +355,7 @@ def _defaults(file: File) -> dict[str, int]:
 
 
 def _without_unused_details(fixed: Mapping[str, int]) -> dict[str, int]:
-    """Drop details of pipelines, context parallelism and recomputation if the layout has none."""
+    """Drop the fields that describe pipelines, context parallelism or recomputation if unused."""
     # `plait train` ignores them.
     unused = set()
     if fixed.get("pp") == 1:
@@ -381,8 +382,8 @@ def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 def layout_of(resolved: Resolved) -> dict[str, Any]:
     """Return the layout fields of a resolved configuration.
 
-    A schedule or recomputation mode that the planner can estimate has its name in the planner, any
-    other one its name in the configuration. `vpp` is missing if the file does not set it.
+    Schedules and recomputation modes that the planner can estimate have the planner's names. All
+    others have the names that the configuration uses. `vpp` is missing if the file does not set it.
     """
     layout = resolved.layout
     pipeline = resolved.pipeline
@@ -434,7 +435,7 @@ MODELLED = frozenset(PATHS.values()) - _VALUES.keys() | {
     "model.config",
     "model.path",
 }
-"""Settings that times and bytes of a plan depend on."""
+"""Settings on which the predicted times and bytes depend."""
 
 WITHOUT_EFFECT = (
     "data_parallel_size",

@@ -40,7 +40,7 @@ class Constant:
 
 
 def of_kernels(name: str) -> Constant:
-    """Return the prior of the speed of a framework's kernels, the constant `stack.NAME`.
+    """Return the prior of the constant `stack.NAME`, which is the speed of a framework's kernels.
 
     The prior is narrow, because speeds differ less between frameworks than between machines and
     authors of published runs (`benchmarks/planner_accuracy/learn.py`).

@@ -83,13 +83,13 @@ class Framework:
     flash: Numbers = 1.0
     """Speed of the attention kernel relative to FlashAttention 2."""
     send_seconds: Numbers = 25e-6
-    """Seconds that a send between stages takes beyond the link."""
+    """Seconds that a send between stages takes in addition to the time on the link."""
     dynamic_scaling: Numbers = 0
     """1 if products in 8 and 4 bits find the largest element in a separate pass."""
     whole_logits: Numbers = 0
     """1 if tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
-    """Share of the inputs of products that sequence parallelism keeps gathered."""
+    """Share of the products' inputs that stay gathered with sequence parallelism."""
     tp_launches: Numbers = 0.15
     """Additional launches with tensor parallelism, relative to those of a layer."""
     hook_seconds: Numbers = 0
@@ -266,7 +266,8 @@ class Job:
     def needs_last(self) -> NDArray[np.bool_]:
         """True if the backward needs the output of a block's last matrix multiplication.
 
-        This is the case if a norm or a dropout follows. Recomputation draws the dropout mask again.
+        This is the case if a norm or a dropout follows. (Recomputation draws the mask of a dropout
+        again.)
         """
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (
             np.asarray(self.model.dropout) > 0
@@ -291,7 +292,7 @@ class Job:
 
     @property
     def attention_tp(self) -> Numbers:
-        """Number of tp ranks that the attention heads are split over."""
+        """Number of tp ranks over which the attention heads are split."""
         return 1 if self.replicates_attention else self.layouts.tp
 
     @property
@@ -353,7 +354,7 @@ class Job:
 
 
 def recompute_share(job: Job) -> Numbers:
-    """Return the fraction of the blocks that are recomputed, on the stage with the most blocks."""
+    """Return the recomputed fraction of the blocks of the stage with the most blocks."""
     every = job.layouts.every
     if not job.has_exact_blocks:
         return 1 / every

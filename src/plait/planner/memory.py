@@ -1,10 +1,10 @@
-"""Peak memory of a rank as a sum of named terms, allocated and reserved.
+"""Allocated and reserved peak memory of a rank, as a sum of named terms.
 
 The peak is the maximum over pipeline ranks and over points in time of a step. The ranks are the
-first (most micro-batches in flight, the embedding), the last (head and logits) and one between,
-which may have more layers. The points in time are the first backward, the loss and the optimizer
-step. Activations follow arXiv 2205.05198, table 2. For gated models without dropout, the bytes of
-all saved tensors are added up.
+first (most micro-batches in flight, the embedding), the last (head and logits) and one between
+them, which may have more layers. The points in time are the first backward, the loss and the
+optimizer step. Activations follow arXiv 2205.05198, table 2. For gated models without dropout, the
+bytes of all saved tensors are added up.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def memory_by_rates(
 ) -> Callable[[Rates], Memory]:
     """Return a function that predicts the peak memory from the constants.
 
-    Evaluating it repeatedly is cheaper than calling `memory_bytes`, whose arguments it takes.
+    Calling the returned function repeatedly is cheaper than calling `memory_bytes`. The arguments
+    are those of `memory_bytes`.
     """
     if not job.has_exact_blocks:
         return lambda rates: _memory_by_formula(job, rates, states)
@@ -117,7 +118,7 @@ def _points_of_step(
 def _fullest(
     points: Iterable[tuple[int, dict[str, Numbers], Numbers]],
 ) -> tuple[dict[str, Numbers], Numbers]:
-    """Return the bytes by term at the peak of every candidate, and the peak's index into MOMENTS.
+    """Return (bytes by term, index into MOMENTS) of the peak of every candidate.
 
     Args:
         points: Points in time as (index into MOMENTS, bytes by term, mask of the candidates whose
@@ -287,8 +288,9 @@ def _logits(job: Job, rates: Rates) -> Numbers:
 def _attention_saved(job: Job) -> Numbers:
     """Return the bytes per token that attention saves: queries, keys, values, and its output.
 
-    Latent attention concatenates its keys from two parts. In eager mode the values are a view of
-    the matrix multiplication's output, which also contains one part of the keys and is saved.
+    Latent attention concatenates its keys from two parts. In eager mode the values are a view of a
+    matrix multiplication's output. This output, which also contains one part of the keys, is saved
+    completely.
     """
     model = job.model
     width = model.heads * model.head_dim

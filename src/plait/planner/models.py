@@ -669,11 +669,11 @@ _NOT_FOR_TRAINING = (
 
 
 def find_model(source: str, *, sequence: int | None = None) -> Model:
-    """Return the model for a name in the table, a config.json, or a folder with one.
+    """Return the model for a name in the table, a config.json, or a folder that contains one.
 
     Args:
         source: Name or path.
-        sequence: Tokens per sample, to which the number of positions of a public model is set.
+        sequence: Tokens per sample. A public model gets this number of positions.
 
     Raises:
         InputError: There is no such file, folder or model.

@@ -37,7 +37,7 @@ def config_of(
     Args:
         request: Model, cluster and batch of the plan.
         choice: The layout.
-        base: The user's configuration. Its values and its names of options stay. Options that are
+        base: The user's configuration. Its values and option names are kept. Options that are
             missing or "auto" are filled in.
     """
     tree = copy.deepcopy(dict(base or {}))
@@ -50,7 +50,7 @@ def config_of(
 def check_runs(request: Request, tree: Mapping[str, Any]) -> None:
     """Raise ConfigError if the settings of a planned configuration contradict each other.
 
-    Options may still be "auto" if the caller sets them (Transformers sets lr).
+    Options that the caller sets later may still be "auto" (Transformers sets lr).
     """
     draft = outline(load(tree), world_size=request.cluster.devices)
     raise_problems([problem for problem in draft.problems if problem.value != "auto"])

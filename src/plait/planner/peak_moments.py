@@ -3,20 +3,23 @@
 The terms are model states, the tensors that `fully_shard` gathers, accumulates and reduces per
 unit, and the saved tensors of blocks (`block_bytes`). The backward runs from the last block to the
 first. It frees gathered weights and activations and allocates gradient shards, so the sum is
-largest at the start or the end of the backward. Of its blocks, only these are therefore computed:
-the first, the second (with the reduction of the first), and the last two.
+largest at the start or the end of the backward. The memory is therefore computed only for the first
+two and the last two blocks of the backward. (The gradients of the first block are reduced during
+the second.)
 
 In this module a "moment" is a point in time of the step.
 
 Note [Memory of a step]
     Three parts of Plait determine the peak of a rank, at different cost:
 
-    1. The planner, here: closed formulas over arrays, microseconds per candidate. The bytes of
-       blocks are formulas of a model's sizes, and only moments that may be the peak exist.
-    2. `parallel.accounting.peak`: a simulation of every action of one rank, milliseconds. The bytes
-       of blocks are measured on fake tensors first (`dryrun.predicted_peak`), which takes seconds.
-    3. `engine.single_rank`: the step itself on fake tensors, seconds to minutes. It models nothing,
-       so tests compare the other two with it.
+    1. The planner (this module): closed-form expressions over arrays, which take microseconds per
+       candidate. The bytes of blocks are computed from a model's sizes, and only moments that may
+       be the peak are considered.
+    2. `parallel.accounting.peak`: a simulation of every action of one rank, which takes
+       milliseconds. The bytes of blocks are measured on fake tensors first
+       (`dryrun.predicted_peak`), which takes seconds.
+    3. `engine.single_rank`: the step itself on fake tensors, which takes seconds to minutes. It
+       models nothing, so tests compare the other two with it.
 
     All three take model states from the ledger, whose rules decide what a ZeRO stage reduces and
     frees. In 2 and 3, `dryrun.recorder` measures the memory.
@@ -80,7 +83,7 @@ class Units:
     sharded: Numbers
     """True if `fully_shard` is used. Otherwise weights and gradients stay unsharded."""
     holdings: Holdings
-    """Micro-batches in flight of the stages of the rank."""
+    """Micro-batches in flight and gradients of the rank."""
 
 
 RANKS = ("first", "last", "inner")
@@ -116,7 +119,7 @@ class _Rank:
     """Bytes of model states by term."""
     units: Units
     saved: tuple[Numbers, Numbers]
-    """Saved bytes per block that recomputes, and per block that does not."""
+    """(Saved bytes of a recomputed block, saved bytes of any other block)."""
     spent: Numbers
     """Saved bytes of a recomputed block that its backward no longer needs but holds."""
     logits: Numbers
@@ -132,7 +135,7 @@ class _Rank:
     saved_by_loss: Numbers
     """Saved bytes of everything after the last block."""
     deferred: tuple[Numbers, Numbers]
-    """Bytes for deferred weight gradients: per token of a block, and after the last block."""
+    """Bytes for deferred weight gradients: (per token of one block, after the last block)."""
     shards: Numbers
     stage: Numbers
     """ZeRO stage."""
@@ -309,8 +312,8 @@ def _activations(rank: _Rank, holding: Holding) -> Numbers:
 def _gradients(rank: _Rank, holding: Holding) -> Numbers:
     """Return the bytes of gradients that exist before a backward.
 
-    With ZeRO stage 0 or 1 the gradients of a pipeline stage are unsharded until its last backward,
-    and sharded afterwards.
+    With ZeRO stage 0 or 1 the gradients of a pipeline stage are unsharded until the last backward
+    of this pipeline stage, and sharded afterwards.
     """
     units = rank.units
     growing = holding.growing * units.block + holding.root * units.root
@@ -382,7 +385,8 @@ def _gathered(rank: _Rank, *, left: Numbers, ahead: int, after_head: Numbers = F
         left: Number of blocks whose weights are gathered at stages below 3.
         ahead: Largest number of blocks whose weights are gathered at stage 3. Stage 3 also frees
             embeddings that are units of their own.
-        after_head: Whether the gathered head has been freed, if it is a unit of its own.
+        after_head: Whether the head's gathered weights have been freed. Only used if the head is a
+            unit of its own.
     """
     units = rank.units
     blocks = np.where(rank.stage == 3, np.minimum(ahead, left), left)
@@ -403,7 +407,7 @@ def _has_unsharded_sums(rank: _Rank, moment: _Moment) -> Numbers:
 
 
 def _gradient_change(rank: _Rank, moment: _Moment, elements: Numbers) -> Numbers:
-    """Return the change in the bytes of gradients by the reduction of a unit."""
+    """Return by how many bytes the reduction of a unit changes the gradients in memory."""
     sums = _has_unsharded_sums(rank, moment)
     freed = np.where(sums, -_GRADIENT_BYTES * elements, 0.0)
     # Shards of earlier micro-batches are added in place.

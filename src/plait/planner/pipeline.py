@@ -1,7 +1,7 @@
 """Pipeline schedules in the planner: idle time, and the tensors of a rank during a step.
 
-Idle shares (pipeline bubbles) are published formulas, or were read from torch's action lists. For
-the best candidates, a simulation of the schedule's action table (`parallel.schedules.schedule`)
+Idle shares (pipeline bubbles) come from published formulas or from torch's action lists. For the
+best candidates, a simulation of the schedule's action table (`parallel.schedules.schedule`)
 replaces them. `in_flight` returns the micro-batches in flight for published runs of other
 frameworks.
 
@@ -57,7 +57,7 @@ V_SHAPED = ("zbv", "dualpipev")
 def idle_share(layouts: Layouts) -> Numbers:
     """Return the idle time (bubble) of a stage per step.
 
-    The result is a fraction of the time that the other stages need for one micro-batch.
+    The unit is the sum of the times that all other stages need for one micro-batch.
     """
     share = np.choose(np.asarray(layouts.schedule), [_IDLE[name] for name in SCHEDULES])
     interleaved = np.isin(
@@ -68,10 +68,11 @@ def idle_share(layouts: Layouts) -> Numbers:
 
 
 def micro_batches_between_chunks(layouts: Layouts) -> Numbers:
-    """Return the micro-batches between a rank's first and last completed chunk gradients.
+    """Return how many micro-batches pass between a rank's first and last finished chunk.
 
-    The result is at least 1. Interleaved chunks process `pp` micro-batches in turn, so the
-    gradients of all chunks except the last are reduced while other chunks compute.
+    A chunk is finished when its gradients are complete. The result is at least 1. Interleaved
+    chunks take turns after `pp` micro-batches each, so the gradients of all chunks except the last
+    are reduced while other chunks compute.
     """
     between = layouts.pp * (np.asarray(layouts.vpp) - 1) / layouts.vpp
     return np.clip(between, 1.0, np.maximum(layouts.accumulation, 1))
@@ -80,8 +81,8 @@ def micro_batches_between_chunks(layouts: Layouts) -> Numbers:
 def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
     """Return the largest number of micro-batches in flight on a pipeline rank.
 
-    A micro-batch counts as 1 if all stages of the rank have its activations in memory. For the last
-    rank use `in_flight_last`.
+    A micro-batch counts as the fraction of the rank's stages that have its activations in memory.
+    For the last rank use `in_flight_last`.
     """
     pp = layouts.pp
     plain = np.asarray(pp - rank, dtype=float)
@@ -148,7 +149,8 @@ class Holding:
     """Numbers of tensors that a rank has in memory at the start of a backward.
 
     Arrays have one entry per candidate, or are [COUNT, candidates] for several moments. Counts of
-    blocks are sums over micro-batches of stages, which may have different numbers of blocks.
+    blocks are sums over the micro-batches of all stages of the rank. Stages may have different
+    numbers of blocks.
     """
 
     blocks: Numbers
@@ -278,7 +280,10 @@ def stages_of_rank(kind: int, pp: int, rank: int, chunks: int) -> tuple[int, ...
 
 
 def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the moment with the largest sum for each of _WEIGHTS. See Note [Peaks of a rank]."""
+    """Return the moment with the largest weighted sum for each entry of _WEIGHTS.
+
+    See Note [Peaks of a rank].
+    """
     names = ("blocks", "deferred", "growing", "ended", "losses", "late_losses")
     blocks, deferred, growing, ended, losses, late = (moments[:, _COLUMN[name]] for name in names)
     # Among equal moments, the one with more of all other tensors is chosen.
@@ -414,7 +419,7 @@ def _row(
 
 
 def _representative_micro_batches(table: str, pp: int, microbatches: int) -> int:
-    """Return a number of micro-batches, at most `microbatches`, that has the same peaks."""
+    """Return a number of micro-batches, at most `microbatches`, for which peaks are the same."""
     if TABLES[table].placement == "v":
         return min(microbatches, 3 * pp)
     rounds = max(1, microbatches // pp)

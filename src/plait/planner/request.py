@@ -1,6 +1,6 @@
 """Plan request (model, devices, batch), and its conversion to a job for the planner's formulas.
 
-`estimate` computes time and memory of all candidates in one call, with closed formulas.
+`estimate` computes time and memory of all candidates in one call, with closed-form expressions.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@
 writes.
 
 Note [Stages of a search]
-    1. `space_of` creates all candidates that the rules allow: every layout without memory-saving
-       options and with all of them (Note [Memory-saving options] in `plait.planner.techniques`).
-    2. `estimate_space` estimates these candidates with closed formulas, at a few points in time of
-       a step. For layouts that fit only with all options, it adds candidates with some options.
-    3. `_fastest` takes the fastest candidates that fit, estimates them again at all points in time
-       and with intervals, and selects a few per family of layouts.
+    1. `space_of` creates all candidates that the rules allow: every layout once without
+       memory-saving options and once with all of them (Note [Memory-saving options] in
+       `plait.planner.techniques`).
+    2. `estimate_space` estimates these candidates with closed-form expressions, at a few points in
+       time of a step. For layouts that fit only with all options, it adds candidates with some
+       options.
+    3. `_fastest` takes the fastest candidates that fit, estimates them again at all points in time,
+       now with 90 % intervals, and selects a few per family of layouts.
     4. `simulate_pipelines` simulates the pipelines of the selected candidates and sorts them by
        the result.
 
@@ -49,16 +51,16 @@ from plait.planner.step_time import STEP_TERMS, simulated_terms
 from plait.sizes import GIB
 
 _TIE_PROBABILITY = 0.25
-"""Smallest probability of being faster than the first layout at which a layout ties with it."""
+"""A layout ties with the first one if it is faster with at least this probability."""
 _LAYOUT_SPREAD = 0.04
 """Noise of one layout of a model on one machine: the standard deviation of its logarithm."""
 NINETY = 1.645
-"""Standard deviations on either side of a 90 % interval."""
+"""Half the width of a 90 % interval, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """Layout with its predicted cost in seconds and bytes. Low and high are 90 % intervals."""
+    """Layout with its predicted cost in seconds and bytes. Low and high bound 90 % intervals."""
 
     layout: Mapping[str, Any]
     seconds: float
@@ -116,7 +118,7 @@ def price(
 def simulate_pipelines(
     request: Request, choices: list[LayoutChoice], calibration: Calibration
 ) -> list[LayoutChoice]:
-    """Replace the closed form of pipeline idle time by a simulation, and sort by the new time.
+    """Replace the closed-form idle time of pipelines by a simulated one, and sort by the new time.
 
     Returns:
         The layouts with their new predicted times, fastest first.
@@ -204,7 +206,7 @@ def _broadcast_job(job: Job, count: int) -> Job:
 def ties(request: Request, choices: Sequence[LayoutChoice], calibration: Calibration) -> int:
     """Return how many layouts at the start of `choices` may be as fast as the first one.
 
-    A layout ties with the first one if it is the faster one with a probability of at least
+    A layout ties with the first one if the probability that it is the faster one is at least
     `_TIE_PROBABILITY`. Uncertainty that two layouts share, such as the speed of matrix
     multiplications, does not affect the result.
     """
@@ -245,9 +247,9 @@ _HOST_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Shortage:
-    """Combination of tp, pp and ZeRO stage of which no candidate fits into memory.
+    """Combination of tp, pp and ZeRO stage for which no candidate fits into memory.
 
-    The memory is that of the candidate that needs least.
+    The fields about memory describe the candidate that needs the least.
     """
 
     region: str
@@ -388,7 +390,7 @@ def _estimate(request: Request, layouts: Layouts, rates: Rates) -> EstimatedSpac
 def _fastest(
     request: Request, estimated: EstimatedSpace, room: float, calibration: Calibration, best: int
 ) -> list[LayoutChoice]:
-    """Return the fastest layout of each family whose probability to fit is high enough."""
+    """Return, for each family, the fastest layout whose probability to fit is high enough."""
     order = np.flatnonzero(estimated.needed_bytes <= room)
     # Equally fast candidates keep the order of the space, so that plans are reproducible.
     order = order[np.argsort(estimated.seconds[order], kind="stable")]
@@ -437,7 +439,7 @@ def _of_families(choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
 def _shortages(
     request: Request, estimated: EstimatedSpace, room: float, rates: Rates
 ) -> tuple[Shortage, ...]:
-    """Return a `Shortage` for every (tp, pp, stage) of which no candidate fits into memory."""
+    """Return a `Shortage` for every (tp, pp, stage) for which no candidate fits into memory."""
     layouts = estimated.layouts
     needed_bytes = estimated.needed_bytes
     # One integer per (tp, pp, stage): there are four ZeRO stages, and pp is far below 4096.

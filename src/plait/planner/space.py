@@ -45,7 +45,7 @@ Shorter sequences use data parallelism, which communicates less.
 
 @dataclass(frozen=True)
 class Excluded:
-    """Group of layouts that cannot run, such as "tp = 3", and the rule with its numbers."""
+    """Group of layouts that cannot run, such as "tp = 3", and the rule that excludes the group."""
 
     region: str
     rule: str
@@ -79,13 +79,13 @@ class Space:
         return ~on_host | ~self._of_layouts(fits & ~on_host)
 
     def _of_layouts(self, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return a mask of the candidates whose layout is that of any candidate in `which`."""
+        """Return a mask of the candidates that share their layout with a candidate in `which`."""
         return np.bincount(self.number, weights=which)[self.number] > 0
 
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
     ) -> Layouts | None:
-        """Return candidates with some memory-saving options, for layouts that need some.
+        """Return candidates with some memory-saving options, for layouts that need options.
 
         See Note [Memory-saving options] in `plait.planner.techniques`.
 
@@ -525,7 +525,7 @@ def _micro_batches(builder: _SpaceBuilder, tp: int, pp: int, cp: int) -> list[in
 
 
 def _as_rows(values: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return a tuple with one entry for each value."""
+    """Wrap each value in a tuple of length 1."""
     return [(value,) for value in values]
 
 
@@ -585,8 +585,8 @@ def _runnable(builder: _SpaceBuilder, values: Mapping[str, Any], pp: int) -> Any
     """Return a mask of the candidates that can run.
 
     The schedule must exist for the number of micro-batches and support the ZeRO stage. Experts must
-    be sharded as `parallel.techniques.experts` supports. The layout must support its memory-saving
-    options.
+    be sharded in a way that `parallel.techniques.experts` supports. The layout must support its
+    memory-saving options.
     """
     stage = values["stage"]
 

@@ -238,7 +238,7 @@ def end_parameters(model: Architecture) -> dict[str, list[Entry]]:
 
 
 def outer_ends(model: Architecture) -> frozenset[str]:
-    """Return the keys of `end_parameters` that are sharding units of their own without a pipeline.
+    """Return the keys of `end_parameters` that are separate sharding units if pp is 1.
 
     See `model.outer_layers`.
     """
@@ -319,7 +319,9 @@ def account_states(
     form: str | None = None,
     every_moment: bool = True,
 ) -> States:
-    """Return the bytes of model states of every candidate. All have one model and one precision.
+    """Return the bytes of model states of every candidate.
+
+    All candidates must have the same model and the same precision.
 
     Args:
         job: The candidates.
@@ -343,7 +345,7 @@ def account_states(
 
 
 def _presence_of_ends(job: Job, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return 1 or 0 per rank of `RANKS` and end of the model: whether the rank has this end."""
+    """Return whether each rank of `RANKS` has each end of the model, as 1 or 0."""
     single = _column(job.layouts.pp, size) == 1
     v_schedules = [SCHEDULES.index(name) for name in V_SHAPED]
     v_shaped = np.isin(_column(job.layouts.schedule, size), v_schedules) & ~single
@@ -471,7 +473,7 @@ class _PartsOfModel:
     Attributes:
         block: Bytes of one block, averaged over dense and expert layers.
         ends: Bytes of each end, by the keys of `end_parameters`.
-        outer: Ends that are sharding units of their own without a pipeline.
+        outer: Ends that are separate sharding units if pp is 1.
         single: Whether there is only one pipeline stage.
         is_stage_3: Whether the ZeRO stage is 3.
         sharded: Whether `fully_shard` is used.
@@ -479,7 +481,7 @@ class _PartsOfModel:
         shards: Number of shards of a unit.
         offloaded: Share of the parameters whose optimizer states are on the host.
         computes_in_16_bits: Whether weights are cast for forward and backward.
-        tied: Whether the head is the embedding.
+        tied: Whether the head shares the weight of the embedding.
     """
 
     block: Bytes

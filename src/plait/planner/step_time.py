@@ -12,11 +12,11 @@ the q network cards of these ranks between domains. This is the model of NCCL's 
 (`src/graph/tuning.cc`). A step of the ring takes 3.4 us inside a domain and 14 us between domains,
 more on some clouds.
 
-`simulated_terms` simulates the pipeline of one layout. For the best candidates this replaces the
-closed form of the idle time, because it includes uneven stages, the head on the last stage, and
-messages in flight. The simulation (`parallel.schedules.timeline`) uses the action table of the
-runtime (`parallel.schedules.schedule`) and the engine's partition of the model
-(`parallel.pipeline.estimates`). Durations of actions come from the closed form.
+`simulated_terms` simulates the pipeline of one layout. For the best candidates its result replaces
+the closed-form idle time, because the simulation includes uneven stages, the head on the last
+stage, and messages in flight. The simulation (`parallel.schedules.timeline`) uses the action table
+of the runtime (`parallel.schedules.schedule`) and the engine's partition of the model
+(`parallel.pipeline.estimates`). Durations of actions come from the formulas of this module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from plait.planner.techniques import SCHEDULE_NAMES
 INSIDE_STEP = 3.4e-6
 """Seconds of one step of a ring inside a domain."""
 BASE = 8.4e-6
-"""Base seconds of a collective: that of NCCL's Simple protocol over NVLink."""
+"""Base latency of a collective in seconds, as in NCCL's Simple protocol over NVLink."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def collective_seconds(
         where: Group of ranks.
         size_bytes: Bytes of the full tensor.
         kind: `one_way` is an all-gather or a reduce-scatter.
-        crossing: Fraction of an all-to-all's bytes for ranks of other domains that is sent between
-            domains. It is below 1 if a token is sent only once to a domain with several of its
-            experts.
+        crossing: Only used for an all-to-all. Fraction of the bytes for ranks of other domains that
+            is actually sent between domains. It is below 1 if a token is sent only once to a domain
+            with several of its experts.
     """
     ranks = where.size
     inside = where.inside
@@ -343,11 +343,11 @@ def step_seconds(job: Job, rates: Rates) -> Step:
 
 
 def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
-    """Return the layers of the largest stage before the last one, and those of the last stage.
+    """Return (layers of the largest stage except the last one, layers of the last stage).
 
-    Plait partitions the model so that the slowest stage is as fast as possible, including the head
-    (`parallel.pipeline.estimates`). With one chunk per rank, the last stage therefore has fewer
-    layers than the other stages, because it also computes the head.
+    Plait partitions the model so that the slowest stage is as fast as possible
+    (`parallel.pipeline.estimates`). The last stage also computes the head. With one chunk per rank
+    it therefore has fewer layers than the other stages.
     """
     most, _, last = stage_layers(job)
     layouts = job.layouts
@@ -387,7 +387,7 @@ def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
 
 
 def rank_parameters(job: Job) -> Numbers:
-    """Return the parameters of the largest pipeline stage on one tp and ep rank.
+    """Return the number of parameters of the largest pipeline stage on one tp and ep rank.
 
     Sharding by data parallelism is not included.
     """
@@ -483,7 +483,7 @@ def _data_traffic(
     backward: Numbers,
     forward: Numbers,
 ) -> tuple[Numbers, Numbers]:
-    """Return the exposed seconds of data-parallel traffic, and the seconds it adds to computation.
+    """Return (exposed seconds of data-parallel traffic, seconds that it adds to computation).
 
     Args:
         job: The candidates.

@@ -4,8 +4,8 @@
 
 `split_of` returns the restrictions of tensor, context and pipeline parallelism for a model family.
 The engine decides from the model itself (`model.plans`); tests build every family of this module
-and compare the two. For other families no tensor parallelism is planned, and the plan prints the
-reason.
+and compare the results. For other families no tensor parallelism is planned, and the plan prints
+the reason.
 
 `parse_fixed` parses layout fields that a user fixes: `tp=4`, `stage=3`, `recompute=full`.
 
@@ -262,11 +262,11 @@ class MemoryOptions:
 
     @property
     def ends(self) -> tuple[MemoryOption, ...]:
-        """Combinations that are tried first: without options, and those with the least memory.
+        """Combinations that are tried first: the one without options, and those with least memory.
 
-        The least memory is that with the optimizer on the device, and that with the optimizer on
-        the host. For both there is one combination with recomputation and one without, because
-        schedules with split backwards do not support recomputation.
+        Those with the least memory have the optimizer on the device or on the host, with or without
+        recomputation. The ones without recomputation are for schedules with split backwards, which
+        do not support it.
         """
         ends = [*self.on_device[:1]]
         for options in (self.on_device, self.on_host):
@@ -275,7 +275,7 @@ class MemoryOptions:
         return tuple(dict.fromkeys(ends))
 
     def between(self, *, on_host: bool) -> tuple[MemoryOption, ...]:
-        """Return the combinations that are not in `ends`, for one place of the optimizer."""
+        """Return the combinations that are not in `ends`, with the optimizer on host or device."""
         ends = self.ends
         options = self.on_host if on_host else self.on_device
         return tuple(option for option in options if option not in ends)

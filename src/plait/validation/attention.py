@@ -80,7 +80,7 @@ def kernels(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Compare every case, twice: the second time with other positions, windows and documents.
 
     The second comparison fails if it compiles anything, because a training run has hundreds of
-    positions.
+    positions and must not compile for each of them.
     """
     require_real_device(context, "fused attention cannot be simulated: its kernels need a real GPU")
     numbers: dict[str, Any] = {"tokens": context.size(TOKENS, small=SMALL_TOKENS)}

@@ -24,7 +24,7 @@ LEAST_SHARE = 0.5
 PRODUCT_SIZE = 8192
 _ROUNDS = 5
 _CALLS = 10
-"""Calls of an operation between two waits, so that launches and the wait itself do not count."""
+"""Calls of an operation between two waits. Launches and the wait itself are then negligible."""
 
 
 def device(context: Context, settings: Mapping[str, Any]) -> Verdict:
@@ -63,7 +63,7 @@ def copies_on_device(context: Context, nbytes: int) -> float:
 
 
 def host_link(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Measure copies between pinned host memory and the device, in each and in both directions."""
+    """Measure copies between pinned host memory and the device, one way and both ways at once."""
     figure = float(datasheet(context).host_bandwidth)
     nbytes = context.size(256 * MIB, small=MIB)
     pin = accelerator.is_accelerator(context.device)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 SIMULATED = "simulated device"
 """Part of the name of the device that the tests simulate.
 
-It has no times, and its memory is that of the host.
+Its times have no meaning, and its memory is that of the host.
 """
 NO_TIMES = "a simulated device has no times; the code that measures them ran to its end"
 
@@ -50,7 +50,7 @@ class Context:
     calibration: Path | None = None
     """File that `kernels.calibrate` writes on rank 0."""
     progress: Callable[[Mapping[str, Any]], None] = lambda numbers: None
-    """Receives partial numbers, which stay in the document when the row is stopped."""
+    """Receives partial measurements, which stay in the document when the row is stopped."""
     row_deadline: float = float("inf")
     """Value of `time.monotonic` at which the planned time of the row ends."""
     results: dict[str, Any] = field(default_factory=dict)
@@ -290,7 +290,7 @@ def on_meta(workload: Workload) -> nn.Module:
 
 
 def step_settings(config: Mapping[str, Any], workload: Workload, *, world: int) -> Resolved:
-    """Return `config` with the batch size of a workload, and the optimizer of all these checks."""
+    """Return `config` with the batch size of a workload, and the optimizer that all checks use."""
     tree = {
         "train_micro_batch_size_per_gpu": workload.samples,
         "gradient_accumulation_steps": workload.accumulation,

@@ -1,8 +1,8 @@
 """Checks of device memory: peaks and their prediction, offloaded states, streamed weights.
 
-The prediction of a training step's peak covers tensors only. Other allocations (cuBLAS workspaces,
-which torch's allocator contains) are measured before the model exists, and subtracted from the
-measured peak. The largest model that is predicted to fit into memory must train.
+The prediction of a training step's peak covers tensors only. Other allocations from torch's
+allocator (cuBLAS workspaces) are measured before the model exists, and subtracted from the measured
+peak. The largest model that is predicted to fit into memory must train.
 
 With optimizer states in host memory, larger models must train; the row also reports the time of a
 step. Generation with streamed weights must return the same tokens as with the weights in device
@@ -124,10 +124,10 @@ def difference(predicted_bytes: float, measured_bytes: float) -> str:
 def peak_of_step(
     context: Context, build: Callable[[], nn.Module], resolved: Resolved, workload: Workload
 ) -> tuple[int, int]:
-    """Return (peak bytes of the steps after the first, bytes that libraries had allocated before).
+    """Return (peak bytes of all steps but the first, bytes of library workspaces).
 
-    The first value does not include the second. `build` returns the model, on the meta device or
-    with weights on the device.
+    The peak does not include the workspaces, which are measured before the model exists. `build`
+    returns the model, on the meta device or with weights on the device.
     """
     dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else torch.float32
     libraries = library_bytes(context, dtype)
@@ -207,7 +207,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def shape_of(limit: float) -> Workload:
-    """Return a workload of which each layer needs about a twentieth of `limit` bytes.
+    """Return a workload whose layers need about a twentieth of `limit` bytes each.
 
     A layer has 12.25 x hidden^2 parameters with 16 bytes each.
     """

@@ -1,8 +1,8 @@
-"""Comparison of layouts on the device with one process, as in `plait verify`.
+"""Comparison of layouts on the device with training in one process, as in `plait verify`.
 
 In float64 the reference is one process on the CPU, which uses no kernel of the device. In the
-configured precision, errors are differences from float64. The layout's errors may be 1.2 times
-those of one process on the device (`verify.report`).
+configured precision, errors are differences from float64. The layout's errors may be at most 1.2
+times those of one process on the device (`verify.report`).
 
 References depend on the model, the data and the optimizer, not on the layout. Rows with one process
 and the same model, data and optimizer share the references, so the trace on the CPU is computed
@@ -121,7 +121,7 @@ def section_of(context: Context, plan: VerificationPlan, name: Pass, trace: Trac
 def shared_references(
     context: Context, plan: VerificationPlan, name: Pass, trace: Trace
 ) -> References:
-    """Return the references of a pass, which are computed for the first row and then reused."""
+    """Return the references of a pass. The first row computes them, and later rows reuse them."""
     resolved = plan.resolved
     key = repr(
         (

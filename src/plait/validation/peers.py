@@ -230,7 +230,7 @@ def liger_fsdp2(context: Context, workload: Workload) -> TimedTrainer:
 
 
 def liger_plait(context: Context, workload: Workload) -> TimedTrainer:
-    """Return a trainer with Plait and Liger's kernels, except for Plait's own chunked loss."""
+    """Return a trainer with Plait, its own chunked loss, and Liger's kernels for all else."""
     sharding = {"dp_shard": context.world, "loss_chunk_tokens": LOSS_CHUNK_TOKENS}
     model = on_device(workload, context.device)
     restore = install_liger_kernels(model, fused_linear_cross_entropy=False)

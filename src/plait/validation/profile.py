@@ -1,9 +1,9 @@
 """Profile of training steps: kernels, gaps, idle times, and synchronizations with the device.
 
-A "wait" is an operation in which the host waits for the device. It empties the queue of kernels,
-and the device then idles until the host has launched the next kernels. torch reports waits as
-Python warnings (`torch.cuda.set_sync_debug_mode`). Autograd repeats the warnings of the backward's
-threads on the calling thread.
+A "wait" is an operation in which the host waits for the device. Meanwhile the queue of kernels runs
+empty, and the device then idles until the host has launched the next kernels. torch reports waits
+as Python warnings (`torch.cuda.set_sync_debug_mode`). Autograd repeats the warnings of the
+backward's threads on the calling thread.
 
 Note [Steps in a trace]
     Steps are marked with `record_function`. On the device, the profiler shows such a range from the
@@ -119,7 +119,7 @@ def events_of(recorded: profile) -> list[Event]:
 
 
 def analyse(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Return the number of kernels, gaps, idle time and time per kind of kernel, per step."""
+    """Return statistics of kernels, gaps and idle time, most of them averaged over steps."""
     on_device: list[Interval] = []
     marks: list[Interval] = []
     on_host: Counter[str] = Counter()

@@ -3,10 +3,10 @@
 A row is one check with its settings. This module does not use a GPU, because the process that
 starts the checks imports it.
 
-The JSON document has the machine, the versions and the numbers of all rows. It contains no paths,
-user names or host names, and only those environment variables that change how CUDA, NCCL and torch
-work. A summary is one line with the most important numbers of a row, for the screen and for
-docs/reference/devices.md.
+The JSON document has the machine, the versions and the measurements of all rows. It contains no
+paths, user names or host names, and only those environment variables that change how CUDA, NCCL and
+torch work. A summary is one line with the most important measurements of a row, for the screen and
+for docs/reference/devices.md.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result that a check returns on its first rank: passed or failed, with numbers."""
+    """Result that a check returns on its first rank: passed or failed, with measurements."""
 
     outcome: Outcome
     reason: str = ""
@@ -145,7 +145,7 @@ Numbers = Mapping[str, Any]
 
 
 def summary_of(name: str, numbers: Numbers) -> str:
-    """Return one line with the main numbers of the row `name`, or "" if it has no numbers."""
+    """Return one line with the main measurements of the row `name`, or "" if it has none."""
     if not numbers:
         return ""
     check, _, variant = name.partition("/")

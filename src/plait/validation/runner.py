@@ -6,7 +6,7 @@ Note [Turns]
     time is left. It appends the row's index to a file (TURNS) that all ranks read, so all ranks run
     the same row. The first rank appends progress and results to another file (EVENTS). Files remain
     after a crash: the parent then knows which row was running, reports this row as failed with its
-    partial numbers, and starts a new launch with the remaining rows.
+    partial measurements, and starts a new launch with the remaining rows.
 
 Note [Which rows run]
     Rows are listed by value, the most valuable first. A row starts if the remaining time covers its
@@ -294,7 +294,7 @@ class _Launch:
         return Result(row.name, row.title, outcome, reason, seconds, row.planned_seconds, numbers)
 
     def unfinished(self, outcome: Outcome, reason: str) -> list[Result]:
-        """Return the result of the row that was running, with the numbers that it has reported.
+        """Return the result of the row that was running, with its partial measurements.
 
         The list is empty if no row was running.
         """

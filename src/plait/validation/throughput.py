@@ -213,7 +213,7 @@ def first_visits(
 
 
 def try_visit(context: Context, name: str, workload: Workload) -> Visit | str | None:
-    """Visit a contender.
+    """Visit a contender. With one rank, return an error of the visit instead of raising it.
 
     With several ranks all errors are raised, because the other ranks wait in a collective and the
     launch has to end.
@@ -305,7 +305,7 @@ def another_round_fits(
 def comparison(
     rounds: Sequence[Mapping[str, Visit]], workload: Workload, peak: float, ranks: int
 ) -> dict[str, Any]:
-    """Return each contender's medians over rounds, and the ratios of Plait's time to the others'.
+    """Return each contender's medians over rounds, and Plait's time relative to the other ones.
 
     Args:
         rounds: Visits of each round, keyed by contender.

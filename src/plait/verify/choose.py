@@ -67,8 +67,8 @@ def choose(config: Config, source: str | None, *, layout: Layout) -> ModelChoice
     Args:
         config: The configuration, whose `model` section is used if `source` is None.
         source: Folder, name, config.json or `package.module:function`, or None.
-        layout: The layout. The small model must support its degrees of parallelism in the same way
-            as the large model.
+        layout: The layout. The small model must support the layout's degrees of parallelism in the
+            same way as the large model.
 
     Raises:
         InputError: `source` cannot be read.
@@ -88,7 +88,7 @@ def choose(config: Config, source: str | None, *, layout: Layout) -> ModelChoice
 
 
 def fields_of(config: Config, source: str | None) -> tuple[shrink.Fields, str]:
-    """Return the Transformers configuration of the user's model, not yet shrunk, and a title.
+    """Return (Transformers configuration of the user's model before shrinking, title).
 
     Raises:
         InputError: `source` (a name, folder or file) cannot be read.
@@ -166,7 +166,9 @@ def _choose_transformers(
 def _smallest(
     fields: shrink.Fields, tested: TestedModel, kinds: set[str], layout: Layout
 ) -> tuple[TestedModel, nn.Module, list[str]]:
-    """Return the smallest runnable model that has the most of the large model's kinds of modules.
+    """Return the smallest of the runnable models that lack the fewest kinds of modules.
+
+    A model lacks a kind of module if the large model has it and the small one does not.
 
     Returns:
         The description of the model, the model, and the kinds of modules that it lacks.

@@ -1,9 +1,10 @@
 """Independent reference for a training run: torch's autograd and numpy, but no Plait code.
 
-`parity.reference_trace` uses Plait's loss and Plait's choice of the optimizer. A mistake in one of
-them would affect both sides of that comparison. This module implements cross entropy, the mean over
-the targets of a step, gradient clipping and AdamW from their definitions in float64, and takes the
-weights as arrays. Only the model's forward is common to both sides.
+`parity.reference_trace` uses Plait's loss and Plait's choice of the optimizer. A mistake in the
+loss or in this choice would affect the reference and the layout alike. This module implements cross
+entropy, the mean over the targets of a step, gradient clipping and AdamW from their definitions in
+float64, and takes the weights as arrays. Only the model's forward is common to this reference and
+the layout.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def train(
 
 @dataclass
 class _Moments:
-    """Running means of a parameter's gradient and of its square, and their number of updates."""
+    """Running means of a parameter's gradient and squared gradient, and the number of updates."""
 
     mean: Array
     square: Array
@@ -157,7 +158,7 @@ def _array(tensor: torch.Tensor) -> Array:
 def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
     """Return the sum over a micro-batch's targets of -log softmax(logits)[target].
 
-    Without targets the result is a zero that has gradients.
+    Without targets the result is a zero that requires gradients.
     """
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
     # [batch, seq, vocabulary]

@@ -68,8 +68,8 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
 
     Args:
         model: The model. Nothing is patched if it has no float64 parameters.
-        others: Optimizer classes in whose `step` casts are skipped as well, because it computes in
-            a narrower dtype on purpose (torch's Muon multiplies in bfloat16).
+        others: Optimizer classes. Casts in their `step` are skipped as well, because some
+            optimizers compute in a narrower dtype on purpose (torch's Muon multiplies in bfloat16).
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes and torch.float64 not in dtypes:
@@ -132,7 +132,7 @@ def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[
 
 
 class _Roundings(TorchDispatchMode):
-    """Mode that records operators that return a narrower floating-point dtype for float64."""
+    """Dispatch mode that records operators that convert float64 to a narrower float dtype."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -131,7 +131,7 @@ def seed_everything(seed: int) -> None:
 
 
 def initialise_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
-    """Initialise a model from the meta device on the CPU, with weights that depend only on `seed`.
+    """Initialise a meta-device model on the CPU, with weights that depend only on `seed`.
 
     Every layout initialises the same weights. A model that is not on the meta device keeps its
     weights.

@@ -71,7 +71,7 @@ class Trace:
     scales: tuple[float, ...] = ()
     """Loss scale of every step."""
     spread: tuple[Difference, ...] = ()
-    """Parameters of which ranks hold different copies."""
+    """Errors of parameters whose copies differ between ranks."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def compare(reference: Trace, trace: Trace) -> list[Difference]:
 
 
 NOISE = 1e-12
-"""Share of the largest gradient below which a gradient is rounding noise, such as a key bias's."""
+"""Gradients below this share of the largest gradient are noise, such as those of a key bias."""
 
 
 def _without_gradient(trace: Trace) -> frozenset[str]:

@@ -242,8 +242,8 @@ def small_degrees(
     """Choose the degrees of parallelism of a verification.
 
     With `processes` the degrees of the file are used. Otherwise data-parallel degrees that the file
-    does not fix are 2, and larger ones are lowered to 2 if the layout needs more than `most`
-    processes.
+    does not fix become 2. If the layout then needs more than `most` processes, data-parallel
+    degrees above 2 are lowered to 2.
 
     Returns:
         The `parallel` section, the number of processes, and lines of the report about changes.

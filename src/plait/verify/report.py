@@ -7,7 +7,7 @@ In the configured precision, the error of a trace is its difference from the flo
 mean square of the layout's errors, over all tensors of a kind (gradients or parameters), must be at
 most 1.2 times that of one process in the same precision. A single tensor is a small sample, so its
 allowed error is based on the sum of its error in one process and the largest error of its kind.
-The errors of parameters may exceed those of one process by the same factor as those of gradients.
+If the allowed error of gradients amounts to a larger factor than 1.2, parameters get this factor.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Report:
         return not any(section.different for section in self.sections)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report for JSON, with non-finite numbers as text."""
+        """Return the report for JSON, with non-finite numbers as strings."""
         sections = []
         different: list[str] = []
         for section in self.sections:
@@ -234,7 +234,7 @@ def compare_configured(
 
 
 def _wrong_skips(one: Trace, trace: Trace) -> list[ComparedRow]:
-    """Return a row per step that the layout skipped without need, and one if it skipped all."""
+    """Return a row per needlessly skipped step, and one more row if all steps were skipped."""
     rows = []
     for step in trace.skipped:
         if math.isfinite(one.grad_norms[step]):
@@ -269,8 +269,9 @@ def _allowances(
 ) -> dict[Key, float]:
     """Return the allowed error of every quantity, from the errors of one process.
 
-    The errors of parameters may exceed those of one process by the same factor as those of
-    gradients, because optimizers such as Adam magnify errors of small gradients.
+    The additional error `unit` raises the factor by which gradients may exceed the errors of one
+    process. Parameters get the same factor, because optimizers such as Adam magnify errors of small
+    gradients.
 
     Args:
         errors_of_one: Errors of one process.
@@ -302,7 +303,7 @@ def _allowances(
 
 
 def _units(plan: VerificationPlan) -> tuple[float, float]:
-    """Return the additional error that is allowed for a tensor, and that for a loss or norm.
+    """Return (additional allowed error of a tensor, additional allowed error of a loss or norm).
 
     The engine sums and divides gradients in another order than one process, and in the dtype of the
     reduction. A loss or norm is a single number, whose error in one process may be 0 by chance.
@@ -379,7 +380,7 @@ def raise_unless_equal(report: Report) -> None:
 
 
 def failure(report: Report) -> str:
-    """Return a description of the first differing parameter and the largest error of each pass."""
+    """Return a text with the first and the largest difference of each section of a report."""
     lines = []
     for section in report.sections:
         rows = section.different

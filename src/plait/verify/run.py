@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_watched(plan: VerificationPlan, *, seconds: float) -> Traces:
-    """Call `run_layout`, and terminate the process if that takes longer than `seconds`.
+    """Call `run_layout`, and terminate the process if the call takes longer than `seconds`.
 
     The stacks of all threads are printed before the process is terminated. Output of the engine
     goes to standard error, because standard output contains the report.

@@ -155,7 +155,7 @@ def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> 
 
 
 def depth_of(fields: Mapping[str, Any]) -> int | None:
-    """Return the number of layers, for a multimodal configuration that of the text model.
+    """Return the number of layers of a language model or of a multimodal model's text model.
 
     The result is None if the configuration has no field for the number of layers.
     """
@@ -399,8 +399,8 @@ def like(value: int, target: int, degrees: Iterable[int]) -> int:
 def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
     """Return the smallest numbers of heads and key-value heads with the same split over ranks.
 
-    The new numbers are divisible by the same `degrees`, key-value heads are replicated for the same
-    degrees, and ranks have several heads where they did before.
+    The old and the new numbers are divisible by the same `degrees`. For the same degrees, they
+    replicate key-value heads and have several heads per rank.
     """
 
     def split(h: int, k: int) -> tuple[Any, ...]:
@@ -457,9 +457,9 @@ _DROPOUTS = (
 
 
 def without_dropout(model: nn.Module) -> int:
-    """Set every dropout probability in a model to 0, in place, and return their number.
+    """Set all dropout probabilities in a model to 0, in place, and return how many there are.
 
-    Probabilities are those of torch's dropout layers, and attributes such as `dropout` or
+    These are the probabilities of torch's dropout layers, and attributes such as `dropout` or
     `drop_path`.
     """
     count = 0
