@@ -265,9 +265,9 @@ def run(module: Sequence[str], settings: LaunchSettings) -> int:
         settings: Settings of the launch.
 
     Returns:
-        0 if all ranks succeed, else the exit code of the rank that failed first. After signal N it
-        is 128 + N, or 137 if ranks did not end within the grace period and were killed. Failures
-        have been printed to standard error.
+        0 if all ranks succeed, else the exit code of the rank that failed first. If signal N ended
+        the launch, 128 + N, or 137 if ranks did not end within the grace period and were killed.
+        Failures have been printed to standard error.
 
     Raises:
         ConfigError: The settings cannot work.

@@ -386,9 +386,9 @@ def infer(
 def _open_model(
     name: str, adapter: Path | None, dtype: WeightDtype
 ) -> tuple[Source | None, nn.Module]:
-    """Return the weights and the model on the meta device.
+    """Return (source of the weights, model on the meta device).
 
-    The weights are None if `name` is a configuration or a public model.
+    The source is None if `name` is a configuration or a public model.
     """
     import torch
 
