@@ -344,7 +344,7 @@ def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Ite
 def _longest_request(
     prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any
 ) -> int:
-    """Check all requests, and return the prompt and answer tokens of the longest one.
+    """Check all requests, and return the number of tokens of the longest one with its answer.
 
     Args:
         prompts: Pairs of a name and a prompt.
@@ -656,7 +656,7 @@ def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
 
 
 def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
-    """Return the number of lines that have answers, on all processes. Collective."""
+    """Return to all processes the number of lines that have answers. Collective."""
     count = answers.done if answers is not None else 0
     if job.several:
         from plait.cluster.small_messages import broadcast_object

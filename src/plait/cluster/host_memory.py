@@ -79,7 +79,7 @@ def process_bytes(process: int) -> int:
 
 
 def _field(path: Path, name: str) -> int:
-    """Return the number after `name` in the line of a file that begins with it.
+    """Return the number that follows `name` in the line that begins with `name`.
 
     Raises:
         StopIteration: No line begins with the name.

@@ -67,7 +67,7 @@ _mesh_count = 0
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups that a run needs in addition to one per dimension and those of COMBINED.
+    """Groups that a run needs in addition to those of single dimensions and of COMBINED.
 
     See Note [Creation of groups].
 
@@ -290,13 +290,13 @@ class Mesh:
         return place().local_world_size
 
     def levels(self, axis: str) -> Levels | None:
-        """Return the groups within a machine and across machines that split a dimension's group.
+        """Return the subgroups of a dimension's process group: within and across machines.
 
         Args:
             axis: Name of the dimension.
 
         Returns:
-            The groups, or None if the dimension's group is not split, see `split_by_node`.
+            The subgroups, or None if the group is not split, see `split_by_node`.
 
         Raises:
             KeyError: The dimension is not in the `levels` of the mesh's `Groups`.
@@ -318,7 +318,7 @@ class Mesh:
         return self.node_levels[axis][1]
 
     def _split_by_node(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
-        """Split the process group of a dimension, and return (result of `levels`, of `machines`).
+        """Split a dimension's group by machine, and return (subgroups, number of machines).
 
         Collective over all ranks.
 
@@ -372,9 +372,8 @@ def split_by_node(groups: Sequence[Sequence[int]], nodes: Sequence[int]) -> Leve
         nodes: Machine of every rank of the run.
 
     Returns:
-        The groups that this rank's group was split into. None if this rank's group has only one
-        machine or one rank per machine, or if its machines do not have equally many consecutive
-        ranks.
+        The subgroups of this rank's group. None if this rank's group has only one machine or one
+        rank per machine, or if its machines do not have equally many consecutive ranks.
     """
     parts = [_ranks_by_node(ranks, nodes) for ranks in groups]
     # All ranks create all groups, so that torch numbers them. A group that only its members create

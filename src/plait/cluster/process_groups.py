@@ -1,9 +1,9 @@
 """Default process group: its store, fake groups, and its destruction.
 
 The processes of a launch meet in a store. A default group that was destroyed leaves its addresses
-in the store, and its sockets still answer. A rank that read them for the next group would wait in
-the old group for ranks that wait elsewhere. Every default group therefore has its own prefix of
-keys. A store exists as long as the process.
+in the store, and its sockets still answer. A rank that read these addresses for the next group
+would wait in the old group for ranks that wait elsewhere. Every default group therefore has its own
+prefix of keys. A store exists as long as the process.
 
 A dry run uses torch's fake groups, which send nothing. One process then has the groups of a layout
 of thousands of processes.

@@ -194,7 +194,7 @@ def processor_name() -> str:
 
 
 def machine_name(processes: int) -> str:
-    """Return the processor and the number of threads of each process on it.
+    """Return a text with the processor's name and the number of threads per process.
 
     The number is that of OMP_NUM_THREADS, or else an equal share of the cores. The text identifies
     measurements, so it must not change.

@@ -231,7 +231,7 @@ def _write_record(error: Exception, exit_code: int, text: str, is_message: bool)
 
 
 def _register_stack_signal() -> None:
-    """Make a signal of the launcher write the stacks of all threads to a file.
+    """Register a handler that writes all stacks to a file when the launcher sends a signal.
 
     faulthandler writes them from C, even while a call holds the GIL.
     """
@@ -247,7 +247,7 @@ def _register_stack_signal() -> None:
 
 
 def _start_listing_imports() -> None:
-    """Start a thread that lists the imports of this rank, on one rank per machine."""
+    """On one rank per machine, start a thread that lists the imports for standby processes."""
     path = os.environ.get("PLAIT_STANDBY")
     if path and os.environ.get("LOCAL_RANK") == "0":
         threading.Thread(

@@ -277,7 +277,7 @@ class Resolved(Policy):
         """Return a warning about "auto" values that Transformers' command line would determine.
 
         Returns:
-            The names and values that were assumed, or None if there are none.
+            The warning, which lists the assumed values, or None if there are none.
         """
         names = [name for name, source in self.sources.items() if source == resolved_parts.ASSUMED]
         if not names:
