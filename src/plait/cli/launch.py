@@ -1,8 +1,8 @@
 """Command `plait launch`: runs a script on every device of one or several machines.
 
-It uses the elastic launcher of torchrun. The script does not have to use Plait, and a script that
-uses Plait also runs under plain `torchrun`. Other commands of Plait start their processes with the
-function `run`. torch is imported only when ranks are started on this machine.
+The command uses the elastic launcher of torchrun. The script does not have to use Plait, and a
+script that uses Plait also runs under plain `torchrun`. Other commands of Plait start their
+processes with the function `run`. torch is imported only when ranks are started on this machine.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ def _command(arguments: Sequence[str], module: bool) -> list[str]:
 
 
 def _names_localhost(device_filter: str) -> bool:
-    """Return True if a filter names only localhost. DeepSpeed then needs no hostfile."""
+    """Return True if a filter names only localhost. In DeepSpeed it needs no hostfile."""
     if not device_filter:
         return False
     hosts = {host.strip().partition(":")[0] for host in device_filter.split("@")}
