@@ -144,8 +144,9 @@ class NumbersError(PlaitError):
 def first_line(error: BaseException) -> str:
     """Return another library's error message as one line of bounded length.
 
-    It is the first line, with the second one if the first ends in a colon, or the error's type if
-    it has no message. Some messages are long: Transformers lists all of its classes.
+    The result is the first line of the message. If it ends in a colon, the second line is added. If
+    there is no message, it is the type of the error. Some messages are long: Transformers lists all
+    of its classes.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -156,7 +157,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_lone_surrogate(text: str) -> str | None:
-    """Return the first lone surrogate of a text as Python writes it, or None.
+    """Return the first lone surrogate of a string in the notation of Python, or None.
 
     JSON and command lines can contain lone surrogates; tokenizers and UTF-8 cannot.
     """

@@ -1,7 +1,7 @@
 """Events of a run. The engine and the training loop emit them; `observe` only listens.
 
-Emitting an event must never change a number. Events therefore carry plain Python values that the
-run has read anyway.
+Emitting an event must never change a result of the run. Events therefore carry plain Python values
+that the run has read anyway.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class CommunicationSelected:
-    """Algorithm of the gradient exchange that the first steps selected.
+    """Algorithm for the gradient exchange, selected in the first steps.
 
     It is used in the steps after `step`.
     """

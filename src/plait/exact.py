@@ -1,7 +1,8 @@
 """Exact conversion of Python values to JSON and back.
 
 Values that JSON cannot represent (tuples, integer keys, counters, tensors) are stored with their
-type and decoded to it. Nothing is unpickled, so reading a file runs no code of its author.
+type and decoded to the same type. Nothing is unpickled, so reading a file runs no code of its
+author.
 
 A function is code, not state. It is encoded as a marker, and `decode` inserts the function that
 `reference` has at the same place.
@@ -111,7 +112,8 @@ def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
         where: Name of the value in error messages.
 
     Raises:
-        CheckpointError: `reference` lacks a function, or `encode` never returns such a value.
+        CheckpointError: `reference` lacks a function, or `value` is not a possible result of
+            `encode`.
     """
     if isinstance(value, list):
         return _decode_items(value, reference if isinstance(reference, list) else [], where)

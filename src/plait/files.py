@@ -124,7 +124,7 @@ def not_writable(place: str, error: OSError) -> InputError:
 def is_url(text: str | Path) -> bool:
     """Return True if a string names a location in an object store, for example `s3://bucket/run`.
 
-    A `Path` of it is recognised too, although pathlib turns it into `s3:/bucket/run`.
+    A `Path` of such a string is recognised too, although pathlib turns it into `s3:/bucket/run`.
     """
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(text)) is not None
 

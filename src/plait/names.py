@@ -46,7 +46,7 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
 
 
 def listed_names(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names, separated by commas, and the number of further ones."""
+    """Return a list of the first `most` names as text, followed by the number of further ones."""
     text = ", ".join(names[:most])
     if len(names) > most:
         text += f" and {len(names) - most} more"

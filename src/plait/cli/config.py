@@ -117,7 +117,7 @@ def convert_command(
 
 
 def _converted_key(row: KeyReport) -> tuple[str, str]:
-    """Return two cells for a key of the converted file: Plait's key, and a note."""
+    """Return the table cells (Plait's key, note) for a key of the converted file."""
     if row.status in (Status.SUPPORTED, Status.RENAMED):
         note = row.meaning.removeprefix(row.path).strip(" ,")
         if note.startswith("("):
@@ -129,7 +129,7 @@ def _converted_key(row: KeyReport) -> tuple[str, str]:
 
 
 def _parse_source(source: list[str]) -> str | list[str]:
-    """Return the name of the file, or the Megatron-LM flags."""
+    """Return the name of the file as a string, or the Megatron-LM flags as a list."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(
             f"one FILE is read at a time, but {len(source)} are given: {' '.join(source)};"
@@ -146,7 +146,7 @@ def schema_command() -> None:
 
 
 def _titles(explanation: Explanation) -> tuple[str, str]:
-    """Return the titles of two tables: the keys of the file, and the resolved values."""
+    """Return (title of the table of keys, title of the table of resolved values)."""
     return (
         f"keys of {explanation.name}",
         f"resolved for {number_of(explanation.world_size or 1, 'process')} (set the number with"

@@ -1,9 +1,10 @@
 """Command `plait doctor`: describes the environment, measures links, and checks Plait on GPUs.
 
-Without options it prints versions, devices and communication backends, and with `--nccl` the
-settings of NCCL. `--links` starts processes (under a launcher they exist already), times
-collectives, fits a fixed time and a time per byte to each, writes these costs to a file and prints
-the cheapest all-reduce algorithm. `--validate` runs checks of Plait on the GPUs of this machine.
+Without options it prints versions, devices and communication backends. `--nccl` prints the settings
+of NCCL instead. `--links` starts processes (under a launcher they exist already), times
+collectives, and fits a fixed time and a time per byte to each collective. It writes these costs to
+a file and prints the cheapest all-reduce algorithm. `--validate` runs checks of Plait on the GPUs
+of this machine.
 """
 
 from __future__ import annotations

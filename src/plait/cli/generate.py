@@ -316,8 +316,9 @@ def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> 
 
 @contextmanager
 def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Iterator[Path]:
-    """Write the arguments for several processes, and the lines of --prompts, to temporary files.
+    """Write the arguments of all processes to a temporary file, and yield its path.
 
+    The lines of --prompts are written to a second temporary file, which the arguments then name.
     The processes do not read --prompts themselves, because it may be a pipe or change later. They
     do not receive prompts on the command line, which has a limited length and is visible to other
     users of the machine.
@@ -343,13 +344,13 @@ def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Ite
 def _longest_request(
     prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any
 ) -> int:
-    """Return the largest sum of prompt and answer tokens of a request, and check all requests.
+    """Check all requests, and return the number of tokens of the longest one with its answer.
 
     Args:
         prompts: Pairs of a name and a prompt.
         settings: Generation settings that the user passed.
         model: The model, possibly without weights.
-        tokenizer: Its tokenizer, or None.
+        tokenizer: Tokenizer of the model, or None.
 
     Raises:
         InputError: The model cannot answer a prompt. The message names the prompt.
@@ -377,7 +378,7 @@ def _longest_request(
 
 
 def _parse_degree(name: str, value: str) -> int | None:
-    """Parse a parallel degree. `auto` gives None."""
+    """Parse a parallel degree. Return None for `auto`."""
     if value == AUTO:
         return None
     if not (value.isascii() and value.isdigit() and len(value) < 10 and int(value)):
@@ -655,7 +656,7 @@ def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
 
 
 def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
-    """Broadcast the number of finished lines from the process that writes them. Collective."""
+    """Return to all processes the number of lines that have answers. Collective."""
     count = answers.done if answers is not None else 0
     if job.several:
         from plait.cluster.small_messages import broadcast_object
@@ -673,9 +674,10 @@ def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
 
     Args:
         reads_input: Whether this process reads standard input. Other processes yield "" forever,
-            because they receive the lines from it.
-        several: Whether other processes wait for each line. A long wait would be reported as a
-            hang. Therefore None is yielded every `POLL_SECONDS` while the user types nothing.
+            because they receive the lines from the process that reads.
+        several: Whether other processes wait for each line. If so, None is yielded every
+            `POLL_SECONDS` while the user types nothing, because their long wait would otherwise be
+            reported as a hang.
     """
     console = Console(stderr=True, highlight=False)
     while not reads_input:

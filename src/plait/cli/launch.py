@@ -1,8 +1,8 @@
 """Command `plait launch`: runs a script on every device of one or several machines.
 
-It uses the elastic launcher of torchrun. The script does not have to use Plait, and a script that
-uses Plait also runs under plain `torchrun`. Other commands of Plait start their processes with the
-function `run`. torch is imported only when ranks are started on this machine.
+The command uses the elastic launcher of torchrun. The script does not have to use Plait, and a
+script that uses Plait also runs under plain `torchrun`. Other commands of Plait start their
+processes with the function `run`. torch is imported only when ranks are started on this machine.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ def run(module: Sequence[str], settings: LaunchSettings) -> int:
         settings: Settings of the launch.
 
     Returns:
-        0 if all ranks succeed, else the exit code of the rank that failed first. After signal N it
-        is 128 + N, or 137 if ranks did not end within the grace period and were killed. Failures
-        have been printed to standard error.
+        0 if all ranks succeed, else the exit code of the rank that failed first. If signal N ended
+        the launch, 128 + N, or 137 if ranks did not end within the grace period and were killed.
+        Failures have been printed to standard error.
 
     Raises:
         ConfigError: The settings cannot work.
@@ -348,7 +348,7 @@ def _command(arguments: Sequence[str], module: bool) -> list[str]:
 
 
 def _names_localhost(device_filter: str) -> bool:
-    """Return True if a filter names only localhost. DeepSpeed then needs no hostfile."""
+    """Return True if a filter names only localhost. In DeepSpeed it needs no hostfile."""
     if not device_filter:
         return False
     hosts = {host.strip().partition(":")[0] for host in device_filter.split("@")}

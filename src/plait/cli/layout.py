@@ -1,4 +1,4 @@
-"""Commands that draw the layout of a run or a pipeline schedule. They need no devices.
+"""Commands that draw a pipeline schedule or the layout of a run. They need no devices.
 
 `plait layout` prints the ranks on the machines, the shards of every parameter and the memory of a
 rank. Only the shapes of the model are needed, not its weights. A run on fake tensors predicts the
@@ -194,9 +194,9 @@ def _model_states(resolved: Resolved, model_layout: ModelLayout) -> dict[str, in
 def _predict_peaks(
     module: Any, resolved: Resolved, length: int | None
 ) -> tuple[dict[int, Peak], str | None]:
-    """Return the predicted peak per pipeline rank, or the reason why there is no prediction.
+    """Return (predicted peaks by rank, None), or ({}, reason) if nothing can be predicted.
 
-    Only the first rank of each pipeline rank is run, because it holds the largest shards.
+    One process per pipeline rank is run: the first one, which holds the largest shards.
     """
     from plait.dryrun.predicted_peak import predict_peak, why_not_predicted
 
@@ -343,7 +343,7 @@ def _abbreviate_devices(cells: list[str]) -> str:
 
 
 def _of_first_block(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:
-    """Return the rows except for those of later blocks, which are equal to the first block's."""
+    """Return the rows without those of later blocks, which equal the rows of the first block."""
     later_blocks = tuple(f"{block}." for block in blocks[1:])
     return [row for row in rows if not row.parameter.startswith(later_blocks)]
 

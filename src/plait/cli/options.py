@@ -1,8 +1,9 @@
 """Options that several commands share.
 
-The options for processes and machines are those of torchrun: `--nproc-per-node` counts the
-processes of one machine, `--nnodes` machines, and `--world-size` all processes or devices. Every
-option can also be written with underscores, as in torchrun and DeepSpeed (see `cli.main`).
+The options for processes and machines are those of torchrun: `--nproc-per-node` is the number of
+processes of one machine, `--nnodes` that of machines, and `--world-size` that of all processes or
+devices. Every option can also be written with underscores, as in torchrun and DeepSpeed (see
+`cli.main`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `plait plan` finds the fastest layout that fits, and explains it (`plait.planner`). If no GPU is
 named, it plans for the devices of this machine. `plait plan infer` prints the placement that `plait
-generate` would choose, its bytes, and a bound of its speed (`inference.deployment`).
+generate` would choose, its bytes, and a lower bound of the time per token (`inference.deployment`).
 
 `plait dryrun` builds and steps one rank of a layout without the other ranks. The engine itself
 runs, and the results are printed next to the planner's prediction. The layout is that of FILE if
@@ -386,9 +386,9 @@ def infer(
 def _open_model(
     name: str, adapter: Path | None, dtype: WeightDtype
 ) -> tuple[Source | None, nn.Module]:
-    """Return the weights and the model on the meta device.
+    """Return (source of the weights, model on the meta device).
 
-    The weights are None if `name` is a configuration or a public model.
+    The source is None if `name` is a configuration or a public model.
     """
     import torch
 

@@ -151,7 +151,8 @@ def exit_on_signals() -> Iterator[None]:
 def close_stdout(error: OSError) -> int:
     """Close standard output after a write to it failed, and return the exit code.
 
-    The reader may be gone, as with `| head -1`, or the disk may be full, which is reported.
+    If the reader is gone, as with `| head -1`, nothing is printed. Other errors, such as a full
+    disk, are reported.
     """
     # Otherwise Python would report the error again when it flushes the stream at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

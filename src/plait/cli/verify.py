@@ -40,7 +40,7 @@ _DEFAULT_MAX_PROCESSES = 8
 
 
 class VerifyDtype(StrEnum):
-    """Selection of the comparisons by their dtype."""
+    """Dtypes in which a layout is compared with a single process."""
 
     float64 = "float64"
     configured = "configured"

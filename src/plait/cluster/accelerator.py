@@ -1,6 +1,6 @@
 """Accelerator: the type of device that Plait supports besides the CPU.
 
-No other module names this type, so that support for another one only changes this file. Functions
+No other module names this type, so that support for another type only changes this file. Functions
 of `torch.accelerator` are used where they exist, and otherwise those of the type's module,
 `torch.cuda`. Functions import torch themselves, because the command line starts without it.
 
@@ -151,8 +151,9 @@ def synchronize(device: torch.device) -> None:
 def warning_of_waits(device: torch.device) -> Iterator[None]:
     """Make torch warn about operations in the block that make the host wait for the device.
 
-    It detects copies to and from memory that is not pinned, reading a number, and waits for a
-    stream. It does not detect `synchronize` of a device or an event. No-op on a CPU.
+    It detects copies to and from memory that is not pinned, reads of a number such as `.item()`,
+    and waits for a stream. It does not detect `synchronize` of a device or an event. No-op on a
+    CPU.
     """
     if not is_accelerator(device):
         yield
@@ -290,7 +291,7 @@ def library_report(environment: Mapping[str, str], *, version: tuple[int, ...] |
 
 
 class HostCopy:
-    """Copy of a small tensor in host memory.
+    """Asynchronous copy of a small tensor to host memory.
 
     The copy is queued on the current stream, and an event is recorded after it. `values` therefore
     waits only for the work that computes the tensor, whereas `.item()` would also wait for work

@@ -71,7 +71,7 @@ def free_host_bytes() -> int | None:
 def process_bytes(process: int) -> int:
     """Return the memory of a process, including its proportional part of shared memory.
 
-    The result is 0 if the kernel does not report it.
+    The result is 0 if the kernel does not report the memory.
     """
     with suppress(OSError, StopIteration, ValueError):
         return _field(Path(f"/proc/{process}/smaps_rollup"), "Pss:") * 1024
@@ -79,7 +79,7 @@ def process_bytes(process: int) -> int:
 
 
 def _field(path: Path, name: str) -> int:
-    """Return the number after a name at the beginning of a line.
+    """Return the number that follows `name` in the line that begins with `name`.
 
     Raises:
         StopIteration: No line begins with the name.
@@ -89,7 +89,7 @@ def _field(path: Path, name: str) -> int:
 
 
 def trim_heap() -> None:
-    """Return freed heap memory, which the C library keeps for reuse, to the system.
+    """Give freed heap memory, which the C library keeps for reuse, back to the system.
 
     This does nothing if the C library has no `malloc_trim`.
     """

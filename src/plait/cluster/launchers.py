@@ -41,7 +41,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """Names of a launcher's variables. If a number has several, the first that is set is used.
+    """Names of a launcher's variables. If a field lists several, the first that is set is used.
 
     Attributes:
         launcher: Name of the launcher for messages.

@@ -10,8 +10,8 @@ Note [Two views of a stage]
     and replicated or sharded over `edp`. Both views have the same ranks, so `ep` is not a factor of
     the world size.
 
-A dimension is split between the ranks of a group (`shard_lengths`) by the rule of `torch.chunk`, as
-`fully_shard` and DTensor do.
+A tensor dimension is split between the ranks of a group (`shard_lengths`) by the rule of
+`torch.chunk`, as in `fully_shard` and DTensor.
 
 On machines, ranks are numbered machine by machine, and tp is the innermost dimension of a layout,
 so the ranks of a tensor-parallel group have consecutive numbers. `crossings` counts the groups that
@@ -265,7 +265,7 @@ def crossings(layout: Layout, topology: Topology) -> dict[str, int]:
 def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
     """Check that tp fits on a machine.
 
-    Every layer would wait for the links between machines otherwise.
+    Otherwise every layer would wait for the links between machines.
 
     Raises:
         ConfigError: tp is larger than every machine.

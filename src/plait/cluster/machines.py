@@ -3,9 +3,9 @@
 This module does not inspect the machine. A planner on a laptop gets the same Topology as on the
 cluster.
 
-DeepSpeed's hostfile has one `name slots=N` per line, and include and exclude filters. Names are not
-looked up on the network. A slot is a device of the machine, numbered from 0. The order of the file
-is the order of the ranks.
+DeepSpeed's hostfile has one line `name slots=N` per machine. Include and exclude filters select
+from these machines and slots. Names are not looked up on the network. A slot is a device of the
+machine, numbered from 0. The order of the file is the order of the ranks.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def select_hosts(
 def _listed_slots(
     hosts: tuple[HostfileEntry, ...], option: str, text: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return the slots that a filter lists, by the names of the hostfile."""
+    """Return the slots that a filter lists, keyed by the name of the machine in the hostfile."""
     hostfile_slots = {host.name: host.slots for host in hosts}
     names = {host.address: host.name for host in hosts}
     users = {host.name.rpartition("@")[0] for host in hosts if "@" in host.name}

@@ -67,7 +67,7 @@ _mesh_count = 0
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups that a run needs in addition to one per dimension and those of COMBINED.
+    """Groups that a run needs in addition to those of single dimensions and of COMBINED.
 
     See Note [Creation of groups].
 
@@ -125,8 +125,8 @@ class Mesh:
         layout: The layout.
         device: Device of this process.
         rank: Global rank of this process.
-        device_mesh: torch's mesh, with a dimension per parallel dimension of degree above 1 and
-            `dp_shard`.
+        device_mesh: torch's mesh, with a dimension for `dp_shard`, whatever its degree, and for
+            every other parallel dimension of degree above 1.
         use: Reference to the default group if Plait created it. None if the user created it.
         expert_mesh: Mesh of the same ranks with the dimensions `pp`, `edp` and `ep`. None if
             experts are not split.
@@ -246,7 +246,7 @@ class Mesh:
         )
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
-        """Create the groups of ranks at some stages that share all other coordinates. Collective.
+        """Create the groups of ranks at `stages` whose other coordinates are equal. Collective.
 
         Args:
             stages: Coordinates along pp.
@@ -272,7 +272,7 @@ class Mesh:
         return tuple(pairs)
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """Create a gloo group of all ranks that only one thread uses. Collective.
+        """Create a gloo group of all ranks for use by a single thread per rank. Collective.
 
         Returns:
             The group, or None for a single process.
@@ -290,13 +290,13 @@ class Mesh:
         return place().local_world_size
 
     def levels(self, axis: str) -> Levels | None:
-        """Return the groups within and across machines of the group over a dimension.
+        """Return the subgroups of a dimension's process group: within and across machines.
 
         Args:
             axis: Name of the dimension.
 
         Returns:
-            The groups, or None if the group is not split, see `split_by_node`.
+            The subgroups, or None if the group is not split, see `split_by_node`.
 
         Raises:
             KeyError: The dimension is not in the `levels` of the mesh's `Groups`.
@@ -304,7 +304,7 @@ class Mesh:
         return self.node_levels[axis][0]
 
     def machines(self, axis: str) -> int:
-        """Return the number of machines of the group over a dimension.
+        """Return the number of machines that the process group of a dimension spans.
 
         Args:
             axis: Name of the dimension.
@@ -318,7 +318,7 @@ class Mesh:
         return self.node_levels[axis][1]
 
     def _split_by_node(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
-        """Return a dimension's groups within and across machines, and its number of machines.
+        """Split a dimension's group by machine, and return (subgroups, number of machines).
 
         Collective over all ranks.
 
@@ -372,8 +372,8 @@ def split_by_node(groups: Sequence[Sequence[int]], nodes: Sequence[int]) -> Leve
         nodes: Machine of every rank of the run.
 
     Returns:
-        The parts of this rank's group. None if that group has only one machine or one rank per
-        machine, or if its machines do not have equally many consecutive ranks.
+        The subgroups of this rank's group. None if this rank's group has only one machine or one
+        rank per machine, or if its machines do not have equally many consecutive ranks.
     """
     parts = [_ranks_by_node(ranks, nodes) for ranks in groups]
     # All ranks create all groups, so that torch numbers them. A group that only its members create
@@ -404,7 +404,7 @@ def _ranks_by_node(ranks: Sequence[int], nodes: Sequence[int]) -> list[list[int]
 
 
 def _node_of_each_rank() -> list[int]:
-    """Return the machine of every rank of the run. Collective if the run spans several."""
+    """Return the machine of every rank of the run. Collective if there are several machines."""
     rank_info = place()
     if rank_info.local_world_size != rank_info.world_size and not is_fake():
         return all_gather_objects(rank_info.node_rank)

@@ -1,9 +1,9 @@
 """Default process group: its store, fake groups, and its destruction.
 
 The processes of a launch meet in a store. A default group that was destroyed leaves its addresses
-in the store, and its sockets still answer. A rank that read them for the next group would wait in
-the old group for ranks that wait elsewhere. Every default group therefore has its own prefix of
-keys. A store exists as long as the process.
+in the store, and its sockets still answer. A rank that read these addresses for the next group
+would wait in the old group for ranks that wait elsewhere. Every default group therefore has its own
+prefix of keys. A store exists as long as the process.
 
 A dry run uses torch's fake groups, which send nothing. One process then has the groups of a layout
 of thousands of processes.
@@ -12,9 +12,9 @@ Note [Threads of gloo]
     After a collective, a thread of gloo releases its tensors, for which it may need the
     interpreter's lock. If the interpreter shuts down at this moment, the process aborts (SIGABRT,
     "terminate called without an active exception") after all its work was done, about one time in
-    ten. `destroy_process_group` does not end the threads, because torch references the groups of a
-    sharded model afterwards. Before a process ends, its threads therefore get the time, and the
-    lock, to finish. Plait's own worker processes end without the interpreter's shutdown.
+    ten. `destroy_process_group` does not end the threads, because torch still references the groups
+    of a sharded model. Before a process ends, gloo's threads therefore get the time, and
+    the lock, to finish. Plait's own worker processes end without the interpreter's shutdown.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def finish_at_exit() -> None:
 
 
 def let_threads_finish() -> None:
-    """Return when gloo's threads sleep, see Note [Threads of gloo].
+    """Wait until gloo's threads sleep, see Note [Threads of gloo].
 
     Each pause gives them the interpreter's lock. A thread also sleeps in a collective whose
     other ranks are gone, so this never waits for other ranks.

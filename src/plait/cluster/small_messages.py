@@ -60,12 +60,12 @@ def all_gather_bytes(
 def max_over_ranks(
     values: list[Number], *groups: dist.ProcessGroup | None, device: torch.device
 ) -> list[Number]:
-    """Return the largest of each number over the ranks. Collective.
+    """Return the maximum of each number over the ranks. Collective.
 
     Args:
         values: Numbers of this rank, all int or all float.
-        groups: Process groups, which are reduced over one after the other. None is skipped, as is
-            `dist.group.WORLD` before there is a default group.
+        groups: Process groups, which are reduced over one after the other. None is skipped.
+            `dist.group.WORLD` is None before there is a default group.
         device: Device of the groups' tensors.
     """
     dtype = torch.float64 if isinstance(values[0], float) else torch.int64

@@ -194,7 +194,7 @@ def processor_name() -> str:
 
 
 def machine_name(processes: int) -> str:
-    """Return the processor and the number of threads of each process on it.
+    """Return a text with the processor's name and the number of threads per process.
 
     The number is that of OMP_NUM_THREADS, or else an equal share of the cores. The text identifies
     measurements, so it must not change.
@@ -272,13 +272,16 @@ def _existing_group() -> tuple[int, int, str] | None:
 
 
 def _check_against_group(claimed: Claim | None, rank: int, world_size: int, backend: str) -> Claim:
-    """Return rank and world size as the launcher set them, or as the process group has them.
+    """Check the launcher's rank and world size against an existing process group.
 
     Args:
         claimed: Values of the launcher, or None if no launcher is recognized.
         rank: Rank in the existing process group.
         world_size: Size of the group.
         backend: Backend of the group.
+
+    Returns:
+        `claimed`, or without a launcher a claim with the rank and size of the group.
 
     Raises:
         ConfigError: The launcher and the process group contradict each other.
@@ -338,7 +341,7 @@ def _complete(claimed: Claim, devices: int) -> RankInfo:
 
 
 def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
-    """Raise ConfigError if a rank is not below its world size."""
+    """Raise ConfigError if the ranks and numbers of processes contradict each other."""
     rank, world, local, local_world = claimed.names
     rules = (
         (
@@ -384,7 +387,7 @@ def _check_ranges(rank_info: RankInfo, claimed: Claim) -> None:
 
 
 def _device_memory_bytes(gpus: int, processes: int) -> int | None:
-    """Return the memory of the smallest GPU, or a process's share of the host memory."""
+    """Return the memory of the smallest GPU, or without GPUs a process's share of host memory."""
     if gpus:
         return min(map(accelerator.capacity_bytes, range(gpus)))
     if not hasattr(os, "sysconf"):

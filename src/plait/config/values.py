@@ -145,8 +145,8 @@ def describe_error(error: ErrorDetails) -> tuple[str, str]:
         error: An item of `ValidationError.errors()`.
 
     Returns:
-        What the value must be, as the end of a sentence that starts with "must be", and what to do
-        about it.
+        rule: What the value must be, as the end of a sentence that starts with "must be".
+        remedy: What the user can do.
     """
     context: Mapping[str, Any] = error.get("ctx", {})
     if error["type"] in _RULES:

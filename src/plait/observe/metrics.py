@@ -57,7 +57,7 @@ class MetricsFile:
             self.close()
 
     def close(self) -> None:
-        """Close the file after a run that failed. RunEnded closes the file of other runs."""
+        """Close the file if the run failed. The event RunEnded closes it otherwise."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

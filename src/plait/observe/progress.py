@@ -119,7 +119,7 @@ class ProgressLines:
                 self.close()
 
     def close(self) -> None:
-        """Remove the live line after a run that failed. RunEnded removes it after other runs."""
+        """Remove the live line if the run failed. The event RunEnded removes it otherwise."""
         if self._live is not None:
             self._live.stop()
             self._live = None

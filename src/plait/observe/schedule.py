@@ -45,7 +45,8 @@ def _stage_count(spec: ScheduleSpec) -> str:
 def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
     """Return a timeline as plain values for `json.dumps`.
 
-    `peak_in_flight` counts micro-batches through all stages of a rank.
+    `peak_in_flight` is a number of micro-batches. With several stages per rank, the activations of
+    one micro-batch at one stage are a fraction: 1 / (stages per rank).
     """
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
@@ -142,7 +143,7 @@ def timeline_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
 
 
 def _row_labels(timeline: Timeline) -> tuple[str, list[str]]:
-    """Return the heading and one label per rank, left of the drawing, all of the same width."""
+    """Return (heading, one label per rank) for the left of the drawing, all of equal width."""
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
     table = [("rank", "stages", "idle", "in flight")]
@@ -169,7 +170,8 @@ def _abbreviate(stages: Sequence[int]) -> str:
 def _label(schedule: Schedule, span: Span) -> str:
     """Return the shortest unambiguous name of an action.
 
-    Capital and small letters distinguish two stages of a rank; more stages need their number.
+    Capital and small letters distinguish two stages of a rank. With more stages per rank, the name
+    contains the number of the stage.
     """
     if schedule.stages > 2 * schedule.pp:
         return str(span.action)

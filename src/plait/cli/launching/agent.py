@@ -1,14 +1,15 @@
 """Launch of the ranks of this machine with torchrun's elastic agent.
 
-torchrun performs the rendezvous, and numbers, starts, monitors and restarts the ranks. Two methods
-that torch documents for extensions of its agent are overridden: the cause of a failed attempt is
-reported first, and after a signal every rank receives it once and gets up to `grace_seconds` to
-write a checkpoint. When `launch` returns, none of its ranks runs.
+torchrun performs the rendezvous, assigns the rank numbers, and starts, monitors and restarts the
+ranks. Two methods that torch documents for extensions of its agent are overridden: one reports the
+cause of a failed attempt first, and the other passes a signal to every rank once and waits up to
+`grace_seconds` until the ranks have written a checkpoint. When `launch` returns, none of its ranks
+runs.
 
-Several machines use torch's rendezvous. It also works for one machine, but exchanges heartbeats
-with itself, which a busy machine can miss, and after a restart it gives the new ranks the addresses
-of the dead ranks. On a single machine, `SingleNodeRendezvous` therefore replaces torch's
-rendezvous. It makes a new store per attempt.
+Several machines use torch's rendezvous. It also works for one machine, but has two disadvantages
+there: it exchanges heartbeats with itself, which a busy machine can miss, and after a restart it
+gives the new ranks the addresses of the dead ranks. On a single machine, `SingleNodeRendezvous`
+therefore replaces torch's rendezvous. It creates a new store per attempt.
 """
 
 from __future__ import annotations
@@ -254,10 +255,10 @@ class Agent(LocalElasticAgent):
             self.exit_code = CommunicationError.exit_code
 
     def _signal_of_ranks(self, worker_group: WorkerGroup) -> signal.Signals | None:
-        """Return the signal that ended ranks although this process did not receive it.
+        """Return the signal that ended ranks without reaching this process, or None.
 
-        In this case, all ended ranks have exit code 128 + N, and the other ranks end after the same
-        step. If they do not end within the grace period, the result is None.
+        All ended ranks then have exit code 128 + N, and the other ranks are expected to end after
+        the same step. If they do not end within the grace period, the result is None.
         """
         codes = {
             _exit_code(worker.id) for worker in worker_group.workers if not _is_running(worker.id)
@@ -290,8 +291,8 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
         """End the ranks before torch's shutdown, which then finds no running rank.
 
-        If no signal was received, a rank failed or the set of machines changed. The remaining ranks
-        cannot continue, and a long grace period would only delay the restart.
+        Without a received signal, the reason is a failed rank or a changed set of machines. The
+        remaining ranks cannot continue, and a long grace period would only delay the restart.
         """
         if death_sig is not None:
             self._interrupted = True
@@ -443,8 +444,8 @@ def make_rendezvous(settings: LaunchSettings) -> RendezvousHandler:
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Return a store server that only processes of this machine can connect to.
 
-    TCPStore requires no key, and by default its socket listens on all interfaces. Anyone on the
-    network could then read and write the addresses that ranks exchange.
+    TCPStore requires no key. By default its socket listens on all interfaces, so that anyone on
+    the network could read and write the addresses that ranks exchange.
     """
     # Port 0 lets the system choose a free one.
     listener = socket.create_server((LOOPBACK, 0))
@@ -577,7 +578,7 @@ def _quiet_torchrun() -> Iterator[None]:
 
 
 def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to the process groups of ranks, which include the processes they started."""
+    """Send a signal to ranks and to the processes that they started (their process groups)."""
     for pid in list(pids):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
@@ -594,7 +595,7 @@ def _is_running(pid: int | None) -> bool:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return the exit code of a rank that has ended, or None if torch has collected it already."""
+    """Return the exit code of an ended rank, or None if torch has already collected the code."""
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

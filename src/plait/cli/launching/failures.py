@@ -5,8 +5,8 @@ signal of the launcher. The cause is printed immediately and completely, and eve
 one line. The module does not use torch: it reads the records that `worker` writes.
 
 A rank publishes on its board (`comm.hang.Board`) which operation it runs or waits for, and writes
-its stacks after a signal. Both work while the rank is stopped or holds the GIL. The launcher
-reports a hang, with the late rank and its stack, before any rank reaches its own timeout.
+its stacks after a signal. Both work even if the rank is blocked while it holds the GIL. The
+launcher reports a hang, with the late rank and its stack, before any rank reaches its own timeout.
 """
 
 from __future__ import annotations
@@ -218,12 +218,12 @@ class Reporter:
         running: Collection[int] = (),
         restarting: bool = False,
     ) -> Failure:
-        """Report the end of an attempt: its cause, unless already reported, and the other ranks.
+        """Report the end of an attempt: its cause, unless already reported, and the other failures.
 
         Args:
             exit_codes: Exit codes of the failed ranks.
             noticed_ns: Time at which the failures were noticed.
-            ended: Ranks that had ended before with exit code 0.
+            ended: Ranks that had ended with exit code 0 before the failures.
             running: Failed ranks that still ran when the failure of another rank was noticed.
             restarting: Whether the ranks start again.
 
@@ -266,7 +266,7 @@ class Reporter:
         """Report the first failure that is known to be a cause and not a consequence.
 
         The failure of a rank that lost a peer may be a consequence, because the peer may have died
-        without writing a record. It is reported only when all ranks have ended.
+        without writing a record. Such a failure is reported only when all ranks have ended.
         """
         failures = []
         for rank in self._files:
@@ -392,7 +392,7 @@ class RankWatch:
         self._last_poll = 0.0
 
     def hangs(self, processes: Mapping[int, int]) -> bool:
-        """Report a rank that has waited longer than its timeout. Return True if there is one.
+        """Report a hang and return True if a rank has waited longer than its timeout.
 
         Args:
             processes: Process ids by rank of this machine, including those that have ended.

@@ -1,9 +1,9 @@
 """Settings of a launch: processes, machines, rendezvous, and the reaction to failures.
 
 The module imports no torch and reads neither the environment nor the network. `check` refuses
-settings that torchrun would accept and then hang on or ignore. `with_variables` completes the
-options of the command line with those that torchrun reads from variables, such as `PET_NNODES` for
-`--nnodes`, which Kubeflow sets in every pod.
+settings that torchrun would accept and then ignore or hang on. `with_variables` adds the options
+that torchrun reads from environment variables to those of the command line. For example, Kubeflow
+sets `PET_NNODES` in every pod, which stands for `--nnodes`.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
 
 
 def common_problems(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
-    """Return the problems of settings that apply with and without a hostfile."""
+    """Return the problems of the settings that exist both with and without a hostfile."""
     rules = (
         (
             not 0 <= grace < math.inf,
@@ -332,7 +332,7 @@ def _rendezvous_problems(settings: LaunchSettings) -> list[Problem]:
 
 
 def _options_by_hand(settings: LaunchSettings) -> dict[str, object]:
-    """Return the used options that --rdzv-endpoint excludes, because it numbers the machines."""
+    """Return the used options that cannot be combined with --rdzv-endpoint."""
     options = {
         "--node-rank": settings.node_rank,
         "--master-addr": settings.master_addr,

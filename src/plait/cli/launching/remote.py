@@ -162,8 +162,8 @@ def node_command(launch: RemoteLaunch, index: int) -> list[str]:
 def node_environment(launch: RemoteLaunch, index: int) -> dict[str, str]:
     """Return the environment variables for machine `index`.
 
-    They are the exported variables, and the variable of the visible GPUs if the hostfile does not
-    select all of them.
+    They are the exported variables. If the hostfile selects only some of the GPUs, the variable of
+    the visible GPUs is added.
     """
     environment = dict(launch.exported or {})
     slots = launch.hosts[index].slots
@@ -367,7 +367,7 @@ def follow(agent: HasGrace, stream: Iterable[bytes] | None = None) -> None:
     """Read the lifeline in a thread, and send the requested signals to this process.
 
     Args:
-        agent: Receives the grace of each request.
+        agent: Object whose `grace_seconds` is set to the seconds of each request.
         stream: Source of the lines. None for standard input.
     """
     # sys.stdin is not used, because the interpreter cannot end while a thread holds the lock of its

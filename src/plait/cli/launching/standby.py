@@ -3,8 +3,8 @@
 Note [Standby processes]
     The first rank of a machine lists the modules that it has imported (`worker`). Then one standby
     process per rank is started, which imports the same modules and waits. When torch's agent starts
-    the ranks again, each rank becomes one of these processes, which receives its arguments, its
-    environment and its output files. If none is ready, the rank is started as a new process.
+    the ranks again, each standby process becomes a rank: it receives the arguments, the environment
+    and the output files of the rank. If no standby process is ready, a new process is started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Program of every rank: runs the user's script or module as `__main__` and records its failure.
 
 The launcher runs this file by its path, before anything of Plait or torch is imported, so that the
-script finds the interpreter in the state in which `python script.py` leaves it. An exception is
+script starts in the same interpreter state as with `python script.py`. An exception is
 written to the file that the launcher watches, because the launcher prints the first failure first.
 This process prints the exception only if there is no such file. The process never outlives its
 launcher.
@@ -191,7 +191,7 @@ def _report_failure(error: Exception) -> int:
 
 
 def _describe(error: Exception) -> tuple[int, str, bool]:
-    """Return the exit code, the text, and whether the text is a message without a traceback."""
+    """Return (exit code, text, whether the text is a message without a traceback)."""
     # plait.errors is not imported here. If the script did not import it, it raised no PlaitError.
     errors = sys.modules.get("plait.errors")
     if isinstance(error, UserError):
@@ -231,7 +231,7 @@ def _write_record(error: Exception, exit_code: int, text: str, is_message: bool)
 
 
 def _register_stack_signal() -> None:
-    """Write the stacks of all threads to a file when the launcher sends its signal.
+    """Register a handler that writes all stacks to a file when the launcher sends a signal.
 
     faulthandler writes them from C, even while a call holds the GIL.
     """
@@ -247,7 +247,7 @@ def _register_stack_signal() -> None:
 
 
 def _start_listing_imports() -> None:
-    """Start a thread on one rank per machine that lists its imports for the standby processes."""
+    """On one rank per machine, start a thread that lists the imports for standby processes."""
     path = os.environ.get("PLAIT_STANDBY")
     if path and os.environ.get("LOCAL_RANK") == "0":
         threading.Thread(

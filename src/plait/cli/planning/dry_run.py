@@ -62,7 +62,7 @@ class DryRun:
     notes: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, float | None, float, float | None]]:
-        """Return the name, prediction, measurement and their ratio for each kind of memory."""
+        """Return (name, prediction, measurement, prediction / measurement) per kind of memory."""
         measurements = {
             "parameters": self.measured.parameters,
             "optimizer": self.measured.optimizer,
@@ -210,7 +210,7 @@ def dry_run(
 
 
 def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
-    """Return the planner's layout fields for a resolved configuration.
+    """Return (the planner's layout fields, "") for a resolved configuration.
 
     If the planner does not model a setting, the result is (None, reason).
     """
@@ -240,7 +240,8 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
 def _micro_batches_to_peak(resolved: Resolved) -> int:
     """Return the number of micro-batches after which the memory of a step has reached its peak.
 
-    It is twice the number of micro-batches that a pipeline has in flight.
+    It is two without a pipeline, twice the number of ranks of a pipeline, and all micro-batches for
+    schedules that have all of them in flight.
     """
     count = resolved.batch.accumulation
     pp = resolved.layout.pp
@@ -256,7 +257,7 @@ def _micro_batches_to_peak(resolved: Resolved) -> int:
 def _job_and_states(
     request: Request, layout: Mapping[str, Any], *, on_device: bool
 ) -> tuple[Any, Any]:
-    """Return the planner's job and its model states, for the device type of the dry run."""
+    """Return the planner's (job, model states) for the device type of the dry run."""
     if accelerator.available_type() == "cpu" and not on_device:
         family = device("cpu").family
         cluster = replace(request.cluster, device=replace(request.cluster.device, family=family))
@@ -266,7 +267,7 @@ def _job_and_states(
 
 
 def _peak(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
-    """Return the predicted peak of the first or last pipeline rank, and its point in the step."""
+    """Return (predicted peak, its point in the step) for the first or last pipeline rank."""
     pipeline_rank = "last" if last else "first"
     memory = memory_bytes(job, fitted_priors().rates, states, ranks=(pipeline_rank,))
     return only(memory.allocated), MOMENTS[int(only(memory.moment))]

@@ -56,7 +56,7 @@ _MIN_RULES = {"batch": "a step has at least one sample", "seq": "a sample has at
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """Request to the planner, with the configuration and the notes from which it was built."""
+    """Request to the planner, the configuration that it was built from, and notes for the user."""
 
     request: Request
     base: dict[str, Any]
@@ -103,10 +103,10 @@ def read_request(
     """Build the request to the planner from a training file and the options of a command.
 
     Args:
-        file: A training configuration. Its values are planned for, and options override them with a
-            note.
-        keeps_layout: Whether the caller runs a complete layout of the file as it is. The layout
-            then restricts no search.
+        file: A training configuration. The plan uses its values. Options override them, with a note
+            for the user.
+        keeps_layout: Whether the caller runs a complete layout of the file as it is, without a
+            search. The layout is then not added to the fixed fields.
 
     The other arguments are the options of the command line; None means an unused option.
 
@@ -390,7 +390,7 @@ def cluster_for(
 
 
 def live_devices() -> tuple[Topology, str]:
-    """Return the machines of the running processes, and the reported name of their devices."""
+    """Return (machines, reported name of the devices) for the running processes."""
     topology = discover()
     name = "cpu"
     if topology.device_type == accelerator.NAME:

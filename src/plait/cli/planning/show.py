@@ -126,7 +126,7 @@ def _print_terms(choice: LayoutChoice, console: Console) -> None:
 
 
 def _neighbour_rows(neighbours: list[Comparison]) -> list[list[str]]:
-    """Return a row per neighbour. A layout that occurs again only refers to its first row."""
+    """Return a row per neighbour. Rows of a repeated layout refer to its first row."""
     rows = []
     first_queries: dict[str, str] = {}
     for comparison in neighbours:
@@ -146,7 +146,7 @@ def _neighbour_rows(neighbours: list[Comparison]) -> list[list[str]]:
 
 
 def print_nothing_fits(plan: Plan) -> None:
-    """Print to standard error that no layout fits, and how much memory the smallest lack."""
+    """Print to standard error that no layout fits, and how much memory the smallest ones lack."""
     request = plan.request
     print(
         f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}",

@@ -29,7 +29,7 @@ _FRAMES = 12
 
 
 def main(folder: Path) -> None:
-    """Run the checks that the parent process schedules, in its order, until there are no more."""
+    """Run checks in the order in which the parent process schedules them, until the last one."""
     content = json.loads((folder / ROWS).read_text(encoding="utf-8"))
     facts = content["facts"]
     # Before CUDA starts. Segments that grow lose less memory between blocks of different models.

@@ -1,7 +1,7 @@
 """Conversion of the configuration file of `accelerate launch`.
 
 The tables contain the fields of Accelerate 1.15's `ClusterConfig`, `ipex_config` of earlier
-releases, and the options of `accelerate launch` that the sections become. Each entry says what the
+releases, and the options of `accelerate launch` that the sections set. Each entry says what the
 key sets, or why it is ignored or refused.
 
 For keys that the file omits, Accelerate's defaults are converted where they differ from Plait's. As
@@ -53,12 +53,12 @@ Sets = Callable[[Any], Mapping[str, Any]]
 
 
 def _sets(path: str) -> Sets:
-    """Return a function that sets a path to the value."""
+    """Return a function that maps a value to the setting `path`."""
     return lambda value: {path: value}
 
 
 def _sets_unless(off: str, path: str, **more: Any) -> Sets:
-    """Return a function that sets `path` to a value and adds `more`, except for the value `off`."""
+    """Return a function that maps `off` to no settings, and other values to `path` and `more`."""
 
     def sets(value: Any) -> Mapping[str, Any]:
         if str(value).lower() == off:
@@ -476,7 +476,7 @@ def _refuse_unknown(file: _AccelerateFile, shown: str, value: Any, names: Sequen
 
 
 def _read_deepspeed_file(file: _AccelerateFile) -> dict[str, Any] | None:
-    """Return the content of the file that `deepspeed_config_file` names, or None."""
+    """Return the content of the file that `deepspeed_config_file` names, or None without one."""
     translation = file.translation
     shown = "deepspeed_config.deepspeed_config_file"
     path = file.section("deepspeed_config").get("deepspeed_config_file")
@@ -509,7 +509,7 @@ def _read_deepspeed_file(file: _AccelerateFile) -> dict[str, Any] | None:
 
 
 def _read_processes(file: _AccelerateFile) -> int | None:
-    """Set and return the number of processes per machine, or None if the file does not imply it."""
+    """Set and return the processes per machine. Return None if the file does not imply them."""
     translation = file.translation
     value = file.tree.get("num_processes")
     machines = file.tree.get("num_machines", 1)

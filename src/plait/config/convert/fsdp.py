@@ -127,7 +127,7 @@ HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
 def strategy_named(value: Any) -> str:
-    """Return the name of FSDP1's strategy, given by its name or number.
+    """Return the name of an FSDP1 strategy that is given by name or number.
 
     Raises:
         ValueError: There is no such strategy. The text is `rule; remedy`.
@@ -444,7 +444,7 @@ def _read_keys(
 
 
 def _merge_rows(translation: Translation) -> None:
-    """Keep one row for the options of `fsdp`: the first refused one, or else the first one."""
+    """Keep only one row for `fsdp`: the first refused row, or else the first row."""
     rows = [row for row in translation.rows if row.key == "fsdp"]
     if not rows:
         return

@@ -414,7 +414,7 @@ def read_flags(tokens: Sequence[str]) -> TranslatedDocument:
 
 
 def _set_betas(settings: Settings) -> None:
-    """Translate the flags of Adam's betas, of which Megatron-LM has one for each."""
+    """Translate Megatron-LM's two flags for Adam's betas to a single setting."""
     first = settings.pop("optimizer.params.beta1", None)
     second = settings.pop("optimizer.params.beta2", None)
     beta = first or second

@@ -128,8 +128,8 @@ class Translation:
 
         Args:
             shown: Path of the key in the document.
-            key: Entry of a table.
-            value: Value of the key. Texts that stand for booleans are parsed.
+            key: Table entry of the key.
+            value: Value of the key. If the key is a flag, strings such as "true" are parsed.
         """
         if value is None:
             self.rows.append(KeyReport(shown, value, Status.COMMENT, "null: not given"))

@@ -1,7 +1,7 @@
 """DeepSpeed's keys that are not fields of the schema: ignored or refused, with reasons.
 
-The table contains every key of DeepSpeed 0.19.8, of older releases and of published files that
-Plait does not support. Supported keys are fields of the schema, which documents them.
+The table contains all keys that Plait does not support, from DeepSpeed 0.19.8, older releases and
+published files. Supported keys are fields of the schema, which documents them.
 
 A key is ignored if it only tunes DeepSpeed's implementation or its logging. A key is refused if it
 would change the results, the memory or an output that a user expects (a tracker, a checkpoint). A

@@ -2,8 +2,8 @@
 
 Every key is looked up: aliases are moved to their target, and all problems are collected. Each key
 of the file becomes a `KeyReport` with its meaning; none is dropped silently. Values stay as
-written, including "auto". An override replaces the file's value of the same setting under any of
-its names.
+written, including "auto". An override replaces the file's value of the setting, whatever name the
+file uses for it.
 """
 
 from __future__ import annotations
@@ -412,7 +412,7 @@ def _target(path: str) -> str:
 
 
 def _expand_short_forms(tree: Tree, target: str) -> None:
-    """Replace the short form of a section with the section, if it may contain `target`."""
+    """Replace the short form of each section that may contain `target` with the section."""
     for section, expand in SHORT_FORMS.items():
         if section not in tree:
             continue
@@ -422,7 +422,7 @@ def _expand_short_forms(tree: Tree, target: str) -> None:
 
 
 def _leaves(tree: Tree, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the paths of all settings. An object that is a setting is not searched."""
+    """Return the paths of all settings. Objects that are values of settings are not searched."""
     leaves: list[tuple[str, ...]] = []
     for name, value in tree.items():
         path = (*prefix, name)

@@ -1,8 +1,8 @@
 """Detection of configurations of other programs: Accelerate, the Trainer and Megatron-LM.
 
-`plait config convert` translates them. `load` refuses a file of another program with the command
-that converts it, and checks for one only if a file has problems: every file of another program has
-keys that Plait does not know.
+`plait config convert` translates them. `load` refuses them, and its error contains the command that
+converts them. `load` looks for them only if a file has problems, because every file of another
+program has keys that Plait does not know.
 """
 
 from __future__ import annotations

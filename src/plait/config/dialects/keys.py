@@ -189,7 +189,7 @@ def _expand_zero(value: Any) -> Any:
 
 
 def _expand_pipeline(value: Any) -> Any:
-    """Expand a number of pipeline stages."""
+    """Expand a number of pipeline stages to the section that sets it."""
     if isinstance(value, int) and not isinstance(value, bool):
         return {"size": value}
     return value

@@ -318,7 +318,7 @@ def values_of(parts: Mapping[str, Any], sources: Mapping[str, str]) -> tuple[Val
     """Return the resolved values with their sources, under the keys that set them.
 
     Args:
-        parts: Values by field of `Resolved`. Parts that could not be resolved are missing.
+        parts: Values by field of `Resolved`. Fields that could not be resolved are missing.
         sources: Source of each value, as in `Resolved`.
     """
     values: dict[str, Any] = {}
@@ -369,12 +369,12 @@ def _layout_values(layout: Layout) -> dict[str, Any]:
 
 
 def _of_section(section: str, policy: type[Policy]) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that lists a part's values under the settings of `section`."""
+    """Return a function that lists the fields of an object as settings of `section`."""
     return lambda part: {f"{section}.{name}": getattr(part, name) for name in policy.model_fields}
 
 
 def _single(key: str) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that lists a value under its only setting, `key`."""
+    """Return a function that lists a value as the setting `key`."""
     return lambda value: {key: value}
 
 

@@ -10,8 +10,8 @@ A file passes `source.read`, `examine` (its keys become those of the schema), th
 Note [All problems are reported]
     A user should see all mistakes of a file at once. `examine` collects the problems of keys, and
     `validate_tree` those of values. `outline` calls the function of each part with
-    `Findings.attempt`, which records the problems of the part; parts that depend on it are
-    skipped. Each stage raises a single ConfigError with its problems.
+    `Findings.attempt`, which records the problems of the part. Parts that depend on a part with
+    problems are skipped. `load` and `resolve` each raise a single ConfigError with all problems.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
     Args:
         source: Path of a JSON file (comments allowed) or YAML file of Plait or DeepSpeed, a
             mapping, or DeepSpeed's base64. A Config is returned unchanged. Files of Accelerate and
-            of the Trainer's fsdp_config, and Megatron's flags, are refused with the command that
-            converts them.
-        overrides: Texts `a.b=c` that take precedence over the file, whatever name the file uses for
-            the setting.
+            of the Trainer's fsdp_config, and Megatron's flags, are refused. The error contains the
+            command that converts them.
+        overrides: Strings `a.b=c` that take precedence over the file, whatever name the file uses
+            for the setting.
 
     Raises:
         ConfigError: The configuration is invalid. The error lists all problems.
@@ -159,7 +159,7 @@ def _value_problems(errors: Sequence[ErrorDetails], written: Mapping[str, str]) 
 def _field_path(location: tuple[int | str, ...]) -> str:
     """Return the longest known path in the location of an error.
 
-    pydantic adds the names of alternatives and the positions in lists.
+    pydantic adds the names of alternatives and the positions in lists to the location.
     """
     longest = str(location[0]) if location else "the configuration"
     known = keys.known_paths()
@@ -277,7 +277,7 @@ class Resolved(Policy):
         """Return a warning about "auto" values that Transformers' command line would determine.
 
         Returns:
-            The names and values that were assumed, or None if there are none.
+            The warning, which lists the assumed values, or None if there are none.
         """
         names = [name for name, source in self.sources.items() if source == resolved_parts.ASSUMED]
         if not names:
@@ -293,7 +293,7 @@ class Resolved(Policy):
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """All techniques in order. The engine and the memory ledger iterate over them."""
+        """All techniques, in the order in which the engine and the memory ledger use them."""
         values = [getattr(self, name) for name in type(self).model_fields]
         configured = [value for value in values if isinstance(value, Technique)]
         # A technique of the caller that splits the batch over cp replaces Plait's own.
@@ -339,8 +339,8 @@ def resolve(
         hidden_size: Hidden size of the model, for an "auto" gradient bucket.
         total_steps: Length of the run, for an "auto" schedule. If None, `run.steps`.
         micro_batch_size: Micro-batch size for a file without batch sizes.
-        auto: Values that replace "auto", by path ({"optimizer.params.lr": 1e-4}), as Transformers'
-            TrainingArguments do.
+        auto: Values that replace "auto", by path ({"optimizer.params.lr": 1e-4}), for example those
+            of Transformers' TrainingArguments.
 
     Raises:
         ConfigError: The configuration is invalid. The error lists all problems.

@@ -115,7 +115,7 @@ class Findings:
             path: Path of the setting.
             value: Value in the file.
             default: Value that replaces "auto" if the caller gives none.
-            rule: Reason for `default`, as the source names it.
+            rule: Reason for `default`, for the recorded source.
         """
         if value != "auto":
             # A parameter of an optimizer or schedule is not a field and has no source yet.
@@ -556,11 +556,11 @@ def precision(findings: Findings) -> Precision:
 
 
 def _enabled_dtypes(findings: Findings) -> tuple[bool, bool]:
-    """Return whether float16 and whether bfloat16 is enabled.
+    """Return (whether float16 is enabled, whether bfloat16 is enabled).
 
-    The caller's value replaces "auto". If there is none, "auto" is off if the other dtype is on,
-    and refused otherwise: it could silently mean a run in float32, which costs several times as
-    much.
+    The caller's value replaces "auto". Without such a value, "auto" is off if the other dtype is
+    on. Otherwise "auto" is refused, because it could silently mean a run in float32, which costs
+    several times as much.
     """
     values = {"fp16": findings.config.fp16.enabled, "bf16": findings.config.bf16.enabled}
     enabled = {}
@@ -684,7 +684,7 @@ def scheduler(
 
     Args:
         findings: Sources and problems.
-        optimizer_spec: Resolved optimizer, whose learning rate may be the schedule's.
+        optimizer_spec: Resolved optimizer. An "auto" `warmup_max_lr` is its learning rate.
         total_steps: Length of the run from the caller. If None, `run.steps`.
     """
     spec = findings.config.scheduler
@@ -736,7 +736,7 @@ def scheduler(
 def _caller_values(
     findings: Findings, path: str, params: Mapping[str, Any], rule: str
 ) -> dict[str, Any]:
-    """Return parameters with the caller's values for "auto", and record the source of each.
+    """Return parameters in which the caller's values replace "auto". Record their sources.
 
     "auto" stays if the caller gives no value.
     """

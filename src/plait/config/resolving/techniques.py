@@ -224,7 +224,7 @@ def _all_reduce(findings: Findings) -> Name | Literal["by-machines"]:
 
 
 def compression(findings: Findings, dtypes: Precision) -> Compression:
-    """Return the gradient compression that a run starts with, and candidates for later steps."""
+    """Return the initial gradient compression of a run, with the candidates for later steps."""
     parallel = findings.config.parallel
     stage = findings.config.zero_optimization.stage
     gradients = parallel.compress_gradients
@@ -473,8 +473,9 @@ def _secondary_partition(findings: Findings, shard: int | None) -> int:
     """Return the number of ranks of the secondary partition, or 0 for none.
 
     Args:
-        findings: The configuration.
-        shard: Ranks that shard, or None if the layout is impossible, which is reported separately.
+        findings: Configuration that is resolved.
+        shard: Number of ranks over which the parameters are sharded. None if the layout is
+            impossible, which is reported separately.
     """
     size = findings.config.parallel.secondary_partition
     if shard is None:

@@ -47,7 +47,7 @@ _SHOWN_KEYS = 4
 
 
 class Status(StrEnum):
-    """Treatment of a key of a file."""
+    """Result of looking up a key of a configuration file."""
 
     SUPPORTED = "supported"
     RENAMED = "renamed"
@@ -570,7 +570,7 @@ class Config(Policy):
 
     @property
     def provenance(self) -> Provenance:
-        """Origin of the values and meaning of the file's keys."""
+        """Origin of the values, and meaning of each key in the file."""
         return self._provenance
 
     def with_provenance(self, provenance: Provenance) -> Self:

@@ -249,7 +249,7 @@ def _torch_parameters(kind: str) -> Mapping[str, Parameter]:
 
 
 def accepted(kind: str) -> dict[str, bool]:
-    """Return the parameters of a known schedule, by name; True if the parameter is required."""
+    """Return whether each parameter of a known schedule is required, keyed by its name."""
     if kind in DEEPSPEED:
         return {name: field.is_required() for name, field in DEEPSPEED[kind].model_fields.items()}
     if kind in TRANSFORMERS:

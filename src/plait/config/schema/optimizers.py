@@ -170,7 +170,8 @@ def settable_params(optimizer: Callable[..., object]) -> frozenset[str]:
 def accepted(kind: str) -> frozenset[str] | None:
     """Return the names of the parameters of a type, or None if they are not known.
 
-    They are not known for an import path, whose class is imported only when it is built.
+    They are not known for an import path, because the class is imported only when the optimizer
+    is built.
     """
     if is_path(kind):
         return None

@@ -359,7 +359,7 @@ class TensorboardSection(FileTrackerSection):
 
 
 class CsvMonitorSection(FileTrackerSection):
-    """Settings of the tracker that writes one CSV file per number, with a row per step."""
+    """Settings of the tracker that writes one CSV file per metric, with a row per step."""
 
 
 class WandbSection(Policy):
