@@ -286,7 +286,7 @@ class Engine(EngineFacts):
     def from_output_stage(self, value: Any) -> Any:
         """Return the last pipeline stage's `value` on all ranks of the pipeline. Collective.
 
-        The value is small and picklable.
+        The value must be picklable, and should be small.
         """
         return self.sharded.from_output_stage(value)
 
@@ -500,7 +500,7 @@ class Engine(EngineFacts):
             )
 
     def _after_zero_grad(self, owner: Any, *, set_to_none: bool) -> None:
-        """Drop the loss weights whose gradients `ShardedModel` drops after a `zero_grad`."""
+        """Drop the loss weights of the gradients that `ShardedModel` drops after a `zero_grad`."""
         if owner is not self.model and owner is not self.optimizer:
             return
         self._warn_of_dropped(
@@ -662,11 +662,11 @@ _ROUNDING = 1e-6
 class WeightCheck:
     """Check that a loss returns the weight by which its step was divided.
 
-    `train_batch` divides before the first backward by `Loss.weight` of the batch (Note [Weight of a
-    loss]). A loss that returns another weight would be scaled wrongly, without any visible sign.
-    Both weights are summed over the ranks in any case, so the check costs no communication. On a
-    GPU the weights are read one step later, when their copy has arrived, so that nothing waits for
-    the device.
+    `train_batch` divides the loss before the first backward by `Loss.weight` of the batch (Note
+    [Weight of a loss]). A loss that returns another weight would be scaled wrongly, without any
+    visible sign. Both weights are summed over the ranks in any case, so the check costs no
+    communication. On a GPU the weights are read one step later, when their copy has arrived, so
+    that nothing waits for the device.
     """
 
     def __init__(self) -> None:
@@ -675,7 +675,7 @@ class WeightCheck:
         """Weights of the previous step and its number."""
 
     def applies_to(self, loss_fn: Loss) -> bool:
-        """Return True if a loss may return a weight that differs from its `weight` function."""
+        """Return True if a loss may return another weight than its `weight` function does."""
         return type(loss_fn) not in _CONSISTENT
 
     def note(self, weight: Any) -> None:
@@ -758,5 +758,5 @@ class OptimizerProxy(torch.optim.Optimizer):
         return self.engine.global_steps > 0 and not self.engine.was_step_applied()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state. A checkpoint stores all of it."""
+        """Return this rank's part of the state. A checkpoint stores the parts of all ranks."""
         return self.engine.optimizer.state_dict()
