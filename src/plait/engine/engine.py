@@ -538,8 +538,8 @@ class Engine(EngineFacts):
             tag: Name of the checkpoint. The default is like `step-00000010`.
             client_state: Plain data that is equal on every rank. It is restored with its types
                 (tuples, integer keys, small tensors).
-            loader: This rank's data loader, whose `state_dict()` is saved, such as torchdata's
-                StatefulDataLoader.
+            loader: This rank's data loader, such as torchdata's StatefulDataLoader. Its
+                `state_dict()` is saved.
             wait: If False, the call returns when the state has been copied, and a thread writes the
                 copy. See `checkpoint_written`. If a copy does not fit into host memory, or if
                 states are in files, the checkpoint is written before the call returns.
@@ -608,7 +608,7 @@ class Engine(EngineFacts):
                 only one tensor in eight, "off" only file sizes and manifests.
             on_note: Called on every rank with a description of each difference to the checkpoint.
                 Without it the first rank warns.
-            loader: This rank's data loader. It continues at its saved position, which requires the
+            loader: This rank's data loader. It continues at its saved position. This requires the
                 layout of the checkpoint.
 
         Returns:

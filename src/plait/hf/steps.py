@@ -237,7 +237,10 @@ class _TensorIndex:
 
 
 def _extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the structure with placeholders for its tensors, which are appended to `tensors`."""
+    """Return the structure with its tensors replaced by placeholders.
+
+    The tensors are appended to `tensors`.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return _TensorIndex(len(tensors) - 1)

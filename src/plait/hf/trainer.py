@@ -252,7 +252,7 @@ class TrainerMixin(CheckpointMixin):
         return self.engine
 
     def _optimizer_source(self) -> Any:
-        """Return what to pass to `initialize` as `optimizer`. None: the configuration has one."""
+        """Return the argument `optimizer` of `initialize`, or None if the configuration has one."""
         passed = self.optimizer
         if self.plait_config.optimizer is None:
             return passed if passed is not None else lambda _: self.create_optimizer()

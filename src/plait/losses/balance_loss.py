@@ -23,7 +23,7 @@ from plait.parallel.experts.router_statistics import RouterStatistics
 def with_balance_loss(
     loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None
 ) -> Loss | None:
-    """Add the balance loss of a Transformers model to its loss, if the model has one.
+    """Add the balance loss of a Transformers model, if it has one, to its token loss.
 
     It is added to `CausalLMLoss` only, because another loss may add `output.aux_loss` itself.
 

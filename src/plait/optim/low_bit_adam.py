@@ -367,5 +367,5 @@ def _scaled(
 
 
 def _multiplied(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply each block of numbers [n] by its scale, in place."""
+    """Multiply each block of values [n] by its scale, in place."""
     return numbers.view(scales.numel(), -1).mul_(scales.unsqueeze(1)).view(-1)

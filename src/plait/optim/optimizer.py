@@ -333,10 +333,10 @@ def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
     The split and the defaults are DeepSpeed's (`set_optimizer_flags`, `MuonWithAuxAdam`).
 
     torch's Muon orthogonalises full matrices: on shards every rank gathers them, which costs
-    traffic that AdamW does not have. Muon multiplies in bfloat16. A relative difference of 1e-7 in
-    norm between the gradients of two layouts becomes a difference of about 1e-2 between their
-    updates, and of up to 7e-2 if gradients have a low rank. Single elements differ by up to half of
-    the largest element.
+    traffic that AdamW does not have. Muon multiplies in bfloat16. A difference of 1e-7 in norm
+    between the gradients of two layouts becomes a difference of about 1e-2 between their updates,
+    and of up to 7e-2 if gradients have a low rank. Single elements differ by up to half of the
+    largest element.
     """
     matrices = [
         (name, p)
@@ -396,7 +396,7 @@ class JoinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _share(self) -> None:
-        """Make the groups and states of all parts those of this optimizer, without copies."""
+        """Assign this optimizer's groups and states to the parts that own them, without copies."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]

@@ -214,7 +214,10 @@ class _CheckpointWriter:
         return interval > 0 and self.context.seconds() - self._last >= interval
 
     def begin(self, position: Position) -> None:
-        """Wait for the previous checkpoint, then start to write that of a position. Collective."""
+        """Start to write a checkpoint at a position. Collective.
+
+        This waits until the previous checkpoint has been written.
+        """
         self.report(wait=True)
         self._last = self.context.seconds()
         self._position = position

@@ -79,7 +79,7 @@ def _find_writer(frame: FrameType | None) -> str | None:
     """Return the innermost function outside torch and Plait, with its file and line.
 
     Returns:
-        None if the write is part of an initialiser, which is called again.
+        None if the write is part of an initialiser, because initialisers are called again.
     """
     writer: str | None = None
     # All callers are searched, because an initialiser may write in a helper function.
