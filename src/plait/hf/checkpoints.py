@@ -279,8 +279,8 @@ class LoopCheckpoints:
         """Write the training state to a folder. Collective.
 
         `output_dir/plait` has the model, optimizer, loss scale, random generators and the order of
-        the data. It loads on any layout. Next to it are the schedulers and the objects that were
-        registered with `register_for_checkpointing`.
+        the data. It loads on any layout. `output_dir` also has the schedulers and the objects that
+        were registered with `register_for_checkpointing`.
 
         Returns:
             The folder.

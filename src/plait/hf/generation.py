@@ -110,7 +110,7 @@ def gathered_parameters(engine: Engine) -> Iterator[None]:
 
 
 def check_settings(model: Any) -> None:
-    """Raise InputError if generation_config of the model has an unsupported setting."""
+    """Raise InputError if the model's `generation_config` has an unsupported setting."""
     settings_of(model, {})
 
 
@@ -165,8 +165,8 @@ def generated(
 def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
     """Return a context in which `model.generate(...)` returns the given tokens.
 
-    The Trainer's own code then pads them, and computes the loss of the batch. Changes that this
-    code makes to the model's `generation_config` are undone at the end.
+    The Trainer's own code then pads the tokens, and computes the loss of the batch. Changes that
+    this code makes to the model's `generation_config` are undone at the end.
     """
     config = model.generation_config
     model.generation_config = deepcopy(config)

@@ -243,7 +243,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return a scheduler that steps with the optimizer.
 
-        Per optimizer step it takes one step for each data-parallel rank, as under Accelerate.
+        Per optimizer step, the scheduler takes one step for each data-parallel rank, as under
+        Accelerate.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
