@@ -66,8 +66,8 @@ class DistributedDataParallel(nn.Module):
             **arguments: Arguments of torch's DistributedDataParallel.
 
         Raises:
-            InputError: An argument is not supported, or `loss.backward()` and `optimizer.step()`
-                are not enough for the configuration.
+            InputError: An argument is not supported, or the configuration requires more than
+                `loss.backward()` and `optimizer.step()`.
             ConfigError: The configuration does not fit the module.
             ModelError: The module cannot be parallelized.
         """

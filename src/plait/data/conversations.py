@@ -307,7 +307,7 @@ def _to_messages(row: dict[str, Any]) -> list[Message]:
 def _encode_pair(
     tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, answers: bool
 ) -> Encoded:
-    """Return the tokens of prompt, completion and an end-of-text token.
+    """Return the tokens of a prompt and its completion, followed by an end-of-text token.
 
     The end-of-text token is a target of the loss, so that the model learns where an answer ends.
     """
@@ -363,7 +363,9 @@ def _encode_with_template(
 def _spans(
     template: ChatTemplate, messages: list[Message], numbers: list[int]
 ) -> tuple[str, list[tuple[int, int] | None]]:
-    """Return the text of a conversation, and the spans of its answers (messages `numbers`).
+    """Return the text of a conversation, and the spans of its answers.
+
+    The answers are the messages with the indices `numbers`.
 
     The span is None for an answer that the template writes differently when later turns follow, for
     example because it removes earlier thinking. A model never generates such an answer.

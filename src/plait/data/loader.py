@@ -140,7 +140,7 @@ def validation_batches(
 
     Args:
         sequences: Sequences of the validation text.
-        limit: Largest number of sequences, which are spread evenly over the text.
+        limit: Maximum number of sequences. They are spread evenly over the text.
         micro: Sequences per batch of a rank.
         dp_rank: Index of this rank among the data-parallel ranks.
         dp_size: Number of data-parallel ranks.

@@ -357,7 +357,7 @@ class Documents:
 
     @cached_property
     def _chunks(self) -> tuple[Array, Array]:
-        """Stream positions of the first token of every chunk, and after its last token."""
+        """Stream positions of the start of every chunk, and of the token after its end."""
         ends = np.asarray(self.stream.ends, dtype=np.int64)
         # Without documents there is no beginning either.
         starts = np.concatenate([[0], ends[:-1]])[: len(ends)]

@@ -5,7 +5,7 @@ first rows that they read.
 
 Ranks that share a batch, such as pipeline stages and tensor-parallel ranks, each read it
 themselves. Their random generators differ, because dropout draws from them. A collator that masks
-at random would therefore give each of these ranks another batch. `seeded_generators` gives
+at random would therefore give each of these ranks a different batch. `seeded_generators` gives
 collators the same random numbers on all of them.
 
 `StreamPart` is a rank's part of an iterable data set, whose length may be unknown. Batches are
@@ -170,8 +170,8 @@ def compare_stream(
 
     Collective over all ranks. The first rows of a data set of the library `datasets` are compared
     here, because such a data set restarts whenever it is read. For any other data set, `StreamPart`
-    compares the first rows while it reads them. Workers cannot do that, so with workers the first
-    rows of any data set are compared here.
+    compares the first rows while it reads them. If workers read the rows, they cannot compare them,
+    so the first rows of any data set are compared here.
 
     Args:
         data: The data set.

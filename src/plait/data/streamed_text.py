@@ -64,7 +64,7 @@ class StreamedText:
         return f"data.paths = {json.dumps(self.section.paths)}"
 
     def read(self, state: Mapping[str, Any] | None = None) -> StreamReader:
-        """Return a reader that starts at the beginning, or at a state of `StreamReader.state`."""
+        """Return a reader that starts at the beginning, or at a state from `StreamReader.state`."""
         return StreamReader(load_dataset(self.section, streaming=True), self.section, state)
 
     def fingerprint(self) -> str:
@@ -330,7 +330,7 @@ class StreamedLoader:
         return selected
 
     def _read_next_block(self) -> TextBlock:
-        """Read the next block, which is the first block of the next epoch at the end of the text.
+        """Read the next block. At the end of the text, this is the first block of the next epoch.
 
         Raises:
             InputError: The text has no sequence, or a row cannot be read.

@@ -1,7 +1,7 @@
 """Sources of text: documents in a fixed order, and a fingerprint of their content.
 
-The order depends only on the names of files, never on the order of the file system. A document
-that cannot be read is an error that names it; none is skipped silently.
+The order depends only on the names of files, never on the order of the file system. A document that
+cannot be read raises an error that names the document. None is skipped silently.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def find_files(paths: tuple[str, ...], *, suffixes: tuple[str, ...]) -> list[Pat
     """Return the files that `paths` name, sorted and without duplicates.
 
     Args:
-        paths: Files, globs, and folders, which stand for all files below them with one of
+        paths: Files, globs and folders. A folder stands for all files below it with one of
             `suffixes`.
         suffixes: Endings of file names, with their dot.
 
@@ -278,7 +278,7 @@ def _open_dataset(section: DataSection, cache: Path) -> Corpus:
 
 
 def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
-    """Load the split that the `data` section names with the library `datasets`.
+    """Load the split of the `data` section with the library `datasets`.
 
     Args:
         section: The `data` section of the configuration.

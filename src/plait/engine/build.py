@@ -77,10 +77,10 @@ def initialize(
         loss_fn: Loss, such as `plait.causal_lm_loss`. `plait.WeightedLoss` and `plait.per_sample`
             make one from functions.
         forward: Maps (model, micro-batch) to the output.
-        optimizer: Optimizer without state over the model's parameters, or function of a list of
-            parameters. The default is that of the configuration.
-        lr_scheduler: LR scheduler, or function of the optimizer. The default is that of the
-            configuration.
+        optimizer: Optimizer without state over the model's parameters, or a function that builds
+            one from a list of parameters. The default is the configuration's optimizer.
+        lr_scheduler: LR scheduler, or a function that builds one from the optimizer. The default is
+            the configuration's schedule.
         weights: Folder of safetensors for a model on meta.
         total_steps: Length of the run in optimizer steps, if the LR schedule needs it.
 

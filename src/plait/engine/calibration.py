@@ -1,11 +1,11 @@
 """Measurements of a machine for the planner.
 
-`measure` takes the rates of matrix products, memory and links, and the times of a few steps of a
+`measure` measures the rates of matrix products, memory and links, and the times of a few steps of a
 small model on several layouts. The same processes run all layouts, and an engine is closed before
 the next is created. The model is built from a configuration of Transformers on meta, the data are
 random tokens, and `plait.initialize` creates the engines as in any run (`time_steps`). All
-operations are timed in turn, for several rounds, and the median of each counts, as in
-`comm.measure`. It takes minutes at most.
+operations are timed in turn, for several rounds, and the median of each is used, as in
+`comm.measure`. A calibration takes minutes at most.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class CalibrationResult:
     Attributes:
         rates: Rates of the device.
         runs: Step time of each layout.
-        waiting: On CPU cores, the fraction of the time of data-parallel steps in which no rank
-            computed. Most of this time other programs used the cores; a small part is
-            communication. 0 on GPUs, where it cannot be measured.
+        waiting: Fraction of the time of data-parallel steps in which no rank computed. It is
+            measured on CPU cores. On GPUs, where it cannot be measured, it is 0. In most of this
+            time other programs used the cores; a small part is communication.
     """
 
     rates: DeviceRates
@@ -136,7 +136,7 @@ def measure(
     """Measure the rates of the device and the step time of every layout. Collective.
 
     Args:
-        request: The result of `calibration_request` on all its processes.
+        request: Result of `calibration_request`. It must be the same in all processes.
         machine: Name of the machine, for measurements on CPU cores.
         pace: Amount of work.
         done: Progress callback. Receives a description after every measurement.
@@ -194,7 +194,7 @@ def measure_products(
         device: Device of this rank.
 
     Returns:
-        FLOP/s, keyed by a text such as "2048 x 2048 x 2048".
+        FLOP/s, keyed by a string such as "2048 x 2048 x 2048".
     """
     operations: dict[str, Callable[[], object]] = {}
     for rows, inner, columns in shapes:

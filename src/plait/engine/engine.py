@@ -286,7 +286,7 @@ class Engine(EngineFacts):
     def from_output_stage(self, value: Any) -> Any:
         """Return the last pipeline stage's `value` on all ranks of the pipeline. Collective.
 
-        The value is small and picklable.
+        The value must be picklable, and should be small.
         """
         return self.sharded.from_output_stage(value)
 
@@ -500,7 +500,7 @@ class Engine(EngineFacts):
             )
 
     def _after_zero_grad(self, owner: Any, *, set_to_none: bool) -> None:
-        """Drop the loss weights whose gradients `ShardedModel` drops after a `zero_grad`."""
+        """Drop the loss weights of the gradients that `ShardedModel` drops after a `zero_grad`."""
         if owner is not self.model and owner is not self.optimizer:
             return
         self._warn_of_dropped(
@@ -538,8 +538,8 @@ class Engine(EngineFacts):
             tag: Name of the checkpoint. The default is like `step-00000010`.
             client_state: Plain data that is equal on every rank. It is restored with its types
                 (tuples, integer keys, small tensors).
-            loader: This rank's data loader, whose `state_dict()` is saved, such as torchdata's
-                StatefulDataLoader.
+            loader: This rank's data loader, such as torchdata's StatefulDataLoader. Its
+                `state_dict()` is saved.
             wait: If False, the call returns when the state has been copied, and a thread writes the
                 copy. See `checkpoint_written`. If a copy does not fit into host memory, or if
                 states are in files, the checkpoint is written before the call returns.
@@ -608,7 +608,7 @@ class Engine(EngineFacts):
                 only one tensor in eight, "off" only file sizes and manifests.
             on_note: Called on every rank with a description of each difference to the checkpoint.
                 Without it the first rank warns.
-            loader: This rank's data loader. It continues at its saved position, which requires the
+            loader: This rank's data loader. It continues at its saved position. This requires the
                 layout of the checkpoint.
 
         Returns:
@@ -662,11 +662,11 @@ _ROUNDING = 1e-6
 class WeightCheck:
     """Check that a loss returns the weight by which its step was divided.
 
-    `train_batch` divides before the first backward by `Loss.weight` of the batch (Note [Weight of a
-    loss]). A loss that returns another weight would be scaled wrongly, without any visible sign.
-    Both weights are summed over the ranks in any case, so the check costs no communication. On a
-    GPU the weights are read one step later, when their copy has arrived, so that nothing waits for
-    the device.
+    `train_batch` divides the loss before the first backward by `Loss.weight` of the batch (Note
+    [Weight of a loss]). A loss that returns another weight would be scaled wrongly, without any
+    visible sign. Both weights are summed over the ranks in any case, so the check costs no
+    communication. On a GPU the weights are read one step later, when their copy has arrived, so
+    that nothing waits for the device.
     """
 
     def __init__(self) -> None:
@@ -675,7 +675,7 @@ class WeightCheck:
         """Weights of the previous step and its number."""
 
     def applies_to(self, loss_fn: Loss) -> bool:
-        """Return True if a loss may return a weight that differs from its `weight` function."""
+        """Return True if a loss may return another weight than its `weight` function does."""
         return type(loss_fn) not in _CONSISTENT
 
     def note(self, weight: Any) -> None:
@@ -758,5 +758,5 @@ class OptimizerProxy(torch.optim.Optimizer):
         return self.engine.global_steps > 0 and not self.engine.was_step_applied()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state. A checkpoint stores all of it."""
+        """Return this rank's part of the state. A checkpoint stores the parts of all ranks."""
         return self.engine.optimizer.state_dict()

@@ -63,7 +63,7 @@ class StatefulLoader(Protocol):
 
 
 class EngineFacts:
-    """Properties of an engine that are derived from its parts. The class has no state.
+    """Properties of an engine that are derived from its attributes. Base class of `Engine`.
 
     Attributes:
         sharded: The model on its layout, with the hooks of its steps.
@@ -260,7 +260,10 @@ def _loader_state(loader: StatefulLoader | None) -> dict[str, torch.Tensor]:
 
 
 def _configured(stepper: Stepper) -> list[Group]:
-    """Return the configured values of all groups, and current ones of groups added later."""
+    """Return the configured values of all groups.
+
+    For a group that was added later, these are the values that it has now.
+    """
     stepper.configured.extend(configured_groups(stepper.optimizer)[len(stepper.configured) :])
     return stepper.configured
 
@@ -285,8 +288,8 @@ def load_engine(
 ) -> tuple[Place, dict[str, Any]] | None:
     """Load a checkpoint into an engine, on any layout. Collective.
 
-    On the layout of the checkpoint, generators resume their states. On another layout they are
-    seeded again (`generator_seed`).
+    If the layout is that of the checkpoint, generators resume their saved states. Otherwise they
+    are seeded again (`generator_seed`).
 
     Args:
         engine: The engine.

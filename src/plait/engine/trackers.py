@@ -45,7 +45,7 @@ def check_trackers(resolved: Resolved) -> None:
 
 
 class CsvTracker:
-    """Tracker that writes one CSV file per number, as DeepSpeed's `csv_monitor` does.
+    """Tracker that writes one CSV file per metric, as DeepSpeed's `csv_monitor` does.
 
     Args:
         folder: Folder of the files.
@@ -56,7 +56,7 @@ class CsvTracker:
         folder.mkdir(parents=True, exist_ok=True)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append a row to the file of every number."""
+        """Append a row to the file of every metric."""
         for name, value in values.items():
             path = self._folder / f"{name.replace('/', '_')}.csv"
             is_new = not path.exists()
@@ -71,7 +71,7 @@ class CsvTracker:
 
 
 class Trackers:
-    """Listener that passes the numbers of a run to its trackers. It exists on one rank only.
+    """Listener that passes the metrics of a run to its trackers. It exists on one rank only.
 
     Args:
         resolved: Configuration of the run. Its settings are recorded with the run.
@@ -90,7 +90,7 @@ class Trackers:
             self.close()
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Record numbers of a step."""
+        """Record metrics of a step."""
         for tracker in list(self._trackers):
             try:
                 tracker.log(values, step=step)
@@ -188,7 +188,7 @@ class _TrackedStep:
 class EngineTrackers:
     """Trackers of an engine whose training loop is the caller's.
 
-    The numbers of a step are copied asynchronously, and a later call records them once the device
+    The metrics of a step are copied asynchronously, and a later call records them once the device
     has computed them. No call waits for the device, except for `close`.
     """
 
@@ -212,7 +212,7 @@ class EngineTrackers:
         loss_scale: float,
         loss: torch.Tensor | None = None,
     ) -> None:
-        """Queue the numbers of a step, and record those of earlier steps that are available.
+        """Queue the metrics of a step, and record the available metrics of earlier steps.
 
         Args:
             step: Number of the step, from 1.

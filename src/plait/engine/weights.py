@@ -25,7 +25,8 @@ def full_weights(
 ) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer on the CPU of the first process. Collective.
 
-    The first process needs memory for all of them, the others for one tensor at a time.
+    The first process needs memory for all of them. Every other process needs memory for one tensor
+    at a time.
 
     Args:
         engine: The engine that trains the model.
@@ -35,8 +36,8 @@ def full_weights(
             buffers, and other parameters that are or were trained, are returned.
 
     Returns:
-        Full tensors by name in the first process, where tied names share a tensor. Nothing in the
-        others.
+        Full tensors by name in the first process. Tied names share one tensor. The result is empty
+        in the other processes.
 
     Raises:
         InputError: There is no tensor to return.

@@ -5,7 +5,8 @@ batch of its own, and wrong under tensor and pipeline parallelism, where several
 batch. The Accelerator of this module therefore presents the data-parallel ranks to the Trainer as
 its processes.
 
-`EngineOptimizerProxy` is the optimizer that LR schedulers and callbacks see. It steps the engine.
+`EngineOptimizerProxy` is the optimizer that LR schedulers and callbacks see. Its `step` steps the
+engine.
 """
 
 from __future__ import annotations
@@ -60,9 +61,8 @@ _WORKER_SETTINGS = ("prefetch_factor", "persistent_workers")
 def rejoin(backend: str | None, *, timeout: timedelta) -> None:
     """Create the default process group again if an earlier Accelerator destroyed it. Collective.
 
-    Accelerate would reuse the keys of the destroyed group in the launcher's store. A rank that
-    reads them before the other ranks have replaced them connects to addresses that no longer
-    answer.
+    Accelerate would reuse the destroyed group's keys in the launcher's store. A rank that reads an
+    old key before another rank has replaced it connects to an address that no longer answers.
 
     Args:
         backend: Requested backend. None: the default backend of the devices.
@@ -160,7 +160,7 @@ class RanksAccelerator(accelerate.Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Return a data loader of this rank's batches, which moves them to the device."""
+        """Return a data loader that yields this rank's batches and moves them to the device."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if data_loader.batch_sampler is None:
@@ -259,8 +259,8 @@ class RanksAccelerator(accelerate.Accelerator):
     ) -> Any:
         """Shard a model in place, unless it is already sharded, and return it.
 
-        A model for evaluation, such as the reference model of a preference loss, gets the layout of
-        the trained model. It only runs forwards.
+        A model for evaluation, such as the reference model of a preference loss, only runs
+        forwards. It gets the layout of the trained model.
         """
         if owner_of(model) is not None:
             return model
@@ -296,8 +296,9 @@ class RanksAccelerator(accelerate.Accelerator):
             unwrap: Accelerate's argument, which changes nothing here.
 
         Returns:
-            Tensors on the CPU in the first process, and nothing in the others. If the model has
-            adapters, the tensors are the adapters' only.
+            Full tensors on the CPU of the first process, and an empty mapping in the other
+            processes. If the model has adapters, see `full_weights` for the tensors that are
+            included.
 
         Raises:
             InputError: `model` is not the one that is trained, or it is not sharded yet.
@@ -340,14 +341,15 @@ class RanksAccelerator(accelerate.Accelerator):
         counts as one row. Collective.
 
         Raises:
-            InputError: The sizes of another dimension differ between ranks. Raised on all ranks.
+            InputError: The size of a dimension other than dim 0 differs between ranks. Raised on
+                all ranks.
         """
         if not self._gathers:
             return tensor
         return recursively_apply(self._gather_rows, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return `gather`'s result, or a list of objects with `use_gather_object`. Collective."""
+        """Return the result of `gather`. With `use_gather_object`, return a list. Collective."""
         group = self._group()
         if not use_gather_object:
             return self.gather(input_data)
@@ -384,7 +386,7 @@ class RanksAccelerator(accelerate.Accelerator):
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Pad tensors with `pad_index` to the longest of all data-parallel ranks. Collective."""
+        """Pad dim `dim` of tensors to its largest size on any data-parallel rank. Collective."""
         group = self._group()
 
         def pad(entry: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ Note [Changes to Transformers]
     Trainer that is not Plait's refuses arguments that set one of these fields.
 
 The arguments complete the configuration by the rule of Transformers' DeepSpeed integration: they
-replace every "auto", and every size that the configuration leaves out. A value that contradicts the
-arguments is refused.
+replace every "auto", and supply every size that the configuration leaves out. A value that
+contradicts the arguments is refused.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def settings_of(
 
     Returns:
         The configuration, completed by the arguments, and its resolved form. The resolved form
-        contains no LR schedule; `schedule_of` returns it.
+        contains no LR schedule; `schedule_of` returns the schedule.
 
     Raises:
         ConfigError: The configuration contradicts the arguments, or has a setting that no Trainer
@@ -195,7 +195,7 @@ def schedule_of(
     """Return the LR schedule of the configuration, or None if it has none.
 
     Args:
-        config: The first result of `settings_of`.
+        config: Configuration that `settings_of` returned.
         args: Arguments of the Trainer.
         world_size: Number of processes.
         max_steps: Length of the run in optimizer steps.

@@ -27,7 +27,8 @@ class Rounds(RoundPlan):
     """Batch sampler of one rank over the batch sampler of all ranks. See Note [Rounds of batches].
 
     Args:
-        batch_sampler: The batch sampler of all ranks, which yields the same order on each.
+        batch_sampler: Sampler that yields the batches of all ranks, in the same order on every
+            rank.
         ranks: Number of data-parallel ranks.
         index: This rank's index among them.
         drop_last: Whether the last round is left out if it has fewer batches than there are ranks.
@@ -123,7 +124,10 @@ class Rounds(RoundPlan):
             return next(batches, None)
 
     def _compare(self, dealt: list[Any]) -> None:
-        """Raise InputError if ranks differ in the order. Compares only once. Collective."""
+        """Raise InputError if the order differs between ranks. Only the first call compares.
+
+        The first call is collective.
+        """
         if self._device is None:
             return
         device = self._device

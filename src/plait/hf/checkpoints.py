@@ -1,8 +1,8 @@
 """Checkpoint folders of a Trainer or an Accelerate loop, which contain the engine's checkpoint.
 
-A folder `checkpoint-N` has the files of the Trainer, and in `plait` the checkpoint of the engine,
-from which a run resumes. A folder of `save_state` has the engine's checkpoint, the states of the
-schedulers, and the registered objects.
+A folder `checkpoint-N` has the files of the Trainer. Its subfolder `plait` has the engine's
+checkpoint, from which a run resumes. A folder that `save_state` writes has the engine's checkpoint,
+the states of the schedulers, and the registered objects.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ class LoopCheckpoints:
         """Write the training state to a folder. Collective.
 
         `output_dir/plait` has the model, optimizer, loss scale, random generators and the order of
-        the data. It loads on any layout. Next to it are the schedulers and the objects that were
-        registered with `register_for_checkpointing`.
+        the data. It loads on any layout. `output_dir` also has the schedulers and the objects that
+        were registered with `register_for_checkpointing`.
 
         Returns:
             The folder.
@@ -312,7 +312,7 @@ class LoopCheckpoints:
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Continue from a folder of `save_state`, on any layout. Collective.
+        """Continue from a folder that `save_state` wrote, on any layout. Collective.
 
         If the state was saved inside an epoch, the first pass over a loader reads that epoch again
         from its start. `accelerator.skip_first_batches` skips the batches that were read before the

@@ -1,6 +1,6 @@
 """Effect of every field of `TrainingArguments` under Plait: honoured, ignored or refused.
 
-A table of docs/how-to/trainer.md is generated from it.
+A table in docs/how-to/trainer.md is generated from this module.
 """
 
 from __future__ import annotations

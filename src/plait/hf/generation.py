@@ -1,4 +1,4 @@
-"""`predict_with_generate`: an evaluation generates with Plait, on any layout.
+"""Generation with Plait during an evaluation (`predict_with_generate`), on any layout.
 
 The result is the tensor of rows that Transformers' `generate` would return.
 """
@@ -110,7 +110,7 @@ def gathered_parameters(engine: Engine) -> Iterator[None]:
 
 
 def check_settings(model: Any) -> None:
-    """Raise InputError if generation_config of the model has an unsupported setting."""
+    """Raise InputError if the model's `generation_config` has an unsupported setting."""
     settings_of(model, {})
 
 
@@ -135,7 +135,7 @@ def generated(
         seed: Seed of the run.
 
     Returns:
-        The rows, padded on the right: int64, [batch, longest].
+        The rows, padded on the right: int64, [batch, length of the longest row].
     """
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -165,8 +165,8 @@ def generated(
 def answering(model: Any, tokens: torch.Tensor) -> Iterator[None]:
     """Return a context in which `model.generate(...)` returns the given tokens.
 
-    The Trainer's own code then pads them, and computes the loss of the batch. Changes that it makes
-    to the model's `generation_config` are undone at the end.
+    The Trainer's own code then pads the tokens, and computes the loss of the batch. Changes that
+    this code makes to the model's `generation_config` are undone at the end.
     """
     config = model.generation_config
     model.generation_config = deepcopy(config)

@@ -2,7 +2,7 @@
 
 `prepare` shards the model in place, and returns the same object. `accelerator.backward`, the
 optimizer's `step` and the scheduler's `step` do what they do under Accelerate. A call that is not
-supported raises an error with the alternative.
+supported raises an error that names an alternative.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     """`accelerate.Accelerator` with Plait's layouts. Its processes are the data-parallel ranks.
 
     Args:
-        plait_config: A path to JSON or YAML, a mapping or a Config. A DeepSpeed file is valid as
-            it is. Without it the model is replicated.
+        plait_config: A path to JSON or YAML, a mapping or a Config. A DeepSpeed file is valid as it
+            is. Without a configuration the model is replicated.
         mixed_precision: "no", "bf16" or "fp16".
         deepspeed_plugin: A plugin whose `deepspeed_config` is used, without DeepSpeed.
         arguments: Other arguments of Accelerate's class.
@@ -123,7 +123,10 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
 
     @property
     def mixed_precision(self) -> str:
-        """Precision in which the engine computes, without autocast: the argument of this name."""
+        """Precision in which the engine computes, without autocast.
+
+        It is the argument `mixed_precision`, or else the setting of `accelerate launch`.
+        """
         return self._precision
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -240,7 +243,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return a scheduler that steps with the optimizer.
 
-        Per optimizer step it takes one step for each data-parallel rank, as under Accelerate.
+        Per optimizer step, the scheduler takes one step for each data-parallel rank, as under
+        Accelerate.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
@@ -256,8 +260,9 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
     ) -> Any:
         """Return a data loader of this rank's batches, in Accelerate's order.
 
-        A rank without a batch in the last round repeats the batch of another rank, which `backward`
-        and `gather_for_metrics` ignore. See Note [Rounds of batches] in `hf.batches`.
+        A rank without a batch in the last round repeats the batch of another rank. `backward` and
+        `gather_for_metrics` ignore the repeated batch. See Note [Rounds of batches] in
+        `hf.batches`.
         """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
@@ -373,7 +378,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         engine.backward(loss * (factor * self._steps / self.gradient_accumulation_steps))
 
     def _ranks_with_batch(self) -> int:
-        """Return the number of data-parallel ranks, from index 0, that have their own batch now."""
+        """Return how many data-parallel ranks have a batch of their own in the current round."""
         loader = self.gradient_state.active_dataloader
         if loader is None or not loader.end_of_dataloader:
             return self.num_processes
@@ -483,7 +488,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         return self.gather_first(tensor, len(tensor) if has_batch else 0)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free the objects, and release the model. Another one may be prepared afterwards."""
+        """Free the objects, and release the model. Another model may be prepared afterwards."""
         if self.engine is not None:
             self.engine.close()
         self.engine = None

@@ -54,8 +54,8 @@ class TrainerStep:
         Args:
             index: Index of the micro-batch.
             scaled: Whether the loss was divided by `num_items_in_batch` of the step. Otherwise it
-                was divided by the number of micro-batches of this rank, although all ranks together
-                may have fewer.
+                was divided by this rank's number of micro-batches, repeated ones included, and the
+                factor corrects for the repeated ones.
             ranks: Number of data-parallel ranks.
         """
         if not self.has_batch[index]:
@@ -117,7 +117,7 @@ class FilledStep(Iterator[Any]):
 def counted(batches: list[Any], step: TrainerStep) -> list[Any]:
     """Return the micro-batches, without labels in those that repeat another rank's batch.
 
-    The other rank has the loss of these labels.
+    The other rank computes the loss of these labels.
     """
     return [
         batch if own else _unlabelled(batch)
@@ -237,7 +237,10 @@ class _TensorIndex:
 
 
 def _extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the structure with placeholders for its tensors, which are appended to `tensors`."""
+    """Return the structure with its tensors replaced by placeholders.
+
+    The tensors are appended to `tensors`.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return _TensorIndex(len(tensors) - 1)

@@ -7,8 +7,8 @@ object.
 
 Note [Life of a step]
     `get_batch_samples` reads the micro-batches of a step, and `_get_num_items_in_batch` makes the
-    `TrainerStep` for them. Each call of `training_step` runs inside `_micro_batch`, which
-    computes the factor of the loss. `_backward` multiplies by it. The Trainer then calls
+    `TrainerStep` for them. Each call of `training_step` runs inside `_micro_batch`, which computes
+    the factor of the loss. `_backward` multiplies the loss by this factor. The Trainer then calls
     `optimizer.step`, which is `EngineOptimizerProxy.step`.
 """
 
@@ -252,7 +252,7 @@ class TrainerMixin(CheckpointMixin):
         return self.engine
 
     def _optimizer_source(self) -> Any:
-        """Return what to pass to `initialize` as `optimizer`. None: the configuration has one."""
+        """Return the argument `optimizer` of `initialize`, or None if the configuration has one."""
         passed = self.optimizer
         if self.plait_config.optimizer is None:
             return passed if passed is not None else lambda _: self.create_optimizer()
@@ -329,8 +329,8 @@ class TrainerMixin(CheckpointMixin):
     def _refuse_split_rows(self, loader: Any) -> None:
         """Raise InputError if the rows of a loader's data set differ between ranks. Collective.
 
-        It runs when training or evaluation starts, not when the loader is created, because a script
-        may create a loader on one rank only.
+        The check runs when training or evaluation starts, not when the loader is created, because a
+        script may create a loader on one rank only.
         """
         data = getattr(loader, "dataset", None)
         # By identity: a data set may define `==`.
@@ -423,7 +423,7 @@ class TrainerMixin(CheckpointMixin):
     ) -> torch.Tensor:
         """Run forward and backward of a micro-batch. Collective.
 
-        In a pipeline the last call of a step runs all of its micro-batches.
+        With pipeline parallelism, the last call of a step runs all micro-batches of the step.
 
         Returns:
             The loss, multiplied by its factor in the step.
@@ -474,7 +474,7 @@ class TrainerMixin(CheckpointMixin):
             step.inside = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make a `training_step` that the script's class defines run as a micro-batch."""
+        """Wrap the subclass's own `training_step`, if any, so that it runs as a micro-batch."""
         super().__init_subclass__(**kwargs)
         if "training_step" in vars(cls):
             cls.training_step = _as_micro_batch(vars(cls)["training_step"])  # type: ignore[method-assign]

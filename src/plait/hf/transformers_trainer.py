@@ -1,8 +1,8 @@
 """Properties of the installed Transformers Trainer: its release, and what scripts override.
 
 The Trainer of Plait runs on Transformers 5.17 and newer. All decisions that depend on the release
-are in this module, which tests which attributes exist. Where an attribute is missing, Plait behaves
-as that release of Transformers does.
+are in this module. It tests which attributes exist. Where an attribute is missing, Plait behaves as
+the releases without that attribute do.
 
 The names that a script's own method reads (`reads`) show how its loss is scaled, and whether it
 calls the method of the Trainer.
@@ -88,17 +88,18 @@ def layout_free_groups() -> AbstractContextManager[None]:
 def declared_scaling(trainer: Any) -> bool | None:
     """Return `loss_is_scaled_for_ga` of a Trainer.
 
-    The result is None if it is not set, or if this release of Transformers does not read it.
+    The result is None if the attribute is not set, or if this release of Transformers does not read
+    it.
     """
     has_field = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")
     return trainer.loss_is_scaled_for_ga if has_field else None
 
 
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
-    """Return True if `compute_loss` divides by `num_items_in_batch`, and not `training_step`.
+    """Return True if `compute_loss`, not `training_step`, divides by `num_items_in_batch`.
 
-    Transformers before 5.19 does not read `loss_is_scaled_for_ga`, and decides as later releases do
-    if it is None.
+    Transformers before 5.19 does not read `loss_is_scaled_for_ga`. It makes the decision that later
+    releases make if this attribute is None.
     """
     declared = declared_scaling(trainer)
     if declared is not None:
@@ -145,8 +146,8 @@ def _names(code: CodeType) -> set[Any]:
 def warnings_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[str]:
     """Return warnings about a script's own `compute_loss` whose scale depends on the layout.
 
-    Transformers assumes that the loss was divided by `num_items_in_batch`, the targets of a step
-    over all micro-batches and processes. Its own `compute_loss` multiplies by the number of
+    Transformers assumes that the loss was divided by `num_items_in_batch`, the number of targets in
+    all micro-batches of a step on all processes. Its own `compute_loss` multiplies by the number of
     processes, because gradients are averaged over them.
 
     Args:
@@ -194,7 +195,7 @@ def warnings_about_loss(trainer: Any, *, ranks: int, accumulation: int) -> list[
 
 
 def _helpers(kind: type, method: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a script that a method names: methods of its class, and globals."""
+    """Yield the script's functions to which a method refers: methods of its class, and globals."""
     for name in _names(method.__code__) if hasattr(method, "__code__") else ():
         if name == "compute_loss":
             continue

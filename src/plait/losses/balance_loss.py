@@ -23,7 +23,7 @@ from plait.parallel.experts.router_statistics import RouterStatistics
 def with_balance_loss(
     loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None
 ) -> Loss | None:
-    """Add the balance loss of a Transformers model to its loss, if the model has one.
+    """Add the balance loss of a Transformers model, if it has one, to its token loss.
 
     It is added to `CausalLMLoss` only, because another loss may add `output.aux_loss` itself.
 
@@ -34,7 +34,8 @@ def with_balance_loss(
             itself, or None.
 
     Raises:
-        ConfigError: A setting needs the statistics, and they cannot be added to this loss.
+        ConfigError: A setting needs a router loss that is computed from the statistics, and it
+            cannot be added to this loss.
     """
     # A class of the user computes the loss itself.
     is_user_defined = not type(loss).__module__.startswith("plait.losses.")
@@ -79,7 +80,7 @@ def without_balance_loss(loss: Any) -> Any:
 
 @dataclass(frozen=True)
 class BalancedLoss:
-    """Token loss plus the router losses times the number of targets of the micro-batch."""
+    """Token loss, plus the product of the router losses and the micro-batch's target count."""
 
     inner: CausalLMLoss
     coefficient: float

@@ -9,9 +9,9 @@ Note [Loss in chunks]
     disabled (an evaluation), only the loss is computed. In float16 the chunks are computed again in
     the backward, which knows the loss scale.
 
-    While the model runs, its head returns its input. Elementwise changes that the model makes to
-    its logits afterwards (a soft cap, a scale, a cast) are recorded and applied to each chunk. All
-    other changes are refused.
+    While the model runs, the head returns its own input instead of logits. Elementwise changes that
+    the model makes to its logits afterwards (a soft cap, a scale, a cast) are recorded and applied
+    to each chunk. All other changes are refused.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeferredLogits:
 
 @dataclass(frozen=True)
 class ChunkedCausalLMLoss(CausalLMLoss):
-    """`CausalLMLoss` in chunks, for a model whose forward is `deferred`.
+    """`CausalLMLoss` in chunks, for a model whose forward is the result of `deferred`.
 
     Value and gradients equal those of `CausalLMLoss`. Plain logits are accepted too.
     See Note [Loss in chunks].
@@ -140,7 +140,7 @@ def chunked_cross_entropy(
 def _chunks(
     hidden: torch.Tensor, targets: torch.Tensor, size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return chunks of ([tokens, hidden], [tokens])."""
+    """Return chunks of hidden states [tokens, hidden] and targets [tokens], in pairs."""
     hidden_chunks = hidden.reshape(-1, hidden.shape[-1]).split(size)
     return list(zip(hidden_chunks, targets.reshape(-1).split(size), strict=True))
 
@@ -169,12 +169,12 @@ def _with_gradients(
     chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
     factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor | None]]]:
-    """Compute the sum over chunks, and its gradients times `factor`.
+    """Compute the sum of the losses of chunks, and its gradients times `factor`.
 
     Returns:
         The sum, and a pair (tensor, gradient) for every tensor that needs a gradient, parameters
-        first. A gradient of a parameter may be wider than the parameter. It is None if the head
-        does not use the parameter.
+        first. A parameter's gradient may be wider than the parameter, and is None if the head does
+        not use the parameter.
     """
     hidden = logits.hidden
     parameters = logits.parameters
@@ -425,7 +425,10 @@ def _with_current_gathering(head: Head) -> Head:
 
 
 class _LogitsRecorder(TorchFunctionMode):
-    """TorchFunctionMode that records operations on a placeholder for logits, unexecuted."""
+    """TorchFunctionMode that records the operations on a placeholder for logits.
+
+    The recorded operations are not executed.
+    """
 
     def __init__(self, subject: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Losses as (sum, weight), and the cross entropy of causal language models.
 
 Logits may be split along the vocabulary. `vocab_parallel_cross_entropy` never gathers them: ranks
-exchange three elements per token, the largest logit, then the sum of exponentials together with the
-target's logit.
+exchange three elements per token: first the largest logit, then the sum of exponentials and the
+target's logit together.
 
 Note [Weight of a loss]
     The engine divides every sum by the global weight of the step, so that a micro-batch with few
@@ -50,8 +50,9 @@ class CausalLMLoss:
     """Next-token cross entropy from an output of Transformers.
 
     `output.logits` has shape [batch, seq, vocab]. `batch["labels"]` [batch, seq] int64 are shifted
-    here (position t predicts label t + 1), and -100 is ignored. `batch["shift_labels"]` replaces
-    them if it exists: labels that are already shifted, for all of the sequence or a part of it.
+    here (position t predicts label t + 1), and -100 is ignored. If `batch["shift_labels"]` exists,
+    it is used instead. It contains labels that are already shifted, for the full sequence or a part
+    of it.
 
     The loss is computed in float32, or in float64 for float64 logits. The weight is the number of
     targets. Logits that tensor parallelism has split along the vocabulary stay split. A subclass

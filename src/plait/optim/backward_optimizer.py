@@ -29,8 +29,8 @@ class BackwardOptimizer(StepHook):
         optimizer: An elementwise optimizer of torch.
 
     Attributes:
-        inspectors: Callbacks, each called with a parameter whose gradient is complete, before its
-            update.
+        inspectors: Callbacks. Each is called with every parameter whose gradient is complete,
+            before that parameter is updated.
 
     Raises:
         ModelError: The optimizer is not elementwise.
@@ -69,7 +69,7 @@ class BackwardOptimizer(StepHook):
             handle.remove()
 
     def take_norms(self) -> dict[nn.Parameter, torch.Tensor]:
-        """End the step, and return the norms of this rank's shards of the step's gradients."""
+        """End the step, and return the norm of this rank's shard of each gradient of the step."""
         norms = self._norms
         self._norms = {}
         return norms

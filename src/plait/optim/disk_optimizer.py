@@ -6,8 +6,8 @@ Note [Streaming step]
     The step is computed chunk by chunk. While one chunk is updated, one thread reads the next
     chunks and another writes the previous ones, so that at most `buffer_count` chunks are in
     memory. The optimizer is torch's own and sees ordinary tensors, so the results are bitwise equal
-    to those of a step in memory. An elementwise optimizer is stepped on slices of parameters, any
-    other one on full parameters.
+    to those of a step in memory. An elementwise optimizer is stepped on slices of parameters. Any
+    other optimizer is stepped on full parameters.
 """
 
 from __future__ import annotations
@@ -415,7 +415,9 @@ class DiskTier(StepHook):
         self._map_states()
 
     def scale_in_step(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients by a factor in the next step, which saves a pass over the files.
+        """Multiply all gradients by a factor in the next step.
+
+        A separate multiplication would need another pass over the files.
 
         Args:
             factor: A number, or a 0-dimensional tensor.
@@ -528,7 +530,7 @@ class DiskTier(StepHook):
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
     def _step_slices(self, optimizer: Optimizer, chunk: list[_ParameterSlice]) -> None:
-        """Step the optimizer on plain parameters that are the slices, with slices of the states."""
+        """Step the optimizer on the slices as plain parameters, with slices of the states."""
         members = []
         for part in chunk:
             sliced = nn.Parameter(part.view_of(part.parameter.detach()))
@@ -650,7 +652,7 @@ class _ParameterSlice:
         return self.parameter.grad
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these elements of a tensor of the parameter's shape: a flat view."""
+        """Return a flat view of the slice's elements in a tensor of the parameter's shape."""
         return local_tensor(tensor).view(-1)[self.start : self.end]
 
 

@@ -26,7 +26,7 @@ _CHUNK = 1 << 20
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the Euclidean norm of every plain tensor: 0-dimensional, on its device.
 
-    The norms are float32, or wider if the tensor is.
+    The norms are float32, or have the dtype of the tensor if that is wider.
     """
     norms: dict[int, torch.Tensor] = {}
     for indices in grouped_by_device_and_dtype(tensors):

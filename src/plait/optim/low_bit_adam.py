@@ -223,10 +223,10 @@ class _StoredMoment:
     """Flat moment of a parameter's local shard, possibly quantized.
 
     Attributes:
-        stored: Numbers or codes, [n].
-        scales: Scales of the blocks, [n / block], or None for plain numbers.
+        stored: Values or codes of the n elements, [n].
+        scales: Scales of the blocks, [n / block], or None for values without codes.
         block: Number of elements per block.
-        codec: Codec of the codes, or None for plain numbers.
+        codec: Codec of the codes, or None for values without codes.
     """
 
     stored: torch.Tensor
@@ -235,13 +235,13 @@ class _StoredMoment:
     codec: Codec | None = None
 
     def read(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part in `dtype`. It is a view if the stored numbers have that dtype already."""
+        """Return a part in `dtype`: a view of the stored values if they have that dtype already."""
         if self.codec is None or self.scales is None:
             return self.stored[part].to(dtype)
         return self.codec.decode(self.stored[part], self.scales[self._blocks(part)]).to(dtype)
 
     def write(self, part: slice, numbers: torch.Tensor) -> None:
-        """Store new numbers for a part that was read with `read`."""
+        """Store new values for a part that was read with `read`."""
         if self.codec is not None and self.scales is not None:
             codes, scales = self.codec.encode(numbers, self.block)
             self.stored[part] = codes
@@ -261,8 +261,8 @@ class Codec(Protocol):
         """Quantize a flat tensor.
 
         Args:
-            numbers: Floating point, [n]. A block with non-finite numbers decodes to NaN or
-                infinity.
+            numbers: Tensor of n floating-point values, [n]. A block with non-finite values decodes
+                to NaN or infinity.
             block: Number of elements per block, a divisor of n.
 
         Returns:
@@ -280,7 +280,7 @@ class DynamicInt8:
     at most two codes, so one table look-up and one comparison replace a search.
 
     Args:
-        signed: Whether numbers may be negative.
+        signed: Whether elements may be negative.
         device: Device of the tables.
     """
 
@@ -319,7 +319,7 @@ def levels(*, signed: bool) -> torch.Tensor:
     They are rounded once, so they are the same on every machine.
 
     Args:
-        signed: Whether half of the numbers are negative.
+        signed: Whether half of the values are negative.
 
     Returns:
         float32, [256], ascending.
@@ -367,5 +367,5 @@ def _scaled(
 
 
 def _multiplied(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply each block of numbers [n] by its scale, in place."""
+    """Multiply each block of values [n] by its scale, in place."""
     return numbers.view(scales.numel(), -1).mul_(scales.unsqueeze(1)).view(-1)

@@ -134,7 +134,7 @@ def warmup_decay_lr(
 ) -> float:
     """Return the rate of a warm-up followed by a linear decay.
 
-    The warm-up is that of `warmup_lr`. After it the rate is
+    The warm-up is that of `warmup_lr` and has n steps. After it the rate is
     low + (high - low) x max(0, (total - index) / max(1, total - n)).
     """
     fraction = warmup_fraction(schedule, index)
@@ -148,8 +148,9 @@ def warmup_cosine_ratio(schedule: WarmupCosineLR, index: int, *, total_steps: in
     """Return the rate of a warm-up and cosine decay, as a fraction of the highest rate.
 
     It is 0 at index -1, and min + (1 - min) x warm-up fraction during the warm-up. After the
-    warm-up it is cos_min + (1 - cos_min) x (1 + cos(pi p)) / 2 with
-    p = min(1, (index - n + 1) / max(1, total - n)).
+    warm-up of n steps it is cos_min + (1 - cos_min) x (1 + cos(pi p)) / 2 with
+    p = min(1, (index - n + 1) / max(1, total - n)). Here min is `warmup_min_ratio`, and cos_min is
+    `cos_min_ratio`.
     """
     if index < 0:
         return 0.0
@@ -165,7 +166,7 @@ def warmup_cosine_ratio(schedule: WarmupCosineLR, index: int, *, total_steps: in
 def lr_range_test(schedule: LRRangeTest, index: int, *, low: float) -> float:
     """Return low x (1 + step_rate x (index + 1) / step_size).
 
-    For a staircase the fraction is rounded down.
+    For a staircase, (index + 1) / step_size is rounded down.
     """
     intervals = float(index + 1) / schedule.lr_range_test_step_size
     if schedule.lr_range_test_staircase:
@@ -188,7 +189,7 @@ def cycle_height(schedule: OneCycle, index: int) -> float:
 
     Args:
         schedule: Parameters of the schedule.
-        index: Index from 0 to first + second - 1.
+        index: Index from 0 to first + second - 1, with the results of `cycle_halves`.
     """
     first, second = cycle_halves(schedule)
     total = first + second
@@ -214,7 +215,8 @@ def cycle_height(schedule: OneCycle, index: int) -> float:
 def one_cycle_lr(schedule: OneCycle, index: int, *, low: float, high: float) -> float:
     """Return low + (high - low) x height in the cycle.
 
-    After the cycle it is low / (1 + decay_lr_rate x intervals).
+    After the cycle it is low / (1 + decay_lr_rate x intervals), where intervals is the number of
+    steps since the cycle divided by `decay_step_size`. If that size is 0, it is `low`.
     """
     total = sum(cycle_halves(schedule))
     if index < 0:
@@ -229,8 +231,9 @@ def one_cycle_lr(schedule: OneCycle, index: int, *, low: float, high: float) -> 
 def one_cycle_momentum(schedule: OneCycle, index: int, *, low: float, high: float) -> float:
     """Return high - (high - low) x height in the cycle.
 
-    After the cycle it is high x (1 + decay_mom_rate x intervals). At index -1 it is `low`, not
-    `high`: DeepSpeed's first step has the momentum of the middle of the cycle.
+    After the cycle it is high x (1 + decay_mom_rate x intervals), with the intervals of
+    `one_cycle_lr`. At index -1 it is `low`, not `high`: DeepSpeed's first step has the momentum of
+    the middle of the cycle.
     """
     total = sum(cycle_halves(schedule))
     if index < 0:

@@ -1,8 +1,8 @@
 """LR schedulers that are built from a SchedulerSpec: DeepSpeed's, torch's and Transformers'.
 
 All of them are torch `LRScheduler`s. The caller calls `step()` once after every optimizer step that
-was not skipped, which sets the rate of the next step. The rate of the first step is set when the
-schedule is created.
+was not skipped. The call sets the rate of the next optimizer step. The rate of the first step is
+set when the schedule is created.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def build_scheduler(
         total_steps: Length of the run in optimizer steps, for schedules that do not specify it.
 
     Raises:
-        ConfigError: `total_steps` is required and None, or a value does not fit the schedule or the
-            optimizer.
+        ConfigError: `total_steps` is None although it is required, or a value does not fit the
+            schedule or the optimizer.
     """
     if spec.type in lr_schedules.DEEPSPEED:
         return _build_deepspeed(spec, optimizer, total_steps=total_steps)
@@ -233,11 +233,11 @@ def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list
 def _momenta(
     schedule: OneCycle, optimizer: Optimizer, *, total_steps: int | None
 ) -> Callable[[int], list[float]] | None:
-    """Return a function that maps the index to the first beta of every parameter group.
+    """Return a function that maps DeepSpeed's index to the first beta of every parameter group.
 
-    A momentum that decays upwards reaches 1 at some step, and Adam would divide by zero there.
-    DeepSpeed allows it. Plait refuses it: when the schedule is created if the length of the run is
-    known, and at that step otherwise.
+    With a positive `decay_mom_rate`, the momentum grows after the cycle. Once it reaches 1, Adam
+    divides by zero. DeepSpeed permits this. Plait raises ConfigError, either when the schedule is
+    created (if the length of the run is known) or at the step at which the momentum reaches 1.
 
     Returns:
         The function, or None if momentum is not cycled or the optimizer has no betas.
@@ -303,7 +303,7 @@ class ScheduleSource:
 
     @property
     def facts(self) -> Any:
-        """Description that a checkpoint stores. Schedules with the same rates have equal ones."""
+        """Description that a checkpoint stores. It is equal for schedules with the same rates."""
         return exact.encode(
             {"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler"
         )

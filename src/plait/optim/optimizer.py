@@ -108,9 +108,9 @@ def _class_and_params(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer
 def _adam(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return the class and parameters of Adam or AdamW by the rules of DeepSpeed.
 
-    They are those of DeepSpeed 0.19.8 (`runtime/engine.py`, `_configure_basic_optimizer`): `Adam`
-    is AdamW unless `adam_w_mode` is false, which `AdamW` ignores. The default weight decay is 0;
-    with `torch_adam` it is torch's 0.01.
+    The rules are those of DeepSpeed 0.19.8 (`runtime/engine.py`, `_configure_basic_optimizer`):
+    `Adam` is AdamW unless `adam_w_mode` is false. `AdamW` ignores `adam_w_mode`. The default weight
+    decay is 0; with `torch_adam` it is torch's 0.01.
     """
     decoupled = params.pop("adam_w_mode", True) or kind == "AdamW"
     if not params.pop("torch_adam", False):
@@ -309,7 +309,7 @@ def _build_small_state_adam(
 ) -> Optimizer:
     """Build Adam or AdamW with low-bit moments.
 
-    The configuration has refused parameters that only torch's kernels support.
+    The configuration has refused settings that only torch's kernels support.
     """
     assert spec.states is not None
     kind, params = _adam(spec.type, params)
@@ -333,9 +333,10 @@ def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
     The split and the defaults are DeepSpeed's (`set_optimizer_flags`, `MuonWithAuxAdam`).
 
     torch's Muon orthogonalises full matrices: on shards every rank gathers them, which costs
-    traffic that AdamW does not have. It multiplies in bfloat16. A difference of 1e-7 between the
-    gradients of two layouts becomes one of about 1e-2 between their updates (norms), and of up to
-    7e-2 if gradients have a low rank. Single elements differ by up to half of the largest.
+    traffic that AdamW does not have. Muon multiplies in bfloat16. A difference of 1e-7 in norm
+    between the gradients of two layouts becomes a difference of about 1e-2 between their updates,
+    and of up to 7e-2 if gradients have a low rank. Single elements differ by up to half of the
+    largest element.
     """
     matrices = [
         (name, p)
@@ -395,7 +396,7 @@ class JoinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _share(self) -> None:
-        """Make the groups and states of all parts those of this optimizer, without copies."""
+        """Assign this optimizer's groups and states to the parts that own them, without copies."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]

@@ -296,7 +296,9 @@ def _load_with_transformers(folder: Path) -> Any:
 
 
 def compare_reloaded(checkpoint: CheckpointFolder, out: Path) -> int:
-    """Compare every tensor that Transformers loads with the checkpoint, in the folder's dtype.
+    """Compare the tensors that Transformers loads from a folder to those of its checkpoint.
+
+    They are compared in the dtype of the folder.
 
     Args:
         checkpoint: The checkpoint to compare with.
@@ -307,7 +309,7 @@ def compare_reloaded(checkpoint: CheckpointFolder, out: Path) -> int:
 
     Raises:
         CheckpointError: Transformers cannot open the folder, or a tensor differs. The message names
-            the first one.
+            the first tensor that differs.
     """
     model = _load_with_transformers(out)
     reader = Reader(checkpoint)
@@ -333,7 +335,7 @@ class ExportComparison:
     """Agreement between Plait's model of a checkpoint and Transformers' model of the export.
 
     Attributes:
-        logits: Largest absolute difference between their logits of the prompt.
+        logits: Largest absolute difference between the two models' logits of the prompt.
         tokens: Number of greedy tokens that were compared. All of them are equal.
     """
 

@@ -44,10 +44,11 @@ class BuiltModel:
 
     Attributes:
         model: The model, on the meta device.
-        weights: Folder with its safetensors, or None to initialise it from the seed.
+        weights: Folder with the model's safetensors, or None to initialise the model from the seed.
         kind: Model type of Transformers, such as `llama`.
         hidden_size: Width of the residual stream, or None if the configuration does not tell.
-        identity: Values of `model.<field>` that a checkpoint must share to fit.
+        identity: Values of `model.<field>`. A run resumes only from a checkpoint with the same
+            values.
     """
 
     model: nn.Module

@@ -1,25 +1,26 @@
 """Training loop: steps, validation, checkpoints, and a clean stop.
 
-Every rank runs the loop with the same numbers and takes the same decisions. A signal may reach only
+Every rank runs the loop with the same metrics and makes the same decisions. A signal may reach only
 one rank, so ranks exchange signals before they act on them. The data of a step is a function of the
 position, so a resumed run computes what an uninterrupted run would. The loop notifies listeners and
 prints nothing itself.
 
-Note [Reading a step's numbers]
+Note [Reading a step's metrics]
     A GPU runs asynchronously. If the loop read the loss of a step immediately, the device would
-    idle until the program has queued the next step. The numbers are therefore copied to pinned
-    memory after the step, and read when the next step is queued. That wait ends with the copy
-    (`.item()` would also wait for the next step), and it keeps the program at most one step ahead.
+    idle until the program has queued the next step. The metrics are therefore copied to pinned
+    memory after the step, and read when the next step is queued. Reading waits only for the copy,
+    whereas `.item()` would also wait for the next step. The wait keeps the program at most one step
+    ahead.
 
-    Listeners receive the event of a step one step late. Where something depends on the numbers
-    (validation, a checkpoint, the end), all of them are read first, so a checkpoint never contains
-    a step whose numbers were not checked. All ranks read at the same positions, so they stop at the
-    same one.
+    Listeners receive the event of a step one step late. Before validation, a checkpoint and the end
+    of the run, the metrics of all queued steps are read, so a checkpoint never contains a step
+    whose metrics were not checked. All ranks read at the same positions, so they stop at the same
+    position.
 
 Note [Stopping together]
-    A signal reaches the ranks at different moments, or only one of them. A single rank that stopped
-    would leave the others waiting in a collective forever. All ranks therefore stop after the first
-    step in which any of them received a request.
+    A signal reaches the ranks at different times, or reaches only one of them. A single rank that
+    stopped would leave the others waiting in a collective forever. All ranks therefore stop after
+    the first step in which any of them received a request.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def train(context: TrainingContext, start: Position) -> int:
         stop = context.stop.shared(device=context.engine.device, is_due=checkpoints.is_due())
         reader.add(position.step, result, stop)
 
-        # See Note [Reading a step's numbers].
+        # See Note [Reading a step's metrics].
         validates = _is_multiple(position.step, section.validate_every)
         saves = reader.checkpoint_due or _is_multiple(position.step, section.checkpoint_every)
         reader.read(every_step=validates or saves or position.step == section.steps)
@@ -213,7 +214,10 @@ class _CheckpointWriter:
         return interval > 0 and self.context.seconds() - self._last >= interval
 
     def begin(self, position: Position) -> None:
-        """Start to write the checkpoint of a position, after the previous one. Collective."""
+        """Start to write a checkpoint at a position. Collective.
+
+        This waits until the previous checkpoint has been written.
+        """
         self.report(wait=True)
         self._last = self.context.seconds()
         self._position = position
@@ -264,9 +268,9 @@ class _PendingStep:
 
 
 class _StepReader:
-    """Reader of the numbers of queued steps, which emits their events.
+    """Reader of the metrics of queued steps. It emits the events of these steps.
 
-    See Note [Reading a step's numbers].
+    See Note [Reading a step's metrics].
 
     Attributes:
         stopped_by: Signal that stops the run, STOP_REQUESTED, or 0.
@@ -346,7 +350,7 @@ class _StepReader:
 class StepClock:
     """Clock for the time between the ends of consecutive steps.
 
-    A GPU runs behind the program: when the numbers of a step are read, the next step may be queued
+    A GPU runs behind the program: when the metrics of a step are read, the next step may be queued
     or even finished. The clock therefore records the end of a step as an event on the device. On a
     CPU a step has ended when `seconds` is called.
     """
@@ -370,7 +374,9 @@ class StepClock:
         return event
 
     def seconds(self, end: Any) -> float:
-        """Return the seconds from the previous step's end, or `restart`. Waits for the device.
+        """Return the seconds from the previous step's end, or from `restart`, to `end`.
+
+        This waits for the device.
 
         Args:
             end: Result of `mark` at the end of a step. Steps must be passed in their order.
@@ -457,10 +463,11 @@ class StopRequest:
             is_due: Whether a checkpoint is due by the clock of this process. Clocks differ.
 
         Returns:
-            A float64 tensor [1] on `device`, which the loop reads together with the other numbers
-            of the step. Its integral part is the signal that stops the run, STOP_REQUESTED, or 0.
-            Its fraction is 0.5 if a checkpoint is due on a process with the largest integral part.
-            A run that stops writes a checkpoint anyway.
+            A float64 tensor [1] on `device`, which the loop reads together with the metrics of the
+            step. It is the maximum over all processes. Its integral part is the signal that stops
+            the run, STOP_REQUESTED, or 0. Its fraction is 0.5 if a checkpoint is due. A signal on
+            one process can hide the fraction of another, but a run that stops writes a checkpoint
+            anyway.
         """
         number = self.number + 0.5 * is_due
         # `full` is a kernel. A tensor made from a Python number would be copied to the device.

@@ -1,4 +1,4 @@
-"""Folder of a run: its paths, the run to resume in it, and how to start over.
+"""Folder of a run: its paths, the position to resume from, and how to start over.
 
     config.json              resolved configuration of the last start
     tokenizer/               opens with AutoTokenizer.from_pretrained

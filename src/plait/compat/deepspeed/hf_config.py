@@ -1,6 +1,6 @@
 """Patch for Transformers' `HfDeepSpeedConfig`, which only works with DeepSpeed itself.
 
-Without DeepSpeed, Transformers raises PackageNotFoundError, which suggests to install DeepSpeed.
+Without DeepSpeed, Transformers raises PackageNotFoundError, which suggests installing DeepSpeed.
 Once `plait.compat.deepspeed` is imported, the error names `plait.from_pretrained` instead.
 """
 
@@ -21,7 +21,7 @@ _MODULE = "transformers.integrations.deepspeed"
 
 
 def patch_hf_deepspeed_config() -> None:
-    """Patch Transformers' module now, or when it is imported if it is not imported yet."""
+    """Patch Transformers' module, now if it is imported already, otherwise on its import."""
     if _MODULE in sys.modules:
         _patch(sys.modules[_MODULE])
     elif not any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):

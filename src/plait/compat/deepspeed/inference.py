@@ -117,7 +117,7 @@ class InferenceEngine:
 def init_inference(
     model: nn.Module, config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any
 ) -> InferenceEngine:
-    """Split a model in place over tensor-parallel processes, in evaluation mode. Collective.
+    """Split a model in place over tensor-parallel processes for inference. Collective.
 
     Args:
         model: Model in memory, the same on every rank.

@@ -36,8 +36,8 @@ class StreamLoader:
     """Micro-batches of this data-parallel rank from an iterable data set, in the data set's order.
 
     Every rank reads all samples. The ranks take turns, each with one micro-batch. If the last
-    samples do not suffice for all ranks, samples are repeated, as in torch's DistributedSampler, or
-    dropped with `drop_last`.
+    samples do not suffice for all ranks, samples are repeated, as in torch's DistributedSampler.
+    With `drop_last`, the last samples are dropped instead.
 
     A script saves `state_dict()` in `client_state` of `engine.save_checkpoint`. The state is the
     same on every rank and fits other layouts.
@@ -108,8 +108,8 @@ class StreamLoader:
         """Set the position from which the next pass continues.
 
         Raises:
-            CheckpointError: The position is not a multiple of the samples in the micro-batches of
-                all ranks.
+            CheckpointError: The number of samples read is not a multiple of the number that all
+                ranks together read per micro-batch.
         """
         if state["read"] % self._samples_per_round:
             raise CheckpointError(

@@ -109,8 +109,8 @@ class PipelineModule(PipelineModel):
 def _copy_received(value: Any) -> Any:
     """Return a copy of a tensor that a stage has received; other values are returned unchanged.
 
-    The first layer of a stage may write to its input (nn.ReLU(inplace=True)), which autograd does
-    not allow for a leaf. DeepSpeed copies it too.
+    The first layer of a stage may write to its input in place, as nn.ReLU(inplace=True) does.
+    Autograd does not allow this if the input is a leaf. DeepSpeed copies the input too.
     """
     if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
         return value.clone()
@@ -182,7 +182,7 @@ class PipelineEngine(DeepSpeedEngine):
         Returns:
             The mean loss over micro-batches and data-parallel ranks (0-dimensional) on every
             process. With `compute_loss=False`, a list of the model's outputs on the last stage and
-            None on the others.
+            None on the other stages.
 
         Raises:
             InputError: The combination of arguments is not supported.

@@ -78,9 +78,9 @@ class CheckpointMethods:
 
         Args:
             save_dir: Folder of checkpoints.
-            tag: Name of the checkpoint in the folder, such as `global_step10`, the default. The
-                first process decides.
-            client_state: State of the script. That of the first process is saved.
+            tag: Name of the checkpoint in the folder. The default is like `global_step10`. The
+                first process's tag is used on all ranks.
+            client_state: State of the script. The first process's state is saved.
             save_latest: Must be True.
             exclude_frozen_parameters: Must be False.
 

@@ -296,7 +296,7 @@ def _build_with_groups(
 
 
 def _micro_batch_loss(model: PipelineModule) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
-    """Return the loss function for Plait's engine, which returns a loss and its weight.
+    """Return the model's loss function in the form of Plait's engine: (loss, weight).
 
     As in DeepSpeed, the loss of a step is a mean of means: every micro-batch has the same weight.
     """

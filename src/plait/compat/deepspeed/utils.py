@@ -105,7 +105,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         the parameter has no gradient.
 
     Raises:
-        InputError: The call is between other micro-batches.
+        InputError: The call is at another point of the step.
     """
     engine, weight = require_parameter(param)
     gradient = _reduced_gradient(engine, weight, "safe_get_full_grad")
@@ -122,7 +122,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         value: Full value, the same on every rank.
 
     Raises:
-        InputError: The parameter has no gradient, or the call is between other micro-batches.
+        InputError: The parameter has no gradient, or the call is at another point of the step.
     """
     engine, weight = require_parameter(param)
     gradient = _reduced_gradient(engine, weight, "safe_set_full_grad")

@@ -1,9 +1,10 @@
 """`deepspeed.zero`: model construction on the meta device, and temporarily gathered parameters.
 
 A model is built on `meta`, where tensors have no memory. Its weights are drawn later by the classes
-of its modules (`parallel.materialise`). A write of the constructor, such as that of the scaled
-output layers of a GPT, has no effect on `meta`, and the value would be lost silently. Writes are
-therefore recorded while the model is built, and `initialize` refuses the model.
+of its modules (`parallel.materialise`). A value that a constructor writes to a parameter, such as
+the scaled initial weights of a GPT's output layers, has no effect on `meta` and would be lost
+silently. Such writes are therefore recorded while the model is built, and `initialize` refuses a
+model with recorded writes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _find_writer(frame: FrameType | None) -> str | None:
     """Return the innermost function outside torch and Plait, with its file and line.
 
     Returns:
-        None if the write is part of an initialiser, which is called again.
+        None if the write is part of an initialiser, because initialisers are called again.
     """
     writer: str | None = None
     # All callers are searched, because an initialiser may write in a helper function.
@@ -297,7 +298,7 @@ class GatheredParameters:
 class _FullValues(TorchFunctionMode):
     """TorchFunctionMode that passes full values instead of shards to torch functions.
 
-    Code that took a shard from its module before the context needs it.
+    It serves code that took a shard from its module before it entered the context.
     """
 
     def __init__(self, full_values: Mapping[int, nn.Parameter]) -> None:
