@@ -9,7 +9,7 @@ Note [Commit]
     `begun` marks a folder whose save or deletion has not ended. An older checkpoint of the tag has
     another folder.
 
-    In both, the older checkpoint is deleted after LATEST names the new one.
+    In both cases, the older checkpoint is deleted after LATEST names the new one.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
     Args:
         folder: Folder of checkpoints. It is created if necessary.
         tag: Name of the checkpoint.
-        token: Text by which the other ranks recognize the folder in `join`.
+        token: Text by which the other ranks recognise the folder in `join`.
 
     Raises:
         OSError: The folder cannot be created.

@@ -109,7 +109,7 @@ def snapshot(
 
     Args:
         folder: Folder of checkpoints.
-        tag: Name of the checkpoint's folder in it.
+        tag: Name of the checkpoint, which names its folder in `folder`.
         mesh: Mesh of the engine.
         tensors: Sharded or replicated tensors, by names that all ranks of a pipeline stage share.
         rank_tensors: Tensors that only this rank has.
@@ -260,7 +260,7 @@ class _Save:
         return sha256_of(text), content, rank_content
 
     def _publish(self, digests: list[bytes]) -> None:
-        """Write the manifest from the rows of `_write_files` of all ranks, and commit."""
+        """Write the manifest from the hashes of all ranks, and commit. See `_write_files`."""
         if self._mesh.rank != 0:
             return
         assert self._commit is not None
@@ -290,7 +290,7 @@ class _Save:
     def _observers(
         self, counted: set[str], content: ContentHash, rank_content: ContentHash
     ) -> dict[str, Observer]:
-        """Return an observer per tensor that adds it to a hash.
+        """Return, for each tensor, an observer that adds the tensor to a hash.
 
         Over all ranks, every element of the checkpoint is added once.
         """
@@ -489,7 +489,7 @@ class Writer:
         return written
 
     def _has_memory(self, snapshot: Snapshot) -> bool:
-        """Return True if the missing buffers for a copy fit into host memory."""
+        """Return True if the buffers that a copy still needs fit into host memory."""
         existing = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
         free = free_host_bytes()
         if free is None:

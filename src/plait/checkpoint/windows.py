@@ -4,9 +4,8 @@ Note [Windows]
     A window describes the part of a tensor that a rank holds: its (start, length) in every
     dimension of the tensor. A tensor is split over mesh dimensions by the rule of torch.chunk, one
     mesh dimension after the other. Over the remaining mesh dimensions it is replicated, and the
-    first replica writes it. A record of a few numbers per tensor is therefore
-    enough to compute the window of any rank, and the metadata of a checkpoint does not grow with
-    the world size.
+    first replica writes it. A small record per tensor is therefore enough to compute the window of
+    any rank, and the metadata of a checkpoint does not grow with the world size.
 
 Each rank hashes the shards it has, and the sum of the ranks' hashes (128 bits) is the hash of the
 checkpoint.
@@ -293,7 +292,7 @@ class ContentHash:
 
 
 def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
-    """Return a tensor's number and row seed per lane, and the seed of its column keys."""
+    """Return a tensor's [number per lane], [row seed per lane], and the seed of its column keys."""
     identity = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
     seeds = np.frombuffer(hashlib.blake2b(identity, digest_size=40).digest(), dtype="<u8")
     return seeds[:2], seeds[2:4], seeds[4]
@@ -305,7 +304,7 @@ def _keys(seed: np.uint64, indices: Keys) -> Keys:
 
 
 def _row_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the sum of words times keys of each row, modulo 2^64 as int64.
+    """Return, for each row, the sum of words times keys, modulo 2^64 as int64.
 
     Args:
         words: Integers of shape [rows, columns].
