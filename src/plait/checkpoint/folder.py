@@ -274,7 +274,10 @@ def _damaged(folder: Place) -> list[str]:
 
 
 def _pointer(folder: Place) -> tuple[Pointer | None, str]:
-    """Return the content of LATEST, or None with the reason (empty if it does not exist)."""
+    """Return the content of LATEST, or None and the reason.
+
+    The reason is empty if LATEST does not exist.
+    """
     if not (folder / LATEST).exists():
         return None, ""
     try:

@@ -120,7 +120,7 @@ class Reader:
             verify_shards(self._file(file_rank), shards, names=names)
 
     def content(self) -> tuple[str, str]:
-        """Compute the two content hashes from the files.
+        """Compute two content hashes: of model and optimizer, and of the ranks' own tensors.
 
         Raises:
             CheckpointError: A file cannot be read.

@@ -109,7 +109,7 @@ def snapshot(
 
     Args:
         folder: Folder of checkpoints.
-        tag: Name of the checkpoint, which names its folder in `folder`.
+        tag: Name of the checkpoint in this folder.
         mesh: Mesh of the engine.
         tensors: Sharded or replicated tensors, by names that all ranks of a pipeline stage share.
         rank_tensors: Tensors that only this rank has.

@@ -189,7 +189,7 @@ def slices_within(part: Window, container: Window) -> tuple[slice, ...]:
 def merge_stages(
     records: Iterable[tuple[int, Mapping[str, TensorRecord]]],
 ) -> dict[str, TensorRecord]:
-    """Merge the (stage, records) of all pipeline stages; a record then lists all its stages."""
+    """Merge the (stage, records) of all pipeline stages. A merged record lists its stages."""
     merged: dict[str, TensorRecord] = {}
     for stage, stage_records in records:
         for name, record in stage_records.items():
@@ -292,7 +292,7 @@ class ContentHash:
 
 
 def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
-    """Return a tensor's [number per lane], [row seed per lane], and the seed of its column keys."""
+    """Return a tensor's two numbers and two row seeds, one per lane, and its column key seed."""
     identity = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
     seeds = np.frombuffer(hashlib.blake2b(identity, digest_size=40).digest(), dtype="<u8")
     return seeds[:2], seeds[2:4], seeds[4]

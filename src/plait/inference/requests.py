@@ -337,7 +337,7 @@ class TextStream:
         return self._advance(text)
 
     def remainder(self) -> str:
-        """Return the text that `add` still holds back after the last token."""
+        """Return the text that is still held back after the last token."""
         return self._advance(self.text())
 
     def text(self) -> str:

@@ -472,8 +472,8 @@ def _read_pages(file: int, block: FileBlock, view: memoryview) -> bool:
 class _OpenFile:
     """File that is open for cached and for direct reads.
 
-    It is mapped as well, to see which of its pages are in the kernel's cache. Nothing is read
-    through the mapping, see Note [No computation in mappings].
+    The file is also mapped, to find out which of its pages are in the kernel's cache. Nothing is
+    read through the mapping, see Note [No computation in mappings].
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:

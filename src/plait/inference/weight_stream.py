@@ -98,7 +98,7 @@ class HostMemory:
         return sum(chunk.numel() for chunk in self.chunks)
 
     def overlaps(self, start: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a range of bytes as (first byte, uint8 tensor) for each chunk that it overlaps."""
+        """Yield a byte range as parts of single chunks: (index of the first byte, uint8 tensor)."""
         begin = 0
         for chunk in self.chunks:
             low = max(start, begin)

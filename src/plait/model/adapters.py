@@ -9,9 +9,10 @@ Note [Plans with adapters]
     is row-split, its A is split along the same rows, and the products of width r are summed over
     the ranks.
 
-    Under sequence parallelism, these products are gathered or scattered in the same way as the
-    outputs of the layer. The matrix that is not split sees different tokens, or gradients of
-    different columns, on every rank. Its gradient is therefore summed over the ranks.
+    Under sequence parallelism, the products A x of a row-split layer are scattered in the same way
+    as its outputs. Those of a column-split layer are gathered unless its input has been gathered.
+    The matrix that is not split sees different tokens, or gradients of different columns, on every
+    rank. Its gradient is therefore summed over the ranks.
 
 Attributes are recognised by PEFT's names, so that PEFT need not be installed.
 """

@@ -271,7 +271,7 @@ def _vocabulary_split(model: nn.Module, blocks: Sequence[str]) -> Split:
 
 
 def _as_patterns(model: nn.Module, styles: Split) -> tuple[StyleRule, ...]:
-    """Return one rule per layer for all blocks, or one per layer and block if the blocks differ."""
+    """Return one rule for the same layer of all blocks, or one per block if the styles differ."""
     members: dict[str, list[str]] = {}
     for name in styles:
         members.setdefault(generic(name), []).append(name)
