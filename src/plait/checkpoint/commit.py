@@ -270,7 +270,7 @@ def _read_token(files: Place) -> str:
 
 
 def _refuse_foreign_files(target: Path) -> None:
-    """Raise CheckpointError if `target` exists and is neither a complete nor a damaged checkpoint."""
+    """Raise CheckpointError if `target` exists and is not a (possibly damaged) checkpoint."""
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir() or not has_only_saved_files(target):

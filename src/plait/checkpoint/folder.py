@@ -214,7 +214,7 @@ def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder |
 
 
 def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and remains of interrupted deletions.
+    """Delete remains of interrupted deletions, and all complete checkpoints but the `keep` newest.
 
     The checkpoint that LATEST names is never deleted. Copies under other names, and folders with
     files that a save does not write, belong to the user: they are not deleted, and do not count as

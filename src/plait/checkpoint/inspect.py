@@ -231,7 +231,7 @@ def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def prune(folder: Place, *, keep: int) -> list[str]:
-    """Delete all but the `keep` newest valid checkpoints, and remains of interrupted saves.
+    """Delete remains of interrupted saves, and all valid checkpoints but the `keep` newest.
 
     A checkpoint with missing or truncated files is neither counted nor deleted. The checkpoint that
     LATEST names is never deleted.

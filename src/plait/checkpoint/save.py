@@ -239,7 +239,8 @@ class _Save:
             counted: Tensors that an earlier pipeline stage adds to the content hash.
 
         Returns:
-            sha256 of the rank's manifest, hash of shared tensors, hash of the rank's own tensors.
+            The sha256 of the rank's manifest, the hash of shared tensors, and the hash of the
+            rank's own tensors.
         """
         if self._commit is None:
             self._commit = _wait_and_join(self._folder, self._tag, token)
@@ -419,8 +420,8 @@ class Writer:
     def raise_failed(self) -> None:
         """Raise the error of a failed asynchronous save on all ranks. Collective during a save.
 
-        A rank that raised alone would leave the others waiting in the step. On a GPU the outcome is
-        read one step later, so that no step waits for the device.
+        A rank that raised the error alone would leave the other ranks waiting in the step. On a GPU
+        the outcome is read one step later, so that no step waits for the device.
 
         Raises:
             CheckpointError: The checkpoint could not be written.

@@ -69,7 +69,7 @@ def is_left_out(model: nn.Module, name: str) -> bool:
 def model_content(
     model: nn.Module, *, trained: Collection[nn.Parameter] = ()
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state of a model that a checkpoint contains, by name. No tensor is copied.
+    """Return the part of a model's state that checkpoints contain. No tensor is copied.
 
     Args:
         model: The model, sharded or not.

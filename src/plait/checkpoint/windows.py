@@ -17,10 +17,10 @@ Note [Content hash]
         value * key(column of the word) * row_key(lane, index of its row in the full tensor)
 
     to each lane. Every tensor also adds a number that depends on its identity, so that a tensor of
-    zeros counts. The keys are odd and depend on name, dtype and shape of the tensor. An element
-    that changes, moves, is missing or is counted twice therefore changes the sum. Padding has no
-    index and is not hashed. The hash detects mistakes. It does not withstand an attacker, who can
-    construct tensors with any sum.
+    zeros also changes the hash. The keys are odd and depend on name, dtype and shape of the tensor.
+    An element that changes, moves, is missing or is counted twice therefore changes the sum.
+    Padding has no index and is not hashed. The hash detects mistakes. It does not withstand an
+    attacker, who can construct tensors with any sum.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def overlap(first: Window, second: Window) -> Window | None:
 
 
 def slices_within(part: Window, container: Window) -> tuple[slice, ...]:
-    """Return the slices that select the window `part` from a tensor of the window `container`."""
+    """Return the slices that select the window `part` from a tensor with the window `container`."""
     return tuple(
         slice(start - origin, start - origin + length)
         for (start, length), (origin, _) in zip(part, container, strict=True)

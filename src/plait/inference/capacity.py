@@ -302,7 +302,7 @@ def check_cache(
 
     Args:
         needed: Size of the keys and values in bytes.
-        free: Size of the free memory in bytes. None if it is unknown: then nothing is checked.
+        free: Size of the free memory in bytes. None means that it is unknown and not checked.
         requests: Number of requests, for the message.
         tokens: Length of the longest request, for the message.
         where: Place of the memory, for the message.
@@ -367,7 +367,7 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
         plan: The user's tensor-parallel plan (`parallel.plan`).
 
     Returns:
-        The layers of its cache; none for a model that takes no cache.
+        The layers of the model's cache. There are none for a model without a cache.
     """
     base = without_wrapper(model)
     if not supports_cache(base):

@@ -96,8 +96,8 @@ def generate(
             request.
         settings: Transformers' settings (`max_new_tokens`, `temperature`, `top_k`, `eos_token_id`,
             `stop_strings`, ...), see `inference.generation_settings`. `offload_cache=True`, which
-            Transformers does not have, keeps keys and values in pinned host memory. Those of a
-            layer are copied to the GPU while the previous layer computes.
+            Transformers does not have, keeps keys and values in pinned host memory. Keys and values
+            of a layer are copied to the GPU while the previous layer computes.
 
     Returns:
         The results, in the order of the prompts.

@@ -424,8 +424,8 @@ def _read_in_place(
 ) -> frozenset[str]:
     """Read resident tensors directly into their memory, and return their names.
 
-    A mapping of the file would need twice the memory. Tensors on another device, and tensors that
-    are stored in another dtype, are left out.
+    A read through a mapping of the file would take twice the memory. Tensors on another device, and
+    tensors that are stored in another dtype, are left out.
     """
     done = set()
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -98,7 +98,7 @@ INDEPENDENT = ValueOrigin()
 
 @dataclass(frozen=True)
 class Need:
-    """Use of a value of `origin` at the time when block `position` runs.
+    """Use of a value with the origin `origin` while block `position` runs.
 
     A `decision` is needed on every stage from that block on, because the code outside the blocks
     runs on all of them.
@@ -112,7 +112,7 @@ class Need:
 
 @dataclass
 class Dataflow:
-    """What a traced forward used, ran and changed, by block. See Note [Tracing without weights]."""
+    """Record of what a traced forward used, ran and changed. See Note [Tracing without weights]."""
 
     blocks: tuple[str, ...]
     uses: dict[str, set[int]] = field(default_factory=dict)

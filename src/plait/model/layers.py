@@ -2,7 +2,7 @@
 
 Plait computes a split layer itself, on this rank's part of the weight. A layer must therefore be
 known to compute exactly what `nn.Linear`, Transformers' `Conv1D` or `nn.Embedding` computes. A
-subclass with its own forward and a wrapped module are not accepted.
+subclass with its own forward, or a wrapped module, is not accepted.
 
 The rules are data: `sources` finds them, and `plans` applies them to one model and one degree. A
 rule names modules, never parameters. Every rule must match a module, and a module

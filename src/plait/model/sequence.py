@@ -127,7 +127,7 @@ def _all_token_children(model: nn.Module, block: str, styles: Mapping[str, Style
 def _classify_children(
     model: nn.Module, block: str, styles: Mapping[str, Style], facts: SequenceFacts
 ) -> None:
-    """Add the norms, the regions and the reasons of one block to `facts`."""
+    """Add to `facts` the norms and regions of one block, and reasons why it cannot be sharded."""
     module = model.get_submodule(block)
     facts.reasons += _reasons_of_block(module, block, styles)
     for leaf, child in module.named_children():
@@ -162,7 +162,7 @@ def _classify_children(
 
 
 def _reasons_of_block(module: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
-    """Return the reasons that concern a block itself rather than one of its children."""
+    """Return the reasons why a block as a whole cannot compute on sequence shards."""
     reasons = []
     for name, _ in module.named_parameters(recurse=False):
         reasons.append(f"{block} has a parameter of its own, {name}")
