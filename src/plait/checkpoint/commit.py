@@ -9,7 +9,7 @@ Note [Commit]
     `begun` marks a folder whose save or deletion has not ended. An older checkpoint of the tag has
     another folder.
 
-    In both, the older checkpoint is deleted after LATEST names the new one.
+    In both cases, the older checkpoint is deleted after LATEST names the new one.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
     Args:
         folder: Folder of checkpoints. It is created if necessary.
         tag: Name of the checkpoint.
-        token: Text by which the other ranks recognize the folder in `join`.
+        token: Text by which the other ranks recognise the folder in `join`.
 
     Raises:
         OSError: The folder cannot be created.
@@ -270,7 +270,7 @@ def _read_token(files: Place) -> str:
 
 
 def _refuse_foreign_files(target: Path) -> None:
-    """Raise CheckpointError unless `target` is free or a checkpoint, damaged or not."""
+    """Raise CheckpointError if `target` exists and is not a (possibly damaged) checkpoint."""
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir() or not has_only_saved_files(target):

@@ -214,7 +214,7 @@ def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder |
 
 
 def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and remains of interrupted deletions.
+    """Delete remains of interrupted deletions, and all complete checkpoints but the `keep` newest.
 
     The checkpoint that LATEST names is never deleted. Copies under other names, and folders with
     files that a save does not write, belong to the user: they are not deleted, and do not count as
@@ -274,7 +274,10 @@ def _damaged(folder: Place) -> list[str]:
 
 
 def _pointer(folder: Place) -> tuple[Pointer | None, str]:
-    """Return the content of LATEST, or None with the reason (empty if it does not exist)."""
+    """Return the content of LATEST, or None and the reason.
+
+    The reason is empty if LATEST does not exist.
+    """
     if not (folder / LATEST).exists():
         return None, ""
     try:

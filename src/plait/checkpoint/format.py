@@ -371,7 +371,7 @@ def check_size(path: Place, manifest: FileManifest) -> None:
 def check_entry(
     path: Place, manifest: FileManifest, name: str, record: TensorRecord, window: Window
 ) -> FileEntry:
-    """Return the entry of a tensor in a file's manifest, after checking its size.
+    """Check the size of a tensor's entry in a file's manifest, and return the entry.
 
     Args:
         path: The file.

@@ -231,7 +231,7 @@ def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def prune(folder: Place, *, keep: int) -> list[str]:
-    """Delete all but the `keep` newest valid checkpoints, and remains of interrupted saves.
+    """Delete remains of interrupted saves, and all valid checkpoints but the `keep` newest.
 
     A checkpoint with missing or truncated files is neither counted nor deleted. The checkpoint that
     LATEST names is never deleted.
@@ -252,7 +252,7 @@ def prune(folder: Place, *, keep: int) -> list[str]:
 
 @contextmanager
 def _run_lock(folder: Place) -> Iterator[None]:
-    """Hold the lock of the run that owns a folder's checkpoints, so that it cannot save meanwhile.
+    """Lock the run that owns a folder's checkpoints, so that it cannot save inside the context.
 
     A folder outside a run has no lock.
     """
@@ -270,7 +270,7 @@ def _run_lock(folder: Place) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Place) -> None:
-    """Delete remains of killed saves, but no older checkpoint whose replacement is missing."""
+    """Delete remains of killed saves, but keep an older checkpoint whose replacement is missing."""
     for path in entries(folder):
         successor = folder / path.name[1:].removesuffix(".replaced")
         # Without its manifest the successor is incomplete, and the replaced one is still loaded.

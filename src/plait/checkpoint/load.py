@@ -120,7 +120,7 @@ class Reader:
             verify_shards(self._file(file_rank), shards, names=names)
 
     def content(self) -> tuple[str, str]:
-        """Return the content hash of the model and optimizer, and that of tensors of single ranks.
+        """Compute two content hashes: of model and optimizer, and of the ranks' own tensors.
 
         Raises:
             CheckpointError: A file cannot be read.
@@ -175,10 +175,11 @@ class Reader:
         return tensor
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Read the values of tensors from the files: of sharded tensors, only this rank's parts.
+        """Read the values of tensors from the files.
 
         Args:
-            targets: Tensors by name, sharded or not. Values are cast to their dtypes.
+            targets: Tensors by name, sharded or not. Only this rank's shards of sharded tensors are
+                read. Values are cast to the dtypes of these tensors.
 
         Raises:
             CheckpointError: A global shape differs, or a file cannot be read.
@@ -256,7 +257,8 @@ def load_trained(
     """Load the weights of a checkpoint into an unsharded model, in one process.
 
     Args:
-        model: Model with allocated parameters. The weights are cast to their dtypes.
+        model: Model with allocated parameters. The weights are cast to the dtypes of the
+            parameters.
         folder: Folder of checkpoints, or its URL in an object store.
         tag: Name of the checkpoint. None takes the newest one that is not damaged.
         verify: Extent of the verification before loading: full, sample, or off.
@@ -265,7 +267,7 @@ def load_trained(
         Folder of the checkpoint that was loaded.
 
     Raises:
-        CheckpointError: No checkpoint is readable, or it is one of another model.
+        CheckpointError: No checkpoint is readable, or the checkpoint is that of another model.
         InputError: The model is on the meta device.
     """
     checkpoints = candidates(place_of(folder), tag)

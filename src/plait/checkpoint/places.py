@@ -238,7 +238,7 @@ class Files:
             os.close(handle)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Rename a folder, or a file, which replaces a file `target`."""
+        """Rename a file or folder. A file replaces an existing file `target`."""
         path.rename(target)
 
     def unlink(self, path: Path) -> None:

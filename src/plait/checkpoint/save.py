@@ -109,7 +109,7 @@ def snapshot(
 
     Args:
         folder: Folder of checkpoints.
-        tag: Name of the checkpoint's folder in it.
+        tag: Name of the checkpoint in this folder.
         mesh: Mesh of the engine.
         tensors: Sharded or replicated tensors, by names that all ranks of a pipeline stage share.
         rank_tensors: Tensors that only this rank has.
@@ -239,7 +239,8 @@ class _Save:
             counted: Tensors that an earlier pipeline stage adds to the content hash.
 
         Returns:
-            sha256 of the rank's manifest, hash of shared tensors, hash of the rank's own tensors.
+            The sha256 of the rank's manifest, the hash of shared tensors, and the hash of the
+            rank's own tensors.
         """
         if self._commit is None:
             self._commit = _wait_and_join(self._folder, self._tag, token)
@@ -260,7 +261,7 @@ class _Save:
         return sha256_of(text), content, rank_content
 
     def _publish(self, digests: list[bytes]) -> None:
-        """Write the manifest from the rows of `_write_files` of all ranks, and commit."""
+        """Write the manifest from the hashes of all ranks, and commit. See `_write_files`."""
         if self._mesh.rank != 0:
             return
         assert self._commit is not None
@@ -290,7 +291,7 @@ class _Save:
     def _observers(
         self, counted: set[str], content: ContentHash, rank_content: ContentHash
     ) -> dict[str, Observer]:
-        """Return an observer per tensor that adds it to a hash.
+        """Return, for each tensor, an observer that adds the tensor to a hash.
 
         Over all ranks, every element of the checkpoint is added once.
         """
@@ -419,8 +420,8 @@ class Writer:
     def raise_failed(self) -> None:
         """Raise the error of a failed asynchronous save on all ranks. Collective during a save.
 
-        A rank that raised alone would leave the others waiting in the step. On a GPU the outcome is
-        read one step later, so that no step waits for the device.
+        A rank that raised the error alone would leave the other ranks waiting in the step. On a GPU
+        the outcome is read one step later, so that no step waits for the device.
 
         Raises:
             CheckpointError: The checkpoint could not be written.
@@ -489,7 +490,7 @@ class Writer:
         return written
 
     def _has_memory(self, snapshot: Snapshot) -> bool:
-        """Return True if the missing buffers for a copy fit into host memory."""
+        """Return True if the buffers that a copy still needs fit into host memory."""
         existing = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
         free = free_host_bytes()
         if free is None:

@@ -5,9 +5,10 @@ parameter name and a JSON record of the rest.
 
 Note [Saving without a step]
     torch's `get_optimizer_state_dict` creates missing states by a step with zero gradients. This
-    counts as a step, so that AdamW's bias correction begins at 2, and it decays the weights of
-    optimizers that decay without their `lr`. Nothing here takes a step: a state that does not exist
-    is not saved, and saved states are allocated from their recorded shapes.
+    counts as a step, so AdamW's bias correction begins at 2. The step has `lr` = 0, but it still
+    decays the weights if an optimizer's weight decay does not depend on `lr`. Nothing here takes a
+    step: a state that does not exist is not saved, and saved states are allocated from their
+    recorded shapes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def is_left_out(model: nn.Module, name: str) -> bool:
 def model_content(
     model: nn.Module, *, trained: Collection[nn.Parameter] = ()
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state of a model that a checkpoint contains, by name. No tensor is copied.
+    """Return the part of a model's state that checkpoints contain. No tensor is copied.
 
     Args:
         model: The model, sharded or not.
@@ -338,7 +339,7 @@ def load_states(
     Args:
         optimizer: Optimizer that `fill` was allocated for.
         model: The model.
-        fill: States, which have been read.
+        fill: Allocated states, after they have been filled from the checkpoint.
         record: Record of the optimizer, from `merge_stages`.
         groups: Values of each parameter group.
     """
@@ -449,7 +450,7 @@ def _refuse_rank_local_state(
 
 
 def _refuse_other_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
-    """Return True if this class saved the states.
+    """Return True if an optimizer of the same class saved the states.
 
     States of another class are refused unless both classes are variants of Adam.
     """
@@ -468,7 +469,7 @@ def _refuse_missing_states(
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     names: Mapping[nn.Parameter, list[str]],
 ) -> None:
-    """Refuse a checkpoint without states that the optimizer needs and does not create later."""
+    """Refuse a checkpoint that lacks states that the optimizer needs but does not create later."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     for option, (class_names, state) in _STATES_OF_OPTIONS.items():

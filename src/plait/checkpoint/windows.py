@@ -4,9 +4,8 @@ Note [Windows]
     A window describes the part of a tensor that a rank holds: its (start, length) in every
     dimension of the tensor. A tensor is split over mesh dimensions by the rule of torch.chunk, one
     mesh dimension after the other. Over the remaining mesh dimensions it is replicated, and the
-    first replica writes it. A record of a few numbers per tensor is therefore
-    enough to compute the window of any rank, and the metadata of a checkpoint does not grow with
-    the world size.
+    first replica writes it. A small record per tensor is therefore enough to compute the window of
+    any rank, and the metadata of a checkpoint does not grow with the world size.
 
 Each rank hashes the shards it has, and the sum of the ranks' hashes (128 bits) is the hash of the
 checkpoint.
@@ -18,10 +17,10 @@ Note [Content hash]
         value * key(column of the word) * row_key(lane, index of its row in the full tensor)
 
     to each lane. Every tensor also adds a number that depends on its identity, so that a tensor of
-    zeros counts. The keys are odd and depend on name, dtype and shape of the tensor. An element
-    that changes, moves, is missing or is counted twice therefore changes the sum. Padding has no
-    index and is not hashed. The hash detects mistakes. It does not withstand an attacker, who can
-    construct tensors with any sum.
+    zeros also changes the hash. The keys are odd and depend on name, dtype and shape of the tensor.
+    An element that changes, moves, is missing or is counted twice therefore changes the sum.
+    Padding has no index and is not hashed. The hash detects mistakes. It does not withstand an
+    attacker, who can construct tensors with any sum.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def overlap(first: Window, second: Window) -> Window | None:
 
 
 def slices_within(part: Window, container: Window) -> tuple[slice, ...]:
-    """Return the slices that select the window `part` from a tensor of the window `container`."""
+    """Return the slices that select the window `part` from a tensor with the window `container`."""
     return tuple(
         slice(start - origin, start - origin + length)
         for (start, length), (origin, _) in zip(part, container, strict=True)
@@ -190,7 +189,7 @@ def slices_within(part: Window, container: Window) -> tuple[slice, ...]:
 def merge_stages(
     records: Iterable[tuple[int, Mapping[str, TensorRecord]]],
 ) -> dict[str, TensorRecord]:
-    """Merge the (stage, records) of all pipeline stages; a record then lists all its stages."""
+    """Merge the (stage, records) of all pipeline stages. A merged record lists its stages."""
     merged: dict[str, TensorRecord] = {}
     for stage, stage_records in records:
         for name, record in stage_records.items():
@@ -293,7 +292,7 @@ class ContentHash:
 
 
 def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
-    """Return a tensor's number and row seed per lane, and the seed of its column keys."""
+    """Return a tensor's two numbers and two row seeds, one per lane, and its column key seed."""
     identity = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
     seeds = np.frombuffer(hashlib.blake2b(identity, digest_size=40).digest(), dtype="<u8")
     return seeds[:2], seeds[2:4], seeds[4]
@@ -305,7 +304,7 @@ def _keys(seed: np.uint64, indices: Keys) -> Keys:
 
 
 def _row_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the sum of words times keys of each row, modulo 2^64 as int64.
+    """Return, for each row, the sum of words times keys, modulo 2^64 as int64.
 
     Args:
         words: Integers of shape [rows, columns].

@@ -2,7 +2,7 @@
 
 The adapter is not merged into the model. Layers compute base(x) + s B A x with PEFT's own modules,
 so results are equal to PEFT's, whether weights are in memory or streamed. The tensors of the
-adapter stay in memory. Tensors that the adapter has trained in full (`modules_to_save`, biases)
+adapter stay in memory. Fully trained tensors in the adapter's file (`modules_to_save`, biases)
 replace those of the base model.
 """
 
@@ -91,7 +91,8 @@ class Adapter:
             model: The base model, on the meta device.
 
         Raises:
-            InputError: The adapter belongs to another model, or trained a tied tensor in full.
+            InputError: The adapter belongs to another model, or contains a fully trained tied
+                tensor.
         """
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -162,10 +163,10 @@ class Adapter:
 
         Args:
             tensors: Tensors of the model, or of a rank's part of it, by name. Values are converted
-                to their dtypes.
+                to the dtypes of these tensors.
 
         Returns:
-            The remaining tensors, which are those of the base model, by their names in it.
+            The remaining tensors, which belong to the base model, by their names in the base model.
         """
         replaced = self.replaced
         others = {}
@@ -186,8 +187,8 @@ def open_adapter(folder: Path) -> Adapter:
     """Open an adapter that PEFT's `save_pretrained` has written.
 
     Raises:
-        InputError: The folder has no adapter, it is not LoRA, or it uses a field that is not
-            supported.
+        InputError: The folder has no adapter, or the adapter is not LoRA or uses a field that is
+            not supported.
         CheckpointError: The files of the folder cannot be read.
     """
     require_extra(f"--adapter {folder}", "peft", peft="PEFT")

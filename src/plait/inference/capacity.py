@@ -1,8 +1,8 @@
 """Memory and positions that a generation needs, checked before its first token.
 
 Most of the memory is the KV cache. Model families store different things in it: keys of every head
-or of a single one, latent keys, sliding windows, or states of fixed size. `cache_layout_of`
-therefore measures the tensors that the model's own code writes to its cache.
+or of one head, latent keys, sliding windows, or states of fixed size. `cache_layout_of` therefore
+measures the tensors that the model's own code writes to its cache.
 
 Note [Dry runs]
     A copy of the model without weights processes two tokens, and then one token more, with
@@ -199,8 +199,8 @@ class OffloadedCache:
 def offloaded_cache(layout: CacheLayout, demand: CacheDemand, *, tp: int = 1) -> OffloadedCache:
     """Return the sizes of an offloaded cache of a model without pipeline stages.
 
-    The device holds `LAYERS_ON_DEVICE` offloaded layers at a time, and the layers that are never
-    offloaded.
+    The device holds the layers that are never offloaded, and `LAYERS_ON_DEVICE` of the other layers
+    at a time.
     """
     staying = 0
     moved = []
@@ -230,9 +230,9 @@ def _tensor_sizes(layout: CacheLayout, demand: CacheDemand, tp: int) -> list[lis
 def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
     """Return the size in bytes of the activations of one forward.
 
-    These are the widest tensors of a block (hidden states, three of the MLP's, queries, keys and
-    values), a mask, and the logits of the last position in float32 with the temporary tensors of
-    sampling.
+    These are the widest tensors of a block (hidden states, three tensors of the MLP, queries, keys
+    and values), a mask, and the logits of the last position in float32 with the temporary tensors
+    of sampling.
 
     Args:
         config: Configuration of the model, or None.
@@ -302,7 +302,7 @@ def check_cache(
 
     Args:
         needed: Size of the keys and values in bytes.
-        free: Size of the free memory in bytes. None if it is unknown: then nothing is checked.
+        free: Size of the free memory in bytes. None means that it is unknown and not checked.
         requests: Number of requests, for the message.
         tokens: Length of the longest request, for the message.
         where: Place of the memory, for the message.
@@ -367,7 +367,7 @@ def cache_layout_of(model: nn.Module, *, plan: Mapping[str, str] | None = None) 
         plan: The user's tensor-parallel plan (`parallel.plan`).
 
     Returns:
-        The layers of its cache; none for a model that takes no cache.
+        The layers of the model's cache. There are none for a model without a cache.
     """
     base = without_wrapper(model)
     if not supports_cache(base):
@@ -535,9 +535,10 @@ def _cache_tensor(
 
 
 def _open_window(layer: Any) -> int | None:
-    """Remove a layer's sliding window, and return the number of earlier tokens in it.
+    """Remove a layer's sliding window, and return how many earlier tokens the window covers.
 
-    The result is None if the layer keeps all tokens. A short window would hide the size per token.
+    The result is None if the layer keeps all tokens. The window is removed because a short one
+    would hide the size per token.
     """
     if not getattr(layer, "is_sliding", False):
         return None
@@ -547,7 +548,7 @@ def _open_window(layer: Any) -> int | None:
 
 
 def _named_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for the attributes of a cache layer, and for entries of containers."""
+    """Yield (name, tensor) for every tensor in a cache layer's attributes or in their entries."""
     seen: set[int] = set()
     for name, value in vars(layer).items():
         entries: Any = [("", value)]
@@ -601,8 +602,8 @@ class _AnswersWithoutValues(TorchFunctionMode):
     """Function mode that returns placeholders when values of meta tensors are read.
 
     `bool` of a tensor is True, as for a mask over tokens without padding. `in` is False, so no
-    token is a padding token. `nonzero` returns nothing: only experts call it, and they add nothing
-    to the cache.
+    token is a padding token. `nonzero` returns no indices: only experts call it, and they add
+    nothing to the cache.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,14 +5,14 @@ of the last positions, on the rank that reads them.
 
 Note [Padding]
     With a KV cache, prompts are padded on the left, so that all requests append at the same
-    position. Without a cache, sequences are padded on the right, which causal
-    attention does not read.
+    position. Without a cache, sequences are padded on the right, because causal attention does not
+    read later positions.
 
 Note [Reproducible draws]
-    Each request draws from its own generator, one number per token. It takes the token at which the
-    cumulative probability exceeds that number. Its tokens therefore depend only on its seed and its
-    logits. They do not depend on other requests of the batch, or on the layout that computes the
-    logits.
+    Each request draws from its own generator, one number per token. The next token is the first one
+    at which the cumulative probability exceeds that number. The tokens of a request therefore
+    depend only on its seed and its logits. They do not depend on other requests of the batch, or on
+    the layout that computes the logits.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Decoder:
 
     Attributes:
         sharded: The model.
-        predictor: Runs its forwards.
+        predictor: Predictor that runs the model's forwards.
         settings: Settings of the call.
         tokenizer: A tokenizer, or None.
         use_cache: Whether to keep keys and values between forwards.
         prefill_tokens: Largest number of tokens of each prompt in one forward. None means no limit.
-        on_token: Callback of this rank.
+        on_token: Callback of this rank, or None.
         any_callback: Whether any rank has a callback.
     """
 
@@ -88,7 +88,7 @@ class Decoder:
 
         Args:
             requests: The requests.
-            numbers: Numbers of the requests, which the callback receives.
+            numbers: Indices of the requests in the call, which the callback receives.
             answers: Answers to the requests, to which new tokens are added.
         """
         longest = max(request.max_tokens_read for request in requests)
@@ -194,7 +194,7 @@ class _CachedBatch:
         """Number of tokens per request that the model has read."""
 
     def next_forwards(self) -> Iterator[Callable[[], LogitsReader]]:
-        """Yield the forwards over all tokens that the model has not read.
+        """Yield the forwards over all tokens that the model has not read yet.
 
         Each forward has at most `prefill_tokens` tokens per request. If rotary frequencies depend
         on the length of the input, the prompts are read in one forward.
@@ -285,7 +285,7 @@ class _UncachedBatch:
         yield partial(predictor.last_logits, inputs, None, last)
 
     def add(self, tokens: list[int], unfinished: list[int]) -> list[int]:
-        """Add one token to every request that continues, and return their indices."""
+        """Add one token to every request that continues. Return the indices of these requests."""
         self._rows = [[*self._rows[index], tokens[index]] for index in unfinished]
         return unfinished
 
@@ -337,8 +337,8 @@ class TokenSampler:
             rows: Indices of the requests.
 
         Returns:
-            float64 [3, rows] on the CPU: the token, its log probability, and the index in `ENDS` of
-            the finish reason after it. Finished requests get the padding token.
+            float64 [3, rows] on the CPU: the token, its log probability, and the index of the
+            request's finish reason in `ENDS`. Finished requests get the padding token.
 
         Raises:
             InputError: No token can be chosen, e.g. because logits are NaN.

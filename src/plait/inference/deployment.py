@@ -126,7 +126,7 @@ class DeploymentBytes:
 
     @property
     def streamed(self) -> int:
-        """Bytes of weights that are streamed in every forward, of a prefill or of one token."""
+        """Bytes of weights that every forward streams, whether of a prefill or of one token."""
         return self.on_host + self.in_files
 
 
@@ -408,7 +408,7 @@ class BandwidthBound:
     """Lower bound of the time per token. A real decoder is slower.
 
     Attributes:
-        token_seconds: Time of the slowest tier.
+        token_seconds: Time per token of the slowest memory tier.
         limit: Name of that tier.
     """
 
@@ -517,7 +517,8 @@ def place_model(
         pp: Number of pipeline stages, if the user chose it.
 
     Raises:
-        DoesNotFit: No placement holds the model. The error has the numbers of the closest one.
+        DoesNotFit: No placement holds the model. The error reports the memory of the placement that
+            comes closest.
         InputError: A choice of the user is not possible.
     """
     _check_choices(needs, devices, tp=tp, pp=pp)

@@ -72,10 +72,10 @@ def generate(
 ) -> list[Generation]:
     """Generate a continuation of each prompt. Collective over all ranks.
 
-    Each data-parallel rank passes its own prompts, which may be none. Of the ranks of one model
-    replica (tp, pp), the prompts of the first one are used, and all of them get the results.
-    Sharded parameters are gathered once if they fit into memory, and otherwise in every forward.
-    Training continues as if nothing had happened.
+    Each data-parallel rank passes its own prompts, which may be none. Within one model replica (tp,
+    pp), the prompts of the first rank are used, and all ranks get the results. Sharded parameters
+    are gathered once if they fit into memory, and otherwise in every forward. Training continues as
+    if nothing had happened.
 
     Args:
         sharded: The model.
@@ -96,8 +96,8 @@ def generate(
             request.
         settings: Transformers' settings (`max_new_tokens`, `temperature`, `top_k`, `eos_token_id`,
             `stop_strings`, ...), see `inference.generation_settings`. `offload_cache=True`, which
-            Transformers does not have, keeps keys and values in pinned host memory. Those of a
-            layer are copied to the GPU while the previous layer computes.
+            Transformers does not have, keeps keys and values in pinned host memory. Keys and values
+            of a layer are copied to the GPU while the previous layer computes.
 
     Returns:
         The results, in the order of the prompts.
@@ -340,7 +340,7 @@ def _cache_bytes(
     """Return the bytes of the KV cache on the device of this rank.
 
     Raises:
-        InputError: The part of an offloaded cache in host memory does not fit.
+        InputError: The host memory is too small for an offloaded cache.
     """
     mesh = sharded.mesh
     layout = cache_layout_of(sharded.model, plan=sharded.config.tensor_parallel.plan)

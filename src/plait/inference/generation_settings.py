@@ -128,8 +128,8 @@ def settings_of(
     """Return the settings of a call. See Note [Precedence of settings].
 
     A setting that is not supported is accepted only at its neutral value (`num_beams=1`), which
-    overrides the model's own value. `temperature=0` is greedy. A sampling argument
-    of the call (`temperature`, `top_k`, `top_p`, ...) enables sampling unless `do_sample` is set.
+    overrides the model's own value. `temperature=0` means greedy decoding. A sampling argument of
+    the call (`temperature`, `top_k`, `top_p`, ...) enables sampling unless `do_sample` is set.
 
     Args:
         model: The model, with its own `generation_config`.
@@ -240,7 +240,7 @@ def _check_tokens(
     """Raise InputError if settings have token ids that are not in the model's vocabulary.
 
     `eos_token_id` is not checked, because a token outside the vocabulary is never chosen.
-    `pad_token_id` is checked only if the call sets it. A wrong one in the model's files is
+    `pad_token_id` is checked only if the call sets it. A wrong value in the model's files is
     replaced.
     """
     remedy = "leave it out, or use tokens of the model"
@@ -283,7 +283,7 @@ def _is_token(token: int, vocabulary: int | None) -> bool:
 
 
 def _set_values(config: Any) -> dict[str, Any]:
-    """Return the settings of a GenerationConfig or dictionary that are not None."""
+    """Return those settings of a GenerationConfig or dictionary that are not None."""
     if config is None:
         return {}
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):

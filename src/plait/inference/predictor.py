@@ -112,7 +112,8 @@ class Predictor:
 
         Args:
             rows: Token ids of every sequence.
-            pad: Token that pads them on the right, where a causal model does not attend.
+            pad: Token that pads the sequences on the right. Causal attention does not read later
+                positions.
         """
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
@@ -127,7 +128,7 @@ class Predictor:
         return inputs
 
     def idle(self) -> None:
-        """Run a forward on a single token whose result is not used."""
+        """Run a forward on a single token. Its result is not used."""
         ids = torch.zeros((1, 1), dtype=torch.long)
         inputs = {
             "input_ids": ids,
@@ -137,12 +138,12 @@ class Predictor:
         self.run_on_all(lambda: self._predict(inputs, None))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast a tensor of the rank that reads the logits to the other ranks of its replica.
+        """Broadcast a tensor from the rank that reads the logits to all ranks of its replica.
 
         Collective over these ranks.
 
         Args:
-            tensor: The tensor, or on the other ranks one of the same shape and dtype.
+            tensor: The tensor. On the other ranks, any tensor of the same shape and dtype.
 
         Returns:
             The tensor, on the CPU.
@@ -207,7 +208,7 @@ class Predictor:
         return results[0]
 
     def fail(self, error: Exception) -> None:
-        """Raise an error, or in a pipeline store it for the next `compute_on_first`.
+        """Raise an error. In a pipeline, store it instead, for the next `compute_on_first`.
 
         See Note [Errors of a forward].
         """
@@ -227,7 +228,7 @@ class Predictor:
 
         Args:
             failure: Error of this rank, if it has failed.
-            part: Number of the first failed rank in the replica.
+            part: Index within the replica of the first failed rank.
         """
         # The message is empty on all other ranks, so a sum distributes it.
         message = b""
@@ -271,7 +272,8 @@ class Predictor:
                 are not if parameters are gathered.
 
         Raises:
-            Exception: `work` has failed on this rank, or on a rank that must run as many forwards.
+            Exception: `work` has failed on this rank, or on a rank that must run the same number of
+                forwards.
         """
         failure: Exception | None = None
         while True:

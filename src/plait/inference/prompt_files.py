@@ -2,8 +2,8 @@
 
 Note [Files of answers]
     answers.jsonl               Exists when all answers have been written to disk.
-    answers.jsonl.partial       Finished answers, one per line. The command that writes it locks it.
-    answers.jsonl.partial.json  Options of that command and a hash of its prompts.
+    answers.jsonl.partial       Finished answers, one per line. Locked by the writing command.
+    answers.jsonl.partial.json  Options of this command and a hash of its prompts.
 
     A command that ends early keeps the partial files. The same command, with the same prompts and
     options, continues after the finished answers. Any other command is refused.

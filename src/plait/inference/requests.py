@@ -110,7 +110,7 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return prompts after checking that all tokens are in the model's vocabulary.
 
-    If the vocabulary is split, ranks would compute zeros for a token that none of them has.
+    Without this check, a split embedding would return zeros for a token that no rank has.
 
     Raises:
         InputError: The model does not have a token.
@@ -301,7 +301,7 @@ class TextStream:
     """Incremental decoder that returns text as soon as no later token can change it.
 
     It holds back incomplete characters, and spaces at the end that the tokenizer's clean-up may
-    still remove. The returned texts add up to `text()`.
+    still remove. The returned strings, joined, are equal to `text()`.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -337,7 +337,7 @@ class TextStream:
         return self._advance(text)
 
     def remainder(self) -> str:
-        """Return the text that `add` has held back, after the last token."""
+        """Return the text that is still held back after the last token."""
         return self._advance(self.text())
 
     def text(self) -> str:
@@ -354,7 +354,8 @@ class TextStream:
 def _text_after_prefix(before: str, text: str) -> str:
     """Return the end of `text` that follows `before`.
 
-    If `text` does not begin with `before`, the prefix of `text` that is most similar is left out.
+    If `text` does not begin with `before`, the prefix of `text` that is most similar to `before` is
+    left out.
     """
     if text.startswith(before):
         return text[len(before) :]

@@ -56,7 +56,7 @@ class RopeByLength:
         A forward over a single token resets the frequencies.
 
         Args:
-            longest: Number of tokens of the forward.
+            longest: Number of tokens of the forward's longest row.
         """
         return self.kind != LONGROPE and longest >= self.original
 
@@ -101,12 +101,12 @@ def group_requests(
     lengths: Sequence[tuple[int, int]],
     batch_size: int | None = None,
 ) -> list[list[int]]:
-    """Group requests into batches that do not change their rotary frequencies.
+    """Group requests into batches in which each keeps the rotary frequencies that it has alone.
 
     Args:
         rope: Rotary embedding of the model.
-        lengths: Number of tokens of each prompt, and the largest number of tokens that the model
-            reads of the request.
+        lengths: For each request, the number of tokens of its prompt, and the largest number of
+            tokens that the model reads.
         batch_size: Largest number of requests per batch. None means no limit.
 
     Returns:

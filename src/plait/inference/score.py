@@ -37,10 +37,10 @@ def score(
 ) -> list[torch.Tensor]:
     """Return the log probabilities of the tokens of sequences. Collective over all ranks.
 
-    Each data-parallel rank passes its own sequences, which may be none. Of the ranks of one model
-    replica (tp, pp), the sequences of the first one are used, and all of them get the results.
-    The model computes in the layout and the dtypes that it is trained in. Training continues as if
-    nothing had happened.
+    Each data-parallel rank passes its own sequences, which may be none. Within one model replica
+    (tp, pp), the sequences of the first rank are used, and all ranks get the results. The model
+    computes in the layout and the dtypes that it is trained in. Training continues as if nothing
+    had happened.
 
     Args:
         sharded: The model.
@@ -52,8 +52,8 @@ def score(
             position.
 
     Returns:
-        A float32 tensor on the CPU for each sequence: the log probability of every token but the
-        first [tokens - 1], or with `vocabulary` [tokens - 1, vocabulary].
+        One float32 tensor on the CPU per sequence: the log probabilities of all tokens but the
+        first, with the shape [tokens - 1], or with `vocabulary` the shape [tokens - 1, vocabulary].
 
     Raises:
         InputError: A rank cannot serve the call. The error is raised on all ranks.
@@ -135,7 +135,7 @@ class _Scorer:
         logprobs: torch.Tensor | None = None
 
         def compute() -> torch.Tensor:
-            """Compute `logprobs`. Return its width, and 1 if it is float64 or else 0."""
+            """Compute `logprobs`, and return the tensor [width, 1 for float64 or 0 for float32]."""
             nonlocal logprobs
             # The logits of a position are those of the next token.
             logprobs = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])

@@ -112,7 +112,7 @@ class Source:
         return model
 
     def _settings_of_run(self) -> Path | None:
-        """Return the folder of a run if it has generation settings, or None."""
+        """Return the folder of the run, or None if it contains no generation settings."""
         if self.tokenizer_folder is None:
             return None
         run = self.tokenizer_folder.parent
@@ -209,8 +209,8 @@ def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | No
 
     Args:
         config: Fields of the configuration, a config.json, or a folder with one.
-        dtype: Dtype of the model. None means that of the configuration, or that of the folder's
-            weights if the configuration has none.
+        dtype: Dtype of the model. None means the configuration's dtype, or the dtype of the
+            folder's weights if the configuration has none.
 
     Raises:
         InputError: Transformers cannot build the model, or its weights are quantised.
@@ -250,7 +250,7 @@ def model_of_config(config: Path | Mapping[str, Any], *, dtype: torch.dtype | No
 
 
 def _refuse_values(model: nn.Module, name: object) -> None:
-    """Raise CheckpointError if a model that was built on the meta device has other parameters."""
+    """Raise CheckpointError if a model built on the meta device has parameters with values."""
     for parameter_name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise CheckpointError(

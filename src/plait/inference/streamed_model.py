@@ -2,7 +2,7 @@
 
 Note [Choice of streamed blocks]
     As few blocks as possible are streamed. They are distributed evenly over the model, so that a
-    block can be copied while the blocks in between compute. Blocks that share a weight with
+    streamed block can be copied while the blocks before it compute. Blocks that share a weight with
     another module stay in memory.
 
 If the model's own files do not contain the streamed layers in the form that the computation uses,
@@ -120,8 +120,8 @@ def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
 def tensors_in_files(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
     """Return the locations of all stored tensors of a source.
 
-    For a Transformers folder they are those of `tensors_of`. For a checkpoint they are parts of
-    tensors, by file and name.
+    For a Transformers folder, the result is that of `tensors_of`. A checkpoint stores tensors in
+    parts: the result then has the location of every part, with the key `FILE NAME`.
     """
     if source.checkpoint is None:
         return tensors_of(source, model)
@@ -193,8 +193,8 @@ def load_streamed(
 ) -> tuple[ShardedModel, StreamingPlan]:
     """Load a model in one process, with streamed blocks if it does not fit into the budget.
 
-    Streamed layers that no files contain in the form in which they compute (see
-    `tensors_to_stream`) are first written to temporary files.
+    If the source's files do not contain the streamed layers in the form that the computation uses
+    (see `tensors_to_stream`), these layers are first written to temporary files.
 
     Args:
         source: Source of the model.
@@ -324,7 +324,7 @@ def _movable_blocks(model: nn.Module) -> dict[str, int]:
 def _slot_bytes(
     model: nn.Module, stored: dict[str, StoredTensor], blocks: Sequence[str], *, on_cpu: bool
 ) -> int:
-    """Return the bytes of all slots, and on the CPU also those of the file read buffers."""
+    """Return the total size of all slots, which on the CPU includes the buffers for file reads."""
     largest = max((block_bytes(model, name, stored, on_cpu=on_cpu) for name in blocks), default=0)
     buffers = buffer_bytes(largest) if on_cpu else 0
     return min(SLOTS, len(blocks)) * largest + buffers
@@ -425,8 +425,8 @@ def _read_in_place(
 ) -> frozenset[str]:
     """Read resident tensors directly into their memory, and return their names.
 
-    A mapping of the file would need twice the memory. Tensors on another device, and tensors that
-    are stored in another dtype, are left out.
+    A read through a mapping of the file would take twice the memory. Tensors on another device, and
+    tensors that are stored in another dtype, are left out.
     """
     done = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -511,7 +511,7 @@ def _save_aligned(
 ) -> tuple[dict[str, StoredTensor], int]:
     """Save tensors so that the first one is aligned in the file.
 
-    Its bytes can then be read with direct I/O into memory where it is aligned for computation, see
+    Direct I/O can then read its bytes to an address that is aligned for computation, see
     `WEIGHT_ALIGNMENT`.
 
     Args:
@@ -548,8 +548,8 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
         size: Number of free bytes that the folder must have.
 
     Raises:
-        InputError: There is too little free space, the folder cannot be written to, or its files
-            would be in memory.
+        InputError: There is too little free space, the folder cannot be written to, or its file
+            system is in memory.
     """
     parent = folder or Path(tempfile.gettempdir())
     try:

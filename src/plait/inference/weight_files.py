@@ -4,18 +4,18 @@ Note [Cached and direct reads]
     A read through the kernel's cache fills pages of the cache and copies them, even if the pages
     are dropped before they are read again, as happens with a model that is larger than memory.
     Bytes that are not in the cache when they are read again are therefore read directly (O_DIRECT).
-    They are read into the memory that computations use, if tensors can lie there as in the file
-    (`FileImage`), and otherwise into a small buffer from which they are copied. Direct reads
-    transfer complete sectors to addresses that are multiples of a sector. If two cores do
-    everything, the copies cost a third of the rate of a disk of 3 GB/s. Bytes that are still in the
-    kernel's cache are read from it.
+    If tensors can have the same layout in memory as in the file (`FileImage`), the target is the
+    memory that computations use. Otherwise it is a small buffer, from which the bytes are copied.
+    Direct reads transfer complete sectors to addresses that are multiples of a sector. If only two
+    cores are available, these copies reduce the rate of a 3 GB/s disk by a third. Bytes that are
+    still in the kernel's cache are read from it.
 
 Note [No computation in mappings]
-    Weights are copied from the cache. Computing with them in a mapping of the file saved a third of
-    the processor time (1.5 to 1.0 s of the benchmark's), but only between zero and a third of the
-    elapsed time, depending on the size of the pages that the cache happened to have. And a product
-    of one row has other last bits if its weight does not begin at a multiple of 16 bytes, as in
-    half of all safetensors files.
+    Weights are copied from the cache. Computing with them in a mapping of the file reduced the
+    processor time of the benchmark by a third (from 1.5 to 1.0 s), but the elapsed time only by
+    zero to a third, depending on the size of the cache's pages. In addition, the last bits of a
+    product of one row change if its weight does not begin at a multiple of 16 bytes, as in half of
+    all safetensors files.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def read_into(
 class DaemonThreads(Executor):
     """Executor whose threads do not keep the process alive.
 
-    At exit, Python waits for the threads of a ThreadPoolExecutor, even if one of them is in a read
-    of a disk that does not answer.
+    At exit, Python waits for the threads of a ThreadPoolExecutor, even if one of them waits for a
+    disk that does not answer.
 
     Args:
         count: Number of threads.
@@ -321,7 +321,7 @@ def _continues(block: FileBlock, part: TensorPart, position: int, limit: int) ->
 
 
 def _even_read_bytes(size: int) -> int:
-    """Return the size of reads of about equal size that transfer `size` bytes.
+    """Return the size of each read if `size` bytes are read in about equal parts.
 
     There are as few reads as possible, of complete pages. A small last read would take longer per
     byte.
@@ -474,8 +474,8 @@ def _read_pages(file: int, block: FileBlock, view: memoryview) -> bool:
 class _OpenFile:
     """File that is open for cached and for direct reads.
 
-    It is mapped as well, to see which of its pages are in the kernel's cache. Nothing is read
-    through the mapping, see Note [No computation in mappings].
+    The file is also mapped, to find out which of its pages are in the kernel's cache. Nothing is
+    read through the mapping, see Note [No computation in mappings].
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
@@ -495,7 +495,7 @@ class _OpenFile:
     def has_in_cache(self, block: FileBlock) -> bool:
         """Return True if a complete block is in the kernel's cache.
 
-        The kernel reports this for every page of a file that this user may not write to.
+        For a file that this user may not write to, the kernel reports every page as cached.
         """
         size = min(block.size, len(self._pages) - block.low)
         # The first page usually decides, and costs nothing.

@@ -14,7 +14,7 @@ Note [Order of copies]
     That stream waits (event `used`) until the block that had the slot before has computed, and the
     computation waits (event `copied`) for the copy. Blocks that fit into host memory are read once.
     For the remaining blocks, each slot has a staging buffer that is filled from files while the
-    device computes. It is filled again only after the last copy from it.
+    device computes. The buffer is filled again only after the last copy from it has ended.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class HostMemory:
         return sum(chunk.numel() for chunk in self.chunks)
 
     def overlaps(self, start: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a range of bytes as (first byte, uint8 tensor) for each chunk that it overlaps."""
+        """Yield a byte range as parts of single chunks: (index of the first byte, uint8 tensor)."""
         begin = 0
         for chunk in self.chunks:
             low = max(start, begin)
@@ -136,7 +136,7 @@ class WeightStream(StepHook):
         model: The model.
         blocks: Names of the streamed blocks, in the order in which they run.
         stored: Locations of their parameters, by full name.
-        device: Device on which they compute. None means the CPU.
+        device: Device on which the blocks run. None means the CPU.
         on_host: Names of the blocks that are kept in pinned host memory.
     """
 
@@ -404,7 +404,7 @@ def block_bytes(
         model: The model.
         block: Name of the block.
         stored: Locations of its parameters, by full name.
-        on_cpu: Whether it computes on the CPU.
+        on_cpu: Whether the block runs on the CPU.
     """
     return _slot_size(_place_parameters(model, block, stored, on_cpu=on_cpu))
 
@@ -422,7 +422,7 @@ def _place_parameters(
 ) -> list[_StreamedParameter]:
     """Return the parameters of a block with their places in its slot.
 
-    On the CPU they have the layout of the file if this gives the same results. Otherwise they are
+    On the CPU they have the layout of the file if this does not change results. Otherwise they are
     adjacent.
     """
     parameters = []

@@ -9,9 +9,10 @@ Note [Plans with adapters]
     is row-split, its A is split along the same rows, and the products of width r are summed over
     the ranks.
 
-    Under sequence parallelism the same products are gathered or scattered as the outputs of the
-    layer are. The matrix that is not split sees other tokens, or the gradients of other columns, on
-    every rank, so its gradient is summed over the ranks.
+    Under sequence parallelism, the products A x of a row-split layer are scattered in the same way
+    as its outputs. Those of a column-split layer are gathered unless its input has been gathered.
+    The matrix that is not split sees different tokens, or gradients of different columns, on every
+    rank. Its gradient is therefore summed over the ranks.
 
 Attributes are recognised by PEFT's names, so that PEFT need not be installed.
 """
@@ -77,7 +78,8 @@ def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = 
 
     Args:
         model: The model.
-        axis: Configuration field of the parallel degree that does not support it, for the message.
+        axis: Configuration field of the parallel degree that does not support such adapters, for
+            the message.
         kinds: Types of adapters that are refused. None refuses all that learn prompts.
     """
     for name, config in getattr(model, "peft_config", {}).items():
@@ -124,7 +126,7 @@ def adapter_names(model: Any) -> tuple[str, ...]:
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrapper of PEFT's `get_peft_model`, or a model without wrapper.
+    """Return the model inside the wrapper of PEFT's `get_peft_model`, or the model if it has none.
 
     A Transformers model with adapters of its own (`add_adapter`) has a `peft_config` too, but no
     wrapper.
@@ -156,7 +158,7 @@ def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Ite
 def with_full_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Give the prompt encoders of a model their full weights, inside the context.
 
-    PEFT computes the prompts that it writes to a file from the modules, not from a state dict.
+    When PEFT saves prompts, it computes them from the modules, not from a state dict.
 
     Args:
         model: A model of PEFT. Other models are not changed.
@@ -212,7 +214,7 @@ def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def base_name(name: str, wrappers: Mapping[str, nn.Module]) -> str:
-    """Translate a name in the model without adapters to the model with adapters.
+    """Translate a name in the model without adapters to the name in the model with adapters.
 
     Args:
         name: Full name of a module or parameter in the model without adapters.

@@ -20,9 +20,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
 
     Without patterns, the blocks are the children of every outermost `nn.ModuleList` or
     `nn.Sequential` of repeated layers that has at least 5 % of the parameters. Therefore an encoder
-    and a decoder both count, and a small stem does not. Layers are repeated if all have the same
-    class. In an `nn.ModuleList` they may have several classes whose forward takes the same first
-    argument (attention layers between state space layers). A model without such a list has no
+    and a decoder both count, and a small stem does not. Layers count as repeated if all have the
+    same class. In an `nn.ModuleList`, several classes are allowed if their forwards take the same
+    first argument (e.g. attention and state space layers). A model without such a list has no
     blocks and is a single unit.
 
     A model can name its blocks itself in an attribute `pipeline_blocks`. In a model with several

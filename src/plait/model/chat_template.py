@@ -93,7 +93,7 @@ class ChatTemplate:
         """Return the conversation as a string.
 
         Args:
-            messages: The conversation, `role` and `content` of each message.
+            messages: The conversation, with `role` and `content` of each message.
             prompts: Whether the text ends with the beginning of an answer, as generation needs.
 
         Raises:

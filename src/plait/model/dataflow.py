@@ -5,10 +5,10 @@ Note [Tracing without weights]
     the meta device: they have a shape and no value. Values that follow only from the batch (token
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
-    For every value, the trace records a `ValueOrigin`: the block from which on it can be computed,
-    and the parameters outside the blocks that it depends on. For any split into pipeline stages,
-    this determines which parameters a stage must own, and whether a value bypasses the chain of
-    blocks. The model itself is not changed.
+    For every value, the trace records a `ValueOrigin`: the last block that a stage can begin with
+    and still compute the value, and the parameters outside the blocks that it depends on. For any
+    split into pipeline stages, this determines which parameters a stage must own, and whether a
+    value bypasses the chain of blocks. The model itself is not changed.
 
 Note [Opaque modules]
     Some modules cannot run without values, e.g. because they call kernels of another library. When
@@ -98,7 +98,7 @@ INDEPENDENT = ValueOrigin()
 
 @dataclass(frozen=True)
 class Need:
-    """Use of a value of `origin` at the time when block `position` runs.
+    """Use of a value with the origin `origin` while block `position` runs.
 
     A `decision` is needed on every stage from that block on, because the code outside the blocks
     runs on all of them.
@@ -112,7 +112,7 @@ class Need:
 
 @dataclass
 class Dataflow:
-    """What a traced forward used, ran and changed, by block. See Note [Tracing without weights]."""
+    """Record of what a traced forward used, ran and changed. See Note [Tracing without weights]."""
 
     blocks: tuple[str, ...]
     uses: dict[str, set[int]] = field(default_factory=dict)
@@ -328,8 +328,8 @@ class ForwardTrace(TorchDispatchMode):
     def watched(self) -> Iterator[None]:
         """Make every module of the skeleton report its calls to this trace, inside the context.
 
-        An attribute `forward` is set on the modules, and removed or restored at the end. Hooks
-        could not replace the computation of an opaque module.
+        An attribute `forward` is set on the modules, and removed or restored at the end. Hooks are
+        not used, because they cannot replace the computation of an opaque module.
         """
         blocks = {name: index for index, name in enumerate(self.skeleton.blocks)}
         replaced: list[tuple[dict[str, Any], Any]] = []
@@ -455,7 +455,8 @@ class ForwardTrace(TorchDispatchMode):
 
         Args:
             tensor: The tensor.
-            shapes: Whether shapes can depend on the value. A Boolean is only a decision.
+            shapes: Whether shapes can depend on the value. False for a Boolean, which only decides
+                between branches.
         """
         origin = self._use(tensor)
         if self._inside is not None:
@@ -531,7 +532,7 @@ def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class _ValueReads(TorchFunctionMode):
-    """Function mode that observes reads of values that call no operator."""
+    """Function mode that observes those reads of tensor values that call no operator."""
 
     def __init__(self, trace: ForwardTrace) -> None:
         super().__init__()
@@ -572,7 +573,7 @@ class _OuterState:
         self._buffers = self._buffer_versions()
 
     def read(self, storage: int) -> None:
-        """Record that the tensor with a storage is used before or inside a block."""
+        """Record that the tensor with this storage is used before or inside a block."""
         if storage in self._storages:
             self._read.add(self._storages[storage])
 
@@ -596,7 +597,7 @@ class _OuterState:
 
 
 def outer_modules(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the names and modules of a model that are not inside its blocks."""
+    """Return (name, module) for every module of a model outside its blocks."""
     prefixes = tuple(f"{block}." for block in blocks)
     outer: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():

@@ -161,7 +161,7 @@ def check_sizes(fields: Mapping[str, Any], where: str) -> None:
         where: Prefix of the field names in the message.
 
     Raises:
-        ConfigError: The error lists all such numbers.
+        ConfigError: A size is not valid. The error lists all such sizes.
     """
     raise_problems(_size_problems(fields, where))
 

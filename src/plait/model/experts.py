@@ -116,7 +116,7 @@ def balance_coefficient(model: nn.Module) -> float | None:
     """Return the factor of the routers' balance loss in a Transformers model.
 
     The model adds this loss to its own if `output_router_logits` is set. The result is None for a
-    class that adds none.
+    class that adds no balance loss.
     """
     coefficient = getattr(model, "router_aux_loss_coef", None)
     # Some models of several parts read the coefficient from the text configuration in the forward.
@@ -126,7 +126,7 @@ def balance_coefficient(model: nn.Module) -> float | None:
 
 
 def enables_balance_loss(model: nn.Module) -> bool:
-    """Return True if a model's configuration, or its text part's, enables the balance loss."""
+    """Return True if the configuration of a model or of its text part enables the balance loss."""
     if balance_coefficient(model) is None:
         return False
     configs = (getattr(model, "config", None), _text_config(model))

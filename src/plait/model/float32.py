@@ -44,7 +44,7 @@ def keep_in_float32(model: nn.Module, dtype: torch.dtype | None) -> None:
 def float32_modules(
     model: nn.Module, patterns: Sequence[str], *, is_float16: bool
 ) -> tuple[str, ...]:
-    """Return the names of the modules with parameters that compute in float32.
+    """Return the names of the modules that have parameters and compute in float32.
 
     These are BatchNorm layers, whose float32 running statistics torch does not combine with inputs
     of another dtype; modules that a Transformers model lists in `_keep_in_fp32_modules` (for

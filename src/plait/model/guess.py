@@ -10,16 +10,16 @@ Note [Choice of a guessed split]
     3. Otherwise every layer with its output gathered, which is correct for any layer that is called
        as a module.
 
-    Layers that may not be called as modules stay replicated.
+    A layer that may be used in any other way stays replicated.
 
 The complete plan can be checked with `plait verify`, which does not run automatically.
 
 Note [Check of a split]
     The module runs by itself on the CPU with random weights: once in full, and once per part with
-    its slice of the columns and rows. The outputs of the parts must add up to the full output at a
-    random point. Both are the same formula in the weights and inputs, so they then agree for all
-    weights and inputs, and their gradients agree as well. A split of a module that cannot run by
-    itself is not accepted.
+    its slice of the columns and rows. For random inputs, the outputs of the parts must add up to
+    the full output. Sum and full output are formulas in the weights and inputs. If they agree at a
+    random point, they agree for all weights and inputs, and so do their gradients. A split of a
+    module that cannot run by itself is not accepted.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _owners_of_linear_layers(root: nn.Module, prefix: str) -> Iterator[tuple[str
 def _reads_weight(module_class: type, leaf: str) -> bool:
     """Return True if the code of a class reads the weight of a child instead of calling the child.
 
-    It is also True if the source of a method is not available.
+    The result is also True if the source of a method is not available.
     """
     pattern = re.compile(rf"\bself\.{re.escape(leaf)}\.(weight|bias)\b")
     for base in module_class.__mro__:
@@ -271,7 +271,7 @@ def _vocabulary_split(model: nn.Module, blocks: Sequence[str]) -> Split:
 
 
 def _as_patterns(model: nn.Module, styles: Split) -> tuple[StyleRule, ...]:
-    """Return one rule for the same layer of all blocks, or one per block if they differ."""
+    """Return one rule for the same layer of all blocks, or one per block if the styles differ."""
     members: dict[str, list[str]] = {}
     for name in styles:
         members.setdefault(generic(name), []).append(name)
@@ -395,7 +395,7 @@ def _adds_up(
 def _random_copy(module: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
     """Copy a module to the CPU, in evaluation mode and with random parameters.
 
-    The size of the parameters keeps the outputs about as large as the inputs.
+    The parameters are scaled so that the outputs are about as large as the inputs.
     """
     copied = copy.deepcopy(module).eval()
     # `to_empty` discards the values of buffers as well.
@@ -451,7 +451,7 @@ def _output_tensor(output: object) -> torch.Tensor:
     """Return the only tensor of a module's output.
 
     Raises:
-        ValueError: There are more, and their meaning is unknown.
+        ValueError: The output does not contain exactly one tensor.
     """
     if isinstance(output, torch.Tensor):
         return output

@@ -260,13 +260,13 @@ def _violated_rule(attention: Attention, tp: int) -> str | None:
 def _find_count(
     module: nn.Module, model: nn.Module, names: tuple[str, ...]
 ) -> tuple[int | None, str]:
-    """Find the first attribute with one of some names that is a positive integer.
+    """Find the first of the attributes `names` that is a positive integer.
 
     The module is searched first, then its configuration, then the configuration of the model.
 
     Returns:
-        The value, and the name to show to users: that of a field with the same value in the
-        configuration of the model if there is one, otherwise that of the attribute.
+        The value, and the name to show to users. If a field of the model's configuration has the
+        same value, this is the name of the field, otherwise the name of the attribute.
     """
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):

@@ -2,7 +2,7 @@
 
 Plait computes a split layer itself, on this rank's part of the weight. A layer must therefore be
 known to compute exactly what `nn.Linear`, Transformers' `Conv1D` or `nn.Embedding` computes. A
-subclass with its own forward and a wrapped module are not accepted.
+subclass with its own forward, or a wrapped module, is not accepted.
 
 The rules are data: `sources` finds them, and `plans` applies them to one model and one degree. A
 rule names modules, never parameters. Every rule must match a module, and a module
@@ -72,9 +72,9 @@ class StyleRule:
 
 @dataclass(frozen=True)
 class Counts:
-    """Attributes of modules that hold numbers of heads.
+    """Names of module attributes that contain head counts.
 
-    They are set to local numbers on a rank that computes only some of the heads.
+    On a rank that computes only some of the heads, these attributes are set to local counts.
     """
 
     pattern: str
@@ -84,7 +84,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Rules for one model and their source."""
+    """Rules for one model, and the source of these rules."""
 
     rules: tuple[StyleRule, ...]
     source: str
@@ -210,7 +210,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_embedding(module: nn.Module) -> bool:
     """Return True if a module is exactly a lookup of rows, with an optional constant factor.
 
-    Such a module can be computed from a part of the rows.
+    A rank can compute such a module with only a part of the rows.
     """
     # max_norm changes the weight in the forward; scale_grad_by_freq and sparse change its gradient.
     return (
@@ -261,7 +261,7 @@ def _features(module: nn.Module) -> tuple[int, int]:
 def split_dims(module: nn.Module, style: Style) -> Mapping[str, int | None]:
     """Return the dimension along which a style splits each of a module's own parameters.
 
-    None keeps the parameter replicated on every rank.
+    None means that the parameter is replicated.
     """
     output_dim = 1 if is_conv1d(module) else 0
     if style in COLUMN_STYLES:
@@ -334,7 +334,7 @@ def _computes_its_weight(module: nn.Module) -> bool:
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return a group of names for every tied parameter, in the order of registration."""
+    """Return one group of names per tied parameter, in the order of registration."""
     # Tensors compare elementwise, so parameters are compared by identity.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -48,7 +48,8 @@ def split_boundary_layers(
         rule_set: The rules that `styles` come from.
 
     Returns:
-        The names of the split head and of the split embedding. None if it is not split.
+        The name of the head and the name of the embedding, or None in place of a layer that is not
+        split.
     """
     embedding = _boundary_layer(model, "get_input_embeddings")
     head = _boundary_layer(model, "get_output_embeddings")
@@ -134,7 +135,7 @@ def _align_tied_layers(model: nn.Module, styles: dict[str, Style], lookups: set[
 
 
 def _weight_is_indexed(model: nn.Module, name: str) -> bool:
-    """Return True if the forward of a module above an embedding indexes the embedding's weight.
+    """Return True if the forward of a module that contains an embedding indexes its weight.
 
     Gemma 4 does so for padding. A rank has only its own rows, so the index would be wrong.
     """

@@ -3,8 +3,8 @@
 Scripts for DeepSpeed need only a different import. Each layer takes the output of the previous one.
 Every layer is a block, so a stage can begin with any layer. Layers are built on the device that the
 script chooses. Under `torch.device("meta")` they need no memory; their parameters are initialised
-later by name, with the same values for every layout. All layers with the same key share the named
-attributes.
+later by name, with the same values for every layout. `TiedLayerSpec`s with the same key share the
+attributes that they name.
 """
 
 from __future__ import annotations

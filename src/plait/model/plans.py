@@ -9,8 +9,9 @@ the model, and all names of a tied parameter have the same entry.
 
 Note [Replicated parameters in split regions]
     Between a column-parallel and a row-parallel layer, a rank computes only its own heads or
-    channels. A norm over the width of one head, or an activation with a weight, is applied to those
-    only. Its gradient on a rank is partial and must be summed over the ranks.
+    channels. A norm over the width of one head, or an activation with a weight, is applied only to
+    these heads or channels. The gradient of its weight on a rank is partial and must be summed over
+    the ranks.
 
     For other parameters in such a region it is not known what they are applied to. If the rules
     come from a model family, the layers around them are gathered instead, which is correct for any
@@ -158,8 +159,8 @@ def make_plan(
     Args:
         model: The model, on any device (`meta` included).
         tp: Degree of tensor parallelism.
-        user: Style by pattern. If it is given, no other rules are used. An adapted layer has the
-            name that it has without its adapter.
+        user: Style by pattern. If it is given, no other rules are used. Patterns match adapted
+            layers by their names in the model without adapters.
         blocks: Names of the repeated blocks.
 
     Raises:
@@ -326,7 +327,7 @@ def _spread_to_owners(model: nn.Module, styles: dict[str, Style]) -> dict[str, S
 def _replicate_keys(
     styles: dict[str, Style], attentions: Sequence[Attention], tp: int
 ) -> tuple[dict[str, Style], dict[str, int]]:
-    """Make key and value projections with fewer heads than ranks `kv_replicated`.
+    """Assign the style `kv_replicated` to key and value projections with fewer heads than ranks.
 
     Returns:
         The changed styles, and the number of heads of every `kv_replicated` module.
@@ -356,7 +357,7 @@ def _replicate_keys(
 
 
 def _parameter_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style | None]:
-    """Return the style of the module that owns each parameter, under all names of parameters."""
+    """Return, for every name of every parameter, the style of the module that owns it."""
     # A module may have several names, and has a style under the first.
     module_names = {id(module): name for name, module in model.named_modules()}
     parameter_styles = {}
@@ -545,7 +546,8 @@ def complete_inner_rules(
 def _split_regions(styles: dict[str, Style], blocks: Sequence[str]) -> list[str]:
     """Return the modules with children whose outputs or inputs are split.
 
-    A block that owns such layers itself is left out, because its norms are outside the split.
+    A block is left out even if such layers are its own children, because its norms are outside the
+    split.
     """
     excluded = {"", *blocks}
     regions: dict[str, None] = {}
@@ -561,7 +563,7 @@ def _unstyled_owners(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in a region that own parameters and have no style.
 
-    Modules whose parent inside the region has styled layers are left out.
+    A module inside a submodule of the region is left out if that submodule has styled layers.
     """
     # The caller adds styles while it iterates, so `styles` is looked up again for every module.
     for name, module in list(model.get_submodule(region).named_modules(prefix=region)):
@@ -628,7 +630,7 @@ class PlanRow:
 
 
 def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
-    """Return a row for every parameter of a model, in model order, tied ones under all names."""
+    """Return one row per name of every parameter, in model order. A tied parameter has several."""
     tied = first_names(model)
     styles = _parameter_styles(model, plan.styles)
     rows = []

@@ -5,8 +5,8 @@ Note [Sequence parallelism]
     and MLP all-gather their input, and their row-parallel layers reduce-scatter the output. Norms
     compute on shards.
 
-    In families with experts, the layers of experts, and an attention that tp does not split, are
-    computed by every rank on all tokens. Each rank keeps its own tokens of the output.
+    In families with experts, every rank computes the expert layers, and an attention that tp does
+    not split, on all tokens. Each rank keeps its own tokens of the output.
 
     Any other module with parameters, and any module that mixes tokens outside attention and MLP,
     would compute wrong values. Such a model is not supported. The structure of the model decides
@@ -42,8 +42,8 @@ _QUERY_KEY_PREFIXES = ("q_", "k_", "query_", "key_")
 class SequenceFacts:
     """Roles of modules under sequence parallelism, collected block by block.
 
-    The fields have the meaning of those of `TensorPlan`. The names are listed as far as they are
-    known, even if the model is not supported.
+    The fields have the same meaning as in `TensorPlan`. If the model is not supported, they still
+    contain the names that are known.
     """
 
     norms: list[str] = field(default_factory=list)
@@ -105,8 +105,8 @@ def _reasons_of_model(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 def _all_token_children(model: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
     """Return the children of a block that every rank computes on all tokens.
 
-    They hold experts, or all of their split layers gather the output. Only families that tests
-    compare with a single process have such children.
+    They hold experts, or all of their split layers gather the output. The result is empty for
+    families that no test compares with a single process.
     """
     if getattr(getattr(model, "config", None), "model_type", None) not in SPLIT_FAMILIES:
         return []
@@ -127,7 +127,7 @@ def _all_token_children(model: nn.Module, block: str, styles: Mapping[str, Style
 def _classify_children(
     model: nn.Module, block: str, styles: Mapping[str, Style], facts: SequenceFacts
 ) -> None:
-    """Add the norms, the regions and the reasons of one block to `facts`."""
+    """Add to `facts` the norms and regions of one block, and reasons why it cannot be sharded."""
     module = model.get_submodule(block)
     facts.reasons += _reasons_of_block(module, block, styles)
     for leaf, child in module.named_children():
@@ -162,7 +162,7 @@ def _classify_children(
 
 
 def _reasons_of_block(module: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
-    """Return the reasons that concern a block itself rather than one of its children."""
+    """Return the reasons why a block as a whole cannot compute on sequence shards."""
     reasons = []
     for name, _ in module.named_parameters(recurse=False):
         reasons.append(f"{block} has a parameter of its own, {name}")

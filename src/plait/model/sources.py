@@ -86,8 +86,8 @@ def _style(name: str) -> Style | None:
 def _transformers_rules(model: nn.Module) -> RuleSet | None:
     """Return the rules of the plans that Transformers collects for its models, or None.
 
-    Transformers combines the plans of a model's class, its configuration and its parts. The plans
-    of the outermost of its models inside `model` are used.
+    Transformers combines the plans of a model's class, its configuration and its parts. Only the
+    plans of the outermost Transformers models in `model` are used.
     """
     rules: list[StyleRule] = []
     families: list[str] = []

@@ -1,4 +1,4 @@
-"""Execution of operators of which only some tensors have values.
+"""Execution of operators when only some of the tensors in their arguments have values.
 
 If all tensors have values, the operator runs. Otherwise only the shapes of its results are
 computed, on the meta device. If a shape depends on unknown values, as that of `nonzero` does, all
@@ -96,7 +96,7 @@ def run_without_values(
 class Shapes:
     """Cache of the results of operators on the meta device.
 
-    torch takes a millisecond to compute one, and the blocks of a model repeat the same calls.
+    torch takes a millisecond to compute a result, and the blocks of a model repeat the same calls.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints of ZeRO 1 to 3 with data parallelism: float32 weights and Adam moments.
 
 ZeRO 1 and 2 flatten the parameters of a group to one vector, of which every rank has an equal part.
-At ZeRO 3 every rank has its part of every parameter, one after the other, in sub-groups.
+At ZeRO 3 every rank stores its parts of all parameters one after the other, in sub-groups.
 """
 
 from __future__ import annotations
