@@ -1,8 +1,8 @@
 """Order of the techniques and their hooks, and the loops over them.
 
 `check_all` refuses impossible settings, `apply_all` changes the modules of the engine, `attach_all`
-returns the hooks of a step, and `account_all` adds up the numbers of the planner. Combinations of
-settings that no test has proven yet are listed in `UNSUPPORTED_COMBINATIONS`.
+returns the hooks of a step, and `account_all` adds up bytes and traffic for the planner.
+`UNSUPPORTED_COMBINATIONS` lists combinations of settings that no test has proven yet.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ are made equal.
 
 
 def check_all(context: TechniqueContext) -> Plans:
-    """Refuse impossible settings: unsupported combinations first, then those of each technique.
+    """Refuse impossible settings: first unsupported combinations, then settings of one technique.
 
     Returns:
         The plans of all techniques.

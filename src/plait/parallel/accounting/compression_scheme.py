@@ -166,7 +166,7 @@ def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -
 def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Numbers) -> Numbers:
     """Return the bytes of the compression error that a sharded unit stores for a parameter.
 
-    The error is float32, and covers the parts of all ranks.
+    The error is float32, and covers the shards of all ranks.
     """
     if len(shape) < 2:
         return np.zeros_like(numel)
