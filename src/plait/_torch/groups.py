@@ -159,7 +159,7 @@ def add_legacy_names(group_class: GroupClass) -> GroupClass:
 def register_cpu_backend(group: dist.ProcessGroup, backend: Any) -> None:
     """Register the CPU backend of a process group that is written in Python.
 
-    torch reads the name and the timeout of the group from it.
+    torch reads the name and the timeout of the group from the backend.
     """
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

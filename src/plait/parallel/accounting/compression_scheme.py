@@ -49,7 +49,7 @@ class Scheme(Policy):
     weight_bits: MaybeBits = 0
     """Bits per element of a gathered parameter, at stages 1 to 3; 0: uncompressed."""
     powersgd_rank: int = 0
-    """Stage 0: columns of the factors as which gradients of matrices are sent; 0: off."""
+    """Columns of the factors that are sent instead of a matrix, at ZeRO stage 0; 0: off."""
     error_feedback: bool = False
     """True to add the error of the last step to this step's gradients. PowerSGD always does."""
     revocable: bool = False

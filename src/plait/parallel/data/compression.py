@@ -9,8 +9,8 @@ a step longer. The run's own steps are timed instead: first uncompressed ones, t
 candidate.
 A lossier candidate is chosen if its steps are 5 % shorter than those of the best candidate before
 it. Before the decision a few more uncompressed steps are timed, in case the first ones were slow by
-chance. The decision is taken once, the same on every rank of the groups, and saved in checkpoints. The residual of a
-candidate is dropped when another one is activated.
+chance. The decision is taken once, the same on every rank of the groups, and saved in checkpoints.
+The residual of a candidate is dropped when another one is activated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Residuals(StepHook):
     The collectives may be replaced between two steps. If an engine takes the steps, dropping
     gradients also drops their compression errors. In the user's own training loop, `zero_grad`
     usually follows an update, which may have happened without an optimizer of torch. In such a loop
-    errors are therefore kept, except after failures and after steps that `ParallelModel.step` skips.
+    errors are therefore kept, except after failures and steps that `ParallelModel.step` skips.
 
     Args:
         reducer: Reducer of the model's gradients, if there is one.

@@ -216,8 +216,8 @@ class Reducer(StepHook):
         """Return the trainable parameters of each bucket, all of one dtype.
 
         Parameters that tensor parallelism splits do not share a bucket with replicated ones, whose
-        sums must stay bitwise equal on all ranks of tp. In one bucket, gradients of both kinds could
-        share a quantisation block, and would then change the bits of each other's sums.
+        sums must stay bitwise equal on all ranks of tp. In one bucket, gradients of both kinds
+        could share a quantisation block, and would then change the bits of each other's sums.
         """
         trainable = self._trainable
         sizes = []
@@ -592,7 +592,7 @@ def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[
         bucket_bytes: Largest size of a bucket with several parameters.
 
     Returns:
-        The indices of each bucket's parameters. Buckets are in the order in which they are complete.
+        The indices of each bucket's parameters. Buckets that are complete earlier come first.
     """
     closed: list[list[int]] = []
     open_: dict[Hashable, tuple[list[int], int]] = {}
