@@ -41,7 +41,7 @@ def iterate_weights(
             bucket of its own.
         trained_only: Yield only parameters that require a gradient.
 
-        Yields:
+    Yields:
         Detached tensors on this rank's device, in the dtypes of the model. If this rank has the
         full tensor already, the result shares the model's memory: copy it if it must outlive the
         next step.

@@ -105,7 +105,7 @@ class Stepper:
         Args:
             divisor: Number that the gradients are divided by, in addition to the loss scale.
             loss: Returns the global loss of the step (0-dimensional). It may wait for an all-reduce
-                that has been started before. It is therefore called after the norm.
+                that is already running. The norm is computed first, so that the two overlap.
             non_finite_error: Builds the exception for a non-finite step from its norm. Without it
                 such a step is skipped.
 

@@ -83,21 +83,21 @@ MEMORY_KINDS = (
 `parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just
 before the optimizer step. `gathered_parameters` and `unsharded_gradients` are what it holds in
 addition between two micro-batches of a step. In a pipeline `accounting.peak` counts them at every
-moment of a step.
+point of a step.
 """
 
 ACTIVATION_KINDS = ("activations", "logits", "restored_activations", "stored_activations")
 """Kinds of memory of the micro-batches that are between their forward and their backward.
 
-`activations` and `logits` stay on the device from forward to backward: those of blocks and before
-them, and those of head and loss. `restored_activations` are the most that the backward of one
-block recomputes or prefetches. `stored_activations` are in host memory or on disk.
+`activations` (of the blocks and of modules before them) and `logits` (of the head and the loss)
+stay on the device from forward to backward. `restored_activations` are the most that the backward
+of one block recomputes or prefetches. `stored_activations` are in host memory or on disk.
 """
 
 PLACE_KINDS = ("host", "files", "step_buffers")
 """Places of `parameters`, `gradients` and `optimizer` besides the device.
 
-`step_buffers` are the most of the `files` that is in memory during a step.
+`step_buffers` is the largest part of `files` that is in memory at any time in a step.
 """
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send", "control")
@@ -331,7 +331,7 @@ def of_experts(ledger: Ledger) -> Ledger:
 
 
 def ledger_view_of(ledger: Ledger) -> Callable[[str], Ledger]:
-    """Return a function that maps a name to the ledger with the degrees of that parameter."""
+    """Return a function that maps a parameter's name to a ledger with that parameter's degrees."""
     if not ledger.experts:
         return lambda name: ledger
     expert_ledger = of_experts(ledger)

@@ -200,7 +200,7 @@ class _Segment:
 
 
 _Gather = tuple[GatherPhase, int | None, int]
-"""All-gather of a unit: (moment, the unit gathered before it or None, the unit)."""
+"""All-gather of a unit: (phase, the unit gathered before it or None, the unit)."""
 
 
 class ShardPrefetcher:

@@ -505,7 +505,7 @@ class _ScheduleRun:
         Args:
             source: The pp rank that sends it.
             may_wait: Whether to wait for a description of the tensors if their shapes are not
-                known. If not, nothing is received until they are known.
+                known. If it is False, a message with unknown shapes is not received yet.
 
         Raises:
             EarlierStageFailed: The sender failed before it knew what it would have sent.
