@@ -276,8 +276,8 @@ def unsharded_gradient_bytes(model: nn.Module) -> int:
 def keep_trainability(model: nn.Module) -> None:
     """Copy changes of `requires_grad` from gathered parameters to their shards.
 
-    A gathered module has other parameter objects than a sharded one. Every gather sets their
-    `requires_grad` to that of the shards, so a change on the gathered parameters would be lost.
+    A gathered module has other parameter objects than a sharded one. Every gather sets the
+    `requires_grad` of the gathered parameters to that of the shards, so a change would be lost.
     """
     for group in all_parameter_groups(model):
         for name in ("_to_sharded", "_to_sharded_post_forward"):

@@ -4,8 +4,8 @@ Ranks with different models, configurations or versions would exchange tensors o
 or wrong tensors of the same shape, and no collective would detect it. The check of inputs runs
 once, before anything else is sent between ranks. It compares the objects that the user built,
 before they are split, so they must be equal on every rank of every layout. The optimizer is built
-afterwards, so it is compared within a pipeline stage. The check costs one all-gather of a digest;
-the descriptions of the inputs are sent only if digests differ.
+after the split, so it is compared only between the ranks of a pipeline stage. The check costs one
+all-gather of a digest; the descriptions of the inputs are sent only if digests differ.
 
 Replicas are computed from the same bits by the same operations, so a difference is a fault of
 memory, of a processor, or of code that treats ranks differently. `compare_replicas` compares a sum

@@ -267,7 +267,8 @@ def _loss_of_copy(
 ) -> torch.Tensor:
     """Compute the loss of a traced output.
 
-    The trace notes which of the real `parameters` (storage to name) the loss reads.
+    The trace records which of the real parameters the loss reads. `parameters` maps their storages
+    to names.
     """
     # Only during the loss: in the forward, modules that deepcopy shares (closures) read real
     # parameters legitimately.

@@ -21,10 +21,11 @@ Note [Placeholders]
     without their tensors.
 
 Note [Caches of stages]
-    A model asks its KV cache for the number of tokens that it has seen, and the cache asks its
-    first layer, which may belong to another stage. Every stage of a rank therefore has its own
+    A model asks its KV cache how many tokens the cache has seen, and the cache asks its first
+    layer, which may belong to another stage. Every stage of a rank therefore has its own
     cache, in which the layers of other stages are replaced by layers of the stage's own blocks.
-    They return the same number, and no block writes through the index of a replaced layer.
+    The replacements return the same number, and no block writes through the index of a replaced
+    layer.
 """
 
 from __future__ import annotations
