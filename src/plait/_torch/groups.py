@@ -68,10 +68,10 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def consistent_split_names(number: int) -> Iterator[None]:
     """Give process groups that are split inside the block the same name on all of their ranks.
 
-    torch derives the name from the number of groups of the process, which differs between ranks
-    that are in different groups. The ranks of a gloo group connect under its name, so they would
-    wait for each other until the timeout. Inside the block, the name is derived from the ranks,
-    `number` and the position of the split.
+    torch derives the name from the number of groups of the process. This number differs between
+    ranks that are in different groups. The ranks of a gloo group connect under its name, so they
+    would wait for each other until the timeout. Inside the block, the name is derived from the
+    ranks, `number` and the position of the split.
 
     Args:
         number: A number that is equal on all ranks and has not been used before.
@@ -159,7 +159,7 @@ def add_legacy_names(group_class: GroupClass) -> GroupClass:
 def register_cpu_backend(group: dist.ProcessGroup, backend: Any) -> None:
     """Register the CPU backend of a process group that is written in Python.
 
-    torch reads the name and the timeout of the group from it.
+    torch reads the name and the timeout of the group from the backend.
     """
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

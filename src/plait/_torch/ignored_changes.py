@@ -128,11 +128,11 @@ _SHARD_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 @functools.cache
 def _refuse_sums_with_shards() -> None:
-    """Refuse operators that combine a term computed from a shard with one that was not.
+    """Refuse operators that combine a term that depends on a shard with one that does not.
 
-    torch allows such a sum if it has one element. In the backward of a loss with a penalty on
-    weights that was computed before the forward, autograd would reach the model first, and fail in
-    an operator that is unrelated to the penalty.
+    torch allows such a sum if it has one element. For example, a loss may add a penalty on weights
+    that was computed before the forward. Its backward would reach the model first, and fail in an
+    operator that is unrelated to the penalty.
     """
     dispatcher: Any = DTensor._op_dispatcher
     unwrap = dispatcher.unwrap_to_op_info
@@ -305,10 +305,11 @@ class GatheredWrites:
             group.reshard = self._compare_before(group, group.reshard)
 
     def take(self) -> tuple[list[str], torch.Tensor] | None:
-        """Return the names of compared parameters and a flag per name, and forget them.
+        """Return which of the compared parameters have changed, and forget them.
 
         Returns:
-            Names and a bool tensor [names] on the device, or None if nothing was compared.
+            (names, changed): the names of the compared parameters, and a bool tensor [names] on the
+            device. None if nothing was compared.
         """
         changed = self._changed
         self._changed = {}
@@ -346,6 +347,6 @@ class GatheredWrites:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced elements of a parameter as bytes, a view of all if there are few."""
+    """Return a view of evenly spaced elements of a parameter, or of all of them, as bytes."""
     flat = local_tensor(parameter.detach()).reshape(-1)
     return flat[:: -(-flat.numel() // _SAMPLES)].unsqueeze(-1).view(torch.uint8)

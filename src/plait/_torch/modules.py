@@ -62,9 +62,9 @@ def state_without_tensors(module: nn.Module) -> tuple[dict[str, Any], Children, 
     """Copy the attributes of a module, except for its parameters and buffers.
 
     Returns:
-        (state, children, tensors): the attributes, whose registries (hooks, children) are copied
-        dictionaries; the copied dictionary of children, which is part of the state; and the
-        module's parameters and buffers by name.
+        (state, children, tensors). `state` has the attributes, with copies of the dictionaries of
+        hooks and children. `children` is the copied dictionary of children in `state`. `tensors`
+        has the module's parameters and buffers by name.
     """
     # torch has no list of a module's registries, but an empty module has each of them.
     registries = nn.Module().__dict__

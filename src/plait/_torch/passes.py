@@ -266,7 +266,7 @@ def around_backward(
 ) -> None:
     """Call functions in every backward pass through a fully sharded model.
 
-    Every rank that takes part in the reductions calls all of them.
+    Every rank that takes part in the reductions calls all of these functions.
 
     Args:
         model: The root.

@@ -25,13 +25,14 @@ def schedule_actions(
 
     Returns:
         One list per rank of (stage, computation, micro-batch). The computation is "F" for a
-        forward, "B" for a backward, or "I" and "W" for its parts for inputs and weights.
+        forward, and "B" for a backward. In a split backward, "I" stands for the
+        gradients of the inputs, and "W" for those of the weights.
     """
     # Imported here, because the import takes long and few processes need it.
     from torch.distributed.pipelining import schedules
 
     def keep_order(self: Any, actions: Any, format: str = "compute_only") -> None:
-        """Replace torch's end of the constructor, which adds sends and receives."""
+        """Replace the end of torch's constructor, which adds sends and receives."""
         self.pipeline_order = actions
 
     base = getattr(schedules, name)

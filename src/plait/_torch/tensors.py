@@ -1,7 +1,7 @@
 """Tensors: local shards of DTensors, storages, versions, and records of `torch.save`.
 
 Patched behaviour: `sum_before_reading` and `keep_uneven_gradients_split` change torch for the rest
-of the process, `around_shape_inference` inside a block. `on_resize` replaces
+of the process, and `around_shape_inference` changes it inside a block. `on_resize` replaces
 `torch.UntypedStorage.resize_`.
 """
 
@@ -147,7 +147,7 @@ def forget_meshes() -> None:
 def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter the context `make()` whenever torch infers the global shape of a DTensor's operator.
 
-    For this torch runs the operator on fake tensors of the global shapes. Code that counts
+    To infer it, torch runs the operator on fake tensors of the global shapes. Code that counts
     operators would count these calls too.
     """
     propagate = _propagator._propagate_tensor_meta_non_cached
@@ -169,7 +169,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def memory_key(tensor: torch.Tensor) -> int:
-    """Return the `storage_id` of a plain tensor, without an operator that a mode would see."""
+    """Return the `storage_id` of a plain tensor. No dispatch mode sees the call."""
     return storage_id(tensor.untyped_storage())
 
 

@@ -59,7 +59,7 @@ def last_collective() -> str:
 
 
 class UnitOrder:
-    """Record of the collectives of a sharded model's units, whose order it can fix.
+    """Record of the collectives of a sharded model's units. It can also fix their order.
 
     Args:
         root: The sharded model.

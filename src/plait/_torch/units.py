@@ -157,7 +157,7 @@ def zero_gradients(
     Args:
         model: The root.
         parameters: Shards or gathered parameters. Those of other modules are ignored.
-        set_to_none: Whether to drop the gradients, or to fill them with zeros.
+        set_to_none: Whether to drop the gradients instead of filling them with zeros.
 
     Returns:
         The shards of the parameters.
@@ -185,8 +185,8 @@ def zero_gradients(
 def _zero_partial_reduction(group: Any, zeroed: set[nn.Parameter], *, set_to_none: bool) -> None:
     """Drop or zero the gradients that a group has reduced over some of the ranks.
 
-    The gradients of a group share one tensor. Several optimizers may have their parameters, so the
-    tensor is dropped only when the gradients of all parameters were dropped.
+    The gradients of a group share one tensor. Its parameters may belong to several optimizers, so
+    the tensor is dropped only when the gradients of all parameters were dropped.
     """
     partial = group._partial_reduce_output
     trainable = [p for p in _reduction_order(group.fsdp_params) if p.sharded_param.requires_grad]
@@ -276,8 +276,8 @@ def unsharded_gradient_bytes(model: nn.Module) -> int:
 def keep_trainability(model: nn.Module) -> None:
     """Copy changes of `requires_grad` from gathered parameters to their shards.
 
-    A gathered module has other parameter objects than a sharded one. Every gather sets their
-    `requires_grad` to that of the shards, so a change on the gathered parameters would be lost.
+    A gathered module has other parameter objects than a sharded one. Every gather sets the
+    `requires_grad` of the gathered parameters to that of the shards, so a change would be lost.
     """
     for group in all_parameter_groups(model):
         for name in ("_to_sharded", "_to_sharded_post_forward"):

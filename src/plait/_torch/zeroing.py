@@ -2,8 +2,8 @@
 
 Patched behaviour: `zero_grad` of `torch.optim.Optimizer`, of `torch.nn.Module` and of their
 subclasses notifies observers for the rest of the process. A subclass of `Optimizer` is patched when
-one of its optimizers is constructed, and a subclass of `Module` when a model with one of its
-modules is observed.
+an optimizer of this class is constructed. A subclass of `Module` is patched when a model that
+contains a module of this class is observed.
 """
 
 from __future__ import annotations

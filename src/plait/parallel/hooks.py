@@ -40,7 +40,7 @@ class StepEnd:
 
 
 class StepHook:
-    """Base class of the hooks of a training step. Its methods do nothing.
+    """Base class of the hooks of a training step. By default its methods do nothing.
 
     See Note [Hooks of a step]."""
 
@@ -63,7 +63,7 @@ class StepHook:
         return batch
 
     def join(self, output: Any, batch: Any) -> Any:
-        """Return the output for `batch`, given the output for its transformed form. Collective.
+        """Return the output for `batch`, given the output for the transformed batch. Collective.
 
         It is called in `predict`.
         """
@@ -103,11 +103,11 @@ class StepHook:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
-        """Handle the user's call of `zero_grad` within a step, after it has changed `grad`.
+        """Handle a call of `zero_grad` by the user within a step. `grad` has already changed.
 
         Args:
             parameters: Parameters whose gradients were zeroed: the shards of sharded parameters.
-            set_to_none: Whether their gradients were dropped or filled with zeros.
+            set_to_none: Whether their gradients were dropped instead of filled with zeros.
         """
 
     def backward_failed(self) -> bool:
@@ -203,7 +203,7 @@ class Hooks:
 
     @property
     def description(self) -> str:
-        """Descriptions of what all hooks selected at the start of the run, in one string."""
+        """Selections that the hooks made at the start of the run, described in one string."""
         return ". ".join(hook.description for hook in self.all if hook.description)
 
     @property

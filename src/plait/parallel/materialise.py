@@ -7,7 +7,7 @@ Note [Initialisation of a meta model]
     initialised by its own class, copied slice by slice into the sharded model, and freed. Every
     module draws from a generator seeded by its name, so the order of units and the layout do not
     matter. Memory is filled with NaN first. If a tensor still contains NaN afterwards, it was not
-        initialised, and an error names it.
+    initialised, and an error names it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def initialise(
 
     Args:
         model: The model, sharded or not.
-        template: Copy of the model by `template_of`. The classes of its modules initialise.
+        template: Copy of the model, made by `template_of`. Its modules initialise the weights.
         blocks: Names of the repeated blocks.
         seed: Seed of all draws.
         filled: Called with each tensor of `model` after its values were written.
@@ -183,7 +183,7 @@ def initialise(
 def _tie(targets: dict[str, torch.Tensor], ties: Iterable[Sequence[str]]) -> None:
     """Assign one target tensor to all names of a tied parameter.
 
-    It is the target of the first name that exists on this pipeline stage.
+    This tensor is the target of the first name that exists on this pipeline stage.
     """
     for names in ties:
         target = next((targets[name] for name in names if name in targets), None)
@@ -246,10 +246,10 @@ def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, whether its submodules are included). No tensor is in two of them.
+    """Yield each unit as (name, module, whether the submodules are included).
 
-    Blocks, and modules that contain no block, are yielded with their submodules. A module that
-    contains a block is yielded with only its direct tensors.
+    No tensor is in two units. Blocks, and modules that contain no block, include their submodules.
+    A module that contains a block has only its direct tensors.
     """
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -267,7 +267,10 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
 def _refuse_lost_writes(
     name: str, unit: nn.Module, *, original_writes: int, repeated_writes: int
 ) -> None:
-    """Raise ModelError if a parameter was written on `meta` more often than its classes repeat."""
+    """Raise ModelError if initialisation repeats fewer writes than construction made on `meta`.
+
+    Values that are written on `meta` are lost.
+    """
     if original_writes > repeated_writes:
         raise ModelError(
             f"{name} was written to {original_writes} times while the model was built on meta,"
@@ -325,7 +328,7 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _takes_a_module(method: Callable[..., Any]) -> bool:
-    """Return True if a bound method takes one argument, as `nn.Module.apply` passes it."""
+    """Return True if a bound method can be called with one argument, as `nn.Module.apply` does."""
     try:
         inspect.signature(method).bind(None)
     except (TypeError, ValueError):

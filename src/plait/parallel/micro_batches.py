@@ -95,8 +95,8 @@ def samples(batch: Any) -> int:
     """Return the number of samples of a batch.
 
     The number is the size of dim 0 of the first tensor that has dimensions and is in no list. If
-    every tensor is in a list, it is their common size of dim 0. If these sizes differ, the first
-    list has one entry per sample, and the number is its length.
+    every tensor is in a list, the number is the size of dim 0 that all of them have. If their sizes
+    differ, the first list has one entry per sample, and the number is the length of this list.
 
     Raises:
         InputError: The batch has no tensor with dimensions.
@@ -210,7 +210,7 @@ def _slice(value: Any, start: int, size: int, sample_count: int) -> Any:
 
 
 def _rows(entry: Any) -> int | None:
-    """Return the size of dim 0 of the first tensor with dimensions, or None."""
+    """Return the size of dim 0 of the first tensor with dimensions. None if there is none."""
     return next((int(tensor.shape[0]) for tensor in tensors_in(entry) if tensor.ndim), None)
 
 
@@ -250,9 +250,9 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
     Args:
         model: The model.
-        batch: A mapping is passed by name, except for `labels` and `shift_labels`. A tuple or list
-            is passed by position, except for the last entry, the target. Anything else is the only
-            argument.
+        batch: The entries of a mapping are passed by name, except `labels` and `shift_labels`.
+            Those of a tuple or list are passed by position, except the last one, which is the
+            target. Any other batch is the only argument.
     """
     if isinstance(batch, Mapping):
         inputs = {key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)}
@@ -384,11 +384,11 @@ def token_mask_of(mask: Any) -> Any:
 
 
 class TokenMaskObserver:
-    """Forward hook of a model that stores the token mask of the running or the last forward."""
+    """Forward hook of a model that stores the token mask of the running (or else last) forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.mask: torch.Tensor | None = None
-        """Token mask of the running or the last forward (see `attach_token_mask`), or None."""
+        """Token mask of the running (or else last) forward, or None. See `attach_token_mask`."""
         self._signature = inspect.signature(model.forward)
         self._handle = model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
 

@@ -1,4 +1,4 @@
-"""Search for the MLPs of a model's blocks, whose tokens may be computed in tiles.
+"""Search for the MLPs of a model's blocks, which can compute their tokens in tiles.
 
 An MLP takes one tensor of tokens, and the output for a token depends on that token only. This is
 tested and not concluded from names: a copy of the module runs on the CPU with random weights, first
@@ -48,7 +48,7 @@ _WRONG_INPUT = "the input has another width"
 
 @dataclass(frozen=True)
 class TokenModules:
-    """Names of the modules of a model whose tokens may be computed in tiles."""
+    """Names of a model's modules that can compute their tokens in tiles."""
 
     mlps: tuple[str, ...]
     """Modules that are called with a single tensor of tokens [..., tokens, hidden]."""
@@ -119,7 +119,7 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 def _refuse_other_wide_layers(
     model: nn.Module, block: str, tiled: Sequence[str], reasons: dict[str, str], setting: str
 ) -> None:
-    """Raise ModelError if a layer outside attention and tiled modules widens its input."""
+    """Raise ModelError if a layer outside attention and tiled modules does not narrow its input."""
     modules = dict(model.get_submodule(block).named_modules(prefix=block))
     known = list(tiled)
     for name, module in modules.items():

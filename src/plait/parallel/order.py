@@ -1,8 +1,8 @@
 """Order of the techniques and their hooks, and the loops over them.
 
 `check_all` refuses impossible settings, `apply_all` changes the modules of the engine, `attach_all`
-returns the hooks of a step, and `account_all` adds up the numbers of the planner. Combinations of
-settings that no test has proven yet are listed in `UNSUPPORTED_COMBINATIONS`.
+returns the hooks of a step, and `account_all` adds up bytes and traffic for the planner.
+`UNSUPPORTED_COMBINATIONS` lists combinations of settings that no test has proven yet.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ORDER: tuple[type[Technique], ...] = (
 """Order in which techniques are applied.
 
 What changes the forward of a block comes before what shards it. Precision, offload and compression
-leave settings for the technique that shards and reduces. Precision comes first, because the numbers
+leave settings for the technique that shards and reduces. Precision comes first, because the bytes
 of all others depend on the size of an element. A pipeline comes after tensor parallelism, whose
 plan covers the full model, and before what changes the blocks of this rank.
 """
@@ -98,7 +98,7 @@ are made equal.
 
 
 def check_all(context: TechniqueContext) -> Plans:
-    """Refuse impossible settings: unsupported combinations first, then those of each technique.
+    """Refuse impossible settings: first unsupported combinations, then settings of one technique.
 
     Returns:
         The plans of all techniques.

@@ -1,8 +1,8 @@
 """Layout of a parameter: its distribution over the ranks, and the order of its elements in memory.
 
-`Reduction` is the distribution, for norms, sums and checkpoints: an axis either splits a tensor or
-replicates it, and replicas are bitwise equal once gradients are reduced. The planner's counterpart
-is `accounting.ledger.ParameterPart`.
+`Reduction` describes the distribution. Norms, sums and checkpoints depend on it. Each mesh axis
+either splits a tensor or replicates it, and replicas are bitwise equal once gradients are reduced.
+The planner's counterpart is `accounting.ledger.ParameterPart`.
 
 In memory a tensor is contiguous, transposed, channels last, or has gaps. A gradient that an
 optimizer's fused kernel reads must have the memory layout of its parameter.

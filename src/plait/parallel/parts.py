@@ -77,7 +77,7 @@ class ShardSettings:
     These are names of blocks, and "" for all parameters outside the blocks.
     """
     separate_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
-    """Meshes of modules that have a separate one, such as experts, by the modules' FQNs.
+    """Separate meshes of some modules, such as experts, by the modules' FQNs.
 
     Their parameters are not reduced with the others. They are sharded over this mesh, or another
     hook sums their gradients if nothing is sharded.

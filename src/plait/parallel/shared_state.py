@@ -38,8 +38,8 @@ class SharedState(StepHook):
         Args:
             model: The model on this rank.
             mesh: The mesh of all ranks.
-            own_loop: Whether the user's own training loop calls the model. The comparison is then
-                in the second forward.
+            own_loop: Whether the user's own training loop calls the model. If so, the comparison
+                takes place in the second forward.
             sequence_parallel: Whether tensor parallelism splits sequences.
         """
         self._model = weakref.ref(model)
@@ -129,7 +129,7 @@ def _state_of(model: nn.Module) -> dict[str, _Entry]:
 
 
 def _summary(value: Any) -> tuple[float, float]:
-    """Return a value's sum, and the sum of its magnitudes."""
+    """Return (sum of the elements of a value, sum of their magnitudes)."""
     if not isinstance(value, torch.Tensor):
         return float(value), abs(float(value))
     values = local_tensor(value.detach()).double()

@@ -81,7 +81,7 @@ class Technique(Policy):
         return None
 
     def groups(self, context: TechniqueContext) -> Groups:
-        """Return the process groups that this technique needs besides those of every mesh.
+        """Return the process groups that this technique needs beyond those that every mesh has.
 
         All groups are created together with the mesh, after the checks.
         """

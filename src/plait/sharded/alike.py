@@ -4,8 +4,8 @@ Ranks with different models, configurations or versions would exchange tensors o
 or wrong tensors of the same shape, and no collective would detect it. The check of inputs runs
 once, before anything else is sent between ranks. It compares the objects that the user built,
 before they are split, so they must be equal on every rank of every layout. The optimizer is built
-afterwards, so it is compared within a pipeline stage. The check costs one all-gather of a digest;
-the descriptions of the inputs are sent only if digests differ.
+after the split, so it is compared only between the ranks of a pipeline stage. The check costs one
+all-gather of a digest; the descriptions of the inputs are sent only if digests differ.
 
 Replicas are computed from the same bits by the same operations, so a difference is a fault of
 memory, of a processor, or of code that treats ranks differently. `compare_replicas` compares a sum
@@ -68,7 +68,7 @@ _SHOWN_SETS = 3
 def refuse_different_ranks(
     model: nn.Module, resolved: Resolved, mesh: Mesh, *, weights: str | Path | None = None
 ) -> int:
-    """Raise InputError on all ranks, with the first difference, if ranks differ. Collective.
+    """Raise InputError with the first difference on all ranks, if ranks differ. Collective.
 
     With a fake process group, whose other ranks do not exist, nothing is compared.
 
@@ -331,7 +331,7 @@ def compare_replicas(
 def _local_differences(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
 ) -> list[Difference]:
-    """Return the first difference along each mesh dimension, from this rank's groups."""
+    """Return the first difference within each of this rank's groups, one per mesh dimension."""
     tensors = list(_tensors(model, optimizer))
     differences: list[Difference] = []
     for axis in (*AXES, *EXPERT_AXES):
@@ -362,7 +362,7 @@ def _local_differences(
 def _tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
-    """Yield (name, local shard, mesh dimensions that it is sharded over) of every tensor."""
+    """Yield (name, local shard, mesh dimensions that shard the tensor) of every tensor."""
     for name, parameter in model.named_parameters():
         axes = sharded_axes(parameter)
         yield f"`{name}`", local_tensor(parameter), axes
@@ -377,7 +377,7 @@ def _tensors(
 
 
 def _is_replicated(axes: tuple[str, ...], *, over: str) -> bool:
-    """Return True if a tensor that is sharded over `axes` has replicas along another dimension.
+    """Return True if a tensor that is sharded over `axes` has replicas along dimension `over`.
 
     Experts use a second view of the ranks (EXPERT_AXES), and all other parameters the first.
     """
@@ -390,9 +390,9 @@ _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements, read as integers, modulo 2**64: 0-dimensional, int64.
+    """Return the sum of a tensor's elements, whose bits are read as integers, modulo 2**64.
 
-    One flipped bit changes it.
+    One flipped bit changes the sum, which is a 0-dimensional int64 tensor.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.dtype.is_complex:

@@ -128,7 +128,7 @@ def resolved_for(
 
 
 def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
-    """Check a model against a configuration. Changes nothing.
+    """Check a model against a configuration. The model is not changed.
 
     Raises:
         ConfigError: A setting does not fit the model or the layout.
@@ -177,8 +177,8 @@ def shard(
         forward: Passes a micro-batch through the model.
 
     Returns:
-        The mesh and the parts, for a `ShardedModel`, and the seed that rank 0's random generator
-        had before the call.
+        (mesh, parts, seed). A `ShardedModel` takes the mesh and the parts. The seed is that of
+        rank 0's random generator before the call.
     """
     model = checked.model
     resolved = checked.resolved
@@ -246,7 +246,7 @@ def split(
         forward: Passes a micro-batch through the model.
 
     Returns:
-        The mesh, the parts, and the seed that rank 0's random generator had before the call.
+        (mesh, parts, seed). The seed is that of rank 0's random generator before the call.
 
     Raises:
         InputError: `weights` is passed for a model with real weights, or ranks differ.

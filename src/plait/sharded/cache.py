@@ -116,8 +116,8 @@ def cache_argument(model: nn.Module) -> str | None:
 def arguments_of(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments that a model's forward accepts.
 
-    A PEFT model passes arguments that it does not name on to its base model, so those of the base
-    model are included.
+    A PEFT model passes unknown arguments on to its base model, so the arguments of the base model
+    are included.
     """
     arguments = frozenset(inspect.signature(type(model).forward).parameters)
     base = without_wrapper(model)
@@ -148,8 +148,8 @@ def requires_single_prefill(model: nn.Module) -> bool:
 def attends_to_later_tokens(model: nn.Module) -> bool:
     """Return True if every token attends to later tokens, as in BERT with `is_decoder=False`.
 
-    Such models have attention with `is_causal=False`, a field of their configuration that says so,
-    or `is_decoder=False` and no attention with `is_causal=True`.
+    This is the case if attention has `is_causal=False`, if a field of the model's configuration
+    says so, or if `is_decoder=False` and no attention has `is_causal=True`.
     """
     config = getattr(model, "config", None)
     if (
@@ -167,8 +167,8 @@ def attends_to_later_tokens(model: nn.Module) -> bool:
 def has_recurrent_state(model: nn.Module) -> bool:
     """Return True if some layers keep a recurrent state, with or without keys and values.
 
-    Every token changes the state. Some of these layers (Jamba, Zamba) continue from a state with
-    one token only. None of them can drop requests.
+    Every token changes the state. Once they have a state, some of these layers (Jamba, Zamba) take
+    one token per forward only. None of these layers can drop requests.
     """
     return any(map(_has_state, _layers(model)))
 
@@ -203,7 +203,8 @@ def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
         rows: Indices of the rows to keep, [rows], int64.
 
     Returns:
-        False, without any change, if a layer of the cache does not support it.
+        True if the requests were dropped. False if a layer of the cache does not support this. The
+        cache is then unchanged.
     """
     if isinstance(cache, StageCaches):
         layers = cache.own_layers()

@@ -39,7 +39,7 @@ def iterate_weights(
         sharded: The result of `plait.parallelize`, or `engine.sharded`.
         bucket_bytes: A bucket is full when its tensors have this many bytes. A larger tensor is a
             bucket of its own.
-        trained_only: Leave out buffers and parameters that do not require a gradient.
+        trained_only: Yield only parameters that require a gradient.
 
     Yields:
         Detached tensors on this rank's device, in the dtypes of the model. If this rank has the
@@ -62,7 +62,7 @@ def gathered(
     """Yield the full tensors of some shards, as `iterate_weights` does. Collective.
 
     Args:
-        sharded: A model on the same mesh.
+        sharded: A sharded model on the mesh of the shards.
         tensors: Returns this rank's tensors by name. Called after gathered parameters were freed.
         bucket_bytes: See `iterate_weights`.
 
@@ -118,7 +118,7 @@ def local_tensors(model: nn.Module, trained_only: bool = False) -> dict[str, tor
 
     Args:
         model: The sharded model.
-        trained_only: Leave out buffers and parameters that do not require a gradient.
+        trained_only: Return only parameters that require a gradient.
     """
     if trained_only:
         # Not from the state dict, which for the quantised base weights of an adapter has another

@@ -1,7 +1,7 @@
 """Guards of a training loop, which clean up after failed steps and refuse wrong calls.
 
-`Guard` watches the calls of one sharded model, `RunningForwards` the forwards of its model, and
-`UnchangedParameters` warns about parameters that training does not change.
+`Guard` watches the calls of one sharded model. `RunningForwards` counts the forwards of a model
+that are running. `UnchangedParameters` warns about parameters that training does not change.
 
 Note [Clearing a failed step]
     A failure is cleared when the sharded model is used again (`Guard.recover`), not when it
@@ -104,7 +104,7 @@ class Guard(StepHook):
 
     @contextmanager
     def running(self, lost: FailureScope) -> Iterator[None]:
-        """Record a failure of the code inside the context, which runs the model.
+        """Record a failure of the code that runs the model inside the context.
 
         Args:
             lost: What is lost if the code raises.
@@ -344,7 +344,7 @@ class RunningForwards:
     """Counter of a model's running forwards, including nested ones.
 
     Calls that need all ranks are refused while a forward runs, because they would deadlock or
-    change its state.
+    change the state of this forward.
 
     Attributes:
         running: Number of forwards that are running.
@@ -402,10 +402,10 @@ class UnchangedParameters:
             self._before = self._digests()
 
     def after_update(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Count an update. After `STEPS` updates, compare the parameters between ranks.
+        """Count an update. After `STEPS` updates, find parameters that have not changed.
 
         Collective in update `STEPS`. The next call reads the result without waiting for the
-        device, and warns if the parameters differ.
+        device, and warns about trained parameters that have not changed.
 
         Args:
             optimizer: The optimizer, whose groups with a learning rate of 0 do not count.

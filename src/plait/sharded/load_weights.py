@@ -1,8 +1,8 @@
 """Weights from a Hugging Face folder of safetensors. Each rank reads only the slices that it holds.
 
 Names in the files must be the model's parameter names. That is true for most dense families. If
-Transformers converts the files of a family while it loads them, the folder is refused with the
-names that differ.
+Transformers converts the files of a family while it loads them, the folder is refused, and the
+error lists names that differ.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ def load_weights(
     filled: Callable[[torch.Tensor], None] = lambda _: None,
     unsplit_model: nn.Module | None = None,
 ) -> None:
-    """Fill every parameter and persistent buffer of a model, converting to its dtype.
+    """Fill every parameter and persistent buffer of a model. Values are converted to its dtype.
 
     Each rank reads its own slices only.
 
     Args:
-        model: The model, allocated, sharded or not.
+        model: The model, sharded or not, with allocated tensors.
         folder: Folder of safetensors.
         filled: Called with each tensor of the model after its values were written.
         unsplit_model: The model on meta, if `model` is a stage of it.
@@ -178,7 +178,7 @@ def _in_batches(names: list[str], targets: dict[str, torch.Tensor]) -> Iterator[
 def _mapped_bytes(target: torch.Tensor) -> int:
     """Return the bytes of a file that are mapped to read this rank's slice of a tensor.
 
-    A slice of columns maps all of its rows. The dtype in the file is taken to be the target's.
+    A slice of columns maps complete rows. The file is assumed to have the dtype of the target.
     """
     if not isinstance(target, DTensor) or target.ndim == 0:
         return target.nbytes
@@ -201,8 +201,8 @@ def sources_of(
 ) -> dict[str, str]:
     """Return the name in the files for every name in `targets`.
 
-    It is the same name, the other name of a tied parameter (safetensors stores one of them), or the
-    name without the prefix of the base model (`stored_names`).
+    The two names are equal, unless the file has the other name of a tied parameter (safetensors
+    stores one of them) or the name without the prefix of the base model (`stored_names`).
 
     Args:
         model: The unsplit model.
@@ -258,8 +258,8 @@ def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], st
     """Return a function that maps a name in the model to the name in the files.
 
     The names differ for a base model that was saved by itself, without its prefix: GPT-2's
-    `transformer.h.0` is `h.0` in the hub's files of GPT-2 and BLOOM. Transformers also recognises
-    this from the names.
+    `transformer.h.0` is `h.0` in the hub's files of GPT-2 and BLOOM. Like Transformers,
+    this function recognises such files from the names.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     has_prefix = any(name.startswith(prefix) for name in files)
@@ -269,7 +269,7 @@ def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], st
 def _ignored_names(model: nn.Module) -> Callable[[str], bool]:
     """Return a predicate for file names that the model need not have, by Transformers' rules.
 
-    These names are of layers that the model's class declares as unused, and of `_OLD_BUFFERS`.
+    They are names of layers that the model's class declares as unused, or are in `_OLD_BUFFERS`.
     """
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
@@ -283,7 +283,7 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
     """Raise CheckpointError if tied parameters have several values in the files.
 
     Args:
-        tied: Names in the files of parameters that are one parameter in the model.
+        tied: Names in the files that all stand for one parameter of the model.
         files: The result of `weight_files`.
     """
     for other in tied[1:]:

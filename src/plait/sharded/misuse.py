@@ -178,7 +178,7 @@ def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> No
 def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
     """Refuse a KV cache that does not fit the layout.
 
-    A valid cache contains full sequences, and in a pipeline the layers of this rank's stages.
+    A valid cache contains full sequences. In a pipeline it has the layers of this rank's stages.
 
     Args:
         parts: The model after all techniques were applied.
@@ -223,9 +223,9 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
 
 
 def refuse_split_experts(parts: Parts, call: str) -> None:
-    """Refuse a call with distributed experts if ranks may not all make it equally often.
+    """Refuse a call that some ranks may make more often than others, if experts are distributed.
 
-    Ranks exchange tokens in every layer, so such a call could wait forever.
+    Ranks exchange tokens in every layer with experts, so such a call could wait forever.
 
     Args:
         parts: The model after all techniques were applied.
@@ -339,7 +339,7 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Return the configuration. If it sets no seed, the caller's torch.manual_seed provides it.
+    """Return the configuration, with the seed of torch.manual_seed if it sets no seed itself.
 
     Args:
         resolved: The configuration.

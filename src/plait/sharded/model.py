@@ -1,13 +1,13 @@
 """`ShardedModel`: a model on its layout, and the calls that run it.
 
-It knows micro-batches, gradients and step hooks. It has no LR schedule and no files, which belong
-to the engine, and no optimizer: its caller passes one to `stepper`, and the result to `update`.
+It manages micro-batches, gradients and step hooks. LR schedules and files belong to the engine. The
+caller owns the optimizer, passes it to `stepper`, and passes the resulting `Stepper` to `update`.
 
 Note [Owner of a model]
     A model belongs to the engine or `ParallelModel` that it was passed to last. A replicated model
-    is a plain module and may be passed on. Its previous owner removes its hooks, and raises an
-    error when it is used. A model that was split (shards, tensor or pipeline parallelism) has
-    changed for good and is refused.
+    is a plain module and may be passed on. The previous owner then removes its own hooks from the
+    model, and raises an error if it is used. A model that was split (shards, tensor or pipeline
+    parallelism) has changed for good and is refused.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class ShardedModel:
     def non_finite_error(
         self, step: int, local_loss: Callable[[], float] | None = None
     ) -> Callable[[float], NumbersError]:
-        """Return a function that creates the error of a non-finite step from its norm.
+        """Return a function that creates the error of a non-finite step from the gradient norm.
 
         The function that is returned is collective.
 
@@ -359,8 +359,8 @@ class ShardedModel:
             step: Number of the step, for the error.
 
         Returns:
-            The outcome, and a description of what the step hooks decided. It is empty if they
-            decided nothing.
+            (outcome, description). The description says what the step hooks decided. It is empty if
+            they decided nothing.
 
         Raises:
             NumbersError: The step is not finite, and such steps are not skipped. It is raised on
@@ -467,8 +467,8 @@ class ShardedModel:
         nested in one thread.
 
         Raises:
-            InputError: Another thread evaluates the model. The first to leave would end the other's
-                evaluation mode.
+            InputError: Another thread evaluates the model. The thread that leaves first would end
+                the evaluation mode of the other.
         """
         if self._evaluating_thread == threading.get_ident():
             yield
@@ -529,7 +529,7 @@ class ShardedModel:
     def is_cut(self) -> bool:
         """True if the model was changed permanently, so that no other owner can take it over.
 
-        That is so if its parameters are shards, or its modules were replaced.
+        This is the case if its parameters are shards, or if modules were replaced.
         """
         layout = self.mesh.layout
         parts = self.parts

@@ -2,7 +2,7 @@
 
 Where a plain loop is enough, `loss.backward()` leaves gradients that are means over the
 data-parallel ranks, as DistributedDataParallel does, and any optimizer steps. Some configurations
-need to see the step (see `reason_for_step`). There the loop calls `sharded.backward(loss)` or
+need to see the step (see `reason_for_step`). With these the loop calls `sharded.backward(loss)` or
 `sharded.forward_backward(batch, loss_fn)`, and then `sharded.step(optimizer)`. These calls work
 with every configuration.
 
@@ -70,7 +70,7 @@ def parallelize(
 
     `loss.backward()` then leaves gradients that are means over the data-parallel ranks, as
     DistributedDataParallel does. Build the optimizer afterwards. Buffers that the forward changes
-    are those of rank 0 at the start of every step.
+    have the values of rank 0 at the start of every step.
 
     Args:
         model: A model with real weights, or built under `torch.device("meta")`.
@@ -239,9 +239,9 @@ class ParallelModel(ShardedModel):
 
         The forward and backward of every micro-batch but the last go inside; the last goes outside.
         Where the ZeRO stage allows it, nothing is communicated inside. An exception inside ends the
-        step and drops its gradients. So does `optimizer.zero_grad()` or `model.zero_grad()` for its
-        parameters, inside or afterwards. `parameter.grad = None` is not enough: gradients that are
-        not reduced yet are not in `parameter.grad`.
+        step and drops its gradients. `optimizer.zero_grad()` and `model.zero_grad()`, inside or
+        afterwards, drop the gradients of their parameters. `parameter.grad = None` is not enough:
+        gradients that are not reduced yet are not in `parameter.grad`.
         """
         self.before_microbatch(last=False)
         try:
@@ -335,8 +335,8 @@ class ParallelModel(ShardedModel):
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global norm is at most `max_norm`. Collective.
 
-        It is correct on every layout, unlike `torch.nn.utils.clip_grad_norm_`, which counts shards
-        or replicas wrongly or fails.
+        It is correct on every layout. `torch.nn.utils.clip_grad_norm_` fails on some layouts, and
+        counts shards or replicas wrongly on others.
 
         Returns:
             The norm before clipping: 0-dimensional, float64.

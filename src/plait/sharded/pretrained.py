@@ -1,8 +1,8 @@
 """`plait.from_pretrained`: a Transformers model that receives its weights when it is sharded.
 
 The model is built on `meta` from a folder of `save_pretrained`, on this machine or on the Hugging
-Face hub. An attribute of it (`_WEIGHTS_FOLDER`) names that folder, and `assemble.shard` fills the
-model from there, each rank with its own slices.
+Face hub. Its attribute `_WEIGHTS_FOLDER` names that folder, from which `assemble.shard` fills the
+model. Each rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def from_pretrained(
 
     In these cases Transformers loads the model, in full in every process and with a warning:
 
-    - It converts the weights of this family while it loads them, or adds a new head.
+    - Transformers converts the weights of this family while it loads them, or adds a new head.
     - The weights are quantised (config.json has quantization_config).
     - The model's class creates parameters on the CPU even under `torch.device("meta")`.
 
@@ -98,7 +98,7 @@ def from_pretrained(
 def _build_on_meta(
     name: str | Path, folder: Path, kind: Any, dtype: torch.dtype, fields: dict[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """Return the model on meta, its configuration, and its settings for generation."""
+    """Return (model on meta, configuration of the model, settings for generation)."""
     from transformers import AutoConfig
 
     try:

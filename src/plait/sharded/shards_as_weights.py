@@ -1,10 +1,11 @@
 """Refusal of calls that would treat the shards of a model as its full weights.
 
 torch pickles a DTensor as the local shard with the full shape. The names and shapes in a file of
-`torch.save(model.state_dict())` look complete, although it holds one rank's part of every weight.
-`copy.deepcopy(model)` and `torch.save(model)` fail with errors that name no remedy. Transformers'
-`save_pretrained` would write one process's shards, or fail with an error about storages, unless the
-full weights are passed, and `resize_token_embeddings` would fail with an error about operators.
+`torch.save(model.state_dict())` look complete, although the file has one rank's part of every
+weight. `copy.deepcopy(model)` and `torch.save(model)` fail with errors that name no remedy. Unless
+full weights are passed to it, Transformers' `save_pretrained` would write one process's shards, or
+fail with an error about storages. `resize_token_embeddings` would fail with an error about
+operators.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _REMEDY = (
 def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
     """Make `model.state_dict()` raise InputError if it would return shards to the user's code.
 
-    If every rank holds all of the weights, it returns plain tensors. Pickling is refused too.
+    If every rank holds all of the weights, `state_dict` returns plain tensors. Pickling is refused
+    too.
 
     Args:
         model: A sharded model.
@@ -145,8 +147,8 @@ def refuse_copies(model: nn.Module, *, is_split: bool) -> None:
 
     Args:
         model: A model with its layout.
-        is_split: Whether this process has a part of the model even without ZeRO. Only pickle is
-            refused then.
+        is_split: Whether this process has only a part of the model even without ZeRO. If so, pickle
+            of an unsharded `model` is refused too, but not `copy.deepcopy`.
     """
     for module in model.modules():
         is_sharded = isinstance(module, FSDPModule)

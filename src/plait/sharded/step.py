@@ -1,7 +1,7 @@
 """Optimizer step on reduced gradients: norm, decision to skip, clipping, update.
 
 The global norm counts each element once on every layout and needs one all-reduce. The error of a
-step that is not finite names the ranks whose loss is not finite and the first bad gradient.
+step that is not finite names the first bad gradient, and the ranks whose loss is not finite.
 
 Note [Skipping a step]
     All ranks must apply or skip a step together, otherwise their weights diverge. The decision
@@ -104,8 +104,8 @@ class Stepper:
 
         Args:
             divisor: Number that the gradients are divided by, in addition to the loss scale.
-            loss: Returns the global loss of the step (0-dimensional). Called after the norm has
-                been computed, so that its all-reduce overlaps with the norm.
+            loss: Returns the global loss of the step (0-dimensional). It may wait for an all-reduce
+                that is already running. The norm is computed first, so that the two overlap.
             non_finite_error: Builds the exception for a non-finite step from its norm. Without it
                 such a step is skipped.
 

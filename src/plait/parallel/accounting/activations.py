@@ -8,7 +8,7 @@ the rank's position, so a budget for activations limits the largest sum during a
 row. If a backward is split into two halves, a stage holds tensors of the first half, such as
 recomputed activations, until the second half.
 
-`dryrun.rank_activations` measures the bytes. They are those of distinct storages, without
+`dryrun.rank_activations` measures the bytes. It counts every storage once, and leaves out
 parameters, buffers and the batch. The input of a block belongs to the block, so the bytes of blocks
 in different modes can be added.
 """
@@ -156,8 +156,8 @@ class RankActivations:
     def held_after(self, assignment: Assignment) -> list[tuple[Action, int]]:
         """Return every action of the row with the activation bytes that exist after it.
 
-        The bytes are those of all micro-batches in flight, in and outside the blocks, head and loss
-        included.
+        The bytes include all micro-batches in flight, inside and outside the blocks, and the head
+        and loss.
         """
         stages = self._stage_bytes(assignment)
         return [
@@ -176,8 +176,8 @@ class RankActivations:
     def most_in_flight(self) -> float:
         """Return the largest number of micro-batches in flight at once.
 
-        A micro-batch counts 1 if the rank holds its activations in all of the rank's stages, and
-        proportionally less if it holds them in only some.
+        A micro-batch counts as 1 if all stages of the rank hold its activations. Otherwise it
+        counts as the fraction of the stages that hold them.
         """
         counts = [
             sum(in_flight.waiting) + sum(in_flight.deferred)
@@ -252,7 +252,7 @@ class RankActivations:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """Micro-batches in flight on a rank, per stage of the rank, during or after an action."""
+    """Micro-batches in flight in each stage of a rank, during or after an action."""
 
     waiting: tuple[int, ...]
     """Micro-batches between forward and backward."""
@@ -269,7 +269,7 @@ class _InFlight:
 def _actions_in_flight(
     schedule: Schedule, rank: int
 ) -> Iterator[tuple[Action, _InFlight, _InFlight]]:
-    """Yield every action of a row, with the activations in flight while it runs and after it.
+    """Yield every action of a row as (action, in flight while it runs, in flight afterwards).
 
     A micro-batch in its backward is still in flight.
     """

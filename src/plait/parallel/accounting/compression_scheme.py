@@ -49,7 +49,7 @@ class Scheme(Policy):
     weight_bits: MaybeBits = 0
     """Bits per element of a gathered parameter, at stages 1 to 3; 0: uncompressed."""
     powersgd_rank: int = 0
-    """Stage 0: columns of the factors as which gradients of matrices are sent; 0: off."""
+    """Columns of the factors that are sent instead of a matrix, at ZeRO stage 0; 0: off."""
     error_feedback: bool = False
     """True to add the error of the last step to this step's gradients. PowerSGD always does."""
     revocable: bool = False
@@ -166,7 +166,7 @@ def sent_bytes(bits: Any, shape: Sequence[int], numel: Numbers, itemsize: Any) -
 def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Numbers) -> Numbers:
     """Return the bytes of the compression error that a sharded unit stores for a parameter.
 
-    The error is float32, and covers the parts of all ranks.
+    The error is float32, and covers the shards of all ranks.
     """
     if len(shape) < 2:
         return np.zeros_like(numel)

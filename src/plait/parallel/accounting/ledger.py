@@ -1,8 +1,8 @@
 """Ledger of the bytes of layouts. Every technique writes to it, and the planner reads it.
 
 All figures are NumPy arrays with one entry per candidate layout, so that one call accounts for
-a search space. Figures are per rank and exact: they are the bytes that a process measures, which
-`verify` compares. Expert parameters are split over ep along their first dimension, like a dimension
+a search space. Figures are per rank and exact: `verify` compares them with the bytes that a
+process measures. Expert parameters are split over ep along their first dimension, like a dimension
 that tensor parallelism splits. They are replicated or sharded over the ranks that have the same
 experts (`of_experts`).
 
@@ -45,9 +45,9 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageCounts:
-    """How often one pipeline rank gathers, reduces and sends in a step, from the schedule's table.
+    """Number of gathers, reductions and sends of one pipeline rank in a step.
 
-    See `pipeline.estimates`.
+    `pipeline.estimates` derives them from the schedule's table.
     """
 
     root_gathers: Array
@@ -83,21 +83,21 @@ MEMORY_KINDS = (
 `parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just
 before the optimizer step. `gathered_parameters` and `unsharded_gradients` are what it holds in
 addition between two micro-batches of a step. In a pipeline `accounting.peak` counts them at every
-moment of a step.
+point of a step.
 """
 
 ACTIVATION_KINDS = ("activations", "logits", "restored_activations", "stored_activations")
 """Kinds of memory of the micro-batches that are between their forward and their backward.
 
-`activations` and `logits` stay on the device from forward to backward: those of blocks and before
-them, and those of head and loss. `restored_activations` are the most that the backward of one
-block recomputes or prefetches. `stored_activations` are in host memory or on disk.
+`activations` (of the blocks and of modules before them) and `logits` (of the head and the loss)
+stay on the device from forward to backward. `restored_activations` are the most that the backward
+of one block recomputes or prefetches. `stored_activations` are in host memory or on disk.
 """
 
 PLACE_KINDS = ("host", "files", "step_buffers")
 """Places of `parameters`, `gradients` and `optimizer` besides the device.
 
-`step_buffers` are the most of the `files` that is in memory during a step.
+`step_buffers` is the largest part of `files` that is in memory at any time in a step.
 """
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send", "control")
@@ -247,8 +247,8 @@ def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Arr
 class ParameterPart:
     """A rank's part of a parameter, its gradient and its optimizer states, for every candidate.
 
-    tp splits a parameter along one dimension, and dp_shard along the first. It is replicated over
-    all other axes. Its counterpart in a run is `parameter_layout.Reduction`.
+    tp splits the parameter along one dimension, and dp_shard splits it along the first. All other
+    axes replicate it. The counterpart of this class in a run is `parameter_layout.Reduction`.
     """
 
     rows: Array
@@ -331,7 +331,7 @@ def of_experts(ledger: Ledger) -> Ledger:
 
 
 def ledger_view_of(ledger: Ledger) -> Callable[[str], Ledger]:
-    """Return a function that maps a parameter's name to the ledger with its parallel degrees."""
+    """Return a function that maps a parameter's name to a ledger with that parameter's degrees."""
     if not ledger.experts:
         return lambda name: ledger
     expert_ledger = of_experts(ledger)
@@ -462,7 +462,7 @@ def after_root_backward(
         left: Backwards that each pipeline stage of the rank has left in this step, the ended one
             included.
         ran: The pipeline stage whose backward has ended. Every stage gathers the root unit.
-        users: The pipeline stages of the rank that compute gradients of it.
+        users: The pipeline stages of the rank that compute gradients of the root unit.
     """
     # Its gradients are complete after the last backward of the stages that use it. It is freed
     # after the last backward of any stage, because all of them gather it.
@@ -502,8 +502,8 @@ def offloaded_bytes_of(
     """Yield every parameter of the offloaded units with its bytes on this rank.
 
     Yields:
-        (parameter, bytes of its shard padded to the size of the first rank's shard, bytes of this
-            rank's shard).
+        (parameter, padded bytes, bytes): the size of this rank's shard with and without padding to
+            the size of the first rank's shard.
     """
     units = offloaded_units(facts, ratio)
     ledger_of = ledger_view_of(ledger)

@@ -1,10 +1,10 @@
 """Peak memory of a rank in a training step, and the point of the step at which it occurs.
 
-`step_peak` simulates a step in order. It combines the measured tensors of a micro-batch with
-the parameters and gradients of the units. These are computed (`unit_bytes`), in the order in which
-torch 2.13's `FSDPParamGroup` or `reducer.Reducer` allocates and frees them. In a pipeline, the
-rank's row of the schedule decides which computations follow each other.
-Bytes are those of storages. The allocator's rounding and fragmentation are not included.
+`step_peak` simulates a step in order. It adds the parameters and gradients of the units, which are
+computed (`unit_bytes`), to the tensors of a micro-batch, which are measured. Parameters and
+gradients are allocated and freed in the order of torch 2.13's `FSDPParamGroup` or of
+`reducer.Reducer`. In a pipeline, the rank's row of the schedule is the order of the computations.
+Bytes are sizes of storages. The allocator's rounding and fragmentation are not included.
 
 `dryrun.predicted_peak` measures one micro-batch of a stage on fake tensors, divided into intervals.
 An interval ends when a block begins or ends, when the loss is reached, and when a gradient arrives.
@@ -493,8 +493,8 @@ class _StepSimulation:
         Args:
             interval: The interval.
             blocks: The blocks of the stage.
-            shared: Bytes of activations that a previous stage on this rank holds and counts
-                already.
+            shared: Bytes of activations that this stage shares with a previous stage on this rank,
+                where they are counted already.
             is_second_half: Whether the interval is in the second half of a split backward.
         """
         unit = interval.unit
@@ -551,7 +551,7 @@ class _StepSimulation:
             self._record(f"gather of {self._unit_name(unit)}", buffers=self.units[unit].cast_shards)
 
     def _previous_in_forward(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
-        """Return a list of the block that the backward of block `unit` prefetches. It may be empty.
+        """Return the block that the backward of block `unit` prefetches, or nothing, as a list.
 
         The prefetched block is the one whose forward ran just before the forward of `unit`. torch
         forgets the order when another backward ends, and then prefetches nothing.
@@ -659,7 +659,7 @@ class _StepSimulation:
         return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
-        """Simulate a receive. As in the runtime, the next message of the sender arrives meanwhile.
+        """Simulate a receive. As in the runtime, the next receive from the sender starts with it.
 
         Returns:
             Bytes of the message that the sending stage also holds, because it is on this rank.

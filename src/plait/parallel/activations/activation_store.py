@@ -253,7 +253,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _StoredCall:
-    """Saved tensors of one call of a block. Each of their storages is put into the group once."""
+    """Saved tensors of one call of a block. A store receives each of their storages once."""
 
     def __init__(self, group: SavedGroup) -> None:
         self._group = group
@@ -304,7 +304,7 @@ class _Store:
         self._last: tuple[int, weakref.ref[Any]] | None = None
 
     def begin(self) -> None:
-        """Begin another forward, whose groups are not linked to those that were opened before."""
+        """Begin another forward. Its groups are not linked to groups that were opened before."""
         self._last = None
 
     def prefetcher(self) -> Callable[[], None]:
@@ -618,7 +618,7 @@ class DiskGroup:
 
 
 def _to_host(flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return the bytes in host memory, and the event after which they are complete."""
+    """Return (bytes in host memory, event after which they are complete)."""
     if not accelerator.is_accelerator(flat.device):
         return flat, None
     host = torch.empty_like(flat, device="cpu", pin_memory=True)

@@ -6,9 +6,9 @@ Note [State of recomputed blocks]
     the values again that it had just before the recomputation. Otherwise a running mean would be
     updated twice, and gradients would be those of another loss.
 
-    A tensor that changes in place needs a copy of its values. The first forward copies all of them,
-    and a later forward copies those that an earlier one changed. Attributes need a reference, and
-    lists, sets and dictionaries a shallow copy.
+    A tensor that changes in place needs a copy of its values. The first forward copies all tensors,
+    and later forwards copy only the tensors that an earlier forward changed. Attributes need a
+    reference, and lists, sets and dictionaries a shallow copy.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _changed_names(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _have_same_items(before: Any, after: Any) -> bool:
-    """Return whether a container has the items of its copy."""
+    """Return whether a container still has the items of its earlier copy."""
     if type(before) is not type(after) or len(before) != len(after):
         return False
     if isinstance(before, dict):

@@ -154,7 +154,7 @@ class _KeptCalls:
     results: list[_CallResult] = field(default_factory=list)
 
     def counter(self) -> Callable[[Any], bool]:
-        """Return a function that returns True for each call of an operator that is kept."""
+        """Return a function that is called with each operator and tells if the call is kept."""
         count = 0
 
         def is_kept(operator: Any) -> bool:
@@ -186,7 +186,7 @@ class _CallResult:
 
 
 class _KeepResults(TorchDispatchMode):
-    """Mode around the forward, which keeps the results of chosen calls."""
+    """Dispatch mode for the forward. It keeps the results of chosen calls."""
 
     def __init__(self, calls: _KeptCalls) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _KeepResults(TorchDispatchMode):
 
 
 class _ReuseResults(TorchDispatchMode):
-    """Mode around the recomputation, which returns the kept results."""
+    """Dispatch mode for the recomputation. It returns kept results instead of computing them."""
 
     def __init__(self, calls: _KeptCalls) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def _generator(device: torch.device | None) -> torch.Generator:
 
 @contextmanager
 def recompute_everything() -> Iterator[None]:
-    """Recompute a part of a block completely, even if its operators are in the kept list."""
+    """Recompute all operators inside the context, even those in the kept list."""
     token = _KEEPS_NOTHING.set(True)
     try:
         yield
@@ -300,7 +300,7 @@ def recording_contexts(inner: ContextFn | None) -> ContextFn:
 class _DecisionContext:
     """Context manager that can be entered several times, once for each recomputation.
 
-    Every recomputation reads the decisions starting with the first.
+    Every recomputation reads all decisions again, starting with the first.
     """
 
     begin: Callable[[], list[Any] | Iterator[Any]]
@@ -318,7 +318,7 @@ class _DecisionContext:
 
 
 def decide_once(decide: Callable[[], Result]) -> Result:
-    """Return `decide()`, or in a recomputation the value that it returned in the original forward.
+    """Return `decide()`. A recomputation returns the value of the original forward instead.
 
     A block must make the same calls in the same order in its forward and in its recomputation.
     Without recomputation this function only calls `decide`.

@@ -16,7 +16,7 @@ Note [Changing buffers]
     new tensor may be a cache whose size depends on this rank's sequences.
 
     In a pipeline several stages may hold a buffer outside the blocks. The lowest stage that
-    changed it has the right values, because later stages saw no inputs.
+    changed the buffer has the right values, because later stages saw no inputs.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ChangingBuffers(StepHook):
             self._broadcast(names, self._stage_group, source)
 
     def _has_any_unsent(self) -> bool:
-        """Return True if any rank saw unsent changes, from the exchange of the previous step."""
+        """Return True if any rank had unsent changes in the exchange of the previous step."""
         if self._any_unsent is None:
             return False
         exchange = self._any_unsent
@@ -156,7 +156,7 @@ class ChangingBuffers(StepHook):
         return bool(exchange.value())
 
     def _agree(self) -> None:
-        """Exchange which buffers have changed on any rank. All of them are sent from then on."""
+        """Exchange the names of changed buffers. Each of these is sent from then on."""
         self._has_agreed = True
         all_names = sorted(self._buffers)
         changed = {*self.names, *self._unsent}

@@ -7,10 +7,10 @@ skipped step does not change it.
 do not predict the best one, because only communication that does not overlap with computation makes
 a step longer. The run's own steps are timed instead: first uncompressed ones, then a few of every
 candidate.
-A lossier candidate is chosen if its steps are 5 % shorter than the best before it. Before that, a
-few more uncompressed steps are timed, in case the first ones were slow by chance. The decision is
-taken once, the same on every rank of the groups, and saved in the checkpoint. The residual of a
-candidate is dropped when another one is activated.
+A lossier candidate is chosen if its steps are 5 % shorter than those of the best candidate before
+it. Before the decision a few more uncompressed steps are timed, in case the first ones were slow by
+chance. The decision is taken once, the same on every rank of the groups, and saved in checkpoints.
+The residual of a candidate is dropped when another one is activated.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class CompressedUnits(dict[str, QuantisedReduceScatter]):
     """
 
     def have_errors(self) -> bool:
-        """True if the next reduction adds compression errors of earlier ones."""
+        """True if the next reduction adds compression errors of earlier reductions."""
         return any(scatter.carried.state for scatter in self.values())
 
 
 class Residuals(StepHook):
     """State of the compressed collectives of a reducer's buckets and of sharded units.
 
-    The collectives may be replaced between two steps. The errors of gradients that are dropped are
-    dropped too, if an engine takes the steps. In the user's own training loop, `zero_grad` usually
-    follows an update, which may have happened without an optimizer of torch. Errors are therefore
-    kept there, except for those of failures and of steps that `ParallelModel.step` skips.
+    The collectives may be replaced between two steps. If an engine takes the steps, dropping
+    gradients also drops their compression errors. In the user's own training loop, `zero_grad`
+    usually follows an update, which may have happened without an optimizer of torch. In such a loop
+    errors are therefore kept, except after failures and steps that `ParallelModel.step` skips.
 
     Args:
         reducer: Reducer of the model's gradients, if there is one.
@@ -128,8 +128,8 @@ class Residuals(StepHook):
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
         """Drop all errors, which costs the error of one step.
 
-        The errors of the last step are not restored: gradients of other parameters, which stay,
-        may contain them already.
+        The errors of the last step are not restored, because they may already be part of the
+        gradients of other parameters, which are not dropped.
         """
         if self._own_loop:
             return
@@ -168,9 +168,9 @@ class CompressionAutotuner(StepHook):
     Attributes:
         groups: One group for each axis whose ranks must take the same decision (see
             `deciding_groups`).
-        device: The device of this rank. A step is timed until its queue is empty.
+        device: The device of this rank. A step ends when the queue of this device is empty.
         deactivate: Returns to uncompressed gradients.
-        candidates: Candidates, the least lossy first.
+        candidates: Schemes to choose from, the least lossy first.
         decision: int64 scalar for a checkpoint. -1: undecided, 0: uncompressed, otherwise the code
             of a candidate.
     """

@@ -10,7 +10,7 @@ Note [Life of a gradient]
     This is the life of a gradient of parameters that are replicated (ZeRO stage 0). Sharded
     parameters are reduced by torch's `fully_shard` (`techniques/data_parallel.py`).
 
-    A gradient has one copy, in a gradient bucket that all parameters of the bucket share.
+    A gradient has one copy, in a bucket that it shares with the gradients of other parameters.
 
     1. Accumulate. Autograd accumulates a gradient into `parameter.grad` and calls `_on_gradient`.
        The first one of a step is a new tensor. It is copied into the bucket, and `parameter.grad`
@@ -23,7 +23,7 @@ Note [Life of a gradient]
        use contribute zeros, so that ranks which used different parameters make the same calls. It
        then waits for all buckets.
     4. Restore. `parameter.grad` becomes the view of the bucket again, or None if no rank used the
-       parameter. One all-reduce of flags per step finds out which ones were used.
+       parameter. One all-reduce of flags per step finds out which parameters were used.
 
     Two cases need more than one round of launches in a step. Both keep the rule that a gradient
     which has been summed over the ranks is not summed again:
@@ -118,7 +118,7 @@ class Reducer(StepHook):
     _frozen: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters without a slot, because they have never required a gradient so far."""
     _used: list[bool] = field(default_factory=list, init=False)
-    """True if a gradient of this step has been launched, per slot."""
+    """For each slot, whether a gradient of this step has been launched."""
     _late_buckets: set[int] = field(default_factory=set, init=False)
     """Indices of the buckets for which a gradient arrived after their launch."""
     _next_bucket: int = field(default=0, init=False)
@@ -215,9 +215,9 @@ class Reducer(StepHook):
     def _partition(self) -> list[list[nn.Parameter]]:
         """Return the trainable parameters of each bucket, all of one dtype.
 
-        Parameters that tensor parallelism splits do not share a bucket with replicated ones. The
-        replicated ones must stay bitwise equal on all ranks of tp, and the other gradients of a
-        bucket can change the bits of its sum (they share the blocks of a quantisation).
+        Parameters that tensor parallelism splits do not share a bucket with replicated ones, whose
+        sums must stay bitwise equal on all ranks of tp. In one bucket, gradients of both kinds
+        could share a quantisation block, and would then change the bits of each other's sums.
         """
         trainable = self._trainable
         sizes = []
@@ -592,7 +592,7 @@ def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[
         bucket_bytes: Largest size of a bucket with several parameters.
 
     Returns:
-        The indices of the parameters of each bucket, ordered by the arrival of their last gradient.
+        The indices of each bucket's parameters. Buckets that are complete earlier come first.
     """
     closed: list[list[int]] = []
     open_: dict[Hashable, tuple[list[int], int]] = {}

@@ -2,13 +2,14 @@
 
 In a single process the gradient of an unused parameter stays None, and the optimizer skips the
 parameter. Sharded units reduce zeros instead, so that ranks that used different parameters agree on
-the collective. With a gradient of zeros, the optimizer would decay weights and its moments.
+the collective. With a gradient of zeros, the optimizer would decay the parameter and its
+moments.
 `UnusedTracker` records the parameters that autograd reached on this rank. After the reduction it
 restores None for those that no rank used.
 
 At ZeRO stages 1 and 2 ranks may also differ in the *units* that they run. At stage 3 they may not,
-because every use of a unit gathers it, which is a collective. The exchange of the flags therefore
-compares the order of the units' collectives between ranks.
+because every use of a unit gathers it, which is a collective. The exchange that finds unused
+parameters therefore also compares the order of the units' collectives between ranks.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ class _OrderComparison:
         self._pending: deque[tuple[HostCopy, list[int]]] = deque()
 
     def begin(self) -> list[int]:
-        """Return the bytes to exchange, at the end of a step."""
+        """Return the bytes to exchange. Called at the end of a step."""
         digest = list(self._order.digest.to_bytes(DIGEST_BITS // 8, "little"))
         self._collectives = self._order.take()
         return [*digest, *(255 - byte for byte in digest)]

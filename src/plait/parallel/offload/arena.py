@@ -6,10 +6,10 @@ starts to write the range to the disk and releases its pages. Disk space is rese
 is created, so a full disk raises an error there and never faults in the middle of a step. The files
 have no name: a process that dies leaves nothing behind.
 
-A training step gathers its units in the same order every time. `ShardPrefetcher` therefore reads
-the unit that followed an all-gather in the previous step: in forward, in backward and between the
-two. A shard is evicted as soon as the all-gather has read it. A changed order costs needless reads
-and never a wrong result, because the files are mapped.
+Every training step gathers its units in the same order. When `ShardPrefetcher` sees an all-gather,
+it therefore reads the unit that was gathered next in the previous step: in forward, in backward and
+between the two. A shard is evicted as soon as the all-gather has read it. If the order changes,
+some reads are needless, but no result is wrong, because the files are mapped.
 """
 
 from __future__ import annotations
@@ -200,14 +200,14 @@ class _Segment:
 
 
 _Gather = tuple[GatherPhase, int | None, int]
-"""All-gather of a unit: (moment, the unit gathered before it or None, the unit)."""
+"""All-gather of a unit: (phase, the unit gathered before it or None, the unit)."""
 
 
 class ShardPrefetcher:
     """Prefetching of a sharded model's shards from an arena.
 
-    Shards take at most `pool_bytes` of memory at once, or as much as the one unit that is gathered,
-    if that is more.
+    Shards take at most `pool_bytes` of memory at once. If a single unit is larger, they take as
+    much as this unit while it is gathered.
     """
 
     def __init__(

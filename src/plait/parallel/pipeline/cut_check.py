@@ -46,7 +46,7 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
 @dataclass
 class CutCheck:
-    """Check of a model's stages: once per kind of batch, and again if outer attributes change.
+    """Check of a model's stages, once per kind of batch and again after outer attributes change.
 
     Attributes:
         skeleton: Copy of the uncut model without weights.
@@ -236,7 +236,7 @@ class CutCheck:
         return None
 
     def _lacking_parameter(self, origin: ValueOrigin, stage: int) -> str | None:
-        """Return a parameter that a value depends on and that a stage does not have."""
+        """Return a parameter that a value depends on and a stage does not have, or None."""
         begin = self.cut.bounds[stage]
         for name, used_at in sorted(origin.parameters):
             recomputes = used_at >= begin or stage in self.cut.recomputed.get(name, ())
@@ -250,8 +250,8 @@ class CutResult:
     """Result of the check for one kind of batch.
 
     Attributes:
-        missing: Entries of the output that the last stage does not have, with the error message of
-            each.
+        missing: Error messages, keyed by the entries of the output that the last stage does not
+            have.
         values: Whether the shapes of tensors between stages may depend on the batch's values, not
             only on its shapes.
     """
@@ -265,7 +265,8 @@ def _loss_of_copy(
 ) -> torch.Tensor:
     """Compute the loss of a traced output.
 
-    The trace notes which of the real `parameters` (storage to name) the loss reads.
+    The trace records which of the real parameters the loss reads. `parameters` maps their storages
+    to names.
     """
     # Only during the loss: in the forward, modules that deepcopy shares (closures) read real
     # parameters legitimately.

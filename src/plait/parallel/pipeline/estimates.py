@@ -5,9 +5,9 @@ the slowest stage is as fast as possible. The embedding is on the first stage an
 last, and both are counted. Stages are contiguous in the model's order. The result is exact: no
 other partition has a smaller largest stage.
 
-A rank's parameters are those of its stages. The accounting of all techniques applies to them as
-without a pipeline. The differences are counted from the schedule's table: how often the root unit
-(the parameters outside the blocks) is gathered and reduced, and the messages to other stages.
+A rank's parameters are those of its stages. The techniques account for them as they do without a
+pipeline. Two things differ and are derived from the schedule's table: how often the root unit (the
+parameters outside the blocks) is gathered and reduced, and the messages to other stages.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from plait.parallel.schedules.schedule import Action, Kind, Schedule, messages
 def forward_costs(facts: ModelFacts) -> ForwardCosts:
     """Return the FLOPs of a forward for one token, from the shapes of the parameters.
 
-    A weight that is multiplied costs 2 FLOPs (Kaplan et al. 2020, arXiv:2001.08361, table 1,
-    without attention's products of activations). Weights are the parameters of at least 2
+    A weight that is multiplied costs 2 FLOPs (Kaplan et al. 2020, arXiv:2001.08361, table 1). The
+    products of activations in attention are left out. Weights are the parameters of at least 2
     dimensions; biases and norms cost nothing.
 
     Parameters outside the blocks are on the first stage if they are listed before those of the
-    first block, else on the last. On the first stage a matrix is taken for an embedding, whose
-    lookup costs 0. A tied embedding (whose other name is also outside the blocks) counts as the
-    head: 2 FLOPs per weight on the last stage. A weight that several blocks share counts in each.
-    Experts count as if all were used, which is right for the balance of equal blocks, but too much
-    compared to the head.
+    first block, else on the last. On the first stage a matrix is assumed to be an embedding,
+    whose lookup costs 0. A tied embedding (whose other name is also outside the blocks) counts as
+    the head: 2 FLOPs per weight on the last stage. A weight that several blocks share counts in
+    each. Experts count as if all were used, which is right for the balance of equal blocks, but too
+    much compared to the head.
 
     Raises:
         ModelError: The model has no blocks.
@@ -80,7 +80,7 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
 
 @dataclass(frozen=True)
 class ForwardCosts:
-    """Costs of a model's blocks and of the modules before and after them, all in one unit.
+    """Costs of a model's blocks, and of the modules before and after them, in one common unit.
 
     Attributes:
         blocks: Cost of every block, in the model's order.
@@ -98,10 +98,11 @@ def balance_stages(
 ) -> tuple[int, ...]:
     """Return the number of blocks of each stage, so that the largest cost of a stage is minimal.
 
-    Several partitions may be best. Of these, each stage in turn takes as many blocks as fit into an
-    equal share of what remains, and more only if the remainder would not fit otherwise. So later
-    stages get the larger shares if the blocks cannot be shared evenly (10 equal blocks on 4 stages:
-    2, 2, 3, 3), because earlier stages hold the activations of more micro-batches.
+    If several partitions are best, stages are filled one after the other. Each takes as many blocks
+    as fit into an equal share of the remaining cost, and more only if the remaining blocks would
+    not fit otherwise. If blocks cannot be shared evenly, later stages therefore get more of them
+    (10 equal blocks on 4 stages: 2, 2, 3, 3), because earlier stages hold the activations of more
+    micro-batches.
 
     Args:
         costs: Cost of each block.
@@ -163,7 +164,7 @@ def _integer_costs(costs: Sequence[float], first: float, last: float) -> list[in
 
 
 def _least_limit(items: Sequence[int], stages: int) -> int:
-    """Return the smallest cost that no stage needs to exceed, by bisection."""
+    """Find, by bisection, the smallest limit of a stage's cost that some partition respects."""
     low = max(items)
     high = sum(items)
     while low < high:
@@ -176,7 +177,10 @@ def _least_limit(items: Sequence[int], stages: int) -> int:
 
 
 def _stages_needed(items: Sequence[int], limit: int) -> list[int]:
-    """Return, for each i, the number of stages that blocks i and later need within `limit`."""
+    """Return, for each i, how many stages block i and all later blocks need.
+
+    No stage may cost more than `limit`.
+    """
     needed = [0] * (len(items) + 1)
     count = 0
     load = limit + 1
@@ -218,7 +222,7 @@ def imbalance(loads: Sequence[float]) -> float:
 
 
 def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> ModelFacts:
-    """Return the facts of the part of a model on a rank with these stages.
+    """Return the facts of the part of a model that a rank with these stages holds.
 
     Tied parameters of several stages are on each of them.
     """

@@ -11,8 +11,8 @@ Note [Shapes between stages]
     depend on the values of a batch, or on the tokens in a cache, the stage sends a description with
     every micro-batch.
 
-    Receives from a rank are started in the order in which that rank sends, which both know from the
-    schedule.
+    Receives from a rank are started in the order in which that rank sends. Both ranks know this
+    order from the schedule.
 """
 
 from __future__ import annotations
@@ -219,10 +219,10 @@ class _ScheduleRun:
         activations: Tensors for a later backward, by stage and micro-batch.
         local_messages: Messages from one stage of this rank to another.
         arriving: Messages whose receive has started.
-        expected: Messages to receive, by source rank, in the order in which it sends them.
+        expected: Messages to receive, by source rank, in the order in which that rank sends them.
         sent: Messages that were sent.
         described: Boundaries that hold for one stage and micro-batch only.
-        failed: With `continue_on_error`, the error of the first stage of this rank that failed.
+        failed: Error of the first stage of this rank that failed, if `continue_on_error` is set.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class _ScheduleRun:
             )
 
     def _receive_activations(self, action: Action) -> tuple[list[torch.Tensor], Boundary]:
-        """Return the tensors received from the previous stage, as leaves, and their description."""
+        """Return (tensors, description) as received from the previous stage. Tensors are leaves."""
         message = Message(Payload.ACTIVATION, action.stage - 1, action.microbatch)
         received = list(self._take(message))
         boundary = self._boundary(action.stage - 1, action.microbatch)
@@ -504,8 +504,8 @@ class _ScheduleRun:
 
         Args:
             source: The pp rank that sends it.
-            may_wait: Whether to wait for a description of the tensors, if their shapes are not
-                known. Otherwise nothing is received in this case.
+            may_wait: Whether to wait for a description of the tensors if their shapes are not
+                known. If it is False, a message with unknown shapes is not received yet.
 
         Raises:
             EarlierStageFailed: The sender failed before it knew what it would have sent.
@@ -650,7 +650,7 @@ def _comparable_leaves(structure: Any) -> list[Any]:
 
 
 def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return the structure of a block's output, with a TensorSlot per tensor, and its tensors."""
+    """Split a block's output into (structure, tensors). A TensorSlot replaces each tensor."""
     tensors: list[torch.Tensor] = []
 
     def replace(leaf: Any) -> Any:

@@ -12,12 +12,13 @@ Note [Splitting a backward pass]
     records the gradients that arrive at the intermediates. The second half starts from them and
     from those outputs.
 
-    Entry points that share a weight node belong to one group, so groups are disjoint, every leaf
-    that an output reaches is in exactly one of them, and a weight node runs once. Leaves are taken
-    from the graph and not from a list of parameters. Nothing can be missing that one backward pass
-    would reach.
+    Entry points that share a weight node belong to one group. Groups are therefore disjoint: every
+    leaf that an output reaches is in exactly one group, and a weight node runs once. Leaves are
+    taken from the graph and not from a list of parameters, so that no leaf is missing that one
+    backward pass would reach.
 
-    The first half computes a group if the second half would run a node again that must run once:
+    The first half computes a group completely if the second half would repeat a node that must run
+    only once:
     - An intermediate leads to another one of its group (a weight that is used twice in a row). One
       pass through both would run everything between them again: collectives, hooks, recomputation.
     - An intermediate is the backward of a `torch.autograd.Function`, which may change what it
@@ -101,7 +102,7 @@ def backward_inputs(
 
 
 def backward_weights(deferred: DeferredBackward) -> None:
-    """Run the second half: accumulate into `grad` of the parameters."""
+    """Run the second half, which accumulates into `grad` of the parameters."""
     if deferred.outputs:
         torch.autograd.backward(deferred.outputs, deferred.gradients)
         return
@@ -117,9 +118,9 @@ class DeferredBackward:
     """Second half of a backward pass.
 
     Attributes:
-        groups: Groups of leaves that have no gradients yet, although the inputs have.
-        outputs: Not empty if no output leads to an input. Nothing has run in this case, and the
-            second half is the complete backward.
+        groups: Groups of leaves whose gradients the first half has not computed.
+        outputs: The stage's outputs if none of them leads to an input, otherwise empty. If they are
+            set, nothing has run yet, and the second half is the complete backward.
         gradients: Gradients of `outputs`, None for a scalar loss.
     """
 
@@ -216,10 +217,10 @@ class _Graph:
         leads_to_inputs: Whether any output leads to an input.
         has_reentrant_checkpoint: Whether a node is the backward of a checkpoint with
             `use_reentrant=True`.
-        _children: Children of each node, in an order in which children come before their parents.
+        _children: Children of each node. A node is inserted after all of its children.
         _parents: One parent of each node; roots may have none.
         _carrying: Nodes that lead to an input.
-        _chained: Groups of which an intermediate leads to another one.
+        _chained: Groups in which one intermediate leads to another.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
@@ -288,7 +289,7 @@ class _Graph:
         return list(groups.values())
 
     def _find_chained(self, groups: Iterable[WeightGroup]) -> list[WeightGroup]:
-        """Return the groups with an intermediate that leads to another of their intermediates."""
+        """Return the groups in which one intermediate leads to another."""
         several = [group for group in groups if len(group.intermediates) > 1]
         if not several:
             return []

@@ -2,9 +2,9 @@
 
 Note [Running a stage]
     The model keeps its own `forward`, and each stage runs its part of it. The list of blocks keeps
-    its length. While a stage runs, the blocks outside it are replaced by placeholders: the one
-    before the stage returns what arrived from the previous stage, and the last block of the stage
-    ends the forward.
+    its length. While a stage runs, the blocks outside it are replaced by placeholders: the
+    placeholder before the stage returns what arrived from the previous stage, and the last block of
+    the stage ends the forward.
 
     Values that a model computes before its blocks are not known on later stages. They are NaN
     there, unless the cut requires that a stage computes them again.
@@ -21,10 +21,11 @@ Note [Placeholders]
     without their tensors.
 
 Note [Caches of stages]
-    A model asks its KV cache for the number of tokens that it has seen, and the cache asks its
-    first layer, which may belong to another stage. Every stage of a rank therefore has its own
+    A model asks its KV cache how many tokens the cache has seen, and the cache asks its first
+    layer, which may belong to another stage. Every stage of a rank therefore has its own
     cache, in which the layers of other stages are replaced by layers of the stage's own blocks.
-    They return the same number, and no block writes through the index of a replaced layer.
+    The replacements return the same number, and no block writes through the index of a replaced
+    layer.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class NanParameter:
     device: torch.device
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the attribute to a tensor of NaN in a dtype, expanded from one element."""
+        """Set the attribute to one NaN of a dtype, expanded to the shape of the parameter."""
         current = self.module.__dict__.get(self.leaf)
         if not isinstance(current, torch.Tensor) or current.dtype != dtype:
             self.module.__dict__[self.leaf] = _nan(self.shape, dtype, self.device, dense=False)

@@ -61,7 +61,7 @@ class Payload(StrEnum):
 
 
 class Message(NamedTuple):
-    """Message of a stage to a neighbour: payload, the stage that produces it, and micro-batch."""
+    """Message of a stage to a neighbour, identified by payload, sending stage and micro-batch."""
 
     payload: Payload
     stage: int
@@ -234,8 +234,8 @@ def row_of(
 ) -> tuple[Action, ...]:
     """Return the row of one rank of the table of `make_schedule`.
 
-    The numbers are not checked again. Without the other rows it is generated in a fraction of the
-    time.
+    The arguments are not checked again. Only this row is generated, which takes a fraction of the
+    time of the complete table.
     """
     return _rows(name, pp, microbatches, stages_per_rank, only=rank)[rank]
 
@@ -353,7 +353,10 @@ def _problems(
 
 
 def _equal_rounds(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
-    """Refuse numbers that torch cannot divide into m // pp (at least one) equal rounds."""
+    """Yield a problem if torch cannot divide the micro-batches into equal rounds.
+
+    There are microbatches // pp rounds, but at least one.
+    """
 
     def works(count: int) -> bool:
         return count % max(1, count // pp) == 0
@@ -478,8 +481,8 @@ def destination(schedule: Schedule, message: Message) -> int | None:
 class MessageNumbers:
     """Numbering of the messages of a pipeline, from 0.
 
-    A lookup in a list is several times faster than in a set, and tables have tens of thousands of
-    messages.
+    With numbers, a list can store facts about messages. Its lookup is several times faster than
+    that of a set, and tables have tens of thousands of messages.
     """
 
     def __init__(self, *, stages: int, microbatches: int) -> None:
@@ -496,8 +499,8 @@ class MessageNumbers:
     def needed_by(self, action: Action) -> tuple[int, ...]:
         """Return the numbers of the messages that must exist before a computation can start.
 
-        If a backward needs two, the activation of its own stage comes before the gradient of the
-        next stage.
+        If a backward needs two messages, the activation for its own stage is listed before the
+        gradient from the next stage.
         """
         index = action.stage * self._microbatches + action.microbatch
         kind = action.kind
@@ -515,7 +518,7 @@ class MessageNumbers:
         return (index, self.gradients + index + self._microbatches)
 
     def produced_by(self, action: Action) -> int | None:
-        """Return the message that a computation produces, or None for W, which produces none."""
+        """Return the number of the message that a computation produces, or None for W."""
         if action.kind is Kind.WEIGHT:
             return None
         index = action.stage * self._microbatches + action.microbatch

@@ -165,11 +165,11 @@ class Timeline:
 def peak_in_flight(
     schedule: Schedule, *, sizes: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Return the largest size of the activations that each pp rank holds at one moment.
+    """Return the largest size of the activations that each pp rank holds at any one time.
 
     Activations of size `sizes[stage]` exist from the start of a forward to the end of its backward,
-    or of W if the backward is split. A rank runs one action at a time, so the order of its actions
-    decides, and durations do not matter.
+    or of W if the backward is split. A rank runs one action at a time, so the result
+    depends on the order of its actions and not on durations.
 
     Args:
         schedule: The schedule.
