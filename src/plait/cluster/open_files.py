@@ -61,7 +61,7 @@ def _let_others_read(store: dist.Store, others: int) -> None:
 
 
 def _problem(world_size: int) -> str:
-    """Return why this process may not open enough files, or an empty string."""
+    """Return why the limit on open files is too low for a run, or an empty string."""
     needed = _BASE_FILES + _FILES_PER_RANK * min(world_size - 1, _MOST_RANKS)
     descriptors: list[int] = []
     try:

@@ -69,10 +69,10 @@ def place() -> RankInfo:
 
 
 def discover() -> Topology:
-    """Return the machines of this run.
+    """Return the machines of this run and their devices.
 
-    Under a launcher these are the devices of the launched processes, and all machines are assumed
-    to be like this one. Otherwise these are all GPUs of this machine, or one CPU device.
+    Under a launcher, the devices are those of the launched processes, and all machines are assumed
+    to be like this one. Otherwise they are all GPUs of this machine, or one CPU device.
 
     Raises:
         ConfigError: The machines do not have equally many processes.

@@ -243,7 +243,7 @@ def _time_operations(
 
 
 def _measure_links(mesh: Mesh, seconds: float) -> tuple[float, float] | None:
-    """Return an all-reduce's fixed seconds and seconds per byte. None for a single process."""
+    """Return the latency of an all-reduce and its seconds per byte, or None for one process."""
     group = mesh.group("dp_replicate")
     if group is None or dist.get_world_size() == 1:
         return None

@@ -81,7 +81,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             size = path.stat().st_size
             if begin > size:
                 raise ValueError(
-                    f"its header would end at byte {begin:,}, but it has {size:,} bytes"
+                    f"its header would end at byte {begin:,}, but the file has {size:,} bytes"
                 )
             header: dict[str, Any] = json.loads(file.read(begin - 8))
         stored: dict[str, StoredTensor] = {}

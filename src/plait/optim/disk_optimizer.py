@@ -351,8 +351,8 @@ class DiskTier(StepHook):
     ) -> Iterator[T]:
         """Yield each chunk in order when its tensors are in memory, and evict them afterwards.
 
-        As many chunks are prefetched as fit, so that the reader never waits for the computation.
-        See Note [Streaming step].
+        As many chunks are prefetched as fit into memory, so that reading overlaps with the
+        computation. See Note [Streaming step].
         """
 
         def fetch(uses: list[_TensorUse]) -> None:

@@ -119,7 +119,10 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 def _refuse_other_wide_layers(
     model: nn.Module, block: str, tiled: Sequence[str], reasons: dict[str, str], setting: str
 ) -> None:
-    """Raise ModelError if a layer outside attention and tiled modules does not narrow its input."""
+    """Raise ModelError if a layer outside attention and the tiled modules has wide outputs.
+
+    These are outputs that are at least as wide as the input of the layer.
+    """
     modules = dict(model.get_submodule(block).named_modules(prefix=block))
     known = list(tiled)
     for name, module in modules.items():

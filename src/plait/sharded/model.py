@@ -325,9 +325,9 @@ class ShardedModel:
     def non_finite_error(
         self, step: int, local_loss: Callable[[], float] | None = None
     ) -> Callable[[float], NumbersError]:
-        """Return a function that creates the error of a non-finite step from the gradient norm.
+        """Return a function that takes the gradient norm and returns the error of a step.
 
-        The function that is returned is collective.
+        The step's loss or gradients are not finite. The function that is returned is collective.
 
         Args:
             step: Number of the step.

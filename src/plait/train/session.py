@@ -175,8 +175,8 @@ def _check_amount_of_text(resolved: Resolved, data: DataSection, prepared: Prepa
             Problem(
                 "train_batch_size",
                 batch,
-                f"one step takes {batch} sequences, but the text has {available} of"
-                f" {data.sequence_length} tokens",
+                f"one step takes {batch} sequences, but the text has only {available}"
+                f" sequences of {data.sequence_length} tokens",
                 "add more text to data.paths, or lower the batch or data.sequence_length",
             )
         )
@@ -271,7 +271,7 @@ def _require_sections(config: Config) -> tuple[ModelSection, DataSection]:
 
 
 def _check_packing(kind: str) -> None:
-    """Raise ConfigError for a model whose attention may cross the documents of a packed row."""
+    """Raise ConfigError for a model whose attention may cross documents in a packed row."""
     tested_kinds = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
     if kind not in tested_kinds:
         raise ConfigError(

@@ -308,7 +308,7 @@ def measure(context: Context, workload: Workload, config: Mapping[str, Any]) -> 
 def extrapolated(
     context: Context, workload: Workload, peak: int, half: Workload, peak_of_half: int
 ) -> dict[str, Any]:
-    """Return bytes per layer, and the number of parameters of the largest model of this width."""
+    """Return the bytes per layer, and the parameters of the largest model that fits."""
     layer_bytes = (peak - peak_of_half) / (workload.layers - half.layers)
     # The depth does not decide the peak, so nothing can be extrapolated.
     if layer_bytes <= 0:

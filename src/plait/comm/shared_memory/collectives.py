@@ -468,7 +468,10 @@ class SharedBuckets:
             self._sum(self._unsummed.pop(0))
 
     def _sum(self, index: int) -> None:
-        """Sum this rank's slice of a buffer into the buffers of all ranks."""
+        """Sum one slice over the buffers of all ranks, and write the result to all of them.
+
+        Each rank sums its own slice.
+        """
         host = self._host
         buffers = self._rank_buffers[index]
         numel = buffers[0].numel()

@@ -6,8 +6,8 @@ process measures. Expert parameters are split over ep along their first dimensio
 that tensor parallelism splits. They are replicated or sharded over the ranks that have the same
 experts (`of_experts`).
 
-`unit_bytes` are the bytes of the units of `fully_shard` (a block, an outer unit, the root):
-gathered, sent, reduced. They follow torch 2.13 (`torch/distributed/fsdp/_fully_shard`). An
+`unit_bytes` are the bytes that each unit of `fully_shard` (a block, an outer unit, the root)
+gathers, sends and reduces. They follow torch 2.13 (`torch/distributed/fsdp/_fully_shard`). An
 all-gather copies shards into one flat buffer of the full size, and from there into one tensor per
 parameter. A reduction copies gradients into one flat buffer in the reduction's dtype. The result is
 cast to the parameters' dtype, and the parameters' gradients are views of it.
@@ -17,7 +17,7 @@ Note [Units after a backward]
     reduces and frees after a backward (`after_block_backward`, `after_root_backward`). Without a
     pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each unit
     ends its step with the last of them. In a pipeline the stages of a rank end their steps at
-    different times, and the root unit (all outside the blocks) belongs to several of them.
+    different times, and the root unit (everything outside the blocks) belongs to several of them.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class ChangingBuffers(StepHook):
             self._forward_hook.remove()
 
     def send_in_forward(self, model: nn.Module) -> None:
-        """Send buffers before the first training forward of every step but the first.
+        """Broadcast buffers before the first training forward of every step but the first.
 
         This is for the user's own training loop, in which Plait does not see the end of a step.
         """

@@ -48,8 +48,8 @@ class UnusedTracker(StepHook):
     """Hook that restores None as the gradient of parameters that no rank used.
 
     An engine calls `finish_reduction` once per step, after the last backward and before gradients
-    are read. In the user's own training loop, the end of every backward outside `accumulate` calls
-    it instead. Gradients of earlier backwards are kept.
+    are read. In the user's own training loop, it is called at the end of every backward outside
+    `accumulate` instead. Gradients of earlier backwards are kept.
     """
 
     def __init__(

@@ -531,7 +531,7 @@ class MessageNumbers:
         return number % self.gradients // self._microbatches
 
     def message(self, number: int) -> Message:
-        """Return the message with a number."""
+        """Return the message whose number is `number`."""
         payload = Payload.GRADIENT
         if number < self.gradients:
             payload = Payload.ACTIVATION

@@ -547,7 +547,7 @@ class BiasUpdate(StepHook):
         counts.scatter_add_(0, chosen.detach().reshape(-1), counted.reshape(-1))
 
     def finish_reduction(self) -> None:
-        """Sum the counts over all ranks with different tokens. Collective."""
+        """Sum the token counts of experts over the ranks with different tokens. Collective."""
         if self.group is None or not self._counts:
             self._totals = [counts.clone() for counts in self._counts]
             return
