@@ -39,7 +39,7 @@ def _alone():
         ({"dynamo_backend": "inductor"}, '"compile": {"enabled": true}'),
         ({"mixed_precision": "fp8"}, "no, bf16, fp16"),
         ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches=True"),
-        ({"dataloader_config": DataLoaderConfiguration(even_batches=False)}, "each sample once"),
+        ({"dataloader_config": DataLoaderConfiguration(even_batches=False)}, "every sample is used once"),
         ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "save_state(folder)"),
         ({"kwargs_handlers": [GradScalerKwargs(init_scale=4.0)]}, '"fp16"'),
         ({"plait_config": {"parallel": {"pp": 1}}, "deepspeed_plugin": object()}, "leave one of them out"),
