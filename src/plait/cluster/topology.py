@@ -21,6 +21,7 @@ from plait.cluster.accelerator import DeviceType
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology
 from plait.errors import ConfigError, Problem, raise_problems
+from plait.names import number_of
 
 WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
 """Variable with the folder in which ranks publish their progress. Plait's launcher sets it."""
@@ -205,7 +206,7 @@ def machine_name(processes: int) -> str:
     configured = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(configured) if configured.isdigit() else 0
     threads = threads or thread_count(processes)
-    return f"{processor_name()}, {threads} {'thread' if threads == 1 else 'threads'} a process"
+    return f"{processor_name()}, {number_of(threads, 'thread')} a process"
 
 
 def thread_count(processes: int) -> int:

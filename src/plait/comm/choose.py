@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 
 from plait.errors import InputError, first_line
 from plait.files import write_atomically
+from plait.names import number_of
 from plait.sizes import KIB, MIB, format_bytes
 
 LARGEST_BUCKET_BYTES = 100 * MIB
@@ -488,7 +489,7 @@ def _choose(
     others.sort(key=itemgetter(1))
 
     bucket = math.ceil(nbytes / count)
-    where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
+    where = f"{group.ranks} ranks on {number_of(group.machines, 'machine')}"
     result = f"{best} {_milliseconds(candidates[best])}"
     if count > 1:
         result += f" in {count} buckets of {format_bytes(bucket)}"

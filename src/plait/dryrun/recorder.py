@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from plait._torch.groups import finished_work, process_group_of
 from plait._torch.operators import TorchDispatchMode, operator_name, tree_leaves
 from plait._torch.tensors import around_shape_inference, local_tensor, on_resize, storage_id
+from plait.attributes import override_attributes
 from plait.parallel.accounting.peak import HEAD, OUTSIDE, Direction, Interval, LiveBytes
 
 
@@ -66,14 +67,8 @@ class LiveStorages(TorchDispatchMode):
         super().__exit__(*problem)
         self._open.close()
 
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        before = self._paused
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = before
+    def _pause(self) -> AbstractContextManager[None]:
+        return override_attributes(self, _paused=True)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop counting the storages of `tensors`."""

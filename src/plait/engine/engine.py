@@ -229,7 +229,7 @@ class Engine(EngineFacts):
             output = self.sharded.output(micro_batch)
             if self.sharded.holds_output:
                 total, weight = checked_total(loss_fn(output, micro_batch))
-                totals += torch.stack([total.double(), self._sum([weight])])
+                totals += torch.stack([total.double(), self._to_device(weight, torch.float64)])
         if self._loss_group is not None:
             with naming("all-reduce of the validation loss"):
                 dist.all_reduce(totals, group=self._loss_group)
@@ -315,6 +315,12 @@ class Engine(EngineFacts):
             on_device = [tensor.to(self.device) for tensor in tensors]
             total = torch.stack(on_device).sum(dtype=torch.float64)
         return total + number if number else total
+
+    def _to_device(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight, a tensor or a number, as a tensor on the device."""
+        if isinstance(weight, torch.Tensor):
+            return weight.to(self.device, dtype)
+        return accelerator.tensor_of(weight, dtype=dtype, device=self.device)
 
     def _track(
         self, outcome: StepOutcome, rate: float, scale: float, loss: torch.Tensor | None = None
@@ -407,7 +413,7 @@ class Engine(EngineFacts):
         else:
             # The sum of all weights is known in `step` only, which divides by it.
             self._weights.append(weight)
-            scaled = loss * (self._sum([weight]).to(loss.dtype) * factor)
+            scaled = loss * (self._to_device(weight, loss.dtype) * factor)
         with self._guard.backward():
             scaled.backward(retain_graph=retain_graph)
             for callback in self.hooks.after_backward:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from plait._torch.groups import delivered_at_once, process_group_of
 from plait._torch.operators import FakeTensorMode, refusing_triton_kernels
 from plait._torch.tensors import storage_bytes
+from plait.attributes import override_attributes
 from plait.cluster import accelerator
 from plait.cluster.layout import AXES, EXPERT_AXES
 from plait.cluster.mesh import Mesh
@@ -278,11 +279,8 @@ class _FakeTensorWatch(LiveStorages):
     def step(self) -> Iterator[None]:
         """Count the operators that run inside the context."""
         self.peak = self.total
-        self._is_counting = True
-        try:
+        with override_attributes(self, _is_counting=True):
             yield
-        finally:
-            self._is_counting = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -617,7 +617,7 @@ REPLICATED = "replicated"
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One row of a printed tensor-parallel plan: a parameter and its split."""
+    """Row of a printed tensor-parallel plan: a parameter and its split."""
 
     parameter: str
     shape: tuple[int, ...]

@@ -28,6 +28,7 @@ from plait.config.schema.lr_schedules import (
 )
 from plait.config.schema.optimization import SchedulerSpec
 from plait.errors import CheckpointError, ConfigError, Problem, raise_problems
+from plait.names import number_of
 from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 
 log = logging.getLogger(__name__)
@@ -222,8 +223,8 @@ def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list
         return [value] * groups
     if len(value) != groups:
         rule = (
-            f"it has {len(value)} values and the optimizer has {groups} parameter"
-            f" group{'s' if groups > 1 else ''}"
+            f"it has {len(value)} values and the optimizer has"
+            f" {number_of(groups, 'parameter group')}"
         )
         remedy = "use one number for all groups, or one for each"
         raise ConfigError(Problem(f"scheduler.params.{name}", value, rule, remedy))

@@ -154,6 +154,13 @@ class Parts:
     hooks: Hooks = field(default_factory=Hooks)
     """Hooks of a step, once all techniques are attached."""
 
+    @property
+    def compressors(self) -> CompressedUnits:
+        """Compressed reduce-scatters of sharded units. Empty without compression."""
+        if self.shard_collectives is None:
+            return CompressedUnits()
+        return self.shard_collectives.compressors
+
     def with_shard(self, **changes: Any) -> Parts:
         """Return a copy with some settings of the shards replaced."""
         return replace(self, shard=replace(self.shard, **changes))

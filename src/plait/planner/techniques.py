@@ -233,7 +233,7 @@ The other parameters are updated on the device, which is faster.
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """One combination of memory-saving options, as values of fields of `Layouts`."""
+    """Combination of memory-saving options, as values of fields of `Layouts`."""
 
     recompute: int = 0
     every: int = 1

@@ -26,7 +26,7 @@ LIMIT_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Row:
-    """One check of `plait doctor --validate`, with its settings and limits."""
+    """Check of `plait doctor --validate`, with its settings and limits."""
 
     name: str
     """Name as `check/variant`, for `--only` and for the document."""

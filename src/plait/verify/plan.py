@@ -22,6 +22,7 @@ from plait.cluster.accelerator import DeviceType
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem, raise_problems
+from plait.names import number_of
 from plait.parallel.techniques.mixed_precision import Precision
 from plait.sizes import dtype_of
 from plait.verify.choose import choose
@@ -208,10 +209,10 @@ def prepare(
     batch = resolved.batch
     micro_batches = layout.dp * batch.accumulation
     data = (
-        f"{_counted(steps, 'step')} of {_counted(micro_batches, 'micro-batch')} of"
-        f" {_counted(batch.micro_batch_size, 'sample')}, ragged"
+        f"{number_of(steps, 'step')} of {number_of(micro_batches, 'micro-batch')} of"
+        f" {number_of(batch.micro_batch_size, 'sample')}, ragged"
     )
-    place = f"{_counted(world, 'process')} on {'GPUs' if on_gpus else 'the CPU'}"
+    place = f"{number_of(world, 'process')} on {'GPUs' if on_gpus else 'the CPU'}"
     lines = [("model", line) for line in choice.lines]
     lines.append(("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}"))
     lines += [("", note) for note in degree_notes]
@@ -227,13 +228,6 @@ def prepare(
         lines=tuple(lines),
         device=accelerator.NAME if on_gpus else "cpu",
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    if count == 1:
-        return f"1 {noun}"
-    ending = "es" if noun.endswith(("s", "h")) else "s"
-    return f"{count} {noun}{ending}"
 
 
 def small_degrees(

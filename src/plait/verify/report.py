@@ -47,7 +47,7 @@ Tensors whose exact value is 0 contain rounding noise.
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One compared quantity (a loss, norm or tensor), with its error and the allowed error."""
+    """Compared quantity (a loss, norm or tensor), with its error and the allowed error."""
 
     kind: Kind
     step: int | None

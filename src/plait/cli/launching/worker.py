@@ -247,7 +247,7 @@ def _register_stack_signal() -> None:
 
 
 def _start_listing_imports() -> None:
-    """On one rank per machine, start a thread that lists the imports for standby processes."""
+    """Start a thread on one rank per machine that lists the imports for standby processes."""
     path = os.environ.get("PLAIT_STANDBY")
     if path and os.environ.get("LOCAL_RANK") == "0":
         threading.Thread(

@@ -262,7 +262,7 @@ class Screen:
         )
 
     def began(self, row: Row) -> None:
-        """On a terminal, show the title of the check that starts."""
+        """Show the title of the check that starts, if the output is a terminal."""
         if self._bar is not None:
             self._bar.update(self._task, description=row.title)
 

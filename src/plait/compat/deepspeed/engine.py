@@ -231,11 +231,10 @@ class DeepSpeedEngine(CheckpointMethods):
         """
         if self._in_no_sync:
             raise InputError("engine.no_sync() inside engine.no_sync(): remove the inner one")
-        self._in_no_sync = True
         try:
-            yield
+            with override_attributes(self, _in_no_sync=True):
+                yield
         finally:
-            self._in_no_sync = False
             self._update_boundary()
 
     def is_gradient_accumulation_boundary(self) -> bool:

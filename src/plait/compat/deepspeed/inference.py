@@ -99,14 +99,15 @@ class InferenceEngine:
                 " as the tokenizer made them"
             )
 
-        # `plait.generate` takes prompts of different lengths, without padding.
-        prompts = [row[is_token.bool()].tolist() for row, is_token in zip(ids, mask, strict=True)]
-        answers = [answer.token_ids for answer in generate(self._sharded, prompts, **settings)]
-        longest = max(map(len, answers), default=0)
         names = {*NAMES, *NEUTRAL}
         padding = settings_of(
             self.module, {name: value for name, value in settings.items() if name in names}
         ).pad_token_id
+
+        # `plait.generate` takes prompts of different lengths, without padding.
+        prompts = [row[is_token.bool()].tolist() for row, is_token in zip(ids, mask, strict=True)]
+        answers = [answer.token_ids for answer in generate(self._sharded, prompts, **settings)]
+        longest = max(map(len, answers), default=0)
         padded = [[*tokens, *[padding] * (longest - len(tokens))] for tokens in answers]
         new_ids = torch.tensor(padded, dtype=ids.dtype, device=ids.device)
         # If nothing was generated, torch.tensor has lost a dimension.

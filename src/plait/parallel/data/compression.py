@@ -68,7 +68,7 @@ class Residuals(StepHook):
         units: CompressedUnits,
         *,
         device: torch.device,
-        own_loop: bool = False,
+        own_loop: bool,
     ) -> None:
         self._reducer = reducer
         self.units = units

@@ -60,7 +60,7 @@ class UnusedTracker(StepHook):
         device: torch.device,
         order: UnitOrder | None = None,
         finishes_backward: bool = False,
-        have_errors: Callable[[], bool] = bool,
+        have_errors: Callable[[], bool],
     ) -> None:
         """Register gradient hooks on the parameters of a sharded model.
 

@@ -111,10 +111,9 @@ class Compression(Technique):
         """Return the hooks that select the compression and store its state between steps."""
         if not self.gradients:
             return []
-        units = CompressedUnits()
-        if parts.shard_collectives is not None:
-            units = parts.shard_collectives.compressors
-        residuals = Residuals(parts.reducer, units, device=mesh.device, own_loop=parts.shard.mean)
+        residuals = Residuals(
+            parts.reducer, parts.compressors, device=mesh.device, own_loop=parts.shard.mean
+        )
         autotuner = parts.compression_autotuner
         if autotuner is None:
             return [residuals]

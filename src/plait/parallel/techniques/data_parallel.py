@@ -250,7 +250,7 @@ class DataParallel(CollectiveSettings):
                         device=mesh.device,
                         order=_unit_order(self, parts, mesh),
                         finishes_backward=mean,
-                        have_errors=collectives.compressors.have_errors if collectives else bool,
+                        have_errors=parts.compressors.have_errors,
                     )
                 )
 
