@@ -127,5 +127,5 @@ def test_a_killed_rank_is_named_at_once(tmp_path, operation):
 def test_a_stuck_rank_is_named_at_the_deadline(tmp_path):
     text = run(tmp_path, "all-reduce", "hangs")
     assert text.startswith(
-        "all-reduce over dp_shard: rank 0 waited 2 s for rank 1, which is running and did not take part"
+        "all-reduce over dp_shard: rank 0 waited 2 s for rank 1, which is running but has not started this call"
     ), text

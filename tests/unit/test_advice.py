@@ -356,7 +356,7 @@ def is_there(name):
 
 FOLLOWED = {
     # 1: decisions taken at first use
-    "requires_grad_(True) before plait.initialize, and requires_grad_(False) after it": "parity/test_frozen_for_a_while.py::test_gradual_unfreezing",
+    "freeze it afterwards (requires_grad_(False)) until its training starts": "parity/test_frozen_for_a_while.py::test_gradual_unfreezing",
     "call requires_grad_(False) on the other engine's model before its forward": "parity/test_frozen_for_a_while.py::test_generator_first",
     'would change it twice; use parallel.recompute.mode = "none"': "unit/parallel/activations/test_recompute.py::test_a_tensor_that_begins_to_change_is_named",
     # 2: ranks that do different things

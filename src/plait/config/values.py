@@ -71,7 +71,7 @@ def _check_path(value: object) -> object:
     if not value.strip():
         raise PydanticCustomError(
             "place",
-            "the path of a file or folder, and it is empty; set a path, or leave the key out",
+            "a path that is not empty; set a path, or leave the key out",
         )
 
     # The limits count bytes, of which a letter may have several.

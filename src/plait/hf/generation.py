@@ -18,6 +18,7 @@ from plait.engine.engine import Engine
 from plait.errors import InputError, Problem
 from plait.inference.capacity import USABLE_SHARE, free_bytes, gathered_bytes, is_sharded
 from plait.inference.generation_settings import NAMES, settings_of
+from plait.inference.requests import append_answers
 from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sizes import dtype_of, format_bytes
 
@@ -150,15 +151,7 @@ def generated(
     # No row has the generator of a row of a run with another seed.
     seeds = [(seed << 32) + first + index for index in range(len(prompts))]
     generations = engine.generate(prompts, seed=seeds, **settings)
-    answers = [generation.token_ids for generation in generations]
-
-    # [batch, seq + longest answer]
-    longest = ids.shape[1] + max(map(len, answers), default=0)
-    rows = torch.full((len(ids), longest), pad, dtype=ids.dtype, device=ids.device)
-    rows[:, : ids.shape[1]] = ids
-    for row, answer in zip(rows, answers, strict=True):
-        row[ids.shape[1] : ids.shape[1] + len(answer)] = torch.tensor(answer, dtype=ids.dtype)
-    return rows
+    return append_answers(ids, generations, pad)
 
 
 @contextmanager

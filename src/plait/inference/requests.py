@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from plait.errors import InputError, first_line, first_lone_surrogate
 from plait.inference.generation_settings import GenerationSettings, check_ids, tokens_of_model
@@ -73,6 +74,26 @@ class Generation:
 
     It is None without a tokenizer.
     """
+
+
+def append_answers(
+    prompts: torch.Tensor, generations: Sequence[Generation], padding: int
+) -> torch.Tensor:
+    """Return the rows of prompts with the generated tokens, as Transformers' `generate` does.
+
+    Args:
+        prompts: Token ids, [batch, length].
+        generations: One result per row.
+        padding: Token that follows shorter answers.
+
+    Returns:
+        Token ids, [batch, length + length of the longest answer].
+    """
+    if not generations:
+        return prompts  # `pad_sequence` refuses an empty list.
+
+    answers = [prompts.new_tensor(generation.token_ids) for generation in generations]
+    return torch.cat([prompts, pad_sequence(answers, batch_first=True, padding_value=padding)], 1)
 
 
 def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:

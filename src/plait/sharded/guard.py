@@ -221,8 +221,8 @@ class Guard(StepHook):
             raise InputError(
                 f"{untrained[0]} ({len(untrained)} parameters in all) was frozen when"
                 " plait.initialize was called and requires a gradient now, but it is not trained;"
-                " call requires_grad_(True) before plait.initialize, and requires_grad_(False)"
-                " after it for as long as the parameter is not trained"
+                " call plait.initialize while it is trainable, and freeze it afterwards"
+                " (requires_grad_(False)) until its training starts"
             )
 
     def _refuse_added_parameters(self, optimizer: torch.optim.Optimizer) -> None:

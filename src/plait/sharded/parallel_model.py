@@ -551,8 +551,8 @@ class StepWatch(StepHook):
             raise InputError(
                 f"{unfrozen[0]} ({len(unfrozen)} parameters in all) was frozen when"
                 " plait.parallelize was called and has a gradient now, which is not reduced;"
-                " call requires_grad_(True) before plait.parallelize, and requires_grad_(False)"
-                " after it for as long as the parameter is not trained"
+                " call plait.parallelize while it is trainable, and freeze it afterwards"
+                " (requires_grad_(False)) until its training starts"
             )
 
     def _holds_parameters_of(self, model: nn.Module, optimizer: Optimizer) -> bool:

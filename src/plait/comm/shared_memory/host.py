@@ -176,7 +176,7 @@ class SharedMemoryGroup:
             names = ", ".join(self.name(rank) for rank in missing)
             raise CommunicationError(
                 f"{operation} over {self.label}: {this_rank} waited {waited:.0f} s for {names},"
-                " which is running and did not take part; look for where it hangs, or set"
+                " which is running but has not started this call; find out where it hangs, or set"
                 " faults.check_collectives = true to find different collectives"
             )
         return missing

@@ -14,6 +14,7 @@ from torch import nn
 from plait.errors import InputError
 from plait.inference.generate import generate
 from plait.inference.generation_settings import NAMES, NEUTRAL, settings_of
+from plait.inference.requests import append_answers
 from plait.sharded.parallel_model import ParallelModel, parallelize
 from plait.sizes import is_count
 
@@ -106,13 +107,8 @@ class InferenceEngine:
 
         # `plait.generate` takes prompts of different lengths, without padding.
         prompts = [row[is_token.bool()].tolist() for row, is_token in zip(ids, mask, strict=True)]
-        answers = [answer.token_ids for answer in generate(self._sharded, prompts, **settings)]
-        longest = max(map(len, answers), default=0)
-        padded = [[*tokens, *[padding] * (longest - len(tokens))] for tokens in answers]
-        new_ids = torch.tensor(padded, dtype=ids.dtype, device=ids.device)
-        # If nothing was generated, torch.tensor has lost a dimension.
-        new_ids = new_ids.reshape(len(answers), longest)
-        return torch.cat([ids, new_ids], dim=1)  # [batch, length + longest]
+        generations = generate(self._sharded, prompts, **settings)
+        return append_answers(ids, generations, padding)
 
 
 def init_inference(
