@@ -17,6 +17,7 @@ import torch.distributed as dist
 from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, processor_name
+from plait.errors import ConfigError
 from plait.version import __version__
 
 # Packages, variables and prefixes of variables that affect a run.
@@ -108,7 +109,11 @@ def _communication() -> dict[str, Any]:
 
 
 def _launcher(environment: Mapping[str, str]) -> dict[str, Any]:
-    claimed = claim(environment)
+    try:
+        claimed = claim(environment)
+    except ConfigError as error:
+        # A report about a broken environment is most useful if it shows what is broken.
+        return {"name": None, "problem": str(error)}
     if claimed is None:
         return {"name": None}
     return {"name": claimed.launcher, "rank": claimed.rank, "world_size": claimed.world_size}

@@ -39,3 +39,10 @@ def test_wrong_input(capsys):
         assert row[1] in capsys.readouterr().err
 
     check_rows({row[0]: row for row in WRONG.items()}, check)
+
+
+def test_incomplete_launcher_variables_are_reported(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert run("doctor --json") == 0
+    launcher = json.loads(capsys.readouterr().out)["launcher"]
+    assert launcher["problem"].startswith("WORLD_SIZE: not set although RANK is")
