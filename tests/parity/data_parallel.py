@@ -1,4 +1,4 @@
-"""Training runs with data parallelism, and the same in one process, for the tests that compare the two."""
+"""Training runs with data parallelism, and the same in one process."""
 
 from functools import cache
 
@@ -12,59 +12,50 @@ from plait.verify.parity import compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 
 CLIPPING = 0.5
-
 SEED = 3
-
 LAYOUTS = [
     (1, 0, 1),
     (1, 3, 1),
-    (2, 0, 1),
-    (2, 1, 1),
-    (2, 2, 1),
-    (2, 3, 1),
-    (3, 0, 1),
-    (3, 1, 1),
-    (3, 2, 1),
-    (3, 3, 1),
-    (4, 0, 1),
-    (4, 1, 1),
-    (4, 2, 1),
+    *((world, stage, 1) for world in (2, 3, 4) for stage in range(4)),
+    *((4, stage, 2) for stage in (1, 2, 3)),
 ]
-
-LAYOUTS += [(4, 3, 1), (4, 1, 2), (4, 2, 2), (4, 3, 2)]
 """(ranks, ZeRO stage, dp_replicate)."""
 
 
-def settings(world, stage, replicas, accumulation, **more):
-    """A configuration file as a user would write it."""
-    shard = world // replicas if stage else 1
+def settings(world, stage, replicas, accumulation, **sections):
+    """Return a configuration file as a user would write it."""
+    parallel = {"dp_replicate": world, "dp_shard": 1}
+    if stage:
+        parallel = {"dp_replicate": replicas, "dp_shard": world // replicas}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": stage},
         "optimizer": cases.OPTIMIZER,
-        "parallel": {"dp_replicate": replicas if stage else world, "dp_shard": shard},
+        "parallel": parallel,
         "run": {"seed": SEED},
-        **more,
+        **sections,
     }
 
 
 def train(rank, world, kind, tied, config):
-    """Runs in a worker."""
+    """Return the trace of a run on rank 0. Runs on every rank."""
     model = cases.build(kind, tied=tied)
-    # Norms that compute in float32 would turn a difference of 1e-16, which the order of a sum makes, into one of 1e-7.
+    # A difference of 1e-16 from the order of a sum becomes 1e-7 in norms that compute in float32.
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(
-            engine, cases.steps_for(kind, world * config["gradient_accumulation_steps"])
-        )
+        micro_batches = world * config["gradient_accumulation_steps"]
+        trace = engine_trace(engine, cases.steps_for(kind, micro_batches))
     return trace if rank == 0 else None
 
 
 def materialised(kind, *, tied):
-    """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in
-    test_weights.py)."""
+    """Return a model with the weights that a run with these settings gives it.
+
+    They come from Plait's own initialisation. Its independence of the layout is tested in
+    test_weights.py.
+    """
     return materialise_model(cases.build(kind, tied=tied))
 
 
@@ -78,22 +69,21 @@ def materialise_model(model):
 
 @cache
 def reference(kind, tied, micro_batches, steps=2):
-    """One plain process on the whole batch."""
-    return plain_trace(
-        materialised(kind, tied=tied), cases.steps_for(kind, micro_batches, steps=steps)
-    )
+    """Return the trace of one plain process on the whole batch."""
+    batches = cases.steps_for(kind, micro_batches, steps=steps)
+    return plain_trace(materialised(kind, tied=tied), batches)
 
 
 def plain_trace(model, steps, *, optimizer=cases.adamw):
-    """A language model in one plain process."""
+    """Return the trace of a language model in one plain process."""
     with keeping_float64(model):
         return reference_trace(
             model, steps, loss_fn=plait.causal_lm_loss, optimizer=optimizer, clipping=CLIPPING
         )
 
 
-def assert_same(wanted, found, *, bar=1e-10, where=""):
-    """Losses, gradients, norms and weights agree, and the first that do not are named."""
-    assert found is not None
-    difference = worst(compare(wanted, found))
+def assert_same(expected, actual, *, bar=1e-10, where=""):
+    """Compare losses, gradients, norms and weights. The message names the largest difference."""
+    assert actual is not None
+    difference = worst(compare(expected, actual))
     assert difference.ok(bar), f"{where} {difference.name}: {difference.error}"

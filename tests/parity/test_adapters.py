@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 SETTINGS = {"learning_rate": 3e-2, "save_strategy": "steps", "save_steps": 2}
 
 
-def adapters(rank, world, config, folder, made=adapted.model):
+def adapters(rank, world, config, folder, build_model=adapted.model):
     """The run, and how many elements the optimizer of this rank has. Runs in a worker."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
@@ -30,7 +30,7 @@ def adapters(rank, world, config, folder, made=adapted.model):
                 kept.append(self)
 
         found = trainers.run(
-            Kept, TrainingArguments, folder, made=made, deepspeed=config, **SETTINGS
+            Kept, TrainingArguments, folder, build_model=build_model, deepspeed=config, **SETTINGS
         )
         held = [p for group in kept[0].optimizer.param_groups for p in group["params"]]
         assert all(p.requires_grad for p in held)
@@ -56,7 +56,7 @@ def test_adapters_are_one_process(pool, tmp_path, name):
     from peft import PeftModel
 
     world, dp, config = LAYOUTS[name]
-    wanted = trainers.native(dp, made=adapted.model, learning_rate=3e-2)
+    wanted = trainers.native(dp, build_model=adapted.model, learning_rate=3e-2)
     found, elements = pool.run(world, adapters, config, str(tmp_path))[0]
     close(found, wanted)
     assert len(wanted["weights"]) == 2 * 2 * len(adapted.TARGETS) and all(
@@ -78,7 +78,7 @@ def test_adapters_are_one_process(pool, tmp_path, name):
 def test_layers_that_are_trained_in_full(pool, tmp_path, name):
     """Head and embedding in `modules_to_save` are replicated under tensor parallelism."""
     _, dp, config = LAYOUTS[name]
-    wanted = trainers.native(dp, made=adapted.with_copies, learning_rate=3e-2)
+    wanted = trainers.native(dp, build_model=adapted.with_copies, learning_rate=3e-2)
     found, _ = pool.run(2, adapters, config, str(tmp_path), adapted.with_copies)[0]
     close(found, wanted)
     assert any("lm_head" in name for name in wanted["weights"])
@@ -88,12 +88,12 @@ SEQUENCE = (("sequence_parallel", True),)
 RECOMPUTED = (*SEQUENCE, ("recompute", {"mode": "full"}))
 TP, DP = ("tp", 2), ("dp_shard", 2)
 CASES = [
-    Case("ring", "uneven", "llama", degrees=(TP,), more=SEQUENCE, adapted=True),
-    Case("ring", "packed", "gemma", degrees=(TP,), more=SEQUENCE, adapted=True),
-    Case("ring", "packed", degrees=(("cp", 2), TP), more=RECOMPUTED, adapted=True),
-    Case("ring", degrees=(("pp", 2), TP), more=SEQUENCE, adapted=True),
-    Case("ring", stage=3, degrees=(DP, TP), more=SEQUENCE, adapted=True),
-    Case("ring", "causal", "qwen3", stage=1, degrees=(DP, TP), more=SEQUENCE, adapted=True),
+    Case("ring", "uneven", "llama", degrees=(TP,), settings=SEQUENCE, adapted=True),
+    Case("ring", "packed", "gemma", degrees=(TP,), settings=SEQUENCE, adapted=True),
+    Case("ring", "packed", degrees=(("cp", 2), TP), settings=RECOMPUTED, adapted=True),
+    Case("ring", degrees=(("pp", 2), TP), settings=SEQUENCE, adapted=True),
+    Case("ring", stage=3, degrees=(DP, TP), settings=SEQUENCE, adapted=True),
+    Case("ring", "causal", "qwen3", stage=1, degrees=(DP, TP), settings=SEQUENCE, adapted=True),
 ]
 
 
@@ -136,7 +136,7 @@ def resumed(rank, world, folder):
 
 
 def test_adapters_go_on_elsewhere(pool, tmp_path):
-    wanted = trainers.native(2, made=adapted.model, learning_rate=3e-2)
+    wanted = trainers.native(2, build_model=adapted.model, learning_rate=3e-2)
     for found, refused in pool.run(2, resumed, str(tmp_path)):
         for key in ("loss", "grad_norm", "learning_rate"):
             assert found[key] == pytest.approx(wanted[key], rel=1e-5), key

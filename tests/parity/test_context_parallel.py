@@ -30,15 +30,15 @@ TWO = [
     Case("all-gather-kv", "packed", "mistral", window=True),
     Case("ulysses", "packed", "mistral", window=True),
     Case("ring", "packed", "mistral", window=True),
-    Case("all-gather-kv", "one_target", "gpt2", more=(("recompute", FULL),)),
+    Case("all-gather-kv", "one_target", "gpt2", settings=(("recompute", FULL),)),
     Case("ulysses", "padded", "gpt_neox", stage=1),
-    Case("ring", "border", "gemma", tied=True, stage=3, more=(("recompute", SELECTIVE),)),
+    Case("ring", "border", "gemma", tied=True, stage=3, settings=(("recompute", SELECTIVE),)),
     Case("all-gather-kv", "padded", "gemma2", window=True, eager=True, stage=2),
-    Case("ulysses", "uneven", "qwen3", more=(("loss_chunk_tokens", 7),)),
-    Case("ring", "uneven", "phi3", eager=True, more=(("recompute", BUDGET),)),
-    Case("ring", "one_target", "llama", stage=2, more=(("loss_chunk_tokens", 5),)),
-    Case("all-gather-kv", "border", "llama", stage=3, more=(("recompute", SELECTIVE),)),
-    Case("ulysses", "causal", "gpt2", tied=True, more=(("recompute", SELECTIVE),)),
+    Case("ulysses", "uneven", "qwen3", settings=(("loss_chunk_tokens", 7),)),
+    Case("ring", "uneven", "phi3", eager=True, settings=(("recompute", BUDGET),)),
+    Case("ring", "one_target", "llama", stage=2, settings=(("loss_chunk_tokens", 5),)),
+    Case("all-gather-kv", "border", "llama", stage=3, settings=(("recompute", SELECTIVE),)),
+    Case("ulysses", "causal", "gpt2", tied=True, settings=(("recompute", SELECTIVE),)),
     Case("ring", "packed", "llama", stage=3, adapted=True),
 ]
 """Processes of a pool that exists for others, so that each is a third of a second."""
@@ -46,7 +46,7 @@ FOUR = [
     Case("ulysses", "packed", degrees=(("cp", 4),)),  # 2 key-value heads
     Case("ring", "uneven", stage=3, degrees=(("cp", 2), ("dp_shard", 2))),
     Case("all-gather-kv", "packed", tied=True, degrees=(("cp", 2), ("pp", 2))),
-    Case("ring", "packed", degrees=(("cp", 2), ("tp", 2)), more=(("sequence_parallel", True),)),
+    Case("ring", "packed", degrees=(("cp", 2), ("tp", 2)), settings=(("sequence_parallel", True),)),
 ]
 
 
