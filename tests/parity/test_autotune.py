@@ -212,12 +212,15 @@ def test_steps_that_only_compute_stay_uncompressed(pool):
     assert "gradients stay uncompressed: a step takes" in result["decided"][-1]
 
 
-def test_the_start_reports_why_nothing_is_tried(pool):
+def test_the_start_reports_why_nothing_is_tried(pool, tmp_path):
     reason = "Gradients stay uncompressed: shared memory is faster than compressing"
-    for stage in (0, 2):
-        result = pool.run(2, trained, config_of(stage, transport="auto"), {}, 1)[0]
-        assert reason in result["description"]
-        assert not result["autotuner"]
+    result = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
+    assert reason in result["description"]
+    assert not result["autotuner"]
+    config = config_of(2, transport="auto")
+    result = pool.run(2, sharded, config, {UNCOMPRESSED: 0.0}, 1, str(tmp_path))[0]
+    assert reason in result["description"]
+
     result = pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]
     assert "stay uncompressed" not in result["description"]
     # Steps decide with or without measured links.
