@@ -13,7 +13,13 @@ import plait
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.parity import adapted, cases
-from tests.parity.data_parallel import CLIPPING, SEED, assert_same, materialise_model, plain_trace
+from tests.parity.data_parallel import SEED as SEED
+from tests.parity.data_parallel import (
+    assert_same,
+    materialise_model,
+    plain_trace,
+    training_config,
+)
 
 STEPS = 2
 WINDOW = 5
@@ -89,15 +95,7 @@ class Case:
 
 def configured(case):
     """Return a configuration file as a user would write it."""
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": case.stage},
-        "optimizer": cases.OPTIMIZER,
-        "parallel": case.parallel,
-        "run": {"seed": SEED},
-    }
+    return training_config(case.parallel, stage=case.stage)
 
 
 def build(case, *, layers=None):

@@ -22,11 +22,8 @@ LAYOUTS = [
 """(ranks, ZeRO stage, dp_replicate)."""
 
 
-def settings(world, stage, replicas, accumulation, **sections):
+def training_config(parallel, *, stage=0, accumulation=2, **sections):
     """Return a configuration file as a user would write it."""
-    parallel = {"dp_replicate": world, "dp_shard": 1}
-    if stage:
-        parallel = {"dp_replicate": replicas, "dp_shard": world // replicas}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -39,13 +36,21 @@ def settings(world, stage, replicas, accumulation, **sections):
     }
 
 
-def train(rank, world, kind, tied, config):
+def settings(world, stage, replicas, accumulation, **sections):
+    """Return a configuration with data parallelism only."""
+    parallel = {"dp_replicate": world, "dp_shard": 1}
+    if stage:
+        parallel = {"dp_replicate": replicas, "dp_shard": world // replicas}
+    return training_config(parallel, stage=stage, accumulation=accumulation, **sections)
+
+
+def train(rank, world, kind, tied, config, layers=None):
     """Return the trace of a run on rank 0. Runs on every rank."""
-    model = cases.build(kind, tied=tied)
+    model = cases.build(kind, tied=tied, layers=layers)
     # A difference of 1e-16 from the order of a sum becomes 1e-7 in norms that compute in float32.
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        micro_batches = world * config["gradient_accumulation_steps"]
+        micro_batches = engine.dp_size * config["gradient_accumulation_steps"]
         trace = engine_trace(engine, cases.steps_for(kind, micro_batches))
     return trace if rank == 0 else None
 
@@ -83,7 +88,11 @@ def plain_trace(model, steps, *, optimizer=cases.adamw):
 
 
 def assert_same(expected, actual, *, bar=1e-10, where=""):
-    """Compare losses, gradients, norms and weights. The message names the largest difference."""
+    """Compare losses, gradients, norms and weights.
+
+    Returns the largest difference, which the message of a failure names.
+    """
     assert actual is not None
     difference = worst(compare(expected, actual))
     assert difference.ok(bar), f"{where} {difference.name}: {difference.error}"
+    return difference.error

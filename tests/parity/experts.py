@@ -20,10 +20,10 @@ from plait.losses.loss import WeightedLoss
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import compare, engine_trace, reference_trace, worst
+from plait.verify.parity import engine_trace, reference_trace
 from tests.parity import cases, context_parallel
+from tests.parity.data_parallel import CLIPPING, assert_same, training_config
 
-CLIPPING = 0.5
 STEPS = 2
 Routed = Literal["spread", "one", "unused"]
 """How routers choose: by large scores; expert 0 for all tokens; never expert 1."""
@@ -236,15 +236,11 @@ def configured(case):
         zero["offload_optimizer"] = device
     if case.offload in ("parameters", "both"):
         zero["offload_param"] = device
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": zero,
-        "optimizer": cases.OPTIMIZER,
-        "parallel": {**dict(case.degrees), **dict(case.settings)},
-        "experts": {"bias_update_rate": case.rate, "balance": case.balanced, "z_loss": case.z_loss},
-    }
+    return training_config(
+        {**dict(case.degrees), **dict(case.settings)},
+        zero_optimization=zero,
+        experts={"bias_update_rate": case.rate, "balance": case.balanced, "z_loss": case.z_loss},
+    )
 
 
 def build(case, *, dtype=torch.float64, device="cpu"):
@@ -579,9 +575,7 @@ def assert_equal(case, results):
     compared: set[str] = set()
     errors = [0.0]
     for trace, rank_biases in results:
-        difference = worst(compare(expected, trace))
-        assert difference.ok(1e-10), f"{case.name}: {difference.name}: {difference.error}"
-        errors.append(difference.error)
+        errors.append(assert_same(expected, trace, where=case.name))
         # A pipeline stage has the biases of its own layers only.
         for name, bias in rank_biases.items():
             torch.testing.assert_close(bias, expected_biases[name], rtol=0, atol=1e-12)

@@ -2,11 +2,9 @@
 
 from functools import cache
 
-import plait
-from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import compare, engine_trace, worst
-from tests.parity import cases
-from tests.parity.data_parallel import CLIPPING, SEED, plain_trace
+from tests.parity import cases, data_parallel
+from tests.parity.data_parallel import SEED as SEED
+from tests.parity.data_parallel import assert_same, materialise_model, plain_trace, training_config
 
 SCHEDULES = [
     "gpipe",
@@ -37,16 +35,8 @@ IN_PARALLEL = (
 def settings(stage, accumulation, schedule="1f1b", /, **overrides):
     """Return a configuration file. `overrides` are settings of `parallel`, and whole sections."""
     parallel = {name: overrides.pop(name) for name in IN_PARALLEL if name in overrides}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": stage},
-        "optimizer": cases.OPTIMIZER,
-        "parallel": {**parallel, "pipeline": {"schedule": schedule}},
-        "run": {"seed": SEED},
-        **overrides,
-    }
+    parallel["pipeline"] = {"schedule": schedule}
+    return training_config(parallel, stage=stage, accumulation=accumulation, **overrides)
 
 
 def dp_of(config):
@@ -59,38 +49,23 @@ def layers_of(config):
     return LAYERS if config["parallel"].get("pp", 1) > 2 else LAYERS // 2
 
 
-def _micro_batches(config):
-    """Return the number of micro-batches in a step over all data-parallel ranks."""
-    return dp_of(config) * config["gradient_accumulation_steps"]
-
-
 def train(rank, world, kind, tied, config):
     """Return the trace of a run on rank 0. Runs on every rank."""
-    model = cases.build(kind, tied=tied, layers=layers_of(config))
-    with keeping_float64(model):
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        steps = cases.steps_for(kind, _micro_batches(config), steps=STEPS)
-        trace = engine_trace(engine, steps)
-    return trace if rank == 0 else None
+    return data_parallel.train(rank, world, kind, tied, config, layers_of(config))
 
 
 @cache
 def reference(kind, tied, micro_batches, layers=LAYERS // 2):
     """Return the trace of one plain process on the whole batch."""
-    model = cases.build(kind, tied=tied, layers=layers)
-    # The engine only gives the model the initial weights of the run.
-    config = {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}}
-    plait.initialize(model, config).close()
+    model = materialise_model(cases.build(kind, tied=tied, layers=layers))
     return plain_trace(model, cases.steps_for(kind, micro_batches, steps=STEPS))
 
 
 def check(pool, world, kind, tied, config):
     """Train, compare with one process to 1e-10, and return the largest difference."""
     trace = pool.run(world, train, kind, tied, config)[0]
-    expected = reference(kind, tied, _micro_batches(config), layers_of(config))
-    difference = worst(compare(expected, trace))
-    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
-    return difference.error
+    micro_batches = dp_of(config) * config["gradient_accumulation_steps"]
+    return assert_same(reference(kind, tied, micro_batches, layers_of(config)), trace)
 
 
 def named(config):

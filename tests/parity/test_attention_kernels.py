@@ -56,9 +56,12 @@ def model_with(case, implementation):
     return model
 
 
+KERNELS = {"flex_attention": flash.flex_backward, "flash_attention_2": flash.installed}
+
+
 def trained(rank, world, case, implementation):
     """Return the trace and the router biases of a run. Runs on every rank."""
-    with flash.flex_backward(), flash.installed():
+    with KERNELS[implementation]():
         model = model_with(case, implementation)
         with keeping_float64(model):
             engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)

@@ -26,7 +26,7 @@ from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.added_technique import context_parallel
 from tests.parity.added_technique.context_parallel import ContextParallel
-from tests.parity.data_parallel import CLIPPING, SEED, assert_same, materialised, plain_trace
+from tests.parity.data_parallel import assert_same, materialised, plain_trace, training_config
 
 LENGTH = 8
 STEPS = 2
@@ -58,15 +58,7 @@ def steps(micro_batches):
 
 def configured(name):
     _, degrees, stage = LAYOUTS[name]
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": stage},
-        "optimizer": cases.OPTIMIZER,
-        "parallel": degrees,
-        "run": {"seed": SEED},
-    }
+    return training_config(degrees, stage=stage)
 
 
 def train(rank, world, name):
