@@ -79,14 +79,14 @@ _ROUTED = {
 def label(case):
     """Return the name of a case with the values of its settings."""
     settings = dict(case.settings)
-    words = [
+    terms = [
         case.name,
         settings.get("context", ""),
         settings.get("pipeline", {}).get("schedule", ""),
         settings.get("recompute", {}).get("mode", ""),
         case.kind if case.family in SIZES else "",
     ]
-    return " ".join(filter(None, words))
+    return " ".join(filter(None, terms))
 
 
 def features(case):
@@ -205,10 +205,14 @@ def _drawn(random):
         if world % (tp * cp * pp) == 0 and (cp > 1 or experts)
     ]
     tp, cp, pp = random.choice(shapes)
-    ep = random.choice((1, 2, 4)) if experts else 1
+    ep = 1
+    if experts:
+        ep = random.choice((1, 2, 4))
     axes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
 
-    schedule = random.choice(SCHEDULES) if pp > 1 else ""
+    schedule = ""
+    if pp > 1:
+        schedule = random.choice(SCHEDULES)
     settings: list[tuple[str, Any]] = []
     if cp > 1:
         settings.append(("context", random.choice(CONTEXTS)))
@@ -233,11 +237,17 @@ def _drawn(random):
     if not experts or family == "deepseek_v3":
         balance = False
         balanced = "micro_batch"
+    if not experts:
+        z_loss = 0.0
 
     # The order of the draws is part of the samples.
     stage = random.choice((0, 1, 2, 3))
-    routed = random.choice(("spread", "spread", "one", "unused")) if experts else "spread"
-    moves_biases = family == "deepseek_v3" and random.random() < 0.5
+    routed = "spread"
+    if experts:
+        routed = random.choice(("spread", "spread", "one", "unused"))
+    rate = 0.0
+    if family == "deepseek_v3" and random.random() < 0.5:
+        rate = 0.01
     kind = random.choice(("eager", "batched_mm"))
     data = random.choice(
         ("ragged", "causal", "packed", "packed", "padded", "uneven", "one_target", "border")
@@ -255,12 +265,12 @@ def _drawn(random):
         degrees=tuple((axis, degree) for axis, degree in axes.items() if degree > 1),
         balance=balance,
         routed=routed,
-        rate=0.01 if moves_biases else 0.0,
+        rate=rate,
         settings=tuple(settings),
         dp=world // (tp * cp * pp),
         kind=kind,
         balanced=balanced,
-        z_loss=z_loss if experts else 0.0,
+        z_loss=z_loss,
         data=data,
         layers=4 if schedule in TWO_STAGES_PER_RANK else 0,
         kv_heads=kv_heads,

@@ -84,13 +84,13 @@ class Case:
     @property
     def name(self):
         """Name for a test's id."""
-        words = [self.kind, self.data, self.family]
-        words += [f"{axis}{size}" for axis, size in self.degrees]
+        terms = [self.kind, self.data, self.family]
+        terms += [f"{axis}{size}" for axis, size in self.degrees]
         if self.stage:
-            words.append(f"zero{self.stage}")
-        words += [word for word in ("window", "tied", "eager", "adapted") if getattr(self, word)]
-        words += [key for key, _ in self.settings]
-        return "-".join(words)
+            terms.append(f"zero{self.stage}")
+        terms += [word for word in ("window", "tied", "eager", "adapted") if getattr(self, word)]
+        terms += [key for key, _ in self.settings]
+        return "-".join(terms)
 
 
 def configured(case):

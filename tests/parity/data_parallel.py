@@ -1,6 +1,9 @@
 """Training runs with data parallelism, and the same in one process."""
 
+import os
+from contextlib import contextmanager
 from functools import cache
+from unittest.mock import patch
 
 import torch
 
@@ -70,6 +73,21 @@ def materialise_model(model):
     materialise.allocate(model, torch.device("cpu"))
     materialise.initialise(model, template, find_blocks(model), seed=SEED)
     return model
+
+
+@contextmanager
+def as_two_machines(rank, world):
+    """Set a launcher's variables of two machines with half of the ranks each."""
+    per_machine = world // 2
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % per_machine,
+        "LOCAL_WORLD_SIZE": per_machine,
+        "GROUP_RANK": rank // per_machine,
+    }
+    with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+        yield
 
 
 @cache

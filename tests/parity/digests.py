@@ -1,4 +1,4 @@
-"""One string for all bits of a run, for techniques that may change none; models with dropout."""
+"""Digests of all bits of a run, for techniques that may change none, and models with dropout."""
 
 from __future__ import annotations
 

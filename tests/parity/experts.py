@@ -146,7 +146,7 @@ class Case:
     def name(self):
         """Name for a test's id."""
         degrees = [f"{axis}{size}" for axis, size in self.degrees]
-        words = [self.family, f"dp{self.dp}", *degrees, f"zero{self.stage}", self.routed]
+        terms = [self.family, f"dp{self.dp}", *degrees, f"zero{self.stage}", self.routed]
         switches = {
             "balance": self.balance,
             "global": self.balanced == "global",
@@ -161,9 +161,9 @@ class Case:
             f"{self.offload} on {self.offload_to}": self.offload,
             self.data: self.data != "ragged",
         }
-        words += [word for word, on in switches.items() if on]
-        words += [key for key, _ in self.settings]
-        return "-".join(words)
+        terms += [word for word, on in switches.items() if on]
+        terms += [key for key, _ in self.settings]
+        return "-".join(terms)
 
 
 _SWITCHES: dict[str, dict[str, Any]] = {
@@ -202,10 +202,10 @@ _COUNTS = {"tile": "mlp_tile_tokens", "chunk": "loss_chunk_tokens", "overlap": "
 
 
 def case_of(text):
-    """Return the case that words describe: `mixtral zero3 dp2 cp2 ep2 balance one ring tile3`."""
-    family, *words = text.split()
+    """Return the case that a text describes: `mixtral zero3 dp2 cp2 ep2 balance one ring tile3`."""
+    family, *terms = text.split()
     fields: dict[str, Any] = {"family": family, "degrees": (), "settings": ()}
-    for word in words:
+    for word in terms:
         name = word.rstrip("0123456789.")
         number = word[len(name) :]
         if word in _SWITCHES:
@@ -383,7 +383,7 @@ class Account(NamedTuple):
 
 
 def account_of(engine, facts, traffic, rank):
-    """Return the account of an engine that has trained one step on 2 x 16 tokens per micro-batch."""
+    """Return the account of an engine after a step with 2 x 16 tokens per micro-batch."""
     layout = engine.mesh.layout
     start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
     ledger = account_all(engine.config.techniques, start, facts)

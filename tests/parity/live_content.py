@@ -57,7 +57,7 @@ def total(tensors):
 
 
 def everywhere(local_lanes):
-    """Return the lanes of all ranks by name, and assert that replicas have equal ones. Collective."""
+    """Return the lanes of all ranks by name. Replicas must have equal ones. Collective."""
     rows: list[dict[str, Lanes]] = [local_lanes]
     if dist.get_world_size() > 1:
         rows = [{} for _ in range(dist.get_world_size())]

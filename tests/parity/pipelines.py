@@ -70,11 +70,11 @@ def check(pool, world, kind, tied, config):
 
 def named(config):
     """Return the name of a layout for a test's id."""
-    words = [config["parallel"]["pipeline"]["schedule"]]
+    terms = [config["parallel"]["pipeline"]["schedule"]]
     for name, value in config["parallel"].items():
         if name != "pipeline":
-            words.append(f"{name}{value}" if isinstance(value, int) else name)
+            terms.append(f"{name}{value}" if isinstance(value, int) else name)
     recompute = config["parallel"].get("recompute", {})
-    words += [str(value) for value in recompute.values()][:1]
-    words.append(f"zero{config['zero_optimization']['stage']}")
-    return "-".join(words)
+    terms += [str(value) for value in recompute.values()][:1]
+    terms.append(f"zero{config['zero_optimization']['stage']}")
+    return "-".join(terms)

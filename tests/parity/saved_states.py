@@ -1,4 +1,4 @@
-"""Runs with asynchronous checkpoints, each compared with the live state at the call that saved it."""
+"""Runs whose asynchronous checkpoints are compared with the live state at their calls."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """(ranks, overrides) by name.
 
-`tp`, `pp` and `stage` are sizes and the ZeRO stage, `dropout` and `files` switches of `engine_of`. A
-name that starts with "parallel." is a setting of that section, and any other a whole section.
+`tp`, `pp` and `stage` are sizes and the ZeRO stage, `dropout` and `files` switches of `engine_of`.
+A name that starts with "parallel." is a setting of that section, and any other a whole section.
 """
 FEW = ("zero1", "zero3", "compressed", "in-files", "no-room", "pp2")
 

@@ -1,4 +1,4 @@
-"""What a message advises works: each case makes a mistake, checks the message, and then does what it says.
+"""Advice of messages works: each case makes a mistake and then follows the message.
 
 The cases of one table run in one task of the workers, because their engines are tiny.
 """

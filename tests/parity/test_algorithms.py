@@ -5,9 +5,7 @@ It sends the bytes of its formula.
 
 from __future__ import annotations
 
-import os
 from typing import get_args
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +14,13 @@ import torch.distributed as dist
 from plait.cluster.mesh import split_by_node
 from plait.comm.all_reduce import Name, advance, launch, run, sum_over, wire_bytes
 from tests.measured.traffic import count_traffic
-from tests.parity.data_parallel import assert_same, reference, settings, train
+from tests.parity.data_parallel import (
+    as_two_machines,
+    assert_same,
+    reference,
+    settings,
+    train,
+)
 from tests.pool import WorkerFailed
 
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -33,7 +37,7 @@ def integers(rank, numel):
 
 
 def sums(rank, ranks, algorithm, per_node):
-    """Check the sums and bytes of integers, and return sums of other numbers. Runs on every rank."""
+    """Check sums and bytes of integers, and return sums of other numbers. Runs on every rank."""
     levels = levels_of(ranks, per_node)
     results = []
     # Sizes below, at and beside a multiple of the number of ranks.
@@ -108,16 +112,8 @@ def test_training_equals_one_process(pool, algorithm):
 
 
 def on_two_machines(rank, world, config):
-    """Train as if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs on every rank."""
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": rank % 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "GROUP_RANK": rank // 2,
-    }
-    environment = {name: str(value) for name, value in variables.items()}
-    with patch.dict(os.environ, environment), count_traffic() as traffic:
+    """Return the trace and the collectives of large tensors. Runs on every rank."""
+    with as_two_machines(rank, world), count_traffic() as traffic:
         trace = train(rank, world, "plain", True, config)
     return trace, {(call.kind, call.ranks) for call in traffic.calls if call.full_bytes > 2000}
 
@@ -163,9 +159,9 @@ def create_twice(rank, ranks):
         levels = split_by_node([range(4)], [machine, machine, machine + 1, machine + 1])
         assert levels is not None
         for group in (levels.inside, levels.across):
-            ones = torch.ones(1)
-            dist.all_reduce(ones, group=group)
-            assert ones.item() == 2
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == 2
             dist.destroy_process_group(group)
 
 

@@ -131,7 +131,7 @@ def misuse(rank, world):
 
 
 def test_misuse_is_named(pool):
-    """An unused section of the configuration is reported once, and torch.manual_seed is the seed."""
+    """An unused section is reported once, and the seed is that of torch.manual_seed."""
     results = pool.run(2, misuse)
     for messages, _, seed in results:
         for name, text in REFUSED.items():

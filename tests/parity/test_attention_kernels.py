@@ -123,12 +123,12 @@ def evaluations(rank, world, case):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "layout",
     proof_after(1, ["cp2 selective", "cp2", "cp2 full", "cp2 pp2 full", "cp2 pp2 selective"]),
 )
-def test_documents_are_found_once_per_micro_batch(pool, words):
+def test_documents_are_found_once_per_micro_batch(pool, layout):
     """Neither layers nor their recomputation search again, and micro-batches share nothing."""
-    case = case_of(f"llama packed ulysses {words}")
+    case = case_of(f"llama packed ulysses {layout}")
     for counts, losses, expected in pool.run(case.world, evaluations, case):
         # A step has two micro-batches, and there are three evaluations. SDPA needs no search.
         assert counts == [2, 4, 7, 0, 0, 0]

@@ -92,7 +92,7 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "layout", "overrides"), proof_after(1, CASES))
 def test_update_in_backward_changes_no_bit(pool, kind, layout, overrides):
-    """In one process the plain model leaves branches unused."""
+    """The plain model leaves branches unused in one process."""
     for at_end, inside in pool.run(layout[0], both, kind, layout, overrides):
         assert inside == at_end
 

@@ -1,4 +1,4 @@
-"""Buffers that a forward changes are those of the first data-parallel rank, as under torch's DDP."""
+"""Buffers that a forward changes are those of the first data-parallel rank, as under DDP."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Changes of a sharded model's parameters between steps have their effect or are refused by name."""
+"""Changes of a sharded model's parameters between steps have effect or are refused by name."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.verify.parity import full_tensor_on_cpu
+from tests.parity.full_tensors import full_weights
 from tests.parity.mean_losses import close
 
 
@@ -79,7 +79,7 @@ def reference(world, steps):
         optimizer.step()
         optimizer.zero_grad()
         change_between_steps(model)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return full_weights(model)
 
 
 def message_of(function, *arguments):
@@ -110,7 +110,7 @@ def changed(rank, world, stage, transport):
     for step in range(2):
         engine.train_batch(batch(rank, step))
         change_between_steps(model)
-    weights = {name: full_tensor_on_cpu(parameter) for name, parameter in model.named_parameters()}
+    weights = full_weights(model)
 
     messages = {}
     samples = batch(rank, 0)
@@ -177,7 +177,7 @@ def with_new_layer(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_layer_that_was_added_later_is_refused(pool, stage):
-    """Its gradients would be those of one rank."""
+    """The gradients of the layer would be those of one rank."""
     for in_engine, in_loop in pool.run(2, with_new_layer, stage):
         assert "not part of the model when plait.initialize" in in_engine
         assert "put into the model after plait.parallelize" in in_loop

@@ -1,25 +1,20 @@
 """A run that goes on from a checkpoint on another layout equals an uninterrupted run."""
 
 import pytest
-import torch
 
 import plait
-from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
+from tests.parity.full_tensors import assert_equal, full_weights
 from tests.parity.mean_losses import close
 
 MICRO_BATCHES = 6
-"""Of a step over all ranks, the same ones on every layout."""
+"""Number of micro-batches of a step over all ranks, the same ones on every layout."""
 
 
 def config(world, stage):
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}}
     return settings(world, stage, 1, MICRO_BATCHES // world, scheduler=schedule)
-
-
-def weights(engine):
-    return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
 
 
 def run(rank, world, stage, folder, first, last):
@@ -40,7 +35,7 @@ def run(rank, world, stage, folder, first, last):
         batches = step[rank * count : (rank + 1) * count]
         losses.append(float(engine.train_batch(batches).loss))
     engine.save_checkpoint(folder, client_state={"position": last})
-    return {"losses": losses, "weights": weights(engine), "lr": engine.get_lr()}
+    return {"losses": losses, "weights": full_weights(engine.model), "lr": engine.get_lr()}
 
 
 def test_resume_on_an_uneven_layout(pool, tmp_path):
@@ -74,7 +69,7 @@ def save_between_micro_batches(rank, world, folder):
         engine.backward(engine(batches[index]["input_ids"]).logits.square().mean())
 
     engine.save_checkpoint(folder)
-    before = weights(engine)
+    before = full_weights(engine.model)
     backward(0)
     # The gradients of the first micro-batch would be lost.
     with pytest.raises(plait.PlaitError, match="1 micro-batches of this step"):
@@ -82,16 +77,16 @@ def save_between_micro_batches(rank, world, folder):
     engine.step()
     backward(1)
     engine.step()
-    after = weights(engine)
+    after = full_weights(engine.model)
 
     # A load in the middle of a step drops its gradients and begins the step again.
     backward(1)
     engine.load_checkpoint(folder)
-    assert all(torch.equal(weight, before[name]) for name, weight in weights(engine).items())
+    assert_equal(full_weights(engine.model), before)
     for index in range(2):
         backward(index)
         engine.step()
-    assert all(torch.equal(weight, after[name]) for name, weight in weights(engine).items())
+    assert_equal(full_weights(engine.model), after)
 
 
 def test_a_save_between_micro_batches_is_refused(pool, tmp_path):

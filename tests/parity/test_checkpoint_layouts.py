@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 """Number of processes, and degrees."""
 MICRO_BATCHES = 4
-"""Of a step over all ranks."""
+"""Number of micro-batches of a step over all ranks."""
 STEPS = 2
 SAVED_AT = 1
 

@@ -168,7 +168,7 @@ def cross_entropy(rank, ranks, vocabulary):
 
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 8), (3, 7), (3, 4)])
 def test_vocab_parallel_cross_entropy(pool, ranks, vocabulary):
-    """With 4 rows of the vocabulary on 3 ranks, the last rank has none."""
+    """The last of 3 ranks has none of 4 rows of the vocabulary."""
     pool.run(ranks, cross_entropy, vocabulary)
 
 

@@ -1,4 +1,4 @@
-"""Long sequences and experts combined with other techniques equal plain Transformers in one process.
+"""Long sequences and experts with other techniques equal plain Transformers in one process.
 
 Losses, gradients, norms, weights and router biases are compared to 1e-10 in float64. `make
 combinations` runs all cases and writes docs/development/combinations.md.
@@ -14,7 +14,7 @@ from tools import combinations as tool
 
 
 def adversarial():
-    """Return parameters, of which the first case of each group runs in `make test` if it is small."""
+    """Return parameters. Small first cases of the groups run in `make test`."""
     parameters = []
     for name, group in ADVERSARIAL.items():
         for number, case in enumerate(group):

@@ -1,7 +1,9 @@
 """Compiled blocks compute what uncompiled ones do, under every ZeRO stage.
 
-The backend `aot_eager` is all of torch.compile but the code generation, which takes minutes on a CPU.
+The backend `aot_eager` is torch.compile without the code generation, which takes minutes on CPUs.
 """
+
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,8 @@ def train(rank, world, config):
     model = cases.build("plain", tied=True)
     names = [name for name, _ in model.named_parameters()]
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    assert all(block._compiled_call_impl is not None for block in model.blocks)  # type: ignore[union-attr]
+    blocks: Any = model.blocks
+    assert all(block._compiled_call_impl is not None for block in blocks)
     trace = engine_trace(engine, cases.steps_for("plain", world))
     assert names == [name for name, _ in model.named_parameters()]
     return trace

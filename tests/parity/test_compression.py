@@ -5,14 +5,13 @@ Results are near the exact ones, equal on all ranks, and resumed to the bit.
 
 from __future__ import annotations
 
-import os
+import math
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from plait.cluster.mesh import split_by_node
 from plait.comm.all_reduce import Flat
@@ -27,7 +26,8 @@ from plait.verify.parity import engine_trace, full_tensor_on_cpu
 from tests.covers import proof_after
 from tests.measured.traffic import count_traffic
 from tests.parity import cases, pipelines
-from tests.parity.data_parallel import settings
+from tests.parity.data_parallel import as_two_machines, settings
+from tests.parity.full_tensors import full_weights
 
 CPU = torch.device("cpu")
 
@@ -201,11 +201,12 @@ def trained(rank, world, config, steps):
 
 def has_equal_weights(model):
     """Compare the full parameters as every rank reads them."""
-    for parameter in model.parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        copies = [torch.empty_like(full) for _ in range(dist.get_world_size())]
-        dist.all_gather(copies, full.detach().contiguous())
-        if not all(torch.equal(copy, copies[0]) for copy in copies):
+    for tensor in full_weights(model).values():
+        first = tensor.clone()
+        dist.broadcast(first, src=0)
+        equal = torch.tensor(float(torch.equal(first, tensor)))
+        dist.all_reduce(equal, dist.ReduceOp.MIN)
+        if not equal:
             return False
     return True
 
@@ -276,8 +277,11 @@ def test_errors_are_in_the_checkpoint(pool, method, tmp_path):
 def overflowed(rank, world, config):
     """Train in float16 with a scale that overflows at first. Runs on every rank."""
     engine = engine_of(config)
-    results = [engine.train_batch(step[rank]) for step in cases.steps_for("llama", world, steps=10)]
-    return [(result.skipped, result.loss_scale, float(result.loss)) for result in results]
+    results = []
+    for step in cases.steps_for("llama", world, steps=10):
+        result = engine.train_batch(step[rank])
+        results.append((result.skipped, result.loss_scale, float(result.loss)))
+    return results
 
 
 def test_an_overflow_leaves_no_trace_in_the_errors(pool):
@@ -286,19 +290,12 @@ def test_an_overflow_leaves_no_trace_in_the_errors(pool):
     first, second = pool.run(2, overflowed, config)
     assert first == second
     assert first[0][0] and not first[-1][0]
-    assert all(torch.isfinite(torch.tensor([loss for _, _, loss in first])))
+    assert all(math.isfinite(loss) for _, _, loss in first)
 
 
 def on_two_machines(rank, world, config):
-    """Train as if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs on every rank."""
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": rank % 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "GROUP_RANK": rank // 2,
-    }
-    with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+    """Return the losses, and the sizes of groups that exchange gradients. Runs on every rank."""
+    with as_two_machines(rank, world):
         engine = engine_of(config)
         losses = []
         for step in cases.steps_for("llama", world, steps=3):
@@ -324,8 +321,8 @@ def traced(rank, world, config):
     engine = cases.engine(model, config)
     micro_batches = pipelines.dp_of(config) * config["gradient_accumulation_steps"]
     trace = engine_trace(engine, cases.steps_for("qwen3", micro_batches, steps=1))
-    parameters = engine.model.named_parameters(remove_duplicate=False)
-    return trace, {name: full_tensor_on_cpu(parameter) for name, parameter in parameters}
+    parameters = dict(engine.model.named_parameters(remove_duplicate=False))
+    return trace, {name: full_tensor_on_cpu(parameter) for name, parameter in parameters.items()}
 
 
 def gradient_errors(trace):

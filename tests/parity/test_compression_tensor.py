@@ -1,7 +1,7 @@
 """Compression with tensor parallelism.
 
-Parameters that all ranks of the tp axis hold keep the same bits on them, and gradients stay near those
-of one process.
+Parameters that all ranks of the tp axis hold keep the same bits on them, and gradients stay near
+those of one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ METHODS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 3 int4": (3, {"compress_gradients": "int4", "error_feedback": True}),
 }
 BOUNDS = {"int8": 0.02, "int4": 0.3, "powersgd": 1e-5}
-"""Of the largest element of all gradients: half a scale per rank and hop.
+"""Largest errors over the largest element of all gradients: half a scale per rank and hop.
 
 PowerSGD sends its first steps uncompressed.
 """
@@ -110,7 +110,8 @@ def test_factors_do_not_depend_on_other_buckets():
         flats.append(Flat(torch.float32, ((64, 20),)))
         # No process group exists in this process.
         with patch("torch.distributed.distributed_c10d.get_world_size", lambda *_: 2):
-            buckets = PowerSGDBuckets(dist.group.WORLD, flats, torch.device("cpu"), rank=2)  # type: ignore[arg-type]
+            group: Any = dist.group.WORLD
+            buckets = PowerSGDBuckets(group, flats, torch.device("cpu"), rank=2)
         return buckets.state[f"{own_buckets}.0.right"]
 
     factors = first_factors(1)

@@ -1,4 +1,4 @@
-"""Context parallelism equals one process in losses, gradients, norms and weights, in float64."""
+"""Context parallelism equals one process: losses, gradients, norms and weights in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code of docs/how-to/contrastive-losses.md equals one process that has all pairs, in float64."""
+"""The code of docs/how-to/contrastive-losses.md equals one process with all pairs, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import full_tensor_on_cpu
+from tests.parity.full_tensors import full_weights
 from tests.parity.mean_losses import close
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/contrastive-losses.md"
@@ -74,7 +74,7 @@ def run_page(rank, world, stage):
     names: dict[str, Any] = {"model": model, "batches": batches}
     with keeping_float64(model):
         exec(code.replace('"stage": 2', f'"stage": {stage}'), names)
-    weights = {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
+    weights = full_weights(model)
     names["sharded"].close()
     return names["losses"], weights
 
@@ -99,7 +99,7 @@ def reference():
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, full_weights(model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -10,9 +10,9 @@ import torch
 
 import plait
 from plait.config.convert.conversion import convert
-from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised
+from tests.parity.full_tensors import full_weights
 from tests.parity.mean_losses import close, mean_loss
 
 STEPS = 3
@@ -92,7 +92,7 @@ def trained(rank, world, config):
     axes = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     layout = {axis: getattr(engine.mesh.layout, axis) for axis in axes}
     layout["stage"] = engine.config.data_parallel.stage
-    weights = {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
+    weights = full_weights(engine.model)
     clipping = engine.config.gradient_clipping
     engine.close()
     return layout, weights, clipping
@@ -108,7 +108,7 @@ def one_process(dp, clipping):
         torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return full_weights(model)
 
 
 @pytest.mark.parametrize("name", FILES)

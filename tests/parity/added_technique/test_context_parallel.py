@@ -1,4 +1,4 @@
-"""The technique of docs/how-to/add-a-technique.md trains like one process, without a change of Plait.
+"""The technique of docs/how-to/add-a-technique.md equals one process, without a change of Plait.
 
 It sends the bytes that it accounts for.
 """
