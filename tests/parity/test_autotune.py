@@ -46,7 +46,6 @@ DECIDES_AT = ALL_TRIED_AT + TRIAL_STEPS
 # Keys of the simulated durations, besides the bits of quantised gradients.
 UNCOMPRESSED = 0
 POWERSGD = 1
-COMPUTATION = -1
 SLOW = {UNCOMPRESSED: 0.2}
 """Seconds that a step waits for uncompressed gradients."""
 
@@ -73,7 +72,7 @@ def fixed_links():
 def slow_buckets(clock, seconds):
     """Make the end of a step's reduction take simulated time, by the kind of its buckets."""
     stack = ExitStack()
-    for kind in {BUCKETS[key] for key in seconds if key != COMPUTATION}:
+    for kind in {BUCKETS[key] for key in seconds}:
 
         def finish(self, index, original=kind.finish):
             if index == 0:
@@ -91,7 +90,6 @@ def trained(rank, world, config, seconds, steps):
     clock = Clock()
     with fixed_links():
         model = cases.build("plain", tied=False)
-        model.register_forward_pre_hook(lambda *_: clock.sleep(seconds.get(COMPUTATION, 0)))
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     batch = cases.steps_for("plain", world)[0][rank]
     with slow_buckets(clock, seconds), clock.instead():
@@ -204,12 +202,6 @@ def test_steps_that_were_slow_by_chance_decide_nothing(pool):
     slow = [1.0] * UNCOMPRESSED_STEPS + [0.8] * 2 * TRIAL_STEPS + [1.0] * TRIAL_STEPS
     decision, active, _ = pool.run(2, on_a_clock, slow)[0]
     assert (decision, active) == (8, ["int8", "int4", "uncompressed", "int8"])
-
-
-def test_steps_that_only_compute_stay_uncompressed(pool):
-    result = pool.run(2, trained, config_of(), {COMPUTATION: 0.3}, ALL_TRIED_AT)[0]
-    assert not result["quantised"] and result["code"] == 0
-    assert "gradients stay uncompressed: a step takes" in result["decided"][-1]
 
 
 def test_the_start_reports_why_nothing_is_tried(pool, tmp_path):

@@ -11,7 +11,7 @@ import torch
 import plait
 from plait.config.convert.conversion import convert
 from tests.parity import cases, tensor_parallel
-from tests.parity.data_parallel import CLIPPING, materialised
+from tests.parity.data_parallel import materialised
 from tests.parity.full_tensors import full_weights
 from tests.parity.mean_losses import close, mean_loss
 
@@ -37,10 +37,6 @@ FILES: dict[str, tuple[dict[str, Any] | list[str], dict[str, int]]] = {
         },
         {"stage": 3, "dp_shard": 2},
     ),
-    "accelerate fsdp 1": (
-        {**FSDP, "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}},
-        {"stage": 2, "dp_shard": 2},
-    ),
     "accelerate hybrid": (
         {
             **FSDP,
@@ -58,13 +54,6 @@ FILES: dict[str, tuple[dict[str, Any] | list[str], dict[str, int]]] = {
         },
         {"stage": 0, "tp": 2},
     ),
-    "accelerate deepspeed": (
-        {
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True},
-        },
-        {"stage": 1, "dp_shard": 2},
-    ),
     "trainer": (
         {"fsdp": "shard_grad_op auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": True}},
         {"stage": 2, "dp_shard": 2},
@@ -78,7 +67,10 @@ FILES: dict[str, tuple[dict[str, Any] | list[str], dict[str, int]]] = {
         {"stage": 1, "dp_shard": 2},
     ),
 }
-"""File or arguments of the other program, and the layout and ZeRO stage that follow."""
+"""File or arguments of the other program, and the layout and ZeRO stage that follow.
+
+Files with other keys are in tests/unit/config/convert.
+"""
 
 
 def trained(rank, world, config):
@@ -116,8 +108,6 @@ def test_a_converted_file_trains_like_one_process(pool, tmp_path, name):
     content, layout = FILES[name]
     source: Any = content
     if isinstance(content, dict):
-        deepspeed = {"zero_optimization": {"stage": 1}, "gradient_clipping": CLIPPING}
-        (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
         source = tmp_path / "file.json"
         source.write_text(json.dumps(content))
     config = {"train_micro_batch_size_per_gpu": 2, **convert(source).tree}
