@@ -23,7 +23,8 @@ from tests.parity import cases
 from tests.parity.digests import build
 from tests.parity.tensor_parallel import settings
 
-# Disks and memory of one rank fail here, which only replaced functions of the writer can simulate.
+# Disks and memory of one rank fail here, and ranks learn of it in a given order. Only replaced
+# functions and futures of the writer can simulate that.
 
 
 def engine_of(world):
