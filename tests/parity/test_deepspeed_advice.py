@@ -114,10 +114,17 @@ def trains(**arguments):
 
 
 def table(call, rows):
-    """Return cases of rows (text of the message, refused arguments, arguments of remedies...)."""
+    """Return cases of rows (text of the message, refused argument, arguments of remedies...).
 
-    def run(arguments):
-        return call(**arguments) if isinstance(arguments, dict) else call(*arguments)
+    A dict or tuple has several arguments of `call`.
+    """
+
+    def run(argument):
+        if isinstance(argument, dict):
+            return call(**argument)
+        if isinstance(argument, tuple):
+            return call(*argument)
+        return call(argument)
 
     return [
         Case((text,), partial(run, refused), each(run, *remedies))
@@ -199,20 +206,16 @@ def step_engine(engine):
 
 
 STEPS = [
-    (
-        "optimizer.step(): call engine.step()",
-        (lambda engine: engine.optimizer.step(),),
-        (step_engine,),
-    ),
+    ("optimizer.step(): call engine.step()", lambda engine: engine.optimizer.step(), step_engine),
     (
         "call engine.step(), which reduces and clips gradients",
-        (lambda engine: engine.plait.optimizer.step(),),
-        (step_engine,),
+        lambda engine: engine.plait.optimizer.step(),
+        step_engine,
     ),
     (
         "the schedule is stepped without arguments; leave it out",
-        (lambda engine: engine.step(lr_kwargs={"a": 1}),),
-        (step_engine,),
+        lambda engine: engine.step(lr_kwargs={"a": 1}),
+        step_engine,
     ),
 ]
 DEFERRED = [
@@ -225,7 +228,7 @@ DEFERRED = [
     ),
     ("engine.no_sync() inside engine.no_sync(): remove the inner one", {"nested": True}, {}),
 ]
-SUMS = [("add up its losses, and call engine.backward(loss) once", (False,), (True,))]
+SUMS = [("add up its losses, and call engine.backward(loss) once", False, True)]
 
 
 def use_weight(moment, use, stage=1):
@@ -383,30 +386,30 @@ def checkpoints(folder):
     return [
         (
             "call engine.load_checkpoint(folder)",
-            (lambda engine: engine.optimizer.load_state_dict({}),),
-            (load,),
+            lambda engine: engine.optimizer.load_state_dict({}),
+            load,
         ),
         (
             "save into another folder",
-            (lambda engine: engine.save_checkpoint(folder, save_latest=False),),
-            (save_elsewhere,),
+            lambda engine: engine.save_checkpoint(folder, save_latest=False),
+            save_elsewhere,
         ),
         (
             "a checkpoint holds all parameters; leave it out",
-            (lambda engine: engine.save_checkpoint(folder, exclude_frozen_parameters=True),),
-            (lambda engine: engine.save_checkpoint(folder, tag="again"),),
+            lambda engine: engine.save_checkpoint(folder, exclude_frozen_parameters=True),
+            lambda engine: engine.save_checkpoint(folder, tag="again"),
         ),
         (
             "pass the same value for both",
-            (partial(load, load_optimizer_states=False),),
-            (partial(load_states, loaded=True),),
-            (partial(load_states, loaded=False),),
+            partial(load, load_optimizer_states=False),
+            partial(load_states, loaded=True),
+            partial(load_states, loaded=False),
         ),
         (
             "build the model again, and call initialize with the new sizes; checkpoints load with"
             " other batch sizes",
-            (lambda engine: engine.set_train_batch_size,),
-            (lambda engine: load(engine_of(sections=TWO_MICRO_BATCHES)),),
+            lambda engine: engine.set_train_batch_size,
+            lambda engine: load(engine_of(sections=TWO_MICRO_BATCHES)),
         ),
     ]
 
@@ -435,16 +438,16 @@ LOADERS = [
     (
         "leave data_sampler out, and use at most 1",
         {"data": Stream(), "num_local_io_workers": 2},
-        {"data": Stream()},
+        Stream(),
     ),
     (
         "pass a torch.utils.data.Dataset, an IterableDataset of torch",
-        {"data": RowsWithoutLength()},
-        {"data": TensorDataset(INPUT)},
-        {"data": Stream()},
+        RowsWithoutLength(),
+        TensorDataset(INPUT),
+        Stream(),
     ),
 ]
-POSITIONS = [("keep micro-batch size x data-parallel ranks", (3,), (2,))]
+POSITIONS = [("keep micro-batch size x data-parallel ranks", 3, 2)]
 
 
 def trains_llama(parallel, **arguments):
@@ -562,10 +565,7 @@ def missing_names(folder):
         ),
     }
     methods = {
-        "to": (
-            "initialize has moved the model to engine.device",
-            lambda: engine_of().device,
-        ),
+        "to": ("initialize has moved the model to engine.device", lambda: engine_of().device),
         "cpu": (
             "call save_16bit_model or module_state_dict to get the weights",
             lambda: engine_of().module_state_dict(),
@@ -582,10 +582,7 @@ def missing_names(folder):
             'write "compile": {"enabled": true} in the configuration',
             lambda: plait.load_config(config_of(compile={"enabled": True})),
         ),
-        "eval_batch": (
-            "call engine.eval() and engine(batch)",
-            lambda: evaluate(engine_of()),
-        ),
+        "eval_batch": ("call engine.eval() and engine(batch)", lambda: evaluate(engine_of())),
     }
     for (module, name), (text, remedy) in names.items():
         yield Case((text,), partial(getattr, module, name), remedy)
@@ -627,43 +624,38 @@ def pipelines(folder):
         dist.barrier()
         return len(torch.load(f"{folder}/pipeline.bin")) == 4
 
-    repeated = {"use": train_on_repeated}
     train_on_dataset = {"use": train_on(lambda: None), "data": TensorDataset(INPUT, INPUT)}
     return [
         (
             "call engine.train_batch(iterator) or engine.eval_batch(iterator)",
-            {"use": lambda engine: engine(INPUT)},
-            {},
-            {"use": evaluate_once},
+            lambda engine: engine(INPUT),
+            train_on_iterator,
+            evaluate_once,
         ),
         (
             "pass an iterator, or training_data= to initialize",
-            {"use": train_on(lambda: None)},
-            {},
+            train_on(lambda: None),
+            train_on_iterator,
             train_on_dataset,
         ),
         (
             "create `batches = iter(...)` or RepeatingLoader(...) once, and pass it to every call",
-            {"use": train_on(lambda: BATCHES)},
-            {},
-            repeated,
+            train_on(lambda: BATCHES),
+            train_on_iterator,
+            train_on_repeated,
         ),
         (
             "train fewer steps, or pass RepeatingLoader(...)",
-            {"use": train_on(lambda: iter(BATCHES[:1]))},
-            {},
-            repeated,
+            train_on(lambda: iter(BATCHES[:1])),
+            train_on_iterator,
+            train_on_repeated,
         ),
         (
             "call it twice for both",
-            {"use": lambda engine: engine.eval_batch(iter(BATCHES), return_logits=True)},
-            {"use": evaluate_twice},
+            lambda engine: engine.eval_batch(iter(BATCHES), return_logits=True),
+            evaluate_twice,
         ),
-        (
-            "call engine.save_16bit_model",
-            {"use": lambda engine: engine.module_state_dict()},
-            {"use": save_weights},
-        ),
+        ("call engine.save_16bit_model", lambda engine: engine.module_state_dict(), save_weights),
         (
             "layers are recomputed one by one; use 1",
             {"activation_checkpoint_interval": 2},
