@@ -223,15 +223,15 @@ def on_plait(rank, world, config, folder, settings):
         return run(Trainer, TrainingArguments, folder, deepspeed=config, **settings)
 
 
-def trainer_of(folder, config, overrides=None, *, kind=None, **settings):
+def trainer_of(folder, config, given=None, *, kind=None, **settings):
     """Return Plait's Trainer, or its subclass `kind`, for a short run.
 
-    `overrides` are arguments in place of the tiny model and the samples.
+    `given` are arguments in place of the tiny model and the samples.
     """
     from plait.hf import Trainer, TrainingArguments
 
     args = arguments(TrainingArguments, folder, deepspeed=config, **settings)
-    fields = {"model": model(), "args": args, "train_dataset": samples(), **(overrides or {})}
+    fields = {"model": model(), "args": args, "train_dataset": samples(), **(given or {})}
     return (kind or Trainer)(**fields)
 
 
