@@ -30,14 +30,15 @@ def by_transformers(model, new, *, prompts=PROMPTS, **settings):
 
     The prompts are padded on the left.
     """
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    ids = [[0] * zeros + prompt for zeros, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * zeros + [1] * (longest - zeros) for zeros in padding]
+    ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, -len(prompt) :] = torch.tensor(prompt)
+        mask[row, -len(prompt) :] = 1
     with keeping_float64(model):
         return model.generate(
-            input_ids=torch.tensor(ids),
-            attention_mask=torch.tensor(mask),
+            input_ids=ids,
+            attention_mask=mask,
             max_new_tokens=new,
             pad_token_id=0,
             **settings,

@@ -326,9 +326,12 @@ def resumed(rank, world, folder, compress):
         copy = cases.engine(cases.build("plain", tied=False), config_of())
         copy.load_checkpoint(folder)
     compresses = isinstance(copy.hooks.find(Reducer).reduction, QuantisedBuckets)
+    losses: list[float] = []
+    copied_losses: list[float] = []
     with patch.object(CompressionAutotuner, "commit", side_effect=AssertionError("decided twice")):
-        losses = [float(engine.train_batch(batch)) for _ in range(4)]
-        copied_losses = [float(copy.train_batch(batch)) for _ in range(4)]
+        for _ in range(4):
+            losses.append(float(engine.train_batch(batch)))
+            copied_losses.append(float(copy.train_batch(batch)))
     return losses, copied_losses, compresses
 
 

@@ -27,11 +27,10 @@ def run(trainer, folder, logged):
     trainer.save_model(f"{folder}/model")
     result = trainers.result(trainer, evaluated, f"{folder}/model")
     result["metrics"] = {"eval_loss": evaluated["eval_loss"], "eval_samples": trainers.SAMPLES}
-    result["evaluated"] = {
-        name: value
-        for name, value in evaluated.items()
-        if name.startswith(("eval_rewards", "eval_logps"))
-    }
+    result["evaluated"] = {}
+    for name, value in evaluated.items():
+        if name.startswith(("eval_rewards", "eval_logps")):
+            result["evaluated"][name] = value
     rows = [row for row in trainer.state.log_history if "loss" in row]
     for name in logged:
         result[name] = [row[name] for row in rows if name in row]
