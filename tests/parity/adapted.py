@@ -8,12 +8,12 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
 def model(dtype=torch.float32, *, dropout=0.0, targets=TARGETS, **settings):
-    """With B that is not zero, so that every gradient counts."""
+    """Return the tiny model with adapters."""
     return on(trainers.model(dtype), dropout=dropout, targets=targets, **settings)
 
 
 def on(base, *, dropout=0.0, targets=TARGETS, **settings):
-    """The same adapters on a model. `settings` are further fields of LoraConfig."""
+    """Put adapters on a model. `settings` are further fields of LoraConfig."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(11)
@@ -25,15 +25,17 @@ def on(base, *, dropout=0.0, targets=TARGETS, **settings):
         task_type="CAUSAL_LM",
         **settings,
     )
-    found = get_peft_model(base, lora)
-    draw = torch.Generator().manual_seed(1)
+    adapted = get_peft_model(base, lora)
+
+    # PEFT starts with B = 0, for which the gradient of A is zero and would not be compared.
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in found.named_parameters():
+        for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.05, generator=draw)
-    return found
+                parameter.normal_(std=0.05, generator=generator)
+    return adapted
 
 
 def with_copies(dtype=torch.float32):
-    """With the head and the embedding trained in full."""
+    """Return the model with adapters, of which the head and the embedding train in full."""
     return model(dtype, modules_to_save=["lm_head", "embed_tokens"])

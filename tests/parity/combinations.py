@@ -1,26 +1,32 @@
-"""One space of everything that long sequences and experts go with, and a sample of it that no person chose: kinds of context parallelism,
-documents and masks, ZeRO stages, tensor and sequence parallelism, pipelines and their schedules, experts and where they are, recomputation;
-and a second sample of what was added to it: MLPs in tiles, hybrid sharding, states, parameters and activations in files. Imported by
-workers."""
+"""Random samples of everything that can be combined with long sequences and with experts.
+
+The space of the first sample has kinds of context parallelism, documents and masks, ZeRO stages,
+tensor and sequence parallelism, pipelines and their schedules, expert parallelism, and recompute.
+The second sample adds MLPs in tiles, hybrid sharding, and states, parameters and activations in
+files. Worker processes import this file.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any
 
 from tests.parity.experts import SIZES, Case, cases_of
 
-SEED, COUNT = 2020, 320
-ADDED_SEED, ADDED_COUNT = 2026, 80
+SEED = 2020
+COUNT = 320
+ADDED_SEED = 2026
+ADDED_COUNT = 80
 DENSE = ("llama", "mistral", "gemma2", "gemma3_text")
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "mixtral")
-"""Families whose windows a configuration sets alone."""
+"""Families in which a field of the configuration sets the window."""
 CONTEXTS = ("all-gather-kv", "ring", "ulysses")
-TWO_STAGES_A_RANK = ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+TWO_STAGES_PER_RANK = ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
 TWO_PART_BACKWARD = ("interleaved-zero-bubble", "zbv")
-SCHEDULES = ("1f1b", "gpipe", *TWO_STAGES_A_RANK)
+SCHEDULES = ("1f1b", "gpipe", *TWO_STAGES_PER_RANK)
 
 ADVERSARIAL: dict[str, tuple[Case, ...]] = {
     name: tuple(cases_of(text))
@@ -54,152 +60,172 @@ ADVERSARIAL: dict[str, tuple[Case, ...]] = {
             qwen3_moe cp4 kv1 balance causal ring""",
     }.items()
 }
-"""Named for what is hard about them."""
+"""Cases by what is hard about them."""
+
+
+_OFFLOADED: dict[str, tuple[str, ...]] = {
+    "": (),
+    "states": ("states",),
+    "parameters": ("parameters",),
+    "both": ("states, parameters",),
+}
+_ROUTED = {
+    "spread": "by scores",
+    "one": "all to one expert",
+    "unused": "an expert without tokens",
+}
 
 
 def label(case):
-    """A case's name, with the values of its settings."""
-    more = dict(case.more)
-    pipeline, recompute = (
-        more.get("pipeline", {}).get("schedule", ""),
-        more.get("recompute", {}).get("mode", ""),
-    )
-    parts = [
+    """Return the name of a case with the values of its settings."""
+    settings = dict(case.settings)
+    terms = [
         case.name,
-        more.get("context", ""),
-        pipeline,
-        recompute,
+        settings.get("context", ""),
+        settings.get("pipeline", {}).get("schedule", ""),
+        settings.get("recompute", {}).get("mode", ""),
         case.kind if case.family in SIZES else "",
     ]
-    return " ".join(part for part in parts if part)
+    return " ".join(filter(None, terms))
 
 
 def features(case):
-    """The axes of the space, and where on each a case is."""
-    axes, more = dict(case.degrees), dict(case.more)
-    stage, pipeline = f"stage {case.stage}", more.get("pipeline", {}).get("schedule", "1f1b")
-    loss = (
-        " and ".join(word for word, on in (("balance", case.balance), ("z", case.z_loss)) if on)
-        or "none"
-    )
-    return {
+    """Return the axes of the space, and the place of a case on each of them."""
+    degrees = dict(case.degrees)
+    settings = dict(case.settings)
+    result = {
         "family": case.family,
         "processes": str(case.world),
-        "context parallelism": f"{more['context']}, {axes['cp']}" if "cp" in axes else "none",
+        "context parallelism": "none",
         "rows": case.data.replace("_", " "),
         "window": "sliding" if case.window else "none",
-        "ZeRO": f"{stage} over {case.dp}",
-        "tensor parallelism": f"{axes['tp']}{', sequence parallelism' if 'sequence_parallel' in more else ''}"
-        if "tp" in axes
-        else "none",
-        "pipeline": f"{pipeline}, {axes['pp']}" if "pp" in axes else "none",
-        "experts on different processes": str(axes.get("ep", 1))
-        if case.family in SIZES
-        else "no experts",
-        "routing": {
-            "spread": "by scores",
-            "one": "all to one expert",
-            "unused": "an expert without tokens",
-        }[case.routed]
-        if case.family in SIZES
-        else "no experts",
-        "losses of routers": f"global {loss}" if case.balanced == "global" else loss,
-        "recomputation": more.get("recompute", {}).get("mode", "none"),
-        "MLP": "in tiles" if "mlp_tile_tokens" in more else "all tokens at once",
-        "sharding": "hybrid" if "dp_replicate" in more else "over all or none",
-        "in files": " and ".join(
-            filter(
-                None, (_FILES[case.offload], "activations" if "activation_offload" in more else "")
-            )
-        )
-        or "nothing",
+        "ZeRO": f"stage {case.stage} over {case.dp}",
+        "tensor parallelism": "none",
+        "pipeline": "none",
+        "experts on different processes": "no experts",
+        "routing": "no experts",
+        "losses of routers": _router_losses(case),
+        "recomputation": settings.get("recompute", {}).get("mode", "none"),
+        "MLP": "in tiles" if "mlp_tile_tokens" in settings else "all tokens at once",
+        "sharding": "hybrid" if "dp_replicate" in settings else "over all or none",
+        "in files": "nothing",
     }
+    if "cp" in degrees:
+        result["context parallelism"] = f"{settings['context']}, {degrees['cp']}"
+    if "tp" in degrees:
+        sequence = ", sequence parallelism" if "sequence_parallel" in settings else ""
+        result["tensor parallelism"] = f"{degrees['tp']}{sequence}"
+    if "pp" in degrees:
+        schedule = settings.get("pipeline", {}).get("schedule", "1f1b")
+        result["pipeline"] = f"{schedule}, {degrees['pp']}"
+    if case.family in SIZES:
+        result["experts on different processes"] = str(degrees.get("ep", 1))
+        result["routing"] = _ROUTED[case.routed]
+    offloaded = _OFFLOADED[case.offload]
+    if "activation_offload" in settings:
+        offloaded = (*offloaded, "activations")
+    if offloaded:
+        result["in files"] = " and ".join(offloaded)
+    return result
 
 
-_FILES = {"": "", "states": "states", "parameters": "parameters", "both": "states, parameters"}
+def _router_losses(case):
+    losses = []
+    if case.balance:
+        losses.append("balance")
+    if case.z_loss:
+        losses.append("z")
+    text = " and ".join(losses) or "none"
+    return f"global {text}" if case.balanced == "global" else text
 
 
 def sampled(count=COUNT, seed=SEED):
-    """Different cases of the space, those of fewer ranks first."""
-    random, found = Random(seed), dict[str, Case]()
-    while len(found) < count:
+    """Return different cases of the space, those of fewer ranks first."""
+    random = Random(seed)
+    result: dict[str, Case] = {}
+    while len(result) < count:
         case = _drawn(random)
         if _fits(case):
-            found.setdefault(label(case), case)
-    return sorted(found.values(), key=lambda case: case.world)
+            result.setdefault(label(case), case)
+    return sorted(result.values(), key=lambda case: case.world)
 
 
 def sampled_of_added(count=ADDED_COUNT, seed=ADDED_SEED):
-    """Different cases that have at least one of the dimensions that were added, every second one hybrid sharding or shards in files; those
-    of fewer ranks first."""
-    random, found = Random(seed), dict[str, Case]()
-    while len(found) < count:
-        drawn = _drawn(random)
-        case = _with_added(random, drawn)
-        shards = case.offload or "dp_replicate" in dict(case.more)
-        if case == drawn or (case.offload and "cp" in dict(case.degrees)) or not _fits(case):
+    """Return different cases on at least one of the added axes, those of fewer ranks first.
+
+    At least every second one has hybrid sharding or shards in files.
+    """
+    random = Random(seed)
+    result: dict[str, Case] = {}
+    while len(result) < count:
+        base = _drawn(random)
+        case = _with_added(random, base)
+        offloads_with_context = case.offload and "cp" in dict(case.degrees)
+        if case == base or offloads_with_context or not _fits(case):
             continue
-        if shards or len(found) % 2:
-            found.setdefault(label(case), case)
-    return sorted(found.values(), key=lambda case: case.world)
+        shards = case.offload or "dp_replicate" in dict(case.settings)
+        if shards or len(result) % 2:
+            result.setdefault(label(case), case)
+    return sorted(result.values(), key=lambda case: case.world)
 
 
 def everything():
-    """Both samples, and what is adversarial."""
-    return [
-        *(case for group in ADVERSARIAL.values() for case in group),
-        *sampled(),
-        *sampled_of_added(),
-    ]
+    """Return the adversarial cases and both samples."""
+    adversarial = [case for group in ADVERSARIAL.values() for case in group]
+    return [*adversarial, *sampled(), *sampled_of_added()]
 
 
 def _with_added(random, case):
-    tokens, more, shard = (
-        random.choice((0, 0, 1, 3, 5, 1000)),
-        list(case.more),
-        case.dp if case.stage else 1,
-    )
-    more += [("mlp_tile_tokens", tokens)] if tokens else []
+    tokens = random.choice((0, 0, 1, 3, 5, 1000))
+    settings = list(case.settings)
+    shard = case.dp if case.stage else 1
+    if tokens:
+        settings.append(("mlp_tile_tokens", tokens))
     if case.stage and case.dp >= 4 and random.random() < 0.7:
         shard = case.dp // 2
-        more += [("dp_replicate", 2), ("dp_shard", shard)]
+        settings += [("dp_replicate", 2), ("dp_shard", shard)]
     if random.random() < 0.25:
-        more.append(
-            ("activation_offload", {"fraction": 1, "device": "disk", "path": tempfile.gettempdir()})
-        )
-    offload = random.choice(
-        ("", "", "states", *(("parameters", "both") if case.stage == 3 else ()))
-    )
-    return replace(case, more=tuple(more), offload=offload if shard > 1 else "")  # type: ignore[arg-type]
+        activations = {"fraction": 1, "device": "disk", "path": tempfile.gettempdir()}
+        settings.append(("activation_offload", activations))
+    offloads = ["", "", "states"]
+    if case.stage == 3:
+        offloads += ["parameters", "both"]
+    offload: Any = random.choice(offloads)
+    return replace(case, settings=tuple(settings), offload=offload if shard > 1 else "")
 
 
 def _drawn(random):
-    """One of the product of all axes, refused combinations included."""
+    """Draw from the product of all axes, refused combinations included."""
     family = random.choice((*DENSE, *SIZES))
     experts = family in SIZES
     world = random.choice((2, 2, 4, 4, 4, 8))
     shapes = [
-        (tp, cp, pp, world // (tp * cp * pp))
-        for tp in (1, 2, 4)
-        for cp in (1, 2, 4)
-        for pp in (1, 2)
-        if world % (tp * cp * pp) == 0
+        (tp, cp, pp)
+        for tp, cp, pp in product((1, 2, 4), (1, 2, 4), (1, 2))
+        if world % (tp * cp * pp) == 0 and (cp > 1 or experts)
     ]
-    tp, cp, pp, dp = random.choice([shape for shape in shapes if shape[1] > 1 or experts])
-    ep = random.choice((1, 2, 4)) if experts else 1
-    degrees = tuple(
-        (axis, degree)
-        for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))
-        if degree > 1
-    )
-    schedule = random.choice(SCHEDULES) if pp > 1 else ""
-    more: list[tuple[str, Any]] = [("context", random.choice(CONTEXTS))] if cp > 1 else []
-    more += [("sequence_parallel", True)] if tp > 1 and random.random() < 0.5 else []
-    more += [("pipeline", {"schedule": schedule})] if schedule else []
-    more += random.choice(
-        ((), (("recompute", {"mode": "full"}),), (("recompute", {"mode": "selective"}),))
-    )
-    more += [("loss_chunk_tokens", 7)] if random.random() < 0.2 else []
+    tp, cp, pp = random.choice(shapes)
+    ep = 1
+    if experts:
+        ep = random.choice((1, 2, 4))
+    axes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+
+    schedule = ""
+    if pp > 1:
+        schedule = random.choice(SCHEDULES)
+    settings: list[tuple[str, Any]] = []
+    if cp > 1:
+        settings.append(("context", random.choice(CONTEXTS)))
+    if tp > 1 and random.random() < 0.5:
+        settings.append(("sequence_parallel", True))
+    if schedule:
+        settings.append(("pipeline", {"schedule": schedule}))
+    recompute = random.choice(("", "full", "selective"))
+    if recompute:
+        settings.append(("recompute", {"mode": recompute}))
+    if random.random() < 0.2:
+        settings.append(("loss_chunk_tokens", 7))
+
     balance, balanced, z_loss = random.choice(
         (
             (False, "micro_batch", 0.0),
@@ -208,42 +234,67 @@ def _drawn(random):
             (True, "micro_batch", 0.01),
         )
     )
+    if not experts or family == "deepseek_v3":
+        balance = False
+        balanced = "micro_batch"
+    if not experts:
+        z_loss = 0.0
+
+    # The order of the draws is part of the samples.
+    stage = random.choice((0, 1, 2, 3))
+    routed = "spread"
+    if experts:
+        routed = random.choice(("spread", "spread", "one", "unused"))
+    rate = 0.0
+    if family == "deepseek_v3" and random.random() < 0.5:
+        rate = 0.01
+    kind = random.choice(("eager", "batched_mm"))
+    data = random.choice(
+        ("ragged", "causal", "packed", "packed", "padded", "uneven", "one_target", "border")
+    )
+    kv_heads = 0
+    if family in ("llama", "mixtral", "qwen3_moe") and tp == 1:
+        kv_heads = random.choice((1, 2, 4))
+    window = family in WINDOWED and random.random() < 0.5
+    attention = "eager"
+    if family not in ("gemma2", "gpt_oss"):
+        attention = random.choice(("eager", "sdpa"))
     return Case(
         family,
-        random.choice((0, 1, 2, 3)),
-        degrees,
-        balance and experts and family != "deepseek_v3",
-        random.choice(("spread", "spread", "one", "unused")) if experts else "spread",
-        0.01 if family == "deepseek_v3" and random.random() < 0.5 else 0.0,
-        tuple(more),
-        dp,
-        kind=random.choice(("eager", "batched_mm")),
-        balanced=balanced if balance and experts and family != "deepseek_v3" else "micro_batch",
-        z_loss=z_loss if experts else 0.0,
-        data=random.choice(
-            ("ragged", "causal", "packed", "packed", "padded", "uneven", "one_target", "border")
-        ),
-        layers=4 if schedule in TWO_STAGES_A_RANK else 0,
-        kv_heads=random.choice((1, 2, 4))
-        if family in ("llama", "mixtral", "qwen3_moe") and tp == 1
-        else 0,
-        window=family in WINDOWED and random.random() < 0.5,
-        attention="eager" if family in ("gemma2", "gpt_oss") else random.choice(("eager", "sdpa")),
+        stage=stage,
+        degrees=tuple((axis, degree) for axis, degree in axes.items() if degree > 1),
+        balance=balance,
+        routed=routed,
+        rate=rate,
+        settings=tuple(settings),
+        dp=world // (tp * cp * pp),
+        kind=kind,
+        balanced=balanced,
+        z_loss=z_loss,
+        data=data,
+        layers=4 if schedule in TWO_STAGES_PER_RANK else 0,
+        kv_heads=kv_heads,
+        window=window,
+        attention=attention,
     )
 
 
 def _fits(case):
-    """Whether it is not refused, by rules that are tests of their own."""
-    axes = dict(case.degrees)
-    ep, schedule = axes.get("ep", 1), dict(case.more).get("pipeline", {}).get("schedule", "")
-    heads_here = 4 // axes.get("tp", 1)
+    """Return whether a case is not refused. The refusals have tests of their own."""
+    degrees = dict(case.degrees)
+    settings = dict(case.settings)
+    cp = degrees.get("cp", 1)
+    tp = degrees.get("tp", 1)
+    ep = degrees.get("ep", 1)
+    two_part_backward = settings.get("pipeline", {}).get("schedule", "") in TWO_PART_BACKWARD
     rules = (
-        case.dp * axes.get("cp", 1) * axes.get("tp", 1) % ep == 0,
+        case.dp * cp * tp % ep == 0,
         case.family != "qwen3_moe" or 6 % ep == 0,
-        ep == 1 or schedule not in TWO_PART_BACKWARD,
-        dict(case.more).get("context") != "ulysses" or heads_here % axes.get("cp", 1) == 0,
-        not (case.rate and case.z_loss),  # the reference computes one or the other
-        not ("cp" in axes and case.family == "gpt_oss" and case.data == "packed"),
-        case.stage < 3 or schedule not in TWO_PART_BACKWARD,
+        ep == 1 or not two_part_backward,
+        settings.get("context") != "ulysses" or 4 // tp % cp == 0,
+        # The reference computes one or the other.
+        not (case.rate and case.z_loss),
+        not ("cp" in degrees and case.family == "gpt_oss" and case.data == "packed"),
+        case.stage < 3 or not two_part_backward,
     )
     return all(rules)

@@ -1,7 +1,8 @@
-"""Training with context parallelism, and the same in one process, for the tests that compare the two. Imported by workers."""
+"""Training with context parallelism, and the same in one process. Worker processes import it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -9,23 +10,40 @@ from typing import Any, Literal
 import torch
 
 import plait
-from plait.model.blocks import find_blocks
-from plait.parallel import materialise
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.parity import adapted, cases
-from tests.parity.data_parallel import assert_same, plain_trace
+from tests.parity.data_parallel import SEED as SEED
+from tests.parity.data_parallel import (
+    assert_same,
+    materialise_model,
+    plain_trace,
+    training_config,
+)
 
-CLIPPING, SEED, STEPS = 0.5, 3, 2
-Data = Literal["causal", "packed", "padded", "uneven", "one_target", "border"]
-"""What the rows of a batch are: full; several documents, one of them over a border between parts; padded on the right; of a length that no
-number of parts divides, and another one in every step; with one target in all of the sequence; with labels of -100 around every border."""
+STEPS = 2
 WINDOW = 5
+Data = Literal["causal", "packed", "padded", "uneven", "one_target", "border"]
+"""Rows of a batch.
+
+- causal: full rows
+- packed: several documents, one of them over a border between the parts of two ranks
+- padded: padded on the right
+- uneven: lengths that no number of ranks divides, different in every step
+- one_target: one target in the whole sequence
+- border: labels of -100 around every border
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration with context parallelism."""
+    """A configuration with context parallelism.
+
+    Attributes:
+        settings: Further settings of `parallel`.
+        eager: Whether attention is Transformers' eager implementation.
+        adapted: Whether the model is frozen, with LoRA adapters of PEFT that train.
+    """
 
     kind: str
     data: Data = "causal"
@@ -34,131 +52,111 @@ class Case:
     tied: bool = False
     stage: int = 0
     degrees: tuple[tuple[str, Any], ...] = (("cp", 2),)
-    more: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
     eager: bool = False
     adapted: bool = False
-    """Whether the model is frozen, with adapters of PEFT's LoRA that train."""
 
     @property
     def parallel(self):
-        """The section of the file."""
-        return {"context": self.kind, **dict(self.degrees), **dict(self.more)}
+        """Section `parallel` of the configuration."""
+        return {"context": self.kind, **dict(self.degrees), **dict(self.settings)}
 
     @property
     def dp(self):
-        """Data-parallel ranks."""
-        return int(dict(self.degrees).get("dp_shard", 1)) * int(
-            dict(self.degrees).get("dp_replicate", 1)
-        )
+        """Number of data-parallel ranks."""
+        return self._product("dp_shard", "dp_replicate")
 
     @property
     def world(self):
-        """Processes."""
-        product = self.dp
-        for axis in ("cp", "tp", "pp"):
-            product *= int(dict(self.degrees).get(axis, 1))
-        return product
+        """Number of processes."""
+        return self._product("dp_shard", "dp_replicate", "cp", "tp", "pp")
+
+    def _product(self, *axes):
+        degrees = dict(self.degrees)
+        return math.prod(degrees.get(axis, 1) for axis in axes)
 
     @property
     def layers(self):
-        """Of the model: two, and twice as many where a rank has two stages."""
-        schedule = dict(self.more).get("pipeline", {}).get("schedule", "")
+        """Number of layers: two, or four where a rank has two stages."""
+        schedule = dict(self.settings).get("pipeline", {}).get("schedule", "")
         return 4 if schedule in ("zbv", "interleaved-zero-bubble") else 2
 
     @property
     def name(self):
-        """For a test's id."""
-        parts = [
-            self.kind,
-            self.data,
-            self.family,
-            *(f"{axis}{size}" for axis, size in self.degrees),
-        ]
-        parts += [f"zero{self.stage}"] if self.stage else []
-        parts += [
-            word
-            for word, on in (
-                ("window", self.window),
-                ("tied", self.tied),
-                ("eager", self.eager),
-                ("adapted", self.adapted),
-            )
-            if on
-        ]
-        return "-".join([*parts, *(f"{key}" for key, _ in self.more)])
+        """Name for a test's id."""
+        terms = [self.kind, self.data, self.family]
+        terms += [f"{axis}{size}" for axis, size in self.degrees]
+        if self.stage:
+            terms.append(f"zero{self.stage}")
+        terms += [word for word in ("window", "tied", "eager", "adapted") if getattr(self, word)]
+        terms += [key for key, _ in self.settings]
+        return "-".join(terms)
 
 
 def configured(case):
-    """A configuration file as a user would write it."""
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": case.stage},
-        "optimizer": cases.OPTIMIZER,
-        "parallel": case.parallel,
-        "run": {"seed": SEED},
-    }
+    """Return a configuration file as a user would write it."""
+    return training_config(case.parallel, stage=case.stage)
 
 
 def build(case, *, layers=None):
-    """The model on meta."""
+    """Build the model on `meta`, or with weights if it has adapters."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
     config = cases.transformers_config(case.family, tied=case.tied, layers=layers or case.layers)
-    config.use_cache = False  # with a cache Transformers does not look for documents
+    # With a cache Transformers does not separate the documents of a packed row.
+    config.use_cache = False
     if case.window:
         config.sliding_window = WINDOW
     if case.adapted:
         return adapted.on(AutoModelForCausalLM.from_config(config).to(torch.float64))
+
+    attention = "eager" if case.eager else None
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager" if case.eager else None
-        )
-        return made.to(torch.float64)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        return model.to(torch.float64)
 
 
 @cache
 def steps(data, micro_batches):
-    """Micro-batches of every step, with other numbers of targets in each."""
-    generator, found = torch.Generator().manual_seed(11), []
-    for step in range(STEPS):
-        found.append([])
-        for index in range(micro_batches):
-            length = 16 if data != "uneven" else 13 + 4 * step + index % 2
-            ids = torch.randint(0, cases.VOCABULARY, (2, length), generator=generator)
-            labels = ids.clone()
-            labels[0, : index + step] = -100
-            piece = {"input_ids": ids, "labels": labels}
-            if data == "packed":
-                ends = [
-                    (0, 3, 9, 10),
-                    (0, 1, 6, 14),
-                ]  # 9 lies over a border of halves, and 6 over one of quarters
-                positions = torch.arange(length).repeat(2, 1)
-                for row, starts in enumerate(ends):
-                    for start in starts:
-                        positions[row, start:] -= positions[row, start].clone()
-                        labels[row, start] = -100
-                piece["position_ids"] = positions
-            if data == "padded":
-                piece["attention_mask"] = (
-                    torch.arange(length) < torch.tensor([[length - 5 - index], [length]])
-                ).long()
-                labels[piece["attention_mask"] == 0] = -100
-            if data == "one_target":
-                labels[:] = -100
-                labels[1, 3 + 5 * step + index] = ids[1, 3]
-            if data == "border":
-                labels[:, 4 * (1 + index) - 1 : 4 * (1 + index) + 1] = -100
-                labels[1, 8] = -100
-            found[-1].append(piece)
-    return found
+    """Return steps of micro-batches with different numbers of targets."""
+    generator = torch.Generator().manual_seed(11)
+    return [
+        [_batch(data, step, index, generator) for index in range(micro_batches)]
+        for step in range(STEPS)
+    ]
+
+
+def _batch(data, step, index, generator):
+    length = 16 if data != "uneven" else 13 + 4 * step + index % 2
+    ids = torch.randint(0, cases.VOCABULARY, (2, length), generator=generator)
+    labels = ids.clone()
+    labels[0, : index + step] = -100
+    batch = {"input_ids": ids, "labels": labels}
+
+    if data == "packed":
+        # The document at 3 spans the border of two ranks (8), and that at 6 those of four (8, 12).
+        positions = torch.arange(length).repeat(2, 1)
+        for row, starts in enumerate([(0, 3, 9, 10), (0, 1, 6, 14)]):
+            for start in starts:
+                positions[row, start:] -= positions[row, start].clone()
+                labels[row, start] = -100
+        batch["position_ids"] = positions
+    if data == "padded":
+        lengths = torch.tensor([[length - 5 - index], [length]])
+        batch["attention_mask"] = (torch.arange(length) < lengths).long()
+        labels[batch["attention_mask"] == 0] = -100
+    if data == "one_target":
+        labels[:] = -100
+        labels[1, 3 + 5 * step + index] = ids[1, 3]
+    if data == "border":
+        labels[:, 4 * (1 + index) - 1 : 4 * (1 + index) + 1] = -100
+        labels[1, 8] = -100
+    return batch
 
 
 def train(rank, world, case):
-    """Runs in a worker."""
+    """Return the trace of a run. Runs on every rank."""
     model = build(case)
     with keeping_float64(model):
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
@@ -166,29 +164,25 @@ def train(rank, world, case):
 
 
 def reference(case):
-    """One plain process on the full batch."""
-    return _reference(
-        replace(case, kind="ring", stage=0, degrees=(), more=()), case.layers, 2 * case.dp
-    )
+    """Return the trace of one plain process on the full batch."""
+    alone = replace(case, kind="ring", stage=0, degrees=(), settings=())
+    return _reference(alone, case.layers, 2 * case.dp)
 
 
 @cache
 def _reference(case, layers, micro_batches):
-    """Of a case without what one process does not have."""
     model = build(case, layers=layers)
     if not case.adapted:
-        template = materialise.template_of(model)
-        materialise.allocate(model, torch.device("cpu"))
-        materialise.initialise(model, template, find_blocks(model), seed=SEED)
-    return plain_trace(
-        model,
-        steps(case.data, micro_batches),
-        optimizer=lambda parameters: cases.adamw([p for p in parameters if p.requires_grad]),
-    )
+        materialise_model(model)
+
+    def adamw(parameters):
+        return cases.adamw([p for p in parameters if p.requires_grad])
+
+    return plain_trace(model, steps(case.data, micro_batches), optimizer=adamw)
 
 
 def assert_equal(case, traces):
-    """Losses, gradients, norms and weights to 1e-10."""
+    """Compare losses, gradients, norms and weights to 1e-10."""
     for trace in traces:
         if trace is not None:
             assert_same(reference(case), trace, where=case.name)

@@ -1,6 +1,9 @@
-"""Training runs with data parallelism, and the same in one process, for the tests that compare the two."""
+"""Training runs with data parallelism, and the same in one process."""
 
+import os
+from contextlib import contextmanager
 from functools import cache
+from unittest.mock import patch
 
 import torch
 
@@ -12,59 +15,55 @@ from plait.verify.parity import compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 
 CLIPPING = 0.5
-
 SEED = 3
-
 LAYOUTS = [
     (1, 0, 1),
     (1, 3, 1),
-    (2, 0, 1),
-    (2, 1, 1),
-    (2, 2, 1),
-    (2, 3, 1),
-    (3, 0, 1),
-    (3, 1, 1),
-    (3, 2, 1),
-    (3, 3, 1),
-    (4, 0, 1),
-    (4, 1, 1),
-    (4, 2, 1),
+    *((world, stage, 1) for world in (2, 3, 4) for stage in range(4)),
+    *((4, stage, 2) for stage in (1, 2, 3)),
 ]
-
-LAYOUTS += [(4, 3, 1), (4, 1, 2), (4, 2, 2), (4, 3, 2)]
 """(ranks, ZeRO stage, dp_replicate)."""
 
 
-def settings(world, stage, replicas, accumulation, **more):
-    """A configuration file as a user would write it."""
-    shard = world // replicas if stage else 1
+def training_config(parallel, *, stage=0, accumulation=2, **sections):
+    """Return a configuration file as a user would write it."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": stage},
         "optimizer": cases.OPTIMIZER,
-        "parallel": {"dp_replicate": replicas if stage else world, "dp_shard": shard},
+        "parallel": parallel,
         "run": {"seed": SEED},
-        **more,
+        **sections,
     }
 
 
-def train(rank, world, kind, tied, config):
-    """Runs in a worker."""
-    model = cases.build(kind, tied=tied)
-    # Norms that compute in float32 would turn a difference of 1e-16, which the order of a sum makes, into one of 1e-7.
+def settings(world, stage, replicas, accumulation, **sections):
+    """Return a configuration with data parallelism only."""
+    parallel = {"dp_replicate": world, "dp_shard": 1}
+    if stage:
+        parallel = {"dp_replicate": replicas, "dp_shard": world // replicas}
+    return training_config(parallel, stage=stage, accumulation=accumulation, **sections)
+
+
+def train(rank, world, kind, tied, config, layers=None):
+    """Return the trace of a run on rank 0. Runs on every rank."""
+    model = cases.build(kind, tied=tied, layers=layers)
+    # A difference of 1e-16 from the order of a sum becomes 1e-7 in norms that compute in float32.
     with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(
-            engine, cases.steps_for(kind, world * config["gradient_accumulation_steps"])
-        )
+        micro_batches = engine.dp_size * config["gradient_accumulation_steps"]
+        trace = engine_trace(engine, cases.steps_for(kind, micro_batches))
     return trace if rank == 0 else None
 
 
 def materialised(kind, *, tied):
-    """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in
-    test_weights.py)."""
+    """Return a model with the weights that a run with these settings gives it.
+
+    They come from Plait's own initialisation. Its independence of the layout is tested in
+    test_weights.py.
+    """
     return materialise_model(cases.build(kind, tied=tied))
 
 
@@ -76,24 +75,42 @@ def materialise_model(model):
     return model
 
 
+@contextmanager
+def as_two_machines(rank, world):
+    """Set a launcher's variables of two machines with half of the ranks each."""
+    per_machine = world // 2
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % per_machine,
+        "LOCAL_WORLD_SIZE": per_machine,
+        "GROUP_RANK": rank // per_machine,
+    }
+    with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+        yield
+
+
 @cache
 def reference(kind, tied, micro_batches, steps=2):
-    """One plain process on the whole batch."""
-    return plain_trace(
-        materialised(kind, tied=tied), cases.steps_for(kind, micro_batches, steps=steps)
-    )
+    """Return the trace of one plain process on the whole batch."""
+    batches = cases.steps_for(kind, micro_batches, steps=steps)
+    return plain_trace(materialised(kind, tied=tied), batches)
 
 
 def plain_trace(model, steps, *, optimizer=cases.adamw):
-    """A language model in one plain process."""
+    """Return the trace of a language model in one plain process."""
     with keeping_float64(model):
         return reference_trace(
             model, steps, loss_fn=plait.causal_lm_loss, optimizer=optimizer, clipping=CLIPPING
         )
 
 
-def assert_same(wanted, found, *, bar=1e-10, where=""):
-    """Losses, gradients, norms and weights agree, and the first that do not are named."""
-    assert found is not None
-    difference = worst(compare(wanted, found))
+def assert_same(expected, actual, *, bar=1e-10, where=""):
+    """Compare losses, gradients, norms and weights.
+
+    Returns the largest difference, which the message of a failure names.
+    """
+    assert actual is not None
+    difference = worst(compare(expected, actual))
     assert difference.ok(bar), f"{where} {difference.name}: {difference.error}"
+    return difference.error

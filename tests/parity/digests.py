@@ -1,4 +1,4 @@
-"""All bits of a run as one string, for tests of techniques that may change none; models with dropout."""
+"""Digests of all bits of a run, for techniques that may change none, and models with dropout."""
 
 from __future__ import annotations
 
@@ -17,45 +17,41 @@ DROPOUT: dict[str, dict[str, float]] = {
 
 
 def build(kind, dtype, *, dropout, layers=None):
-    """On meta."""
+    """Build a tiny model with tied weights on `meta`."""
     from transformers import AutoModelForCausalLM
 
     config = cases.transformers_config(kind, tied=True, layers=layers)
-    for name, value in (DROPOUT[kind] if dropout else {}).items():
-        setattr(config, name, value)
-    config.use_cache = False  # recomputed blocks drop the cache, through which keys and values get other strides and their products other bits
+    if dropout:
+        for name, probability in DROPOUT[kind].items():
+            setattr(config, name, probability)
+    # Recomputed blocks drop the cache. Keys and values that went through it have other strides,
+    # so their products would have other bits.
+    config.use_cache = False
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
 def digest(trace):
-    """All bits of a run."""
-    seen = hashlib.blake2b(repr((trace.losses, trace.grad_norms, trace.scales)).encode())
+    """Return a hash of all numbers of a trace."""
+    numbers = (trace.losses, trace.grad_norms, trace.scales)
+    result = hashlib.blake2b(repr(numbers).encode())
     for tensors in (*trace.gradients, trace.parameters):
         for name, tensor in sorted(tensors.items()):
-            seen.update(
-                name.encode()
-                + (
-                    b""
-                    if tensor is None
-                    else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                )
-            )
-    return seen.hexdigest()
+            result.update(name.encode())
+            if tensor is not None:
+                result.update(_bytes_of(tensor))
+    return result.hexdigest()
 
 
 def digest_of(engine):
-    """Parameters and states of this rank."""
-    seen = hashlib.blake2b()
+    """Return a hash of the parameters and optimizer states of this rank."""
+    result = hashlib.blake2b()
     for parameter in engine.model.parameters():
-        for value in (parameter, *(engine.optimizer.state.get(parameter, {}).values())):
+        for value in (parameter, *engine.optimizer.state.get(parameter, {}).values()):
             if isinstance(value, torch.Tensor):
-                seen.update(
-                    local_tensor(value.detach())
-                    .contiguous()
-                    .reshape(-1)
-                    .view(torch.uint8)
-                    .numpy()
-                    .tobytes()
-                )
-    return seen.hexdigest()
+                result.update(_bytes_of(local_tensor(value.detach())))
+    return result.hexdigest()
+
+
+def _bytes_of(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

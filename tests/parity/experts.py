@@ -1,9 +1,11 @@
-"""Training of models with experts and without, and the same in one process with Transformers' eager experts and its own loss. Imported
-by workers."""
+"""Training of models with experts and without, on layouts and in one process.
+
+The reference uses Transformers' eager experts and its own loss. Worker processes import this file.
+"""
 
 from __future__ import annotations
 
-import re
+import math
 import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,17 +16,17 @@ from torch import nn
 
 import plait
 from plait._torch.tensors import local_tensor
-from plait.engine.engine import Engine
 from plait.losses.loss import WeightedLoss
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from plait.verify.parity import engine_trace, reference_trace
 from tests.parity import cases, context_parallel
+from tests.parity.data_parallel import CLIPPING, assert_same, training_config
 
-CLIPPING, STEPS = 0.5, 2
+STEPS = 2
 Routed = Literal["spread", "one", "unused"]
-"""Where tokens go: by large scores; all to expert 0; never to expert 1."""
+"""How routers choose: by large scores; expert 0 for all tokens; never expert 1."""
 LLAMA_LIKE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -98,7 +100,20 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model with experts on a layout."""
+    """A model on a layout.
+
+    Attributes:
+        settings: Further settings of `parallel`.
+        kind: Implementation of the experts.
+        data: Rows of `context_parallel`, or rows of different lengths with one micro-batch that
+            has no targets.
+        layers: Number of layers, or 0 for that of `SIZES`.
+        kv_heads: Number of key-value heads, or 0 for that of `SIZES`.
+        window: Whether attention slides over fewer tokens than a rank has of a sequence.
+        offload: Which tensors the optimizer and ZeRO keep on `offload_to`.
+        adapted: Parameters of experts with LoRA adapters, which train alone, together with
+            adapters of the attention's output.
+    """
 
     family: str
     stage: int = 0
@@ -106,71 +121,49 @@ class Case:
     balance: bool = False
     routed: Routed = "spread"
     rate: float = 0.0
-    more: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
     dp: int = 1
     mask: bool = True
     kind: str = "eager"
     balanced: Literal["micro_batch", "global"] = "micro_batch"
     z_loss: float = 0.0
     data: context_parallel.Data | Literal["ragged"] = "ragged"
-    """Rows of 16 tokens or so, as for parts of sequences; or of different lengths, with a micro-batch without targets."""
     layers: int = 0
-    """Of the model; 0: as many as its sizes say."""
     kv_heads: int = 0
-    """The same for key-value heads."""
     window: bool = False
-    """Of sliding attention, shorter than a part of a sequence."""
     attention: Literal["eager", "sdpa"] = "eager"
     offload: Literal["", "states", "parameters", "both"] = ""
-    """What of the optimizer and of ZeRO's shards is elsewhere."""
     offload_to: Literal["nvme", "cpu"] = "nvme"
-    """In files in the folder for temporary ones, or in the host's memory."""
     adapted: tuple[str, ...] = ()
-    """Parameters of experts with low-rank adapters of PEFT, which alone train together with those of the attention."""
 
     @property
     def world(self):
-        """Processes."""
-        product = self.dp
-        for axis in ("tp", "pp", "cp"):
-            product *= int(dict(self.degrees).get(axis, 1))
-        return product
+        """Number of processes."""
+        degrees = dict(self.degrees)
+        return self.dp * math.prod(degrees.get(axis, 1) for axis in ("tp", "pp", "cp"))
 
     @property
     def name(self):
-        """For a test's id."""
-        parts = [
-            self.family,
-            f"dp{self.dp}",
-            *(f"{axis}{size}" for axis, size in self.degrees),
-            f"zero{self.stage}",
-            self.routed,
-        ]
-        said = (
-            ("balance", self.balance),
-            ("global", self.balanced == "global"),
-            ("z", self.z_loss),
-            ("bias", self.rate),
-        )
-        parts += [
-            word
-            for word, on in (
-                *said,
-                ("unmasked", not self.mask),
-                ("window", self.window),
-                ("sdpa", self.attention == "sdpa"),
-            )
-            if on
-        ]
-        parts += [
-            f"{name}{count}"
-            for name, count in (("layers", self.layers), ("kv", self.kv_heads))
-            if count
-        ]
-        parts += ["adapted"] if self.adapted else []
-        parts += [f"{self.offload} on {self.offload_to}"] if self.offload else []
-        parts += [self.data] if self.data != "ragged" else []
-        return "-".join([*parts, *(key for key, _ in self.more)])
+        """Name for a test's id."""
+        degrees = [f"{axis}{size}" for axis, size in self.degrees]
+        terms = [self.family, f"dp{self.dp}", *degrees, f"zero{self.stage}", self.routed]
+        switches = {
+            "balance": self.balance,
+            "global": self.balanced == "global",
+            "z": self.z_loss,
+            "bias": self.rate,
+            "unmasked": not self.mask,
+            "window": self.window,
+            "sdpa": self.attention == "sdpa",
+            f"layers{self.layers}": self.layers,
+            f"kv{self.kv_heads}": self.kv_heads,
+            "adapted": self.adapted,
+            f"{self.offload} on {self.offload_to}": self.offload,
+            self.data: self.data != "ragged",
+        }
+        terms += [word for word, on in switches.items() if on]
+        terms += [key for key, _ in self.settings]
+        return "-".join(terms)
 
 
 _SWITCHES: dict[str, dict[str, Any]] = {
@@ -205,31 +198,26 @@ _NUMBERS = {
     "rate": "rate",
     "z": "z_loss",
 }
+_COUNTS = {"tile": "mlp_tile_tokens", "chunk": "loss_chunk_tokens", "overlap": "tensor_overlap"}
 
 
 def case_of(text):
-    """Return the case that words describe: `mixtral zero3 dp2 cp2 ep2 balance one ring tile3`."""
-    family, *words = text.split()
-    fields: dict[str, Any] = {"family": family, "degrees": (), "more": ()}
-    for word in words:
-        name, number = (
-            re.fullmatch(r"([^\d.]*)([\d.]*)", word).groups() if word[-1].isdigit() else (word, "")
-        )  # type: ignore[union-attr]
+    """Return the case that a text describes: `mixtral zero3 dp2 cp2 ep2 balance one ring tile3`."""
+    family, *terms = text.split()
+    fields: dict[str, Any] = {"family": family, "degrees": (), "settings": ()}
+    for word in terms:
+        name = word.rstrip("0123456789.")
+        number = word[len(name) :]
         if word in _SWITCHES:
             fields |= _SWITCHES[word]
         elif word in _SETTINGS:
-            fields["more"] += _SETTINGS[word]
+            fields["settings"] += _SETTINGS[word]
         elif name in ("tp", "cp", "pp", "ep"):
             fields["degrees"] += ((name, int(number)),)
         elif name in _NUMBERS:
             fields[_NUMBERS[name]] = float(number) if "." in number else int(number)
         else:
-            settings = {
-                "tile": "mlp_tile_tokens",
-                "chunk": "loss_chunk_tokens",
-                "overlap": "tensor_overlap",
-            }
-            fields["more"] += ((settings[name], int(number)),)
+            fields["settings"] += ((_COUNTS[name], int(number)),)
     return Case(**fields)
 
 
@@ -239,61 +227,56 @@ def cases_of(text):
 
 
 def configured(case):
-    """A configuration file as a user would write it."""
-    there = (
-        {"device": "nvme", "nvme_path": tempfile.gettempdir()}
-        if case.offload_to == "nvme"
-        else {"device": "cpu"}
+    """Return a configuration file as a user would write it."""
+    device = {"device": "cpu"}
+    if case.offload_to == "nvme":
+        device = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+    zero: dict[str, Any] = {"stage": case.stage}
+    if case.offload in ("states", "both"):
+        zero["offload_optimizer"] = device
+    if case.offload in ("parameters", "both"):
+        zero["offload_param"] = device
+    return training_config(
+        {**dict(case.degrees), **dict(case.settings)},
+        zero_optimization=zero,
+        experts={"bias_update_rate": case.rate, "balance": case.balanced, "z_loss": case.z_loss},
     )
-    offloads = {
-        "states": ("offload_optimizer",),
-        "parameters": ("offload_param",),
-        "both": ("offload_optimizer", "offload_param"),
-    }
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {
-            "stage": case.stage,
-            **dict.fromkeys(offloads.get(case.offload, ()), there),
-        },
-        "optimizer": cases.OPTIMIZER,
-        "parallel": {**dict(case.degrees), **dict(case.more)},
-        "experts": {"bias_update_rate": case.rate, "balance": case.balanced, "z_loss": case.z_loss},
-    }
 
 
 def build(case, *, dtype=torch.float64, device="cpu"):
-    """With real weights, the same on every rank."""
+    """Build the model, with the same weights on every rank."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    config = model_config(case)
     experts = {"experts_implementation": case.kind} if case.family in SIZES else {}
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=case.attention, **experts
+            model_config(case), attn_implementation=case.attention, **experts
         ).to(dtype)
     if device == "cpu":
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith((".gate.weight", ".router.weight")):
-                    parameter.mul_(20)
-                elif "experts" in name:
-                    parameter.mul_(4)
-                elif name.endswith(".sinks"):
-                    parameter.mul_(50)
+        _enlarge(model)
     if case.adapted:
         model = with_adapters(model, case.adapted)
-    for router in routers(model):
-        if case.routed != "spread":
+    if case.routed != "spread":
+        for router in routers(model):
             router.register_forward_hook(all_to_first if case.routed == "one" else never_to_second)
     return model.train()
 
 
+def _enlarge(model):
+    """Enlarge weights whose initial values are so small that an error in them would not show."""
+    factors = {".gate.weight": 20, ".router.weight": 20, ".sinks": 50}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            suffix = next((suffix for suffix in factors if name.endswith(suffix)), None)
+            if suffix is not None:
+                parameter.mul_(factors[suffix])
+            elif "experts" in name:
+                parameter.mul_(4)
+
+
 def with_adapters(model, parameters):
-    """PEFT's adapters on parameters and on the output of the attention, with B that is not zero."""
+    """Put LoRA adapters on parameters of the experts and on the output of the attention."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(11)
@@ -304,6 +287,7 @@ def with_adapters(model, parameters):
         target_parameters=[f"experts.{name}" for name in parameters],
     )
     adapted = get_peft_model(model, config)
+    # PEFT starts with B = 0, for which the gradient of A is zero and would not be compared.
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -312,7 +296,7 @@ def with_adapters(model, parameters):
 
 
 def model_config(case):
-    """Transformers' configuration."""
+    """Return Transformers' configuration of the model."""
     from transformers import AutoConfig
 
     if case.family not in SIZES:
@@ -320,17 +304,12 @@ def model_config(case):
         if case.kv_heads:
             config.num_key_value_heads = case.kv_heads
     else:
-        sizes = {**SIZES[case.family]}
-        sizes |= {
-            key: value
-            for key, value in (
-                ("num_hidden_layers", case.layers),
-                ("num_key_value_heads", case.kv_heads),
-            )
-            if value
-        }
-        tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-        config = AutoConfig.for_model(case.family, vocab_size=cases.VOCABULARY, **tokens, **sizes)
+        fields = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, **SIZES[case.family]}
+        if case.layers:
+            fields["num_hidden_layers"] = case.layers
+        if case.kv_heads:
+            fields["num_key_value_heads"] = case.kv_heads
+        config = AutoConfig.for_model(case.family, vocab_size=cases.VOCABULARY, **fields)
         config.output_router_logits = case.balance
     if case.window:
         config.sliding_window = context_parallel.WINDOW
@@ -339,35 +318,32 @@ def model_config(case):
 
 
 def routers(model):
-    """Modules that choose experts."""
-    return [
-        module
-        for module in model.modules()
-        if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))
-    ]
+    """Return the modules that choose experts."""
+    suffixes = ("TopKRouter", "TopkRouter")
+    return [module for module in model.modules() if type(module).__name__.endswith(suffixes)]
 
 
 def all_to_first(module, args, output):
-    """A hook of a router."""
+    """Send all tokens to expert 0. A forward hook of a router."""
     logits, weights, chosen = output
     return logits, weights, torch.zeros_like(chosen)
 
 
 def never_to_second(module, args, output):
-    """A hook of a router."""
+    """Send the tokens of expert 1 to expert 0. A forward hook of a router."""
     logits, weights, chosen = output
     return logits, weights, torch.where(chosen == 1, 0, chosen)
 
 
 def balanced(module, args, output):
-    """A hook of a router: every expert gets as many tokens from every rank."""
+    """Send every expert the same number of tokens of each rank. A forward hook of a router."""
     logits, weights, chosen = output
     even = torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]
     return logits, weights, even
 
 
 def steps(case, micro_batches):
-    """Micro-batches of other lengths and numbers of targets; of `ragged` ones, one has none."""
+    """Return steps of micro-batches with different lengths and numbers of targets."""
     if case.data != "ragged":
         return context_parallel.steps(case.data, micro_batches)
     keys = ("attention_mask",) if case.mask else ()
@@ -375,7 +351,7 @@ def steps(case, micro_batches):
 
 
 def biases(model):
-    """Copies of what `experts.bias_update_rate` updates."""
+    """Return copies of the buffers that `experts.bias_update_rate` updates."""
     return {
         name: buffer.clone()
         for name, buffer in model.named_buffers()
@@ -383,131 +359,130 @@ def biases(model):
     }
 
 
-Result = tuple[Trace, dict[str, torch.Tensor]]
-
-
 def train(rank, world, case):
-    """Runs in a worker."""
+    """Return the trace and the router biases of a run. Runs on every rank."""
     model = build(case)
     with keeping_float64(model):
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
         trace = engine_trace(engine, steps(case, 2 * engine.dp_size))
-        engine.eval_batch(steps(case, 2)[0][0])  # tokens of an evaluation are not counted
+        # Tokens of an evaluation must not count for the biases.
+        engine.eval_batch(steps(case, 2)[0][0])
     return trace, biases(model)
 
 
 class Account(NamedTuple):
-    """Of one step: what a rank sent and what it was said to send, and bytes of (parameters, states of the optimizer)."""
+    """Bytes of one rank: what it sent in a step and holds after it, and the ledger's numbers.
+
+    Memory is a pair: bytes of the parameters and of the optimizer states.
+    """
 
     sent: dict[str, int]
-    said: dict[str, int]
-    held: tuple[int, int]
-    said_held: tuple[int, ...]
+    predicted_sent: dict[str, int]
+    memory: tuple[int, ...]
+    predicted_memory: tuple[int, ...]
 
 
 def account_of(engine, facts, traffic, rank):
-    """Of an engine that has trained a step on 2 x 16 tokens a micro-batch, and of the ledger."""
+    """Return the account of an engine after a step with 2 x 16 tokens per micro-batch."""
     layout = engine.mesh.layout
     start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
     ledger = account_all(engine.config.techniques, start, facts)
-    parameters = sum(
-        local_tensor(p.detach()).untyped_storage().nbytes() for p in engine.model.parameters()
-    )
-    states = sum(
-        local_tensor(v).nbytes for state in engine.optimizer.state.values() for v in state.values()
-    )
-    sent = {kind: count for kind, count in traffic.items() if kind != "control"}
-    said = {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+    parameters = 0
+    for parameter in engine.model.parameters():
+        parameters += local_tensor(parameter.detach()).untyped_storage().nbytes()
+    states = 0
+    for state in engine.optimizer.state.values():
+        states += sum(local_tensor(value).nbytes for value in state.values())
     return Account(
-        sent,
-        said,
-        (parameters, states),
-        tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")),
+        sent={kind: count for kind, count in traffic.items() if kind != "control"},
+        predicted_sent={kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]},
+        memory=(parameters, states),
+        predicted_memory=tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")),
     )
 
 
-Trained = tuple[Engine, dict[str, torch.Tensor]]
-"""An engine, and the batch of its rank."""
+def carried_over(first, second, folder):
+    """Exchange the checkpoints of two engines and compare their next steps.
 
+    Args:
+        first: An engine and the batch of its rank.
+        second: An engine on another layout and the batch of its rank.
+        folder: Folder for the checkpoints.
 
-def carried_over(one, other, folder):
-    """What the next step's losses and norms differ by after the checkpoint of each engine was loaded by the other."""
-    found = []
-    for (saver, given), (loader, read) in ((one, other), (other, one)):
-        saver.save_checkpoint(f"{folder}/{len(found)}")
-        expected = saver.train_batch(given)
-        loader.load_checkpoint(f"{folder}/{len(found)}")
-        after = loader.train_batch(read)
-        found += [
-            float(after) - float(expected),
-            float(after.grad_norm) - float(expected.grad_norm),
-        ]
-    return found
+    Returns:
+        Differences of the losses and norms between the engine that saved and the one that loaded,
+        in both directions.
+    """
+    differences = []
+    for number, (saver, loader) in enumerate(((first, second), (second, first))):
+        saving_engine, saving_batch = saver
+        loading_engine, loading_batch = loader
+        saving_engine.save_checkpoint(f"{folder}/{number}")
+        expected = saving_engine.train_batch(saving_batch)
+        loading_engine.load_checkpoint(f"{folder}/{number}")
+        actual = loading_engine.train_batch(loading_batch)
+        differences.append(float(actual) - float(expected))
+        differences.append(float(actual.grad_norm) - float(expected.grad_norm))
+    return differences
 
 
 def reference(case):
-    """Of the same global batches."""
-    alone = replace(case, stage=0, degrees=(), more=(), dp=1, kind="eager", offload="")
+    """Return the trace and the biases of one plain process on the same global batches."""
+    alone = replace(case, stage=0, degrees=(), settings=(), dp=1, kind="eager", offload="")
     if case.z_loss or case.balanced == "global":
-        return _reference_of_routers(alone, case.dp), biases(build(alone))
+        return _reference_with_router_losses(alone, case.dp), biases(build(alone))
     return _reference(alone, 2 * case.dp)
 
 
 @cache
-def _reference_of_routers(case, dp):
-    """The losses of routers in plain torch, over the micro-batches that ranks compute at the same time: of all, or one after the other."""
-    model, everyone = build(case), case.balanced == "global"
-    coefficient, experts = (
-        float(getattr(model, "router_aux_loss_coef", 0)) * case.balance,
-        routers(model)[0].num_experts,
-    )
-    seen: list[torch.Tensor] = []
+def _reference_with_router_losses(case, dp):
+    """Return the trace of one process that computes the routers' losses in plain torch.
+
+    Losses are formed over the micro-batches that ranks compute at the same time: over all of them
+    with `balanced` "global", and per micro-batch otherwise.
+    """
+    model = build(case)
+    balance_weight = float(getattr(model, "router_aux_loss_coef", 0)) * case.balance
+    router_logits: list[torch.Tensor] = []
     for router in routers(model):
-        router.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        router.register_forward_hook(lambda module, args, output: router_logits.append(output[0]))
 
     def forward(module, group):
-        found = []
+        outputs = []
         for batch in group:
-            seen.clear()
-            found.append((module(**{**batch, "labels": None}).logits, list(seen)))
-        return found
-
-    def total(outputs, group):
-        entropies = [
-            torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
-            )
-            for (logits, _), batch in zip(outputs, group, strict=True)
-        ]
-        layers = [
-            torch.cat(layer) for layer in zip(*(logits for _, logits in outputs), strict=True)
-        ]
-        mask = torch.cat(
-            [
-                batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten()
-                for batch in group
-            ]
-        )
-        z = torch.stack(
-            [layer.logsumexp(-1).square()[mask.bool()].mean() for layer in layers]
-        ).sum()
-        balance = (
-            balance_loss(
-                [layer[mask.bool()] for layer in layers], experts, model.config.num_experts_per_tok
-            )
-            if coefficient
-            else 0
-        )
-        count = weight(group)
-        return torch.stack(entropies).sum() + count * (
-            coefficient * balance + case.z_loss * z
-        ), count
+            router_logits.clear()
+            logits = module(**{**batch, "labels": None}).logits
+            outputs.append((logits, list(router_logits)))
+        return outputs
 
     def weight(group):
         return sum(map(targets, group))
 
+    def total(outputs, group):
+        entropy = torch.zeros((), dtype=torch.float64)
+        masks = []
+        for (logits, _), batch in zip(outputs, group, strict=True):
+            entropy = entropy + torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+            )
+            masks.append(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten())
+        mask = torch.cat(masks).bool()
+
+        # Logits of the tokens that are not padding, per router: [tokens, experts].
+        per_router = zip(*(logits for _, logits in outputs), strict=True)
+        layers = [torch.cat(logits)[mask] for logits in per_router]
+        z = sum(layer.logsumexp(-1).square().mean() for layer in layers)
+        balance = 0
+        if balance_weight:
+            experts = routers(model)[0].num_experts
+            balance = balance_loss(layers, experts, model.config.num_experts_per_tok)
+        count = weight(group)
+        return entropy + count * (balance_weight * balance + case.z_loss * z), count
+
     def groups(step):
-        return [step[index::2] for index in range(2)] if everyone else [[batch] for batch in step]
+        if case.balanced == "global":
+            return [step[index::2] for index in range(2)]
+        return [[batch] for batch in step]
 
     with keeping_float64(model):
         return reference_trace(
@@ -523,40 +498,36 @@ def _reference_of_routers(case, dp):
 @cache
 def _reference(case, micro_batches):
     model = build(case)
-    counts: dict[nn.Module, torch.Tensor] = {}
+    tokens_per_expert: dict[nn.Module, torch.Tensor] = {}
     masks: list[torch.Tensor | None] = [None]
 
-    def note(module, args, kwargs):
+    def remember_mask(module, args, kwargs):
         masks[0] = kwargs.get("attention_mask")
 
-    def count(module, args, output):
-        experts, chosen = len(module.e_score_correction_bias), output[2]
+    def count_tokens(module, args, output):
+        experts = len(module.e_score_correction_bias)
+        chosen = output[2]
         if masks[0] is not None:
             chosen = chosen[masks[0].flatten().bool()]
-        counts[module] = counts.get(module, torch.zeros(experts)) + torch.bincount(
-            chosen.flatten(), minlength=experts
-        )
+        counts = torch.bincount(chosen.flatten(), minlength=experts)
+        tokens_per_expert[module] = tokens_per_expert.get(module, 0) + counts
+
+    def update_biases():
+        for router, counts in tokens_per_expert.items():
+            direction = torch.sign(counts.double().mean() - counts)
+            router.e_score_correction_bias.add_(case.rate * direction)
+        tokens_per_expert.clear()
 
     if case.rate:
-        model.register_forward_pre_hook(note, with_kwargs=True)
+        model.register_forward_pre_hook(remember_mask, with_kwargs=True)
         for router in routers(model):
-            router.register_forward_hook(count)
-
-    def move():
-        for router, found in counts.items():
-            for expert, tokens in enumerate(found.tolist()):
-                mean = float(found.sum()) / len(found)
-                router.e_score_correction_bias[expert] += case.rate * (
-                    (tokens < mean) - (tokens > mean)
-                )
-        counts.clear()
-
+            router.register_forward_hook(count_tokens)
     with keeping_float64(model):
         trace = reference_trace(
             model,
             steps(case, micro_batches),
             loss_fn=WeightedLoss(transformers_loss, targets),
-            optimizer=lambda parameters: Updating(parameters, move),
+            optimizer=lambda parameters: _AdamWWithCallback(parameters, update_biases),
             clipping=CLIPPING,
             forward=lambda module, batch: module(**batch),
         )
@@ -564,50 +535,50 @@ def _reference(case, micro_batches):
 
 
 def balance_loss(layers, experts, top_k):
-    """Transformers' formula, in the dtypes of its own function."""
+    """Compute Transformers' balance loss, in the dtypes of its own function."""
     weights = torch.cat(layers).softmax(-1)
-    tokens = (
-        torch.bincount(weights.topk(top_k).indices.flatten(), minlength=experts).float()
-        / torch.tensor(len(weights)).float()
-    )
+    counts = torch.bincount(weights.topk(top_k).indices.flatten(), minlength=experts).float()
+    tokens = counts / torch.tensor(len(weights)).float()
     return (tokens * weights.sum(0) / len(weights)).sum() * experts
 
 
 def transformers_loss(output, batch):
-    """What Transformers computes from labels, balance loss included, as often as there are targets."""
+    """Return the sum that belongs to Transformers' mean loss, balance loss included."""
     count = targets(batch)
     return (output.loss * count, count) if count else (output.logits.sum() * 0, 0)
 
 
 def targets(batch):
-    """Of a micro-batch."""
+    """Return the number of targets of a micro-batch."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-class Updating(torch.optim.AdamW):
-    """The optimizer of `cases`, after which `after` runs."""
+class _AdamWWithCallback(torch.optim.AdamW):
+    """The optimizer of `cases` with a function that runs after each step."""
 
-    def __init__(self, parameters, after):
+    def __init__(self, parameters, callback):
         super().__init__(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-        self.after = after
+        self.callback = callback
 
     def step(self, closure=None):
-        found = super().step(closure)
-        self.after()
-        return found
+        result = super().step(closure)
+        self.callback()
+        return result
 
 
 def assert_equal(case, results):
-    """Losses, gradients, norms, weights and biases to 1e-10. Returns the largest deviation."""
-    expected, moved = reference(case)
-    seen: set[str] = set()
+    """Compare losses, gradients, norms, weights and biases to 1e-10.
+
+    Returns the largest deviation.
+    """
+    expected, expected_biases = reference(case)
+    compared: set[str] = set()
     errors = [0.0]
-    for trace, found in results:
-        bar = worst(compare(expected, trace))
-        assert bar.ok(1e-10), f"{case.name}: {bar.name}: {bar.error}"
-        errors.append(bar.error)
-        for name, bias in found.items():  # a pipeline stage has its own
-            torch.testing.assert_close(bias, moved[name], rtol=0, atol=1e-12)
-            seen.add(name)
-    assert seen == set(moved)
+    for trace, rank_biases in results:
+        errors.append(assert_same(expected, trace, where=case.name))
+        # A pipeline stage has the biases of its own layers only.
+        for name, bias in rank_biases.items():
+            torch.testing.assert_close(bias, expected_biases[name], rtol=0, atol=1e-12)
+            compared.add(name)
+    assert compared == set(expected_biases)
     return max(errors)

@@ -1,4 +1,4 @@
-"""A small language model on real text, for questions of convergence: Python's own sources as bytes, a Llama of 0.15 M parameters."""
+"""Language models on real text, Python's own sources as bytes, for questions of convergence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 import plait
 
-LENGTH, SAMPLES = 64, 8
+LENGTH = 64
+SAMPLES = 8
 MODULES = (
     "argparse",
     "ast",
@@ -25,22 +26,20 @@ MODULES = (
     "inspect",
     "typing",
 )
-
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}}
 
 
 @cache
 def text():
-    """uint8 [n]."""
+    """Return the sources as one uint8 tensor."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [folder / f"{name}.py" for name in MODULES]
-    return torch.frombuffer(
-        bytearray(b"".join(path.read_bytes() for path in paths if path.exists())), dtype=torch.uint8
-    )
+    content = b"".join(path.read_bytes() for path in paths if path.exists())
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def batch(step, rank):
-    """[SAMPLES, LENGTH], others for every step and rank."""
+    """Return a batch of [SAMPLES, LENGTH] that differs for every step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     starts = torch.randint(0, text().numel() - LENGTH, (SAMPLES,), generator=generator)
     ids = torch.stack([text()[start : start + LENGTH] for start in starts.tolist()]).long()
@@ -48,20 +47,21 @@ def batch(step, rank):
 
 
 def losses(rank, world, parallel, stage, steps, optimizer=ADAMW, width=64):
-    """The loss of every step. Runs in a worker."""
+    """Return the loss of every step of a Llama with 0.15 M parameters. Runs on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {
-        "hidden_size": width,
-        "intermediate_size": 5 * width // 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
+    model_config = AutoConfig.for_model(
+        "llama",
+        vocab_size=256,
+        tie_word_embeddings=False,
+        hidden_size=width,
+        intermediate_size=5 * width // 2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("llama", vocab_size=256, tie_word_embeddings=False, **fields)
-        )
+        model = AutoModelForCausalLM.from_config(model_config)
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "zero_optimization": {"stage": stage},
@@ -78,8 +78,10 @@ def losses(rank, world, parallel, stage, steps, optimizer=ADAMW, width=64):
 
 
 class Bigrams(torch.nn.Module):
-    """The logits of the next byte are a row of a table: a convex problem, so that two runs differ by what they were given and not by
-    chance.."""
+    """A table whose rows are the logits of the next byte.
+
+    The problem is convex, so runs differ by their gradients and not by chance.
+    """
 
     def __init__(self):
         super().__init__()
@@ -90,7 +92,7 @@ class Bigrams(torch.nn.Module):
 
 
 def bigram_losses(rank, world, parallel, steps):
-    """The loss of every step of gradient descent on a fixed text from a table of zeros. Runs in a worker."""
+    """Return the loss of every step of gradient descent on a fixed text. Runs on every rank."""
     model = Bigrams()
     torch.nn.init.zeros_(model.blocks[0].weight)
     config = {

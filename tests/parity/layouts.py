@@ -1,4 +1,4 @@
-"""Layouts of two and of four ranks, as parts of a configuration file, for the tests of inference."""
+"""Layouts of two and of four ranks, as sections of a configuration, for the tests of inference."""
 
 from __future__ import annotations
 

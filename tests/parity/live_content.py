@@ -1,4 +1,7 @@
-"""The content hash of what a model and an optimizer hold now, by other code than a checkpoint's: unsharded tensors, formed as a table."""
+"""Content hash of a live engine, independent of the code that writes checkpoints.
+
+It works on unsharded tensors and computes the hash from a table of their words.
+"""
 
 from __future__ import annotations
 
@@ -17,57 +20,60 @@ _WORD = {1: "u1", 2: "<i2", 4: "<i4", 8: "<i4"}
 
 
 def mixed(seed, count):
-    """SplitMix64 of seed + 0, 1, 2 ... times the golden ratio; odd."""
+    """Return SplitMix64 of seed + 0, 1, 2 ... times the golden ratio, made odd."""
     with np.errstate(over="ignore"):
-        z = np.full(count, seed, dtype=np.uint64) + np.arange(count, dtype=np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
+        steps = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = np.full(count, seed, dtype=np.uint64) + steps
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
 def lanes_of(name, tensor):
-    """Of one tensor that is not sharded."""
+    """Return the two lanes of the hash of an unsharded tensor."""
     shape = tuple(tensor.shape)
-    text = "\0".join(
-        [name, str(tensor.dtype)[len("torch.") :], ",".join(str(size) for size in shape)]
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    text = "\0".join([name, dtype, ",".join(map(str, shape))])
     digest = hashlib.blake2b(text.encode(), digest_size=40).digest()
     numbers = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 40, 8)]
     if not tensor.numel():
         return numbers[0], numbers[1]
+
     raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     table = raw.view(_WORD[tensor.element_size()]).astype(np.int64).view(np.uint64)
     table = table.reshape(int(np.prod(shape[:-1], dtype=int)), -1)
-    weighed = (table * mixed(numbers[4], table.shape[1])).sum(axis=1, dtype=np.uint64)
-    first, second = (
-        (mixed(seed, len(weighed)) * weighed).sum(dtype=np.uint64) for seed in numbers[2:4]
-    )
-    return (numbers[0] + int(first)) & MASK, (numbers[1] + int(second)) & MASK
+    rows = (table * mixed(numbers[4], table.shape[1])).sum(axis=1, dtype=np.uint64)
+    lanes = []
+    for start, seed in ((numbers[0], numbers[2]), (numbers[1], numbers[3])):
+        total = (mixed(seed, len(rows)) * rows).sum(dtype=np.uint64)
+        lanes.append((start + int(total)) & MASK)
+    return tuple(lanes)
 
 
 def total(tensors):
-    """As a manifest has it."""
+    """Return the sum of all lanes in the form of a manifest."""
     sums = [sum(lanes[index] for lanes in tensors.values()) & MASK for index in range(2)]
     return b"".join(value.to_bytes(8, "little") for value in sums).hex()
 
 
-def everywhere(here):
-    """Those of all ranks by name; equal names have equal hashes. Collective."""
-    rows: list[dict[str, Lanes]] = [here]
+def everywhere(local_lanes):
+    """Return the lanes of all ranks by name. Replicas must have equal ones. Collective."""
+    rows: list[dict[str, Lanes]] = [local_lanes]
     if dist.get_world_size() > 1:
         rows = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(rows, here)
-    found: dict[str, Lanes] = {}
+        dist.all_gather_object(rows, local_lanes)
+    result: dict[str, Lanes] = {}
     for row in rows:
         for name, lanes in row.items():
-            assert found.setdefault(name, lanes) == lanes, f"replicas of {name} differ"
-    return found
+            assert result.setdefault(name, lanes) == lanes, f"replicas of {name} differ"
+    return result
 
 
 def live_content(engine):
-    """(model and optimizer, what ranks keep for themselves), as a manifest has them. Collective; changes nothing."""
+    """Return the two content hashes of a manifest for the live state. Collective.
+
+    The first covers model and optimizer, the second what ranks keep for themselves.
+    """
     tensors: dict[str, Lanes] = {}
     names: dict[int, str] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
@@ -76,18 +82,18 @@ def live_content(engine):
     for prefix, module in engine.model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                path = "model." + ".".join(part for part in (prefix, name) if part)
+                path = f"model.{prefix}.{name}" if prefix else f"model.{name}"
                 tensors[path] = lanes_of(path, full_tensor_on_cpu(buffer))
     for parameter, states in engine.optimizer.state.items():
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
                 path = f"optimizer.state.{names[id(parameter)]}.{key}"
                 tensors[path] = lanes_of(path, full_tensor_on_cpu(value))
-    own = {
-        f"hooks.{name}": tensor for name, tensor in engine.hooks.state().items()
-    } | generators.states(engine.device)
-    mine = {
-        f"{engine.rank}.rank.{name}": lanes_of(f"{engine.rank}.rank.{name}", tensor)
-        for name, tensor in own.items()
-    }
-    return total(everywhere(tensors)), total(everywhere(mine))
+
+    rank_tensors = {f"hooks.{name}": tensor for name, tensor in engine.hooks.state().items()}
+    rank_tensors |= generators.states(engine.device)
+    rank_lanes: dict[str, Lanes] = {}
+    for name, tensor in rank_tensors.items():
+        path = f"{engine.rank}.rank.{name}"
+        rank_lanes[path] = lanes_of(path, tensor)
+    return total(everywhere(tensors)), total(everywhere(rank_lanes))

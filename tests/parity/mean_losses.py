@@ -1,4 +1,4 @@
-"""Loops whose loss is the mean of a micro-batch, as most people's, and the comparison of their weights."""
+"""The loss of most people's loops, a mean over the micro-batch, and a comparison of weights."""
 
 import torch
 
@@ -7,15 +7,19 @@ import plait
 Weights = dict[str, torch.Tensor]
 
 
-def mean_loss(model, piece):
-    """Mean over the micro-batch's targets, and how many there are."""
-    total, weight = plait.causal_lm_loss(model(piece["input_ids"]), piece)
+def mean_loss(model, batch):
+    """Return the mean over the targets of a micro-batch, and their number."""
+    total, weight = plait.causal_lm_loss(model(batch["input_ids"]), batch)
     return total / max(int(weight), 1), int(weight)
 
 
-def close(found, wanted, *, rtol=0, atol=1e-12):
-    """Within rounding of float64."""
-    for name, tensor in wanted.items():
+def close(actual, expected, *, rtol=0, atol=1e-12):
+    """Compare tensors by name. The default tolerance is the rounding of float64."""
+    for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name],
+            tensor,
+            rtol=rtol,
+            atol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",
         )

@@ -1,4 +1,4 @@
-"""Optimizers of every kind of state, and a run in two parts with a checkpoint between them."""
+"""Optimizers of every kind of state, and a run in two halves with a checkpoint between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-import plait
 from tests.parity import cases
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -18,21 +17,22 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def two_parts(world, config, zeros, checkpoints):
-    """Two steps and a checkpoint, then a new engine and two more; each of the two with its `zero_optimization`: the engine after each.
-    Runs in a worker."""
-    for part, zero in enumerate(zeros):
+    """Train two steps, save, and go on with a new engine for two more. Runs on every rank.
+
+    Each half has its own `zero_optimization` section in `zeros`. Yields each engine after its half.
+    """
+    for half, zero in enumerate(zeros):
         model = cases.build("llama", tied=True, dtype=torch.float32)
-        engine = plait.initialize(
-            model, {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss
-        )
-        if part:
+        engine = cases.engine(model, {**config, "zero_optimization": zero})
+        if half:
             assert engine.load_checkpoint(checkpoints) is not None
         for step in cases.ragged_steps(world):
             engine.train_batch([step[engine.dp_rank]])
-        if not part:
+        if not half:
             engine.save_checkpoint(checkpoints)
         yield engine
 
 
 def optimizer(states):
+    """Return the optimizer section of the parity tests with a format of its states."""
     return {**cases.OPTIMIZER, "states": states}

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are written beside the training, each compared with the live state of its call (`test_stale_saves.py`)."""
+"""Runs whose asynchronous checkpoints are compared with the live state at their calls."""
 
 from __future__ import annotations
 
@@ -56,122 +56,139 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "pp2": (2, {"pp": 2}),
 }
-"""Name to (ranks, what is special)."""
+"""(ranks, overrides) by name.
+
+`tp`, `pp` and `stage` are sizes and the ZeRO stage, `dropout` and `files` switches of `engine_of`.
+A name that starts with "parallel." is a setting of that section, and any other a whole section.
+"""
 FEW = ("zero1", "zero3", "compressed", "in-files", "no-room", "pp2")
 
 
 def engine_of(kind, folder):
-    """A tiny Llama, with tied weights."""
-    world, special = KINDS[kind]
-    special = dict(special)
-    tp, stage, pp = special.pop("tp", 1), special.pop("stage", 0), special.pop("pp", 1)
-    dropout, files = special.pop("dropout", False), special.pop("files", False)
+    """Return an engine of a tiny Llama with tied weights."""
+    world, overrides = KINDS[kind]
+    overrides = dict(overrides)
+    pp = overrides.pop("pp", 1)
     config: dict[str, Any] = {
-        **settings(world // pp, tp, stage, 1, 2 if pp > 1 else 1),
+        **settings(
+            world // pp,
+            overrides.pop("tp", 1),
+            overrides.pop("stage", 0),
+            replicas=1,
+            accumulation=2 if pp > 1 else 1,
+        ),
         "scheduler": WARM,
     }
     config["parallel"]["pp"] = pp
-    if files:
-        config["zero_optimization"] |= {
-            key: {**value, "nvme_path": str(folder / "files")} for key, value in IN_FILES.items()
-        }
-    for name, value in special.items():
-        inner = config["parallel"] if name.startswith("parallel.") else config
-        inner[name.removeprefix("parallel.")] = value
-    engine = plait.initialize(
-        build("llama", torch.float32, dropout=dropout), config, loss_fn=plait.causal_lm_loss
-    )
+    dropout = overrides.pop("dropout", False)
+    if overrides.pop("files", False):
+        for key, value in IN_FILES.items():
+            config["zero_optimization"][key] = {**value, "nvme_path": str(folder / "files")}
+    for name, value in overrides.items():
+        section = config["parallel"] if name.startswith("parallel.") else config
+        section[name.removeprefix("parallel.")] = value
+
+    model = build("llama", torch.float32, dropout=dropout)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     generators.seed(0, engine.mesh, step=0)
     return engine
 
 
-def told(engine, client):
-    """What a manifest says besides tensors, from the live objects."""
-    scheduler, scaler = engine.lr_scheduler, engine.stepper.scaler
+def live_metadata(engine, client):
+    """Return what a manifest records besides tensors, from the live objects."""
+    scaler = engine.stepper.scaler
     return {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
-        "scheduler": exact.encode(scheduler.state_dict()),
+        "scheduler": exact.encode(engine.lr_scheduler.state_dict()),
         "loss_scaler": scaler.state_dict() if scaler is not None else None,
         "rates": [float(group["lr"]) for group in engine.optimizer.param_groups],
         "client": exact.encode(client),
     }
 
 
-def of_manifest(metadata):
-    """The same from a checkpoint."""
+def saved_metadata(metadata):
+    """Return the entries of `live_metadata` from a manifest."""
+    groups = metadata["optimizer"]["groups"]
     return {
         "global_steps": metadata["global_steps"],
         "skipped_steps": metadata["skipped_steps"],
         "scheduler": metadata["scheduler"]["state"],
         "loss_scaler": metadata["loss_scaler"],
-        "rates": [
-            float(exact.decode(group["now"]["lr"])) for group in metadata["optimizer"]["groups"]
-        ],
+        "rates": [float(exact.decode(group["now"]["lr"])) for group in groups],
         "client": metadata["client_state"],
     }
 
 
 def saves(rank, world, kind, folder, count):
-    """How many saves held the state of their call: each is begun, the next step done, and only then written. Runs in a worker."""
-    at = Path(folder) / kind
-    engine = engine_of(kind, at)
-    micro = engine.config.batch.accumulation
-    steps = cases.ragged_steps(engine.dp_size * micro, steps=4)
+    """Save, train a step, and only then write, `count` times. Runs on every rank.
+
+    Every checkpoint must have the state of its call. Returns the number of saves.
+    """
+    path = Path(folder) / kind
+    engine = engine_of(kind, path)
+    accumulation = engine.config.batch.accumulation
+    steps = cases.ragged_steps(engine.dp_size * accumulation, steps=4)
     may_write = threading.Semaphore(0)
 
-    class Gated(ThreadPoolExecutor):
-        """The writer's thread, which begins with nothing, not with a copy either, before the next step is done."""
+    class GatedExecutor(ThreadPoolExecutor):
+        """The writer's thread, which begins with nothing before the next step is done."""
 
         def submit(self, work, *args):  # type: ignore[override]
             def later():
-                assert kind == "no-room" or may_write.acquire(
-                    timeout=60
-                )  # a rank without room waits for the others at once
+                # A rank without room would wait here for the others, which train.
+                assert kind == "no-room" or may_write.acquire(timeout=60)
                 return work(*args)
 
             return super().submit(later)
 
     def step(number):
-        pieces = steps[number % len(steps)]
-        engine.train_batch(pieces[engine.dp_rank * micro : (engine.dp_rank + 1) * micro])
-        torch.rand(3)  # whatever the model draws, the generators go on
+        batches = steps[number % len(steps)]
+        start = engine.dp_rank * accumulation
+        engine.train_batch(batches[start : start + accumulation])
+        # The generators must go on even if the model draws nothing.
+        torch.rand(3)
 
-    def compare(tag, wanted):
-        found = open_checkpoint(at / tag)
-        assert (found.manifest.content, found.manifest.own_content) == wanted[:2], (
-            f"{kind}, {tag}: stale tensors"
-        )
-        assert wanted[2] == of_manifest(found.manifest.metadata), f"{kind}, {tag}: stale values"
+    def compare(tag, contents, metadata):
+        checkpoint = open_checkpoint(path / tag)
+        manifest = checkpoint.manifest
+        assert (manifest.content, manifest.own_content) == contents, f"{kind}, {tag}: stale tensors"
+        assert metadata == saved_metadata(manifest.metadata), f"{kind}, {tag}: stale values"
         if rank == 0:
-            verify(found, lambda done, of: None)  # the files are what the manifest says, too
+            # The files have the content that the manifest records.
+            verify(checkpoint, lambda done, of: None)
 
+    # The order of writing and training is a race, which only replaced internals can decide.
     with ExitStack() as stack:
-        stack.enter_context(patch.object(writer_module, "ThreadPoolExecutor", Gated))
+        stack.enter_context(patch.object(writer_module, "ThreadPoolExecutor", GatedExecutor))
         if kind == "no-room":
             stack.enter_context(
                 patch.object(writer_module, "free_host_bytes", lambda: 1000 if rank else None)
             )
+
         step(0)
-        before: tuple[str, tuple[Any, ...]] | None = None
+        pending: tuple[Any, ...] | None = None
         for number in range(count):
-            tag, client = f"save-{number % 3}", {"number": number, "list": [number]}
-            wanted = *live_content(engine), told(engine, client)
-            if before is not None:  # which is still being written, while this one begins
+            tag = f"save-{number % 3}"
+            client = {"number": number, "list": [number]}
+            expected = (tag, live_content(engine), live_metadata(engine, client))
+            if pending is not None:
+                # The previous checkpoint is still being written when this save begins.
                 threading.Timer(0.02, may_write.release).start()
-            engine.save_checkpoint(at, tag=tag, client_state=client, wait=False)
-            if before is not None:
-                compare(*before)
+            engine.save_checkpoint(path, tag=tag, client_state=client, wait=False)
+            if pending is not None:
+                compare(*pending)
+
             client["list"].append("later")
             step(number + 1)
-            before = None
+            pending = expected
             if number % 4 == 3 or number == count - 1:
                 may_write.release()
                 engine.checkpoint_written(wait=True)
-                compare(tag, wanted)
-            else:
-                before = tag, wanted
+                compare(*expected)
+                pending = None
+
     torch.distributed.barrier()
     if rank == 0:
-        shutil.rmtree(at)
+        shutil.rmtree(path)
     return count

@@ -1,13 +1,6 @@
-"""Training runs with tensor parallelism, and the same in one process, for the tests that compare the two."""
+"""Training runs with tensor parallelism, and the same in one process."""
 
-from functools import cache
-
-import plait
-from plait.verify.keep_float64 import keeping_float64
-from plait.verify.parity import compare, engine_trace, worst
-from tests.parity import cases
-from tests.parity.data_parallel import CLIPPING, SEED, plain_trace
-from tests.parity.data_parallel import materialised as one_process_model
+from tests.parity.data_parallel import assert_same, reference, train, training_config
 
 FAMILIES = [
     "llama",
@@ -26,57 +19,29 @@ FAMILIES = [
 ]
 
 
-def settings(world, tp, stage, replicas, accumulation, sequence=False, **more):
-    """A configuration file."""
+def settings(world, tp, stage, replicas, accumulation, sequence=False, **overrides):
+    """Return a configuration file. `overrides` are settings of its section `parallel`."""
     dp = world // tp
     parallel = {
         "tp": tp,
         "dp_replicate": replicas if stage else dp,
         "dp_shard": dp // replicas if stage else 1,
         "sequence_parallel": sequence,
+        **overrides,
     }
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": stage},
-        "optimizer": cases.OPTIMIZER,
-        "parallel": {**parallel, **more},
-        "run": {"seed": SEED},
-    }
-
-
-def train(rank, world, kind, tied, config):
-    """Runs in a worker."""
-    dp = world // config["parallel"]["tp"]
-    model = cases.build(kind, tied=tied)
-    with keeping_float64(model):
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(
-            engine, cases.steps_for(kind, dp * config["gradient_accumulation_steps"])
-        )
-    return trace if rank == 0 else None
-
-
-@cache
-def reference(kind, tied, micro_batches):
-    """One plain process on the whole batch."""
-    return plain_trace(one_process_model(kind, tied=tied), cases.steps_for(kind, micro_batches))
+    return training_config(parallel, stage=stage, accumulation=accumulation)
 
 
 def check(pool, world, kind, tied, config, *, bar=1e-10):
-    """Train and compare; the largest difference."""
-    found = pool.run(world, train, kind, tied, config)[0]
+    """Train, compare with one process, and return the largest difference."""
+    trace = pool.run(world, train, kind, tied, config)[0]
     dp = world // config["parallel"]["tp"]
-    difference = worst(
-        compare(reference(kind, tied, dp * config["gradient_accumulation_steps"]), found)
-    )
-    assert difference.ok(bar), f"{difference.name}: {difference.error}"
-    return difference.error
+    expected = reference(kind, tied, dp * config["gradient_accumulation_steps"])
+    return assert_same(expected, trace, bar=bar)
 
 
 def plan(kind):
-    """The plain model is told its plan."""
+    """Return the `parallel` setting that a plain model needs because its plan is not known."""
     if kind not in ("plain", "frozen"):
         return {}
     return {

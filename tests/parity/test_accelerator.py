@@ -1,4 +1,4 @@
-"""An Accelerate loop on Plait's layouts is the same loop in one process: losses, norms, rates, weights, evaluation, and what is resumed."""
+"""A loop with Accelerate on Plait's layouts equals the same loop in one process."""
 
 from __future__ import annotations
 
@@ -8,71 +8,106 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.covers import proof_after
 from tests.parity import adapted, trainers
 from tests.parity.trainers import zero
 
-MICRO, ACCUMULATION, CLIP, EPOCHS = 2, 2, 0.5, 2
+MICRO_BATCH = 2
+ACCUMULATION = 2
+CLIPPING = 0.5
+EPOCHS = 2
 DTYPE = torch.float64
+
+TP: dict[str, Any] = {"parallel": {"tp": 2}}
+SEQUENCE: dict[str, Any] = {"parallel": {"tp": 2, "sequence_parallel": True}}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any] | None, bool]] = {
+    "zero3": (2, 2, zero(3), False),
+    "tp2": (2, 1, TP, False),
+    "replicas": (2, 2, None, False),
+    "zero1": (2, 2, zero(1), False),
+    "zero2": (2, 2, zero(2), False),
+    "sp2": (2, 1, SEQUENCE, False),
+    "tp2-zero3": (4, 2, {**TP, **zero(3)}, False),
+    "zero3-lora": (2, 2, zero(3), True),
+    "tp2-lora": (2, 1, TP, True),
+}
+"""Number of ranks, of data-parallel ranks, configuration, and whether the model has adapters."""
+
+
+def model_of(lora):
+    return adapted.model(DTYPE) if lora else trainers.model(DTYPE)
 
 
 def optimizer_of(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
 
 
-def rates_of(optimizer):
+def schedule_of(optimizer):
     return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=9)
 
 
+def answers_of(model, batch):
+    with torch.no_grad():
+        return model(input_ids=batch["input_ids"]).logits[:, -1].argmax(-1)
+
+
 def one_process(dp, *, lora=False):
-    """Plain PyTorch. A round has a batch for each of `dp` ranks, and a step has `ACCUMULATION` rounds; the last ones have fewer."""
-    model = adapted.model(DTYPE) if lora else trainers.model(DTYPE)
+    """Train in plain PyTorch.
+
+    A round has one batch for each of `dp` ranks, and a step has `ACCUMULATION` rounds. The last
+    round and the last step of an epoch have fewer.
+    """
+    model = model_of(lora)
     optimizer = optimizer_of(model)
-    rates = rates_of(optimizer)
-    batches = list(DataLoader(trainers.samples(), batch_size=MICRO))
-    rounds = [batches[at : at + dp] for at in range(0, len(batches), dp)]
-    found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
+    schedule = schedule_of(optimizer)
+    batches = list(DataLoader(trainers.samples(), batch_size=MICRO_BATCH))
+    rounds = [batches[start : start + dp] for start in range(0, len(batches), dp)]
+    result: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
     for _ in range(EPOCHS):
         model.train()
-        for at in range(0, len(rounds), ACCUMULATION):
-            for round_ in rounds[at : at + ACCUMULATION]:
-                losses = [model(**batch).loss for batch in round_]
-                found["losses"].append([loss.item() for loss in losses])
+        for start in range(0, len(rounds), ACCUMULATION):
+            for round_batches in rounds[start : start + ACCUMULATION]:
+                losses = [model(**batch).loss for batch in round_batches]
+                result["losses"].append([loss.item() for loss in losses])
                 (sum(losses) / (len(losses) * ACCUMULATION)).backward()
-            found["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+            result["norms"].append(float(norm))
             optimizer.step()
             optimizer.zero_grad()
+            # Accelerate steps a schedule once per rank.
             for _ in range(dp):
-                rates.step()
-            found["rates"].append(rates.get_last_lr()[0])
+                schedule.step()
+            result["rates"].append(schedule.get_last_lr()[0])
+
     model.eval()
-    with torch.no_grad():
-        answers = [
-            model(input_ids=batch["input_ids"]).logits[:, -1].argmax(-1) for batch in batches
-        ]
-    found["answers"] = torch.cat(answers).tolist()
-    found["weights"] = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return found
+    result["answers"] = torch.cat([answers_of(model, batch) for batch in batches]).tolist()
+    result["weights"] = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return result
 
 
 def on_plait(rank, world, config, lora):
-    """The same with `plait.hf.Accelerator`. Runs in a worker."""
+    """Train with `plait.hf.Accelerator`. Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
 
         accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=ACCUMULATION, plait_config=config
         )
-        model = adapted.model(DTYPE) if lora else trainers.model(DTYPE)
+        model = model_of(lora)
         optimizer = optimizer_of(model)
-        loaders = [DataLoader(trainers.samples(), batch_size=MICRO) for _ in range(2)]
-        made = accelerator.prepare(loaders[0], model, optimizer, rates_of(optimizer), loaders[1])
-        train, model, optimizer, rates, evaluation = made
-        found: dict[str, Any] = {
-            "losses": [],
-            "norms": [],
-            "rates": [],
-            "index": accelerator.process_index,
-        }
+        train, model, optimizer, schedule, evaluation = accelerator.prepare(
+            DataLoader(trainers.samples(), batch_size=MICRO_BATCH),
+            model,
+            optimizer,
+            schedule_of(optimizer),
+            DataLoader(trainers.samples(), batch_size=MICRO_BATCH),
+        )
+        result: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
+        result["index"] = accelerator.process_index
         for _ in range(EPOCHS):
             model.train()
             for batch in train:
@@ -80,162 +115,127 @@ def on_plait(rank, world, config, lora):
                     loss = model(**batch).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
-                        found["norms"].append(
-                            float(accelerator.clip_grad_norm_(model.parameters(), CLIP))
-                        )
+                        norm = accelerator.clip_grad_norm_(model.parameters(), CLIPPING)
+                        result["norms"].append(float(norm))
                     optimizer.step()
-                    rates.step()
+                    schedule.step()
                     optimizer.zero_grad()
                     if accelerator.sync_gradients:
-                        found["rates"].append(rates.get_last_lr()[0])
-                found["losses"].append(accelerator.gather_for_metrics(loss).tolist())
+                        result["rates"].append(schedule.get_last_lr()[0])
+                result["losses"].append(accelerator.gather_for_metrics(loss).tolist())
+
         model.eval()
         answers = []
+        result["objects"] = []
         for batch in evaluation:
-            with torch.no_grad():
-                logits = model(input_ids=batch["input_ids"]).logits
-            answers.append(
-                accelerator.gather_for_metrics({"answers": logits[:, -1].argmax(-1)})["answers"]
-            )
-        found["answers"] = torch.cat(answers).tolist()
-        found["objects"] = [
-            accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True)
-            for _ in evaluation
-        ]
-        found["weights"] = accelerator.get_state_dict(accelerator.unwrap_model(model))
+            metrics = accelerator.gather_for_metrics({"answers": answers_of(model, batch)})
+            answers.append(metrics["answers"])
+            index = [accelerator.process_index]
+            objects = accelerator.gather_for_metrics(index, use_gather_object=True)
+            result["objects"].append(objects)
+        result["answers"] = torch.cat(answers).tolist()
+        result["weights"] = accelerator.get_state_dict(accelerator.unwrap_model(model))
         accelerator.free_memory()
-        return found
+        return result
 
 
-@pytest.mark.parametrize(
-    ("world", "dp", "config", "lora"),
-    [
-        pytest.param(2, 2, zero(3), False, id="zero3"),
-        pytest.param(2, 1, {"parallel": {"tp": 2}}, False, id="tp2"),
-        pytest.param(2, 2, None, False, id="replicas"),
-        *(
-            pytest.param(2, 2, zero(stage), False, id=f"zero{stage}", marks=pytest.mark.proof)
-            for stage in (1, 2)
-        ),
-        pytest.param(
-            2,
-            1,
-            {"parallel": {"tp": 2, "sequence_parallel": True}},
-            False,
-            id="sp2",
-            marks=pytest.mark.proof,
-        ),
-        pytest.param(
-            4, 2, {"parallel": {"tp": 2}, **zero(3)}, False, id="tp2-zero3", marks=pytest.mark.proof
-        ),
-        pytest.param(2, 2, zero(3), True, id="zero3-lora", marks=pytest.mark.proof),
-        pytest.param(2, 1, {"parallel": {"tp": 2}}, True, id="tp2-lora", marks=pytest.mark.proof),
-    ],
-)
-def test_a_layout_is_one_process(pool, world, dp, config, lora):
-    """21 samples, of which the last round has too few for all ranks."""
-    wanted = one_process(dp, lora=lora)
+@pytest.mark.parametrize("name", proof_after(3, LAYOUTS))
+def test_layout_equals_one_process(pool, name):
+    world, dp, config, lora = LAYOUTS[name]
+    expected = one_process(dp, lora=lora)
     ranks = pool.run(world, on_plait, config, lora)
-    for found in ranks:
+    for actual in ranks:
         for key in ("norms", "rates"):
-            assert found[key] == pytest.approx(wanted[key], rel=1e-9), key
-        assert len(found["losses"]) == len(wanted["losses"])
-        for here, there in zip(found["losses"], wanted["losses"], strict=True):
-            assert here == pytest.approx(there, rel=1e-9)
-        assert found["answers"] == wanted["answers"] and len(found["answers"]) == trainers.SAMPLES
-        assert found["objects"][-1] == [0] and found["index"] < dp
-    for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(
-            ranks[0]["weights"][name],
-            tensor,
-            rtol=1e-9,
-            atol=1e-11,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-    assert all(not found["weights"] for found in ranks[1:])
+            assert actual[key] == pytest.approx(expected[key], rel=1e-9), key
+        for losses, expected_losses in zip(actual["losses"], expected["losses"], strict=True):
+            assert losses == pytest.approx(expected_losses, rel=1e-9)
+        # There are 21 samples, so the last round has too few for all ranks.
+        assert len(actual["answers"]) == trainers.SAMPLES
+        assert actual["answers"] == expected["answers"]
+        assert actual["objects"][-1] == [0] and actual["index"] < dp
+    torch.testing.assert_close(ranks[0]["weights"], expected["weights"], rtol=1e-9, atol=1e-11)
+    assert all(not actual["weights"] for actual in ranks[1:])
 
 
-class Counted:
-    """Of the user."""
+class StepCounter:
+    """An object of the user that `register_for_checkpointing` saves."""
 
     def __init__(self):
-        self.seen = 0
+        self.steps = 0
 
     def state_dict(self):
-        return {"seen": self.seen}
+        return {"steps": self.steps}
 
     def load_state_dict(self, state):
-        self.seen = state["seen"]
+        self.steps = state["steps"]
 
 
 def resumed(rank, world, config, folder, save, seedable):
-    """Two epochs in a random order. With `save` a checkpoint is written in the second, after which losses are counted; without, they begin
-    there. Runs in a worker."""
+    """Train two epochs in a random order, and return the losses after the checkpoint.
+
+    With `save` the checkpoint is written in the second epoch. Otherwise the run begins with it.
+    Runs on every rank.
+    """
     with trainers.launched(rank, world):
         from accelerate.utils import DataLoaderConfiguration
 
         from plait.hf import Accelerator
 
+        # A resumed process has another seed, and must still continue the saved order.
         torch.manual_seed(5 if save else 99)
-        data = DataLoaderConfiguration(
-            use_seedable_sampler=seedable, data_seed=4 if seedable else None
-        )
         accelerator = Accelerator(
             cpu=True,
             plait_config=config,
-            dataloader_config=data,
+            dataloader_config=DataLoaderConfiguration(
+                use_seedable_sampler=seedable, data_seed=4 if seedable else None
+            ),
             step_scheduler_with_optimizer=False,
         )
         model = trainers.model(DTYPE)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         loader = DataLoader(trainers.samples(16), batch_size=2, shuffle=True)
-        loader, model, optimizer, rates = accelerator.prepare(
-            loader, model, optimizer, rates_of(optimizer)
+        loader, model, optimizer, schedule = accelerator.prepare(
+            loader, model, optimizer, schedule_of(optimizer)
         )
-        counted = Counted()
-        accelerator.register_for_checkpointing(counted)
+        counter = StepCounter()
+        accelerator.register_for_checkpointing(counter)
         losses: list[float] = []
 
-        def epoch(batches, *, stop=None):
+        def epoch(batches, *, save_after=None):
             for index, batch in enumerate(batches):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
                 optimizer.step()
-                rates.step()
+                schedule.step()
                 optimizer.zero_grad()
-                counted.seen += 1
+                counter.steps += 1
                 losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-                if index == stop:
+                if index == save_after:
                     accelerator.save_state(folder)
                     losses.clear()
 
         if save:
             epoch(loader)
-            epoch(loader, stop=1)
+            epoch(loader, save_after=1)
         else:
             accelerator.load_state(folder)
             epoch(accelerator.skip_first_batches(loader, 2))
         epoch(loader)
         accelerator.free_memory()
-        return losses, counted.seen
+        return losses, counter.steps
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "seedable"),
-    [
-        pytest.param((2, zero(3)), (2, zero(1)), False, id="zero3-to-zero1"),
-        pytest.param(
-            (2, zero(2)),
-            (4, {"parallel": {"tp": 2}, **zero(3)}),
-            True,
-            id="zero2-to-tp2-zero3-seedable",
-            marks=pytest.mark.proof,
-        ),
-    ],
-)
-def test_resume_in_mid_epoch(pool, tmp_path, first, then, seedable):
-    """Another seed of the process, the same order of the samples; schedule and objects of the user go on."""
-    wanted, seen = pool.run(first[0], resumed, first[1], str(tmp_path), True, seedable)[0]
-    for found, seen_again in pool.run(then[0], resumed, then[1], str(tmp_path), False, seedable):
-        assert len(wanted) == 2 + 4 and seen == seen_again == 12
-        assert found == pytest.approx(wanted, rel=1e-9)
+RESUMED = {
+    "zero3-to-zero1": ((2, zero(3)), (2, zero(1)), False),
+    "zero2-to-tp2-zero3-seedable": ((2, zero(2)), (4, {**TP, **zero(3)}), True),
+}
+
+
+@pytest.mark.parametrize("name", proof_after(1, RESUMED))
+def test_resume_in_mid_epoch_on_another_layout(pool, tmp_path, name):
+    (world, config), (next_world, next_config), seedable = RESUMED[name]
+    expected, _ = pool.run(world, resumed, config, str(tmp_path), True, seedable)[0]
+    assert len(expected) == 2 + 4
+    for losses, steps in pool.run(next_world, resumed, next_config, str(tmp_path), False, seedable):
+        assert steps == 12
+        assert losses == pytest.approx(expected, rel=1e-9)

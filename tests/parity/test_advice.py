@@ -1,4 +1,4 @@
-"""What a message advises works: each case makes a mistake, checks the message, and then does what it says.
+"""Advice of messages works: each case makes a mistake and then follows the message.
 
 The cases of one table run in one task of the workers, because their engines are tiny.
 """
@@ -31,18 +31,18 @@ def plain():
     return cases.PlainModel(tied=False)
 
 
-def engine_of(model, **more):
-    return plait.initialize(model, settings(2, 1, 1, 1, **more), loss_fn=LOSS)
+def engine_of(model, **overrides):
+    return plait.initialize(model, settings(2, 1, 1, 1, **overrides), loss_fn=LOSS)
 
 
 def trains(engine, batches=None):
-    """Train two steps, of which the second has a smaller loss."""
-    first, second = (engine.train_batch(batches or batch()).loss for _ in range(2))
-    return bool(second < first)
+    """Train two steps, and return whether the second has a smaller loss."""
+    losses = [engine.train_batch(batches or batch()).loss for _ in range(2)]
+    return bool(losses[1] < losses[0])
 
 
 def changed(change):
-    """Train a model after a change."""
+    """Return a function that trains a model after a change."""
 
     def train():
         model = plain()
@@ -57,7 +57,8 @@ class Pair(nn.Module):
 
     def __init__(self, first, second):
         super().__init__()
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
 
     def forward(self, hidden, use_side):
         return self.second(self.first(hidden, use_side), use_side)
@@ -67,7 +68,7 @@ def tie_blocks(model):
     model.blocks[1].up.weight = model.blocks[0].up.weight
 
 
-def in_one_block():
+def tie_in_one_block():
     model = plain()
     tie_blocks(model)
     model.blocks = nn.ModuleList([Pair(model.blocks[0], model.blocks[1]), model.blocks[2]])
@@ -109,11 +110,8 @@ def with_own_optimizer(function):
     optimizer.step()
     config = settings(2, 1, 1, 1)
     del config["optimizer"]
-    return trains(
-        plait.initialize(
-            model, config, optimizer=cases.adamw if function else optimizer, loss_fn=LOSS
-        )
-    )
+    argument = cases.adamw if function else optimizer
+    return trains(plait.initialize(model, config, optimizer=argument, loss_fn=LOSS))
 
 
 class ScaledLoss(nn.Module):
@@ -129,7 +127,8 @@ class ScaledLoss(nn.Module):
 
 
 def with_trained_loss(inside):
-    model, loss = plain(), ScaledLoss()
+    model = plain()
+    loss = ScaledLoss()
     if inside:
         model.loss = loss
     config = settings(2, 1, 1, 1)
@@ -137,8 +136,8 @@ def with_trained_loss(inside):
     return trains(engine) and bool(loss.scale.full_tensor() < 1)
 
 
-def plateau(function):
-    if function:
+def plateau(over_the_engine):
+    if not over_the_engine:
         config = settings(2, 1, 1, 1)
         plait.initialize(plain(), config, loss_fn=LOSS, lr_scheduler=ReduceLROnPlateau)
     engine = engine_of(plain())
@@ -196,13 +195,18 @@ def weighted_backward(before):
 
 def copied(before):
     model = plain()
-    reference = copy.deepcopy(model) if before else None
+    reference = copy.deepcopy(model)
     engine = engine_of(model)
-    if reference is None:
+    if not before:
         reference = copy.deepcopy(model)
     engine.train_batch(batch())
     weight = engine.model.head.weight.full_tensor()
     return not torch.equal(reference.head.weight, weight)
+
+
+def each_way(function):
+    """Return calls of a function with False, the mistake, and with True, the remedy."""
+    return partial(function, False), partial(function, True)
 
 
 DATA_PARALLEL = (
@@ -213,7 +217,7 @@ DATA_PARALLEL = (
             " runs both, and name it in parallel.blocks",
         ),
         changed(tie_blocks),
-        in_one_block,
+        tie_in_one_block,
     ),
     Case(
         ("is an expanded tensor", "nn.Parameter(tensor.clone())"),
@@ -245,18 +249,15 @@ DATA_PARALLEL = (
     ),
     Case(
         ("already holds state of the unsharded", "pass a function of the parameters"),
-        lambda: with_own_optimizer(False),
-        lambda: with_own_optimizer(True),
+        *each_way(with_own_optimizer),
     ),
     Case(
         ("has a trainable parameter, `scale`", "model.loss = loss, before plait.initialize"),
-        lambda: with_trained_loss(False),
-        lambda: with_trained_loss(True),
+        *each_way(with_trained_loss),
     ),
     Case(
         ("ReduceLROnPlateau follows a metric", "build it over engine.optimizer"),
-        lambda: plateau(True),
-        lambda: plateau(False),
+        *each_way(plateau),
     ),
     Case(
         (
@@ -266,21 +267,16 @@ DATA_PARALLEL = (
         add_a_layer,
         freeze_a_layer,
     ),
-    Case(
-        ("backward(weight=...) divides", "divide the loss before"),
-        lambda: weighted_backward(False),
-        lambda: weighted_backward(True),
-    ),
+    Case(("backward(weight=...) divides", "divide the loss before"), *each_way(weighted_backward)),
     Case(
         ("copy.deepcopy of PlainModel", "copy the model before plait.initialize"),
-        lambda: copied(False),
-        lambda: copied(True),
+        *each_way(copied),
     ),
 )
 
 
 class AuxiliaryBlock(cases.Block):
-    """A block with a loss of its own, as an attribute and as an output."""
+    """A block with its own loss, as an attribute and as an output."""
 
     def forward(self, hidden, loss):  # type: ignore[override]
         output = super().forward(hidden, False)
@@ -320,7 +316,7 @@ def with_auxiliary(passed):
     return trains(engine, [batch(), batch()])
 
 
-def of_two_blocks(schedule):
+def train_two_blocks(schedule):
     torch.manual_seed(0)
     model = cases.PlainModel(tied=False, layers=2)
     engine = plait.initialize(model, pipelines.settings(0, 2, schedule, pp=2), loss_fn=LOSS)
@@ -328,7 +324,7 @@ def of_two_blocks(schedule):
 
 
 class Annealed(cases.PlainModel):
-    """A temperature that falls, in the forward or between steps."""
+    """A model whose temperature falls, in the forward or between steps."""
 
     def __init__(self, in_forward):
         torch.manual_seed(0)
@@ -374,27 +370,26 @@ PIPELINES = (
             "the loss cannot be computed from only",
             "pass the values that the loss reads from block to block and to the model's output",
         ),
-        lambda: with_auxiliary(False),
-        lambda: with_auxiliary(True),
+        *each_way(with_auxiliary),
     ),
     Case(
         (
             "the schedule has 4 stages with at least one block each",
             'use "1f1b", which has one stage per rank',
         ),
-        lambda: of_two_blocks("zbv"),
-        lambda: of_two_blocks("1f1b"),
+        partial(train_two_blocks, "zbv"),
+        partial(train_two_blocks, "1f1b"),
     ),
     Case(
         ("changes the buffer temperature after", "change it before the first block or between two"),
-        lambda: annealed(True),
-        lambda: annealed(False),
+        partial(annealed, True),
+        partial(annealed, False),
     ),
 )
 
 
 def mlp_hook(name):
-    """Whether the hook sees each call of the model, in full, and nothing else."""
+    """Return whether a hook sees the full output once per call of the model."""
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
     shapes: list[Any] = []
     module = model.get_submodule(name)
@@ -407,8 +402,8 @@ def mlp_hook(name):
 TILES = (
     Case(
         ("has a hook, which would receive a tile", "register it on model.layers.0.mlp"),
-        lambda: mlp_hook("model.layers.0.mlp.up_proj"),
-        lambda: mlp_hook("model.layers.0.mlp"),
+        partial(mlp_hook, "model.layers.0.mlp.up_proj"),
+        partial(mlp_hook, "model.layers.0.mlp"),
     ),
 )
 
@@ -426,8 +421,8 @@ def renormalised(max_norm, by_frequency=False):
     return bool((weight.full_tensor().norm(dim=1) < 1 + 1e-6).all())
 
 
-def weights_of(micro_batches):
-    """Run a step of two micro-batches, of which some are given with their weight."""
+def step_with_weights(micro_batches):
+    """Run a step of two micro-batches, and pass the weights of some of them to backward."""
     engine = plait.initialize(plain(), settings(2, 1, 1, 2), loss_fn=LOSS)
     for index in range(2):
         total, weight = LOSS(engine(batch()["input_ids"], side=True), batch())
@@ -439,7 +434,7 @@ def weights_of(micro_batches):
 
 
 class Encoder(cases.PlainModel):
-    """A model with a second forward, as a method and by a flag."""
+    """A model whose second forward is a method and a flag."""
 
     def encode(self, input_ids):
         return self.head(self.embed(input_ids))
@@ -456,7 +451,7 @@ def encoded(by_flag):
 
 
 class BypassesBlocks(cases.PlainModel):
-    """A model whose forward may call a module inside each block, and not the block."""
+    """A model whose forward may call a module inside each block in place of the block."""
 
     def forward(self, input_ids, bypasses=True):  # type: ignore[override]
         hidden = self.embed(input_ids)
@@ -488,39 +483,77 @@ def on_another_stage(folder, built_again):
 
 
 DIFFERENT_RANKS = (
-    Case(("has max_norm = 1", "renormalise the weight between steps"), lambda: renormalised(1.0), lambda: renormalised(None)),
-    Case(("use scale_grad_by_freq=False",), lambda: renormalised(None, True), lambda: renormalised(None, False)),
-    Case(("every backward of a step, on every rank, or for none",), lambda: weights_of([0]), each(weights_of, [0, 1], [])),
-    Case(("Encoder.encode computes with parameters that are shards", "call the method from forward()"), lambda: encoded(False), lambda: encoded(True)),
-    Case(("call the block itself instead of its forward()", "list the called modules in parallel.blocks"), bypassed, lambda: bypassed(False) and bypassed(blocks=["blocks.*.side"])),
-)  # fmt: skip
+    Case(
+        ("has max_norm = 1", "renormalise the weight between steps"),
+        partial(renormalised, 1.0),
+        partial(renormalised, None),
+    ),
+    Case(
+        ("use scale_grad_by_freq=False",),
+        partial(renormalised, None, True),
+        partial(renormalised, None, False),
+    ),
+    Case(
+        ("every backward of a step, on every rank, or for none",),
+        partial(step_with_weights, [0]),
+        each(step_with_weights, [0, 1], []),
+    ),
+    Case(
+        (
+            "Encoder.encode computes with parameters that are shards",
+            "call the method from forward()",
+        ),
+        *each_way(encoded),
+    ),
+    Case(
+        (
+            "call the block itself instead of its forward()",
+            "list the called modules in parallel.blocks",
+        ),
+        bypassed,
+        lambda: bypassed(False) and bypassed(blocks=["blocks.*.side"]),
+    ),
+)
 
 
-def of_rows(rank):
-    """Cases of rows that ranks have in different numbers."""
+def different_rows(rank):
+    """Yield cases in which ranks have different numbers of rows."""
     from plait.hf import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = plain()
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    wide, long = torch.ones(2, 3 + rank), torch.ones(2 + rank)
-    padded = partial(accelerator.pad_across_processes, wide, dim=1)
-    yield Case(("call accelerator.pad_across_processes(tensor, dim=1)",), lambda: accelerator.gather(wide), lambda: accelerator.gather(padded()).shape == (4, 4))  # fmt: skip
-    yield Case(("or use accelerator.gather, whose rows may differ",), lambda: accelerator.reduce(long), lambda: accelerator.gather(long).shape == (5,))  # fmt: skip
+    wide = torch.ones(2, 3 + rank)
+    long = torch.ones(2 + rank)
+
+    def gather_padded():
+        padded = accelerator.pad_across_processes(wide, dim=1)
+        return accelerator.gather(padded).shape == (4, 4)
+
+    yield Case(
+        ("call accelerator.pad_across_processes(tensor, dim=1)",),
+        lambda: accelerator.gather(wide),
+        gather_padded,
+    )
+    yield Case(
+        ("or use accelerator.gather, whose rows may differ",),
+        lambda: accelerator.reduce(long),
+        lambda: accelerator.gather(long).shape == (5,),
+    )
     accelerator.free_memory()
 
 
-def followed(rank, world, folder):
-    """Runs in a worker."""
-    again = partial(on_another_stage, folder)
-    words = ("was already sharded by Plait", "build it again", "and load its checkpoint")
-    found = failures([*DATA_PARALLEL, *PIPELINES, *TILES, *DIFFERENT_RANKS, Case(words, lambda: again(False), lambda: again(True))])  # fmt: skip
+def all_failures(rank, world, folder):
+    """Return the failures of all tables. Runs on every rank."""
+    sharded_again = Case(
+        ("was already sharded by Plait", "build it again", "and load its checkpoint"),
+        *each_way(partial(on_another_stage, folder)),
+    )
+    result = failures([*DATA_PARALLEL, *PIPELINES, *TILES, *DIFFERENT_RANKS, sharded_again])
     with trainers.launched(rank, world):
-        return found + failures(of_rows(rank))
+        return result + failures(different_rows(rank))
 
 
 def test_advice_works_when_it_is_followed(pool, tmp_path):
-    """After a refusal by name, what the message says trains. Kinds: decisions, ranks, pipelines, own loops, shapes, changed models."""
-    first, second = pool.run(2, followed, str(tmp_path))
-    assert not first, "\n".join(first)
-    assert not second, "\n".join(second)
+    for messages in pool.run(2, all_failures, str(tmp_path)):
+        assert not messages, "\n".join(messages)

@@ -1,5 +1,8 @@
-"""Parts of sequences with FlexAttention and FlashAttention compute what one process does with SDPA: losses, gradients, norm and weights in
-float64, with documents, windows, caps, value heads of another width, and fewer key-value heads than ranks."""
+"""Context parallelism with FlexAttention and FlashAttention equals SDPA in one process.
+
+Losses, gradients, norms and weights are compared in float64, with documents, windows, caps, value
+heads of another width, and fewer key-value heads than ranks.
+"""
 
 from __future__ import annotations
 
@@ -46,84 +49,88 @@ FLASH = cases_of("""
 """)
 
 
-def trained(case, implementation):
+def model_with(case, implementation):
     model: Any = build(case)
-    model.config._attn_implementation_internal = (
-        implementation  # which Transformers allows where it is installed
-    )
-    with keeping_float64(model):
-        engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(engine, steps(case, 2 * engine.dp_size))
-        engine.eval_batch(steps(case, 2)[0][0])
-    return trace, biases(model)
+    # Transformers' public setter refuses implementations that need a GPU.
+    model.config._attn_implementation_internal = implementation
+    return model
 
 
-def with_flex(rank, world, case):
-    """Runs in a worker."""
-    with flash.flex_backward():
-        return trained(case, "flex_attention")
+KERNELS = {"flex_attention": flash.flex_backward, "flash_attention_2": flash.installed}
 
 
-def with_flash(rank, world, case):
-    """Runs in a worker."""
-    with flash.installed():
-        return trained(case, "flash_attention_2")
+def trained(rank, world, case, implementation):
+    """Return the trace and the router biases of a run. Runs on every rank."""
+    with KERNELS[implementation]():
+        model = model_with(case, implementation)
+        with keeping_float64(model):
+            engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
+            trace = engine_trace(engine, steps(case, 2 * engine.dp_size))
+            engine.eval_batch(steps(case, 2)[0][0])
+        return trace, biases(model)
 
 
 @pytest.mark.parametrize("case", proof_after(0, FLEX, name=lambda case: case.name))
 def test_flex_attention(pool, case):
-    """torch's own, uncompiled."""
-    assert_equal(case, pool.run(case.world, with_flex, case))
+    """torch's own implementation, uncompiled."""
+    assert_equal(case, pool.run(case.world, trained, case, "flex_attention"))
 
 
 @pytest.mark.parametrize("case", proof_after(1, FLASH, name=lambda case: case.name))
 def test_flash_attention(pool, case):
-    """Through Transformers, with a package of its interface."""
-    assert_equal(case, pool.run(case.world, with_flash, case))
+    """Transformers calls a package with FlashAttention's interface."""
+    assert_equal(case, pool.run(case.world, trained, case, "flash_attention_2"))
 
 
-def other_documents(rank, world, case):
-    """How often documents are looked for in two steps and two evaluations; the evaluations' losses with FlashAttention, and with SDPA.
-    Runs in a worker."""
-    pieces = []
-    for at in (5, 9):  # of the same shape, with documents of other lengths
+def evaluations(rank, world, case):
+    """Train two steps and evaluate three micro-batches with FlashAttention and with SDPA.
+
+    Returns the number of document searches after each phase, and the losses of both. Runs on every
+    rank.
+    """
+    # Two batches of one shape, with documents of different lengths.
+    batches = []
+    for border in (5, 9):
         ids = torch.arange(2 * 16).view(2, 16) % cases.VOCABULARY
         positions = torch.arange(16).repeat(2, 1)
-        positions[:, at:] -= at
-        pieces.append({"input_ids": ids, "labels": ids.clone(), "position_ids": positions})
-    counts, losses, called = [], [], []
-    find = PackedDocuments.from_starts
+        positions[:, border:] -= border
+        batches.append({"input_ids": ids, "labels": ids.clone(), "position_ids": positions})
 
-    def counted(starts, device):
-        called.append(starts.device.type)
-        return find(starts, device)
+    searches: list[str] = []
+    from_starts = PackedDocuments.from_starts
 
+    def count_search(starts, device):
+        searches.append(starts.device.type)
+        return from_starts(starts, device)
+
+    counts = []
+    losses = []
     with flash.installed(), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(PackedDocuments, "from_starts", counted)
+        # A search per layer has the same result, so only its calls show it.
+        monkeypatch.setattr(PackedDocuments, "from_starts", count_search)
         for implementation in ("flash_attention_2", "sdpa"):
-            model: Any = build(case)
-            model.config._attn_implementation_internal = implementation
+            searches.clear()
+            model = model_with(case, implementation)
             with keeping_float64(model):
                 engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
                 for _ in range(2):
-                    engine.train_batch(list(pieces))
-                    counts.append(len(called))
-                found = [engine.eval_batch(piece) for piece in (*pieces, pieces[0])]
-                counts.append(len(called))
-            losses.append([total for total, _ in found])
-            called.clear()
+                    engine.train_batch(list(batches))
+                    counts.append(len(searches))
+                results = [engine.eval_batch(batch) for batch in (*batches, batches[0])]
+                counts.append(len(searches))
+            losses.append([total for total, _ in results])
     return counts, *losses
 
 
 @pytest.mark.parametrize(
-    "words",
+    "layout",
     proof_after(1, ["cp2 selective", "cp2", "cp2 full", "cp2 pp2 full", "cp2 pp2 selective"]),
 )
-def test_documents_are_found_once_per_micro_batch(pool, words):
-    """In none of the layers, nor in their recomputation; each micro-batch has its own."""
-    case = case_of(f"llama packed ulysses {words}")
-    for counts, found, expected in pool.run(case.world, other_documents, case):
-        # Two micro-batches a step, three evaluations; none for SDPA.
+def test_documents_are_found_once_per_micro_batch(pool, layout):
+    """Neither layers nor their recomputation search again, and micro-batches share nothing."""
+    case = case_of(f"llama packed ulysses {layout}")
+    for counts, losses, expected in pool.run(case.world, evaluations, case):
+        # A step has two micro-batches, and there are three evaluations. SDPA needs no search.
         assert counts == [2, 4, 7, 0, 0, 0]
-        assert found == pytest.approx(expected, rel=1e-10)
-        assert found[0] == found[2] != found[1]
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert losses[0] == losses[2] != losses[1]

@@ -1,4 +1,7 @@
-"""Compression that the user allows is taken where the run's own steps show that it pays, on all ranks alike, and stays over a restart."""
+"""Gradients are compressed if the run's own steps show that it saves time.
+
+All ranks take the same decision, and a restart keeps it.
+"""
 
 from __future__ import annotations
 
@@ -32,207 +35,213 @@ from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 
-WHOLE_STEPS, TRIED_STEPS = 6, 5
-"""Of whole gradients, and of each way that is tried: one before the clock, two uncounted, three that count."""
-ALL_TRIED_AT = WHOLE_STEPS + 2 * TRIED_STEPS
-DECIDES_AT = ALL_TRIED_AT + TRIED_STEPS
-"""Whole gradients once more, before another way is taken."""
-COMPUTATION = -1
+TRIAL_STEPS = 5
+"""Steps of each candidate: two that do not count and three that do."""
+UNCOMPRESSED_STEPS = 1 + TRIAL_STEPS
+"""The first step of a run starts the clock."""
+ALL_TRIED_AT = UNCOMPRESSED_STEPS + 2 * TRIAL_STEPS
+DECIDES_AT = ALL_TRIED_AT + TRIAL_STEPS
+"""Uncompressed gradients are measured once more before a candidate is taken."""
+
+# Keys of the simulated durations, besides the bits of quantised gradients.
+UNCOMPRESSED = 0
+POWERSGD = 1
+SLOW = {UNCOMPRESSED: 0.2}
+"""Seconds that a step waits for uncompressed gradients."""
+
+LINKS = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(1.0, 0)}))
+BUCKETS = {
+    UNCOMPRESSED: AlgorithmBuckets,
+    POWERSGD: PowerSGDBuckets,
+    4: QuantisedBuckets,
+    8: QuantisedBuckets,
+}
 
 
-def config_of(**parallel):
-    config = settings(2, 0, 1, 1)
+def config_of(stage=0, **parallel):
+    config = settings(2, stage, 1, 1)
     config["parallel"] |= {"transport": "torch", "compress_gradients": "auto", **parallel}
     return config
 
 
-LINKS = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(1.0, 0)}))
+def fixed_links():
+    """Replace the measurement of links, which would depend on the machine."""
+    return patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS)
 
 
-WAYS = {8: QuantisedBuckets, 4: QuantisedBuckets, 0: AlgorithmBuckets, 1: PowerSGDBuckets}
-
-
-def slowed(clock, seconds):
-    """Finishing the buckets of a step takes so long in each way (bits; 0 whole, 1 PowerSGD)."""
+def slow_buckets(clock, seconds):
+    """Make the end of a step's reduction take simulated time, by the kind of its buckets."""
     stack = ExitStack()
-    for kind in {WAYS[way] for way in seconds if way != COMPUTATION}:
+    for kind in {BUCKETS[key] for key in seconds}:
 
-        def finish(self, index, honest=kind.finish):
+        def finish(self, index, original=kind.finish):
             if index == 0:
-                clock.sleep(
-                    seconds.get(
-                        1 if isinstance(self, PowerSGDBuckets) else getattr(self, "_bits", 0), 0
-                    )
-                )
-            honest(self, index)
+                powersgd = isinstance(self, PowerSGDBuckets)
+                key = POWERSGD if powersgd else getattr(self, "_bits", UNCOMPRESSED)
+                clock.sleep(seconds.get(key, 0))
+            original(self, index)
 
         stack.enter_context(patch.object(kind, "finish", finish))
     return stack
 
 
-def trained(rank, world, config, slow, steps):
-    """Runs in a worker."""
+def trained(rank, world, config, seconds, steps):
+    """Train on a simulated clock, and return what was decided. Runs on every rank."""
     clock = Clock()
-    with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
+    with fixed_links():
         model = cases.build("plain", tied=False)
-        model.register_forward_pre_hook(lambda *_: clock.sleep(slow.get(COMPUTATION, 0)))
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     batch = cases.steps_for("plain", world)[0][rank]
-    with slowed(clock, slow), clock.instead():
+    with slow_buckets(clock, seconds), clock.instead():
         results = [engine.train_batch(batch) for _ in range(steps)]
-    assert engine.hooks.find(Reducer) is not None
+    autotuner = engine.hooks.find(CompressionAutotuner)
     return {
-        "said": engine.hooks.description,
-        "says_now": engine.communication,
+        "description": engine.hooks.description,
+        "communication": engine.communication,
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
-        "compressed": isinstance(engine.hooks.find(Reducer).reduction, QuantisedBuckets),
-        "code": int(engine.hooks.find(CompressionAutotuner).decision)
-        if engine.hooks.find(CompressionAutotuner) is not None
-        else 0,
-        "autotuner": engine.hooks.find(CompressionAutotuner) is not None,
+        "quantised": isinstance(engine.hooks.find(Reducer).reduction, QuantisedBuckets),
+        "code": int(autotuner.decision) if autotuner is not None else 0,
+        "autotuner": autotuner is not None,
         "parameters": [p.detach().clone() for p in engine.model.parameters()],
     }
 
 
-SLOW = {0: 0.2}
-"""Seconds that a step of whole gradients waits for them."""
+def decision_steps(results):
+    """Return the numbers of the steps that reported a decision."""
+    return [step for step, text in enumerate(results["decided"], start=1) if text]
 
 
-def test_compression_is_chosen_where_a_trial_saves_time(pool):
+def test_compression_is_chosen_if_a_trial_saves_time(pool):
     first, second = pool.run(2, trained, config_of(), SLOW | {8: 0.03, 4: 0.2}, DECIDES_AT + 3)
-    assert "The first steps decide on compression: int8, int4" in first["said"]
-    assert first["compressed"] and second["compressed"]
-    assert [bool(said) for said in first["decided"]] == [
-        step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)
-    ]
-    decided = first["decided"][DECIDES_AT - 1]
-    assert "gradients are sent as int8 from now on: a step takes" in decided
-    assert " ms uncompressed; candidates: int8 " in decided
-    assert ", uncompressed again " in decided
-    assert first["says_now"] == f"{first['said']}. {decided}"
+    assert "The first steps decide on compression: int8, int4" in first["description"]
+    assert first["quantised"] and second["quantised"]
+    assert decision_steps(first) == [DECIDES_AT]
+    decision = first["decided"][DECIDES_AT - 1]
+    assert "gradients are sent as int8 from now on: a step takes" in decision
+    assert " ms uncompressed; candidates: int8 " in decision
+    assert ", uncompressed again " in decision
+    assert first["communication"] == f"{first['description']}. {decision}"
     assert first["losses"] == second["losses"]
-    assert all(
-        torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True)
-    )
-    whole = pool.run(2, trained, config_of(compress_gradients="none"), {}, DECIDES_AT + 3)[0]
-    assert first["losses"][: WHOLE_STEPS + 1] == pytest.approx(
-        whole["losses"][: WHOLE_STEPS + 1], rel=1e-12
-    ), "the first steps are whole"
-    assert first["losses"][-1] != whole["losses"][-1]
-    assert first["losses"][-1] == pytest.approx(whole["losses"][-1], rel=0.01)
+    assert all(map(torch.equal, first["parameters"], second["parameters"]))
+
+    # The first steps are uncompressed, and the last one is not.
+    config = config_of(compress_gradients="none")
+    uncompressed = pool.run(2, trained, config, {}, DECIDES_AT + 3)[0]["losses"]
+    compared = UNCOMPRESSED_STEPS + 1
+    assert first["losses"][:compared] == pytest.approx(uncompressed[:compared], rel=1e-12)
+    assert first["losses"][-1] != uncompressed[-1]
+    assert first["losses"][-1] == pytest.approx(uncompressed[-1], rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("allowed", "takes", "code"),
+    ("allowed", "seconds", "code"),
     [
         ("auto", {8: 0.12, 4: 0.02}, 4),
-        ("auto", {8: 0.03, 4: 0.2}, 8),
         (["int8"], {8: 0.1}, 8),
-        (["powersgd", "int8"], {8: 0.12, 1: 0}, 1),
-        (["powersgd", "int4"], {4: 0.03, 1: 0.2}, 4),
-        ("auto", {8: 0.3, 4: 0.3}, 0),
+        (["powersgd", "int8"], {8: 0.12, POWERSGD: 0}, POWERSGD),
+        (["powersgd", "int4"], {4: 0.03, POWERSGD: 0.2}, 4),
+        ("auto", {8: 0.3, 4: 0.3}, UNCOMPRESSED),
     ],
 )
-def test_what_changes_more_has_to_save_more(pool, allowed, takes, code):
-    steps = WHOLE_STEPS + (len(takes) + bool(code)) * TRIED_STEPS
-    results = pool.run(2, trained, config_of(compress_gradients=allowed), SLOW | takes, steps)
-    assert [found["code"] for found in results] == [code, code]
-    assert [bool(said) for said in results[0]["decided"]] == [
-        step + 1 == steps for step in range(steps)
-    ]
-    assert results[0]["compressed"] == (code > 1)
+def test_the_fastest_allowed_candidate_is_taken(pool, allowed, seconds, code):
+    """The trials end early if no candidate is faster."""
+    steps = UNCOMPRESSED_STEPS + (len(seconds) + bool(code)) * TRIAL_STEPS
+    config = config_of(compress_gradients=allowed)
+    results = pool.run(2, trained, config, SLOW | seconds, steps)
+    assert [result["code"] for result in results] == [code, code]
+    assert decision_steps(results[0]) == [steps]
+    assert results[0]["quantised"] == (code in (4, 8))
 
 
 @pytest.mark.parametrize(
-    ("tried", "taken"),
+    ("trials", "best"),
     [
-        ({"int8": 0.96}, "whole"),
+        ({"int8": 0.96}, "uncompressed"),
         ({"int8": 0.94, "int4": 0.9}, "int8"),
         ({"int8": 0.94, "int4": 0.89}, "int4"),
         ({"int8": 2.0, "int4": 0.9}, "int4"),
     ],
 )
-def test_a_twentieth_of_the_best_before_has_to_be_saved(tried, taken):
-    assert best_candidate({"whole": 1.0, **tried}) == taken
+def test_a_candidate_must_save_a_twentieth_of_the_best(trials, best):
+    assert best_candidate({"uncompressed": 1.0, **trials}) == best
 
 
 def on_a_clock(rank, world, seconds):
-    """(decision, ways taken in turn, what was said), of steps that take so long. Runs in a worker."""
-    taken: list[str] = []
-    options = tuple(
-        CompressionCandidate(name, code, partial(taken.append, name))
+    """Return the decision, the candidates in turn, and the reports. Runs on every rank.
+
+    `seconds` are the durations of the steps.
+    """
+    active: list[str] = []
+    candidates = tuple(
+        CompressionCandidate(name, code, partial(active.append, name))
         for name, code in (("int8", 8), ("int4", 4))
     )
+    uncompressed = partial(active.append, "uncompressed")
     autotuner = CompressionAutotuner(
-        (dist.group.WORLD,), torch.device("cpu"), partial(taken.append, "whole"), options
+        (dist.group.WORLD,), torch.device("cpu"), uncompressed, candidates
     )
-    now, said = 0.0, []
+    now = 0.0
+    reports = []
     with patch.object(time, "perf_counter", lambda: now):
         for step in seconds:
             now += step
-            said.append(autotuner.after_step(StepEnd(skipped=False)))
-    return int(autotuner.decision), taken, [text for text in said if text]
+            reports.append(autotuner.after_step(StepEnd(skipped=False)))
+    return int(autotuner.decision), active, list(filter(None, reports))
 
 
-def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool):
-    """int8 seems to save a fifth, until whole gradients take as long."""
-    slow_at_first = [1.0] * WHOLE_STEPS + [0.8] * 3 * TRIED_STEPS
-    decision, taken, said = pool.run(2, on_a_clock, slow_at_first)[0]
-    assert (decision, taken) == (0, ["int8", "int4", "whole"])
-    assert said == [
-        "gradients stay uncompressed: a step takes 800 ms uncompressed; candidates: int8 800 ms, int4 800 ms, uncompressed again 800 ms"
+def test_steps_that_were_slow_by_chance_decide_nothing(pool):
+    """int8 seems to save a fifth until uncompressed gradients are as fast."""
+    slow_at_first = [1.0] * UNCOMPRESSED_STEPS + [0.8] * 3 * TRIAL_STEPS
+    decision, active, reports = pool.run(2, on_a_clock, slow_at_first)[0]
+    assert (decision, active) == (0, ["int8", "int4", "uncompressed"])
+    assert reports == [
+        "gradients stay uncompressed: a step takes 800 ms uncompressed;"
+        " candidates: int8 800 ms, int4 800 ms, uncompressed again 800 ms"
     ]
-    slow = [1.0] * WHOLE_STEPS + [0.8] * 2 * TRIED_STEPS + [1.0] * TRIED_STEPS
-    assert pool.run(2, on_a_clock, slow)[0][:2] == (8, ["int8", "int4", "whole", "int8"])
+    slow = [1.0] * UNCOMPRESSED_STEPS + [0.8] * 2 * TRIAL_STEPS + [1.0] * TRIAL_STEPS
+    decision, active, _ = pool.run(2, on_a_clock, slow)[0]
+    assert (decision, active) == (8, ["int8", "int4", "uncompressed", "int8"])
 
 
-def test_a_step_that_computes_longer_stays_uncompressed(pool):
-    found = pool.run(2, trained, config_of(), {COMPUTATION: 0.3}, ALL_TRIED_AT)[0]
-    assert not found["compressed"] and found["code"] == 0
-    assert "gradients stay uncompressed: a step takes" in found["decided"][-1]
+def test_the_start_reports_why_nothing_is_tried(pool, tmp_path):
+    reason = "Gradients stay uncompressed: shared memory is faster than compressing"
+    result = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
+    assert reason in result["description"]
+    assert not result["autotuner"]
+    config = config_of(2, transport="auto")
+    result = pool.run(2, sharded, config, {UNCOMPRESSED: 0.0}, 1, str(tmp_path))[0]
+    assert reason in result["description"]
 
-
-def test_where_nothing_is_open_the_reason_is_said_at_once(pool):
-    found = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
-    assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
-    assert not found["autotuner"]
-    assert (
-        "stay uncompressed"
-        not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
-    )
-    assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["autotuner"], (
-        "the steps decide, with or without measured links"
-    )
-
-
-def sharded_config(stage, **more):
-    config = settings(2, stage, 1, 1)
-    config["parallel"] |= {"transport": "torch", "compress_gradients": "auto", **more}
-    return config
+    result = pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]
+    assert "stay uncompressed" not in result["description"]
+    # Steps decide with or without measured links.
+    assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["autotuner"]
 
 
 def bits_of(engine):
     residuals = engine.hooks.find(Residuals)
-    return (
-        {scatter._bits for scatter in residuals.units.values()} if residuals is not None else set()
-    )
+    if residuals is None:
+        return set()
+    return {scatter._bits for scatter in residuals.units.values()}
 
 
-def sharded(rank, world, config, takes, steps, folder):
-    """Each reduction takes so long (bits; 0 whole). A checkpoint at the end, and a step of an engine that goes on from it. Runs in a
-    worker."""
+def sharded(rank, world, config, seconds, steps, folder):
+    """Train with simulated durations of reductions, save, and go on with a second engine.
+
+    Runs on every rank.
+    """
     kinds: dict[type, Any] = {
-        AllToAllReduceScatter: lambda scatter: 0,
+        AllToAllReduceScatter: lambda scatter: UNCOMPRESSED,
         QuantisedReduceScatter: lambda scatter: scatter._bits,
     }
     clock = Clock()
     with ExitStack() as stack:
-        for kind, bits in kinds.items():
+        for kind, key_of in kinds.items():
 
-            def reduce(self, *args, honest=kind.__call__, bits=bits, **options):
-                clock.sleep(takes[bits(self)])
-                return honest(self, *args, **options)
+            def reduce(self, *args, original=kind.__call__, key_of=key_of, **options):
+                clock.sleep(seconds[key_of(self)])
+                return original(self, *args, **options)
 
             stack.enter_context(patch.object(kind, "__call__", reduce))
         engine = cases.engine(cases.build("plain", tied=False), config)
@@ -240,112 +249,114 @@ def sharded(rank, world, config, takes, steps, folder):
         with clock.instead():
             results = [engine.train_batch(batch) for _ in range(steps)]
         engine.save_checkpoint(folder)
-        other = cases.engine(cases.build("plain", tied=False), config)
-        other.load_checkpoint(folder)
-        again = [float(one.train_batch(batch)) for one in (engine, other)]
+        resumed_engine = cases.engine(cases.build("plain", tied=False), config)
+        resumed_engine.load_checkpoint(folder)
+        next_losses = [float(each.train_batch(batch)) for each in (engine, resumed_engine)]
     return {
-        "said": engine.hooks.description,
+        "description": engine.hooks.description,
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
         "bits": bits_of(engine),
-        "others_bits": bits_of(other),
-        "again": again,
+        "resumed_bits": bits_of(resumed_engine),
+        "next_losses": next_losses,
     }
 
 
+FEEDBACK = {"error_feedback": True}
+
+
 @pytest.mark.parametrize(
-    ("stage", "takes", "more", "bits"),
+    ("stage", "seconds", "parallel", "bits"),
     [
-        (1, {0: 0.1, 8: 0.02, 4: 0.06}, {}, {8}),
+        pytest.param(1, {0: 0.1, 8: 0.02, 4: 0.06}, {}, {8}, id="stage 1"),
         pytest.param(
-            2, {0: 0.1, 8: 0.06, 4: 0.0}, {"error_feedback": True}, {4}, marks=pytest.mark.proof
+            2, {0: 0.1, 8: 0.06, 4: 0.0}, FEEDBACK, {4}, marks=pytest.mark.proof, id="stage 2"
         ),
-        (3, {0: 0.1, 8: 0.06, 4: 0.0}, {"compress_weights": "int8", "error_feedback": True}, {4}),
-        pytest.param(3, {0: 0.1, 8: 0.2, 4: 0.2}, {}, set(), marks=pytest.mark.proof),
+        pytest.param(
+            3,
+            {0: 0.1, 8: 0.06, 4: 0.0},
+            {"compress_weights": "int8", **FEEDBACK},
+            {4},
+            id="stage 3",
+        ),
+        pytest.param(
+            3, {0: 0.1, 8: 0.2, 4: 0.2}, {}, set(), marks=pytest.mark.proof, id="stage 3, slow"
+        ),
     ],
 )
-def test_sharded_stages_decide_too(pool, tmp_path, stage, takes, more, bits):
-    first, second = pool.run(
-        2, sharded, sharded_config(stage, **more), takes, DECIDES_AT + 2, str(tmp_path)
-    )
+def test_sharded_stages_decide_on_compression(pool, tmp_path, stage, seconds, parallel, bits):
+    config = config_of(stage, **parallel)
+    steps = DECIDES_AT + 2
+    first, second = pool.run(2, sharded, config, seconds, steps, str(tmp_path))
     assert first["losses"] == second["losses"]
-    assert "The first steps decide on compression: int8, int4" in first["said"]
-    decides_at = DECIDES_AT if bits else ALL_TRIED_AT
-    assert [bool(said) for said in first["decided"]] == [
-        step + 1 == decides_at for step in range(DECIDES_AT + 2)
-    ]
-    assert first["bits"] == second["bits"] == first["others_bits"] == bits
-    assert first["again"][0] == first["again"][1], "a run that goes on is the same, errors and all"
-    fixed = sharded_config(stage, **more | {"compress_gradients": "none"})
-    whole = pool.run(2, sharded, fixed, takes, DECIDES_AT + 2, str(tmp_path / "whole"))[0]
-    assert first["losses"][:WHOLE_STEPS] == whole["losses"][:WHOLE_STEPS], (
-        "the first steps are whole"
-    )
-    assert first["losses"][WHOLE_STEPS + 1] != whole["losses"][WHOLE_STEPS + 1]
+    assert "The first steps decide on compression: int8, int4" in first["description"]
+    assert decision_steps(first) == [DECIDES_AT if bits else ALL_TRIED_AT]
+    assert first["bits"] == second["bits"] == first["resumed_bits"] == bits
+    # The errors of compression are in the checkpoint, so the resumed run has the same loss.
+    assert first["next_losses"][0] == first["next_losses"][1]
+
+    # The first steps are uncompressed, and later ones are not.
+    config = config_of(stage, **parallel | {"compress_gradients": "none"})
+    folder = str(tmp_path / "uncompressed")
+    uncompressed = pool.run(2, sharded, config, seconds, steps, folder)[0]["losses"]
+    assert first["losses"][:UNCOMPRESSED_STEPS] == uncompressed[:UNCOMPRESSED_STEPS]
+    assert first["losses"][UNCOMPRESSED_STEPS + 1] != uncompressed[UNCOMPRESSED_STEPS + 1]
 
 
-def test_shared_memory_leaves_sharded_gradients_whole(pool, tmp_path):
-    config = sharded_config(2, transport="auto")
-    found = pool.run(2, sharded, config, {0: 0.0}, 1, str(tmp_path))[0]
-    assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
-
-
-def test_factors_of_shards_are_refused():
-    with pytest.raises(
-        ConfigError, match="factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards"
-    ):
-        resolve(
-            load(sharded_config(2, compress_gradients=["int8", "powersgd"])),
-            world_size=2,
-            micro_batch_size=1,
-        )
+def test_powersgd_of_shards_is_refused():
+    config = load(config_of(2, compress_gradients=["int8", "powersgd"]))
+    message = "factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards"
+    with pytest.raises(ConfigError, match=message):
+        resolve(config, world_size=2, micro_batch_size=1)
 
 
 def resumed(rank, world, folder, compress):
-    """(losses of an uninterrupted run after its checkpoint, those of the one that goes on there, whether that compresses at once). Runs in
-    a worker."""
+    """Return the losses of a run and of its resumed copy, and whether the copy compresses.
+
+    Runs on every rank.
+    """
     batch = cases.steps_for("plain", world)[0][rank]
-    with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
-        one = cases.engine(cases.build("plain", tied=False), config_of())
-        assert one.hooks.find(CompressionAutotuner) is not None
-        one.train_batch(batch)
-        one.hooks.find(CompressionAutotuner).commit(8 if compress else 0)
+    with fixed_links():
+        engine = cases.engine(cases.build("plain", tied=False), config_of())
+        engine.train_batch(batch)
+        engine.hooks.find(CompressionAutotuner).commit(8 if compress else 0)
         for _ in range(2):
-            one.train_batch(batch)
-        one.save_checkpoint(folder)
-        other = cases.engine(cases.build("plain", tied=False), config_of())
-        other.load_checkpoint(folder)
-    assert other.hooks.find(Reducer) is not None
-    compresses = isinstance(other.hooks.find(Reducer).reduction, QuantisedBuckets)
+            engine.train_batch(batch)
+        engine.save_checkpoint(folder)
+        copy = cases.engine(cases.build("plain", tied=False), config_of())
+        copy.load_checkpoint(folder)
+    compresses = isinstance(copy.hooks.find(Reducer).reduction, QuantisedBuckets)
+    losses: list[float] = []
+    copied_losses: list[float] = []
     with patch.object(CompressionAutotuner, "commit", side_effect=AssertionError("decided twice")):
-        after = [[float(engine.train_batch(batch)) for _ in range(4)] for engine in (one, other)]
-    return after[0], after[1], compresses
+        for _ in range(4):
+            losses.append(float(engine.train_batch(batch)))
+            copied_losses.append(float(copy.train_batch(batch)))
+    return losses, copied_losses, compresses
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_restart_goes_on_with_what_was_decided(pool, tmp_path, compress):
-    for uninterrupted, again, compresses in pool.run(2, resumed, tmp_path, compress):
+def test_a_restart_keeps_the_decision(pool, tmp_path, compress):
+    for losses, copied_losses, compresses in pool.run(2, resumed, tmp_path, compress):
         assert compresses == compress
-        assert again == uninterrupted
+        assert copied_losses == losses
 
 
-def in_a_loop(rank, world):
-    """What the steps of your own training loop decide. Runs in a worker."""
+def in_own_loop(rank, world):
+    """Return what the steps of a user's training loop decide. Runs on every rank."""
     clock = Clock()
-    with patch.object(measure, "measure_algorithms", lambda *args, **options: LINKS):
+    with fixed_links():
         model = cases.build("plain", tied=False)
-        sharded = plait.parallelize(model, config_of())
-    optimizer, batch = (
-        cases.adamw(list(model.parameters())),
-        cases.steps_for("plain", world)[0][rank],
-    )
-    with slowed(clock, SLOW | {8: 0.03, 4: 0.2}), clock.instead():
+        sharded_model = plait.parallelize(model, config_of())
+    optimizer = cases.adamw(list(model.parameters()))
+    batch = cases.steps_for("plain", world)[0][rank]
+    with slow_buckets(clock, SLOW | {8: 0.03, 4: 0.2}), clock.instead():
         for _ in range(DECIDES_AT):
             total, weight = plait.causal_lm_loss(model(batch["input_ids"]), batch)
-            sharded.backward(total / weight)
-            sharded.step(optimizer)
-    return int(sharded.hooks.find(CompressionAutotuner).decision)
+            sharded_model.backward(total / weight)
+            sharded_model.step(optimizer)
+    return int(sharded_model.hooks.find(CompressionAutotuner).decision)
 
 
-def test_the_steps_of_a_loop_decide(pool):
-    assert pool.run(2, in_a_loop) == [8, 8]
+def test_steps_of_the_users_loop_decide(pool):
+    assert pool.run(2, in_own_loop) == [8, 8]

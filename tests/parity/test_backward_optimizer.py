@@ -1,4 +1,7 @@
-"""Parameters updated inside of the backward: the bits of a step at its end, gradients of one unit at a time, checkpoints of any layout."""
+"""Parameters updated inside of the backward have the bits of an update at its end.
+
+Checkpoints load on any layout.
+"""
 
 from __future__ import annotations
 
@@ -12,135 +15,150 @@ import plait
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError, ModelError
 from plait.verify.parity import engine_trace, full_tensor_on_cpu
+from tests.covers import proof_after
 from tests.parity import cases
 from tests.parity.digests import digest, digest_of
 from tests.parity.tensor_parallel import settings
 
 
-def configuration(world, stage, replicas, /, *, in_backward, **more):
-    """Without what needs all gradients; the learning rate changes from step to step."""
-    config = settings(world, more.pop("tp", 1), stage, replicas, 1, more.pop("sequence", False))
+def configuration(world, stage, replicas=1, *, in_backward=True, tp=1, sequence=False, **sections):
+    """Return a configuration whose learning rate changes from step to step.
+
+    It has nothing that needs all gradients at once, such as clipping.
+    """
+    config = settings(world, tp, stage, replicas, 1, sequence)
     parallel = {
         **config["parallel"],
-        **more.pop("parallel", {}),
+        **sections.pop("parallel", {}),
         "unused_parameters": False,
         "optimizer_in_backward": in_backward,
     }
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}}
-    return {**config, "gradient_clipping": 0, "scheduler": schedule, "parallel": parallel, **more}
+    fixed = {"gradient_clipping": 0, "scheduler": schedule, "parallel": parallel}
+    return {**config, **fixed, **sections}
 
 
-def both(rank, world, kind, arguments, more):
-    """At the end of the backward and inside: everything that a step has, then a run that nobody looks at. Runs in a worker."""
-    found = []
+def build_plain():
+    return cases.build("plain", tied=True, dtype=torch.float32)
+
+
+def both(rank, world, kind, layout, overrides):
+    """Train with the update at the end and inside of the backward. Runs on every rank.
+
+    Returns digests of a traced run, and of a second one, in which no trace holds the gradients.
+    """
+    results = []
     for in_backward in (False, True):
         model = cases.build(kind, tied=True, dtype=torch.float32)
-        engine = cases.engine(model, configuration(*arguments, in_backward=in_backward, **more))
+        config = configuration(*layout, in_backward=in_backward, **overrides)
+        engine = cases.engine(model, config)
         steps = cases.steps_for(kind, engine.dp_size, steps=2)
         trace = engine_trace(engine, steps)
         for step in steps:
-            piece = step[engine.dp_rank]
-            loss = engine(**piece).logits.sum() if kind != "plain" and not more else None
-            if loss is not None:  # DeepSpeed's three calls
-                engine.backward(loss)
-                engine.step()
+            batch = step[engine.dp_rank]
+            if kind == "plain" or overrides:
+                engine.train_batch([batch])
             else:
-                engine.train_batch([piece])
-        found.append(
-            (digest(trace), digest_of(engine), all(p.grad is None for p in model.parameters()))
-        )
-    return found
+                # DeepSpeed's three calls.
+                engine.backward(engine(**batch).logits.sum())
+                engine.step()
+        dropped = all(parameter.grad is None for parameter in model.parameters())
+        results.append((digest(trace), digest_of(engine), dropped))
+    return results
 
 
 BF16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
 COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
+FULL = {"parallel": {"recompute": {"mode": "full"}}}
+SELECTIVE = {"parallel": {"recompute": {"mode": "selective"}}}
+# Model, (ranks, ZeRO stage, replicas), overrides.
 CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("plain", (1, 0, 1), {}),
     ("llama", (1, 3, 1), BF16),
     ("llama", (2, 1, 1), {}),
-    ("gpt2", (2, 2, 1), {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}),
-    ("llama", (2, 3, 1), {**BF16, "parallel": {"recompute": {"mode": "full"}}}),
+    ("gpt2", (2, 2, 1), SGD),
+    ("llama", (2, 3, 1), {**BF16, **FULL}),
     ("qwen3", (4, 3, 2), {}),
     ("gpt2", (2, 0, 1), {"tp": 2}),
     ("llama", (2, 0, 1), {"tp": 2, "sequence": True}),
     ("llama", (4, 2, 1), {"tp": 2, "sequence": True, **BF16}),
-    ("gpt2", (4, 3, 1), {"tp": 2, "parallel": {"recompute": {"mode": "selective"}}}),
-    ("plain", (1, 0, 1), COMPILED),
-]
-PROOF: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
-    ("plain", (2, 3, 1), COMPILED),
+    ("gpt2", (4, 3, 1), {"tp": 2, **SELECTIVE}),
     ("qwen3", (4, 1, 1), {"tp": 2}),
+    ("plain", (1, 0, 1), COMPILED),
+    ("plain", (2, 3, 1), COMPILED),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "more"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.proof) for case in PROOF)],
-)
-def test_same_bits(pool, kind, arguments, more):
-    """Losses, norms, gradients, parameters and states; branches that a step leaves unused in one process."""
-    for at_end, inside in pool.run(arguments[0], both, kind, arguments, more):
+@pytest.mark.parametrize(("kind", "layout", "overrides"), proof_after(1, CASES))
+def test_update_in_backward_changes_no_bit(pool, kind, layout, overrides):
+    """The plain model leaves branches unused in one process."""
+    for at_end, inside in pool.run(layout[0], both, kind, layout, overrides):
         assert inside == at_end
 
 
-def resumed(rank, world, stage, folder, first, last, in_backward):
-    """Steps `first` to `last` of the whole world's data, by any layout. Runs in a worker."""
-    config = configuration(world, stage, 1, in_backward=in_backward)
+def pad(tensor):
+    """Pad a tensor of a micro-batch to 12 tokens, with targets that do not count."""
+    value = -100 if (tensor == -100).any() else 0
+    return nn.functional.pad(tensor, (0, 12 - tensor.shape[1]), value=value)
+
+
+def resumed(rank, world, stage, folder, steps, in_backward):
+    """Train some of four steps, from the checkpoint if there is one, and save. Runs on every rank.
+
+    All layouts train on the same global batches.
+    """
+    config = configuration(world, stage, in_backward=in_backward)
     engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
-    assert (engine.load_checkpoint(folder) is not None) == (first > 0)
-    for step in cases.steps_for("llama", 2, steps=4)[first:last]:
-        rows = {name: torch.cat([pad(piece[name]) for piece in step]) for name in step[0]}
-        size = 4 // world
-        engine.train_batch(
-            [{name: value[rank * size : (rank + 1) * size] for name, value in rows.items()}]
-        )
+    assert (engine.load_checkpoint(folder) is not None) == (steps.start > 0)
+    size = 4 // world
+    for step in cases.steps_for("llama", 2, steps=4)[steps]:
+        batch = {}
+        for name in step[0]:
+            rows = torch.cat([pad(micro_batch[name]) for micro_batch in step])
+            batch[name] = rows[rank * size : (rank + 1) * size]
+        engine.train_batch([batch])
     engine.save_checkpoint(folder)
     return [full_tensor_on_cpu(p) for p in engine.model.parameters()]
 
 
-def pad(tensor):
-    """To one length, with targets that do not count."""
-    return nn.functional.pad(
-        tensor, (0, 12 - tensor.shape[1]), value=-100 if bool((tensor == -100).any()) else 0
-    )
-
-
 def test_checkpoints_load_on_another_layout(pool, tmp_path):
-    """Begun on two processes with updates in the backward, ended on one with a step at the end, and the other way around."""
-    straight = pool.run(2, resumed, 2, str(tmp_path / "straight"), 0, 4, False)[0]
-    pool.run(2, resumed, 2, str(tmp_path / "a"), 0, 2, True)
-    torch.testing.assert_close(
-        pool.run(1, resumed, 0, str(tmp_path / "a"), 2, 4, False)[0], straight, rtol=0, atol=1e-11
-    )
-    pool.run(1, resumed, 0, str(tmp_path / "b"), 0, 2, True)
-    torch.testing.assert_close(
-        pool.run(2, resumed, 3, str(tmp_path / "b"), 2, 4, True)[0], straight, rtol=0, atol=1e-11
-    )
+    """Runs change between two ranks and one, and between the two moments of the update."""
+    all_steps, first_steps, last_steps = slice(0, 4), slice(0, 2), slice(2, 4)
+    folders = [str(tmp_path / name) for name in ("straight", "to one", "to two")]
+    expected = pool.run(2, resumed, 2, folders[0], all_steps, False)[0]
+
+    pool.run(2, resumed, 2, folders[1], first_steps, True)
+    on_one_rank = pool.run(1, resumed, 0, folders[1], last_steps, False)[0]
+    torch.testing.assert_close(on_one_rank, expected, rtol=0, atol=1e-11)
+
+    pool.run(1, resumed, 0, folders[2], first_steps, True)
+    on_two_ranks = pool.run(2, resumed, 3, folders[2], last_steps, True)[0]
+    torch.testing.assert_close(on_two_ranks, expected, rtol=0, atol=1e-11)
 
 
-def test_a_gradient_in_parts_is_found():
-    """The first part has been applied when the second comes."""
-    model = cases.build("plain", tied=True, dtype=torch.float32)
-    engine = plait.initialize(model, configuration(1, 0, 1, in_backward=True))
-    piece = cases.steps_for("plain", 1)[0][0]
-    engine.backward(engine(piece["input_ids"]).logits.sum())
+def test_a_gradient_in_two_parts_is_refused():
+    """The first part has been applied when the second arrives."""
+    ids = cases.steps_for("plain", 1)[0][0]["input_ids"]
+    engine = plait.initialize(build_plain(), configuration(1, 0))
+    engine.backward(engine(ids).logits.sum())
     with pytest.raises(ModelError, match="came in two parts"):
-        engine.backward(engine(piece["input_ids"]).logits.sum())
+        engine.backward(engine(ids).logits.sum())
     engine.close()
-    engine = plait.initialize(
-        cases.build("plain", tied=True, dtype=torch.float32),
-        configuration(1, 0, 1, in_backward=True),
-    )
-    engine.backward(engine(piece["input_ids"]).logits.mean(), weight=3)
+
+
+def test_a_weight_that_divides_later_is_refused():
+    ids = cases.steps_for("plain", 1)[0][0]["input_ids"]
+    engine = plait.initialize(build_plain(), configuration(1, 0))
+    engine.backward(engine(ids).logits.mean(), weight=3)
     with pytest.raises(InputError, match="divides when all weights are known"):
         engine.step()
     engine.close()
 
 
-def test_what_it_does_not_go_with():
-    """All at once; an optimizer that is not elementwise when it is there."""
-    config = {
-        **configuration(4, 2, 1, in_backward=True),
+def test_unsupported_settings_are_refused_together():
+    config = configuration(4, 2)
+    config |= {
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
@@ -151,14 +169,11 @@ def test_what_it_does_not_go_with():
         "dp_shard": 2,
         "pp": 2,
     }
-    config["zero_optimization"] = {
-        "stage": 2,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "x"},
-    }
-    with pytest.raises(ConfigError) as caught:
+    files = {"device": "nvme", "nvme_path": "x"}
+    config["zero_optimization"] = {"stage": 2, "offload_optimizer": files}
+    with pytest.raises(ConfigError) as raised:
         resolve(load(config), world_size=4)
-    said = str(caught.value)
-    for part in (
+    for text in (
         "accumulation",
         "clipping",
         "check_grad_overflow",
@@ -167,17 +182,17 @@ def test_what_it_does_not_go_with():
         "nvme",
         "compressed",
     ):
-        assert part in said, part
-    for stage, tree in ((0, {}), (2, {"fp16": {"enabled": True}})):
-        with pytest.raises(ConfigError, match="buckets" if stage == 0 else "float16"):
-            resolve(load({**configuration(4, stage, 1, in_backward=True), **tree}), world_size=4)
-    model = cases.build("plain", tied=True, dtype=torch.float32)
-    muon = {
-        **configuration(1, 0, 1, in_backward=True),
-        "optimizer": {"type": "Muon", "params": {"lr": 1e-3}},
-    }
+        assert text in str(raised.value)
+
+    with pytest.raises(ConfigError, match="buckets"):
+        resolve(load(configuration(4, 0)), world_size=4)
+    with pytest.raises(ConfigError, match="float16"):
+        resolve(load(configuration(4, 2, fp16={"enabled": True})), world_size=4)
+
+
+def test_unsupported_optimizers_are_refused():
+    muon = configuration(1, 0, optimizer={"type": "Muon", "params": {"lr": 1e-3}})
     with pytest.raises(ModelError, match="one element of a parameter"):
-        plait.initialize(model, muon)
-    model = cases.build("plain", tied=True, dtype=torch.float32)
+        plait.initialize(build_plain(), muon)
     with pytest.raises(ModelError, match="creates no optimizer"):
-        plait.parallelize(model, configuration(1, 0, 1, in_backward=True))
+        plait.parallelize(build_plain(), configuration(1, 0))

@@ -1,4 +1,4 @@
-"""What a user does with the parameters of a sharded model between steps: right as in one process, or refused by name."""
+"""Changes of a sharded model's parameters between steps have effect or are refused by name."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.verify.parity import full_tensor_on_cpu
+from tests.parity.full_tensors import full_weights
 from tests.parity.mean_losses import close
 
 
@@ -28,8 +28,11 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class ByNorm(torch.optim.SGD):
-    """Takes steps of a length that it reads from its parameters and gradients, as LAMB, Prodigy and D-Adaptation do."""
+class NormScaledSGD(torch.optim.SGD):
+    """Takes steps whose length depends on norms of parameters and gradients.
+
+    LAMB, Prodigy and D-Adaptation do so.
+    """
 
     def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
@@ -40,20 +43,22 @@ class ByNorm(torch.optim.SGD):
 
 
 def batch(rank, step):
-    """Rows of one rank."""
+    """Return the two samples of a rank."""
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(2, 5, generator=generator).double(), torch.randn(
-        2, 1, generator=generator
-    ).double()
+    inputs = torch.randn(2, 5, generator=generator).double()
+    targets = torch.randn(2, 1, generator=generator).double()
+    return inputs, targets
 
 
-def squares(output, piece):
-    """The loss of a sample, summed."""
-    return F.mse_loss(output, piece[1], reduction="sum")
+def squares(output, batch):
+    return F.mse_loss(output, batch[1], reduction="sum")
 
 
-def between(model):
-    """An evaluation on the model itself, then a write, of which neither the shards nor the gathered copies may be left behind."""
+def change_between_steps(model):
+    """Evaluate on the model itself, then write to its parameters.
+
+    The write must reach the shards although the evaluation has gathered copies.
+    """
     with torch.inference_mode():
         model(torch.ones(2, 5).double())
     with torch.no_grad():
@@ -63,31 +68,31 @@ def between(model):
 
 
 def reference(world, steps):
-    """One plain process."""
+    """Return the weights after training in one plain process."""
     torch.manual_seed(1)
     model = Net().double()
-    optimizer = ByNorm(model.parameters(), lr=0.1)
+    optimizer = NormScaledSGD(model.parameters(), lr=0.1)
     for step in range(steps):
         for rank in range(world):
-            piece = batch(rank, step)
-            (squares(model(piece[0]), piece) / (2 * world)).backward()
+            samples = batch(rank, step)
+            (squares(model(samples[0]), samples) / (2 * world)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        between(model)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        change_between_steps(model)
+    return full_weights(model)
 
 
-def said(call):
-    """The words of a refusal."""
+def message_of(function, *arguments):
+    """Return the message with which a call is refused, or an empty text."""
     try:
-        call()
+        function(*arguments)
     except plait.PlaitError as error:
         return str(error)
     return ""
 
 
-def engine_task(rank, world, stage, transport):
-    """Runs in a worker."""
+def changed(rank, world, stage, transport):
+    """Return the weights after two steps, and messages by the change. Runs on every rank."""
     torch.manual_seed(1)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -97,54 +102,61 @@ def engine_task(rank, world, stage, transport):
     }
     model = Net().double()
     engine = plait.initialize(
-        model, config, loss_fn=plait.per_sample(squares), optimizer=lambda p: ByNorm(p, lr=0.1)
+        model,
+        config,
+        loss_fn=plait.per_sample(squares),
+        optimizer=lambda parameters: NormScaledSGD(parameters, lr=0.1),
     )
     for step in range(2):
         engine.train_batch(batch(rank, step))
-        between(model)
-    weights = {name: full_tensor_on_cpu(parameter) for name, parameter in model.named_parameters()}
+        change_between_steps(model)
+    weights = full_weights(model)
 
-    refusals = []
+    messages = {}
+    samples = batch(rank, 0)
+    weight = model.head.weight
+    hook = weight.register_hook(lambda gradient: gradient * 2)
+    messages["hook"] = message_of(engine.train_batch, samples)
+    hook.remove()
 
-    def train():
-        engine.train_batch(batch(rank, 0))
-
-    kept = model.head.weight
-    handle = kept.register_hook(lambda grad: grad * 2)
-    refusals.append(said(train))
-    handle.remove()
     model.writes = True
-    refusals.append(said(train))
+    messages["write in the forward"] = message_of(engine.train_batch, samples)
     model.writes = False
-    overridden = {"head.bias": torch.zeros(1).double()}
-    refusals.append(said(lambda: torch.func.functional_call(model, overridden, batch(rank, 0)[:1])))
-    refusals.append(said(train))  # nothing is wrong any more
+
+    bias = {"head.bias": torch.zeros(1).double()}
+    messages["functional call"] = message_of(torch.func.functional_call, model, bias, samples[:1])
+    messages["none"] = message_of(engine.train_batch, samples)
+
     model.head.weight = nn.Parameter(torch.zeros(1, 5).double())
-    refusals.append(said(train))
-    model.head.weight = kept
-    kept.data = kept.data * 2
-    refusals.append(said(train))
-    return weights, refusals
+    messages["another parameter"] = message_of(engine.train_batch, samples)
+    model.head.weight = weight
+
+    weight.data = weight.data * 2
+    messages["other data"] = message_of(engine.train_batch, samples)
+    return weights, messages
+
+
+REFUSED = {
+    "hook": "head.weight has a hook on its gradient",
+    "write in the forward": "head.weight was written to while its shards were gathered",
+    "functional call": "head.bias was replaced after plait",
+    "another parameter": "head.weight was replaced after plait",
+    "other data": "head.weight.data was assigned to",
+}
 
 
 @pytest.mark.parametrize(("stage", "transport"), [(1, "auto"), (3, "torch")])
-def test_parameters_of_a_sharded_model(pool, stage, transport):
-    """Norms that an optimizer reads as numbers are the whole parameters'; a write behind an evaluation is kept; what shards cannot see is
-    refused: a hook on a gradient, a write in the forward, another parameter, other data."""
-    wanted = reference(2, steps=2)
-    for found, refusals in pool.run(2, engine_task, stage, transport):
-        close(found, wanted)
-        hook, written, called, nothing, replaced, data = refusals
-        assert "head.weight has a hook on its gradient" in hook
-        assert "head.weight was written to while its shards were gathered" in written
-        assert "head.bias was replaced after plait" in called
-        assert "head.weight was replaced after plait" in replaced
-        assert nothing == ""
-        assert "head.weight.data was assigned to" in data
+def test_changes_between_steps_have_effect_or_are_refused(pool, stage, transport):
+    expected = reference(2, steps=2)
+    for weights, messages in pool.run(2, changed, stage, transport):
+        close(weights, expected)
+        assert messages.pop("none") == ""
+        for change, message in messages.items():
+            assert REFUSED[change] in message
 
 
-def new_parts(rank, world, stage):
-    """Runs in a worker: a layer that is put in later, with an engine and in a loop of one's own."""
+def with_new_layer(rank, world, stage):
+    """Put a layer into a model of an engine and into one of a loop. Runs on every rank."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
@@ -154,22 +166,18 @@ def new_parts(rank, world, stage):
     engine = plait.initialize(model, config, loss_fn=plait.per_sample(squares))
     model.head = nn.Linear(5, 1).double()
     engine.optimizer.add_param_group({"params": list(model.head.parameters())})
-    first = said(lambda: engine.train_batch(batch(rank, 0)))
-    own = plait.parallelize(Net().double(), config).model
-    own.head = nn.Linear(5, 1).double()
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-    squares(own(batch(rank, 0)[0]), batch(rank, 0)).backward()
-    return first, said(optimizer.step)
+    in_engine = message_of(engine.train_batch, batch(rank, 0))
+
+    model = plait.parallelize(Net().double(), config).model
+    model.head = nn.Linear(5, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    squares(model(batch(rank, 0)[0]), batch(rank, 0)).backward()
+    return in_engine, message_of(optimizer.step)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_parts_that_were_put_in_later(pool, stage):
-    """Their gradients would be one rank's alone."""
-    for engine, own in pool.run(2, new_parts, stage):
-        assert (
-            "not part of the model when plait.initialize" in engine
-            or "was replaced after plait" in engine
-        )
-        assert (
-            "put into the model after plait.parallelize" in own or "was replaced after plait" in own
-        )
+def test_a_layer_that_was_added_later_is_refused(pool, stage):
+    """The gradients of the layer would be those of one rank."""
+    for in_engine, in_loop in pool.run(2, with_new_layer, stage):
+        assert "not part of the model when plait.initialize" in in_engine
+        assert "put into the model after plait.parallelize" in in_loop

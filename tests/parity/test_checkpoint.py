@@ -1,111 +1,93 @@
-"""A run that is saved on one layout and goes on on another computes what an uninterrupted run does."""
+"""A run that goes on from a checkpoint on another layout equals an uninterrupted run."""
 
 import pytest
-import torch
 
 import plait
-from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
+from tests.parity.full_tensors import assert_equal, full_weights
 from tests.parity.mean_losses import close
 
-GLOBAL = 6
-"""Micro-batches of a step over the whole world: every layout below deals out the same ones."""
+MICRO_BATCHES = 6
+"""Number of micro-batches of a step over all ranks, the same ones on every layout."""
 
 
-def config(world, stage, replicas):
-    """The same global batch on every layout."""
-    return settings(
-        world,
-        stage,
-        replicas,
-        GLOBAL // world,
-        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}},
-    )
+def config(world, stage):
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}}
+    return settings(world, stage, 1, MICRO_BATCHES // world, scheduler=schedule)
 
 
-def run(rank, world, conf, folder, first, last, save):
-    """Steps `first` to `last`, from the latest checkpoint if there is one. Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=True), conf, loss_fn=plait.causal_lm_loss)
+def run(rank, world, stage, folder, first, last):
+    """Train steps `first` to `last`, from the latest checkpoint if there is one, and save.
+
+    Runs on every rank.
+    """
+    engine = cases.engine(cases.build("plain", tied=True), config(world, stage))
     loaded = engine.load_checkpoint(folder)
     assert (loaded is not None) == (first > 0)
     if loaded is not None:
         assert engine.global_steps == first
         assert loaded[1] == {"position": first}
-    count = GLOBAL // world
-    steps = cases.ragged_steps(GLOBAL, steps=4, keys=())[first:last]
-    losses = [
-        float(engine.train_batch(step[rank * count : (rank + 1) * count]).loss) for step in steps
-    ]
-    if save:
-        engine.save_checkpoint(folder, client_state={"position": last})
-    return {
-        "losses": losses,
-        "weights": {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()},
-        "lr": engine.get_lr(),
-    }
+
+    count = MICRO_BATCHES // world
+    losses = []
+    for step in cases.ragged_steps(MICRO_BATCHES, steps=4, keys=())[first:last]:
+        batches = step[rank * count : (rank + 1) * count]
+        losses.append(float(engine.train_batch(batches).loss))
+    engine.save_checkpoint(folder, client_state={"position": last})
+    return {"losses": losses, "weights": full_weights(engine.model), "lr": engine.get_lr()}
 
 
 def test_resume_on_an_uneven_layout(pool, tmp_path):
-    """Losses, parameters, learning rate and the client's state go on as if nothing had happened; test_checkpoint_layouts.py has others."""
-    straight = pool.run(1, run, config(1, 0, 1), str(tmp_path / "none"), 0, 4, False)[0]
-    pool.run(2, run, config(2, 3, 1), str(tmp_path / "run"), 0, 2, True)
-    resumed = pool.run(3, run, config(3, 1, 1), str(tmp_path / "run"), 2, 4, False)[0]
-    assert resumed["losses"] == pytest.approx(straight["losses"][2:], rel=1e-12)
-    assert resumed["lr"] == pytest.approx(straight["lr"], rel=1e-12)
-    close(resumed["weights"], straight["weights"])
+    """Three ranks divide no parameter evenly. test_checkpoint_layouts.py has the other layouts."""
+    expected = pool.run(1, run, 0, str(tmp_path / "uninterrupted"), 0, 4)[0]
+    pool.run(2, run, 3, str(tmp_path / "run"), 0, 2)
+    resumed = pool.run(3, run, 1, str(tmp_path / "run"), 2, 4)[0]
+    assert resumed["losses"] == pytest.approx(expected["losses"][2:], rel=1e-12)
+    assert resumed["lr"] == pytest.approx(expected["lr"], rel=1e-12)
+    close(resumed["weights"], expected["weights"])
+
+
+def load_into_another_model(rank, world, folder):
+    """Runs on every rank."""
+    model = cases.PlainModel(tied=True, width=16).double()
+    with pytest.raises(plait.PlaitError, match=r"(?s)is of another model.*embed\.weight"):
+        plait.initialize(model, config(world, 0)).load_checkpoint(folder)
 
 
 def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path):
-    """By name and shape, before anything is loaded."""
-    pool.run(1, run, config(1, 0, 1), str(tmp_path), 0, 1, True)
-    said = pool.run(1, load_other, config(1, 0, 1), str(tmp_path))[0]
-    assert "is of another model" in said and "embed.weight" in said
+    pool.run(1, run, 0, str(tmp_path), 0, 1)
+    pool.run(1, load_into_another_model, str(tmp_path))
 
 
-def load_other(rank, world, conf, folder):
-    """Runs in a worker."""
-    model = cases.PlainModel(tied=True, width=16).double()
-    try:
-        plait.initialize(model, conf).load_checkpoint(folder)
-    except plait.PlaitError as error:
-        return str(error)
-    return "loaded"
-
-
-def between_micro_batches(rank, world, folder):
-    """What a save says in the middle of a step of the three calls; a load there begins the step anew. Runs in a worker."""
+def save_between_micro_batches(rank, world, folder):
+    """Save and load in the middle of a step of DeepSpeed's three calls. Runs on every rank."""
     engine = cases.engine(cases.build("plain", tied=True), settings(world, 1, 1, 2))
-    pieces = cases.ragged_steps(2 * world, steps=1, keys=())[0][2 * rank : 2 * rank + 2]
+    batches = cases.ragged_steps(2 * world, steps=1, keys=())[0][2 * rank : 2 * rank + 2]
 
-    def micro_batch(index):
-        engine.backward(engine(pieces[index]["input_ids"]).logits.square().mean())
-
-    def weights():
-        return [full_tensor_on_cpu(parameter) for parameter in engine.model.parameters()]
+    def backward(index):
+        engine.backward(engine(batches[index]["input_ids"]).logits.square().mean())
 
     engine.save_checkpoint(folder)
-    before = weights()
-    micro_batch(0)
-    with pytest.raises(plait.PlaitError) as caught:
+    before = full_weights(engine.model)
+    backward(0)
+    # The gradients of the first micro-batch would be lost.
+    with pytest.raises(plait.PlaitError, match="1 micro-batches of this step"):
         engine.save_checkpoint(folder)
     engine.step()
-    micro_batch(1)
+    backward(1)
     engine.step()
-    after = weights()
-    micro_batch(1)
+    after = full_weights(engine.model)
+
+    # A load in the middle of a step drops its gradients and begins the step again.
+    backward(1)
     engine.load_checkpoint(folder)
-    assert all(torch.equal(one, other) for one, other in zip(weights(), before, strict=True))
+    assert_equal(full_weights(engine.model), before)
     for index in range(2):
-        micro_batch(index)
+        backward(index)
         engine.step()
-    assert all(torch.equal(one, other) for one, other in zip(weights(), after, strict=True))
-    return str(caught.value)
+    assert_equal(full_weights(engine.model), after)
 
 
 def test_a_save_between_micro_batches_is_refused(pool, tmp_path):
-    """Its gradients would be lost in silence."""
-    assert all(
-        "1 micro-batches of this step" in said
-        for said in pool.run(2, between_micro_batches, str(tmp_path))
-    )
+    pool.run(2, save_between_micro_batches, str(tmp_path))

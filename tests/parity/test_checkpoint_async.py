@@ -1,4 +1,7 @@
-"""Checkpoints that are written while training goes on: an error that every rank is told of. test_stale_saves.py: what they hold."""
+"""Errors of checkpoints that are written while training goes on reach every rank.
+
+test_stale_saves.py checks the content of these checkpoints.
+"""
 
 import errno
 import threading
@@ -20,19 +23,31 @@ from tests.parity import cases
 from tests.parity.digests import build
 from tests.parity.tensor_parallel import settings
 
+# Disks and memory of one rank fail here, and ranks learn of it in a given order. Only replaced
+# functions and futures of the writer can simulate that.
+
 
 def engine_of(world):
-    """ZeRO stage 1."""
     return cases.engine(build("llama", torch.float32, dropout=False), settings(world, 1, 1, 1, 1))
 
 
-def failing(rank, world, folder):
-    """(what the step after a save that failed says, checkpoints then). Runs in a worker."""
-    at = Path(folder)
+def batch_of(rank, world):
+    return cases.ragged_steps(world, steps=1)[0][rank]
+
+
+def tags_in(folder):
+    return [checkpoint.manifest.tag for checkpoint in list_complete(Path(folder))]
+
+
+def save_on_full_disk(rank, world, folder):
+    """Return the message of the step after a failed save, and the tags at the end.
+
+    Runs on every rank.
+    """
     engine = engine_of(world)
-    batch = cases.ragged_steps(world, steps=1)[0][rank]
+    batch = batch_of(rank, world)
     engine.train_batch([batch])
-    engine.save_checkpoint(at, tag="one")
+    engine.save_checkpoint(folder, tag="one")
     full = OSError(errno.ENOSPC, "No space left on device", "the disk")
     with patch.object(
         save_module,
@@ -40,101 +55,115 @@ def failing(rank, world, folder):
         side_effect=full if rank == 1 else None,
         wraps=save_module.write_shards,
     ):
-        engine.save_checkpoint(at, tag="two", wait=False)
+        engine.save_checkpoint(folder, tag="two", wait=False)
         while not engine._writer._running.done():
             time.sleep(0.01)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as raised:
         engine.train_batch([batch])
+
+    # The run may go on, and `close` waits for the last save.
     engine.train_batch([batch])
-    engine.save_checkpoint(at, tag="three", wait=False)
+    engine.save_checkpoint(folder, tag="three", wait=False)
     engine.close()
-    return str(caught.value), [one.manifest.tag for one in list_complete(at)]
+    return str(raised.value), tags_in(folder)
 
 
-def test_an_error_is_told_at_the_next_step(pool, tmp_path):
-    """Of every rank; the run may go on, and what it closes on is on the disk."""
-    for said, tags in pool.run(2, failing, str(tmp_path)):
-        assert "rank 1" in said and "No space left on device" in said
+def test_a_failed_save_is_raised_at_the_next_step(pool, tmp_path):
+    for message, tags in pool.run(2, save_on_full_disk, str(tmp_path)):
+        assert "rank 1" in message and "No space left on device" in message
         assert tags == ["three", "one"]
 
 
-def blocked(rank, world, folder):
-    """What a save says whose timeout is over before the disk of rank 1 has taken its files. Runs in a worker."""
+def save_on_slow_disk(rank, world, folder):
+    """Return the message of a save whose timeout ends before rank 1 has written.
+
+    Runs on every rank.
+    """
     engine = engine_of(world)
-    honest = save_module.write_shards
+    write_shards = save_module.write_shards
 
-    def slow(*args):
+    def write_slowly(*args):
         time.sleep(3 * rank)
-        return honest(*args)
+        return write_shards(*args)
 
-    short = patch.object(
-        Mesh,
-        "host_group",
-        lambda mesh: dist.new_group(backend="gloo", timeout=timedelta(seconds=1)),
-    )
-    with short, patch.object(save_module, "write_shards", slow):
+    def impatient_group(mesh):
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+
+    with (
+        patch.object(Mesh, "host_group", impatient_group),
+        patch.object(save_module, "write_shards", write_slowly),
+    ):
         engine.save_checkpoint(folder, tag="one", wait=False)
-        with pytest.raises(CommunicationError) as caught:
+        with pytest.raises(CommunicationError) as raised:
             engine.checkpoint_written(wait=True)
     engine.close()
-    return str(caught.value)
+    return str(raised.value)
 
 
 def test_a_disk_that_blocks_one_rank_is_named(pool, tmp_path):
-    first, _ = pool.run(2, blocked, str(tmp_path))
-    assert first.startswith(
-        f"checkpoint {tmp_path}/one: rank 0 waited for ranks that did not take part"
-    ), first
-    assert f"not written yet: {tmp_path}/.one.tmp/00001.safetensors; check whether a disk" in first
+    message = pool.run(2, save_on_slow_disk, str(tmp_path))[0]
+    path = f"checkpoint {tmp_path}/one"
+    assert message.startswith(f"{path}: rank 0 waited for ranks that did not take part"), message
+    assert f"not written yet: {tmp_path}/.one.tmp/00001.safetensors" in message
+    assert "check whether a disk" in message
 
 
-def without_room(rank, world, folder):
-    """The threads that wrote, where rank 1 has no memory for a copy. Runs in a worker."""
+def save_without_memory(rank, world, folder):
+    """Return the threads that write if rank 1 has no memory for a copy. Runs on every rank."""
     engine = engine_of(world)
-    honest, threads = save_module.write_shards, set()
+    write_shards = save_module.write_shards
+    threads = set()
 
-    def noting(*args):
+    def record_thread(*args):
         threads.add(threading.current_thread().name.partition("_")[0])
-        return honest(*args)
+        return write_shards(*args)
 
-    room = patch.object(save_module, "free_host_bytes", lambda: 1000 if rank else None)
-    with room, patch.object(save_module, "write_shards", noting):
+    with (
+        patch.object(save_module, "free_host_bytes", lambda: 1000 if rank else None),
+        patch.object(save_module, "write_shards", record_thread),
+    ):
         engine.save_checkpoint(folder, tag="one", wait=False)
         engine.checkpoint_written(wait=True)
     return threads
 
 
-def test_a_rank_without_room_writes_at_once(pool, tmp_path):
-    assert pool.run(2, without_room, str(tmp_path)) == [{"plait-checkpoint"}, {"MainThread"}]
-    assert [one.manifest.tag for one in list_complete(tmp_path)] == ["one"]
+def test_a_rank_without_memory_writes_at_once(pool, tmp_path):
+    threads = pool.run(2, save_without_memory, str(tmp_path))
+    assert threads == [{"plait-checkpoint"}, {"MainThread"}]
+    assert tags_in(tmp_path) == ["one"]
 
 
-def at_other_moments(rank, world):
-    """Whether the steps after a failure say so, of which rank 1 hears after rank 0. Runs in a worker."""
+def fail_at_different_moments(rank, world):
+    """Return the steps that raise a failure of which rank 1 learns after rank 0.
+
+    Runs on every rank.
+    """
     engine = engine_of(world)
-    batch, said = cases.ragged_steps(world, steps=1)[0][rank], []
-    failing, writer = Future[Path](), engine._writer
-    writer._running = writer._unsettled = failing
+    batch = batch_of(rank, world)
+    failure = Future[Path]()
+    engine._writer._running = engine._writer._unsettled = failure
+    raising_steps = []
     for step in range(4):
-        if rank == 0 and step == 1:
-            failing.set_exception(CheckpointError("full"))
-        if rank == 1 and step == 1:
-            threading.Timer(
-                0.05, failing.set_exception, [CheckpointError("full")]
-            ).start()  # while rank 0 waits for it
+        if step == 1 and rank == 0:
+            failure.set_exception(CheckpointError("full"))
+        if step == 1 and rank == 1:
+            # Rank 0 waits in the step by then.
+            threading.Timer(0.05, failure.set_exception, [CheckpointError("full")]).start()
         try:
             engine.train_batch([batch])
-            said.append(False)
         except CheckpointError:
-            said.append(True)
+            raising_steps.append(step)
         assert engine.checkpoint_written() is None
-    writer._running = writer._unsettled = Future[Path]()
-    writer._running.set_exception(CheckpointError("full"))
+
+    # A failure that no step has raised is raised by `close`.
+    failure = Future[Path]()
+    failure.set_exception(CheckpointError("full"))
+    engine._writer._running = engine._writer._unsettled = failure
     with pytest.raises(CheckpointError, match="full"):
         engine.close()
-    return said
+    return raising_steps
 
 
-def test_ranks_stop_at_one_step_after_a_failed_save(pool):
-    """Else one leaves the step that the others wait in; and what no step has told, `close` does."""
-    assert pool.run(2, at_other_moments) == [[False, True, False, False]] * 2
+def test_ranks_raise_a_failed_save_in_the_same_step(pool):
+    """If one rank left the step, the others would wait in it."""
+    assert pool.run(2, fail_at_different_moments) == [[1], [1]]

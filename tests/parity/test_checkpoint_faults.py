@@ -1,4 +1,4 @@
-"""Damaged checkpoints, ranks that cannot write, and tags saved twice: nothing lost, nothing wrong in silence, every rank told."""
+"""Damaged checkpoints and failing saves are reported on every rank and lose nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from plait.checkpoint import commit as commit_module
 from plait.checkpoint import save as save_module
@@ -18,206 +18,233 @@ from plait.checkpoint.folder import candidates, list_complete
 from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.checkpoint.load import Reader
 from plait.errors import CheckpointError
-from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases
 from tests.parity.data_parallel import settings
+from tests.parity.full_tensors import assert_equal, full_weights
+
+# Disks fail and are delayed here, which only replaced functions of the writer can simulate.
 
 FLIPS = 6
-"""One in every file: thousands are in `damages`, without ranks."""
+"""Number of damaged bits, one per file. `damage_files` has thousands, without ranks."""
 
 
-def engine_of(world, **more):
-    """ZeRO stage 3."""
-    return cases.engine(cases.build("plain", tied=True), settings(world, 3, 1, 1, **more))
+def engine_of(world):
+    return cases.engine(cases.build("plain", tied=True), settings(world, 3, 1, 1))
 
 
 def step(engine, number):
-    """One step on data of its own."""
+    """Train one step on its own data."""
     batches = cases.ragged_steps(engine.dp_size, steps=4, keys=())
-    return float(engine.train_batch(batches[number][engine.dp_rank]).loss)
+    engine.train_batch(batches[number][engine.dp_rank])
 
 
-def weights(engine):
-    """Unsharded."""
-    return {name: full_tensor_on_cpu(p) for name, p in engine.model.named_parameters()}
+def message_of(function, *arguments, **keywords):
+    """Return the message of a call that must raise CheckpointError."""
+    with pytest.raises(CheckpointError) as raised:
+        function(*arguments, **keywords)
+    return str(raised.value)
 
 
-def alike(one, other):
-    """Bitwise."""
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
-def message(call):
-    """Of the CheckpointError."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    return str(caught.value)
-
-
-def damaged(rank, world, folder):
-    """(bit flips that were found, notes of the fallback). Runs in a worker."""
-    at, engine = Path(folder), engine_of(world)
+def save_two(engine, folder):
+    """Save checkpoints "one" and "two", and return the weights of the first."""
     step(engine, 0)
-    engine.save_checkpoint(at, tag="one")
-    good = weights(engine)
+    engine.save_checkpoint(folder, tag="one")
+    first_weights = full_weights(engine.model)
     step(engine, 1)
-    engine.save_checkpoint(at, tag="two")
-    torch.distributed.barrier()
+    engine.save_checkpoint(folder, tag="two")
+    return first_weights
+
+
+def on_rank_0(rank, function, *arguments):
+    """Call a function on rank 0 while the others wait."""
+    dist.barrier()
     if rank == 0:
-        one, two = (open_checkpoint(at / tag) for tag in ("one", "two"))
-        assert not list(differences(one, one)) and open_checkpoint(at).manifest.tag == "two"
-        changed = {difference.name: difference for difference in differences(one, two)}
-        assert (
-            changed["model.embed.weight"].elements and float(changed["model.embed.weight"].what) > 0
-        )
-        assert "model.blocks.0.side.weight" not in changed
-    chance, found = random.Random(1), 0
-    files = sorted(path for path in (at / "two").iterdir())
+        function(*arguments)
+    dist.barrier()
+
+
+def check_differences(folder):
+    first = open_checkpoint(folder / "one")
+    second = open_checkpoint(folder / "two")
+    assert not list(differences(first, first))
+    assert open_checkpoint(folder).manifest.tag == "two"
+    changed = {difference.name: difference for difference in differences(first, second)}
+    embedding = changed["model.embed.weight"]
+    assert embedding.elements and float(embedding.what) > 0
+    # Its branch is never used.
+    assert "model.blocks.0.side.weight" not in changed
+
+
+def load_damaged(rank, world, folder):
+    """Return the number of detected bit flips and the notes of the fallback. Runs on every rank."""
+    folder = Path(folder)
+    engine = engine_of(world)
+    first_weights = save_two(engine, folder)
+    on_rank_0(rank, check_differences, folder)
+
+    random_numbers = random.Random(1)
+    detected = 0
+    files = sorted((folder / "two").iterdir())
     for trial in range(FLIPS):
         path = files[trial % len(files)]
-        before = path.read_bytes()
-        place, bit = chance.randrange(len(before)), 1 << chance.randrange(8)
-        torch.distributed.barrier()
-        if rank == 0:
-            path.write_bytes(before[:place] + bytes([before[place] ^ bit]) + before[place + 1 :])
-        torch.distributed.barrier()
-        said = message(lambda: engine.load_checkpoint(at, tag="two"))
-        found += path.stem in said  # of the manifest's hash the manifest
-        torch.distributed.barrier()
-        if rank == 0:
-            path.write_bytes(before)
-        torch.distributed.barrier()
-    if rank == 0:
-        (at / "two" / "00001.safetensors").unlink()
-    torch.distributed.barrier()
+        content = path.read_bytes()
+        damaged = bytearray(content)
+        position = random_numbers.randrange(len(content))
+        damaged[position] ^= 1 << random_numbers.randrange(8)
+        on_rank_0(rank, path.write_bytes, damaged)
+        # For the hash of the manifest the message names the manifest.
+        detected += path.stem in message_of(engine.load_checkpoint, folder, tag="two")
+        on_rank_0(rank, path.write_bytes, content)
+
+    on_rank_0(rank, (folder / "two" / "00001.safetensors").unlink)
     notes: list[str] = []
     for verify in ("full", "sample", "off"):
-        loaded = engine.load_checkpoint(at, verify=verify, on_note=notes.append)
-        assert (
-            loaded is not None
-            and loaded[0].name == "one"
-            and alike(weights(engine), good)
-            and engine.global_steps == 1
-        )
-    return found, notes
+        loaded = engine.load_checkpoint(folder, verify=verify, on_note=notes.append)
+        assert loaded is not None and loaded[0].name == "one"
+        assert engine.global_steps == 1
+        assert_equal(full_weights(engine.model), first_weights)
+    return detected, notes
 
 
 def test_a_damaged_checkpoint_is_never_loaded(pool, tmp_path):
-    """Every flip of a bit is found, in the file that it is in; without a tag the newest undamaged one is loaded, and it is said."""
-    for found, notes in pool.run(2, damaged, str(tmp_path)):
-        assert found == FLIPS
-        assert len(notes) == 3 and all(
-            "two was not loaded, because it is damaged: rank 1" in note for note in notes
-        )
+    """The newest undamaged checkpoint is loaded if no tag is given, with a note."""
+    for detected, notes in pool.run(2, load_damaged, str(tmp_path)):
+        assert detected == FLIPS
+        assert len(notes) == 3
+        for note in notes:
+            assert "two was not loaded, because it is damaged: rank 1" in note
 
 
-def failing(rank, world, folder):
-    """What a save says whose rank 1, or whose commit, fails. Runs in a worker."""
-    at, engine, said = Path(folder), engine_of(world), []
-    step(engine, 0)
-    engine.save_checkpoint(at, tag="one")
-    good = weights(engine)
-    step(engine, 1)
-    mine = {"mine": object()} if rank == 1 else {}
-    assert "rank 1, " in message(lambda: engine.save_checkpoint(at, client_state=mine)), (
-        "and rank 0 does not wait for it"
-    )
-    full = OSError(errno.ENOSPC, "No space left on device", "the disk")
-    for module, name, victim in (
-        (save_module, "write_shards", 1),
-        (save_module, "write_text", 1),
-        (commit_module, "publish", 0),
-        (commit_module, "replace_text", 0),
-    ):
-        with patch.object(
-            module, name, side_effect=full if rank == victim else None, wraps=getattr(module, name)
-        ):
-            said.append(message(lambda: engine.save_checkpoint(at, tag="one")))
-        torch.distributed.barrier()
-        assert not list(at.glob(".*.tmp"))
-        loaded = engine.load_checkpoint(at)
-        assert loaded is not None and loaded[0].name == "one"
-        assert name == "replace_text" or alike(weights(engine), good)
-        torch.distributed.barrier()
-    engine.save_checkpoint(at, tag="one")
-    assert [path.name for path in sorted(at.iterdir())] == ["LATEST", "one"]
-    assert [one.manifest.tag for one in list_complete(at)] == ["one"]
-    return said
+FAILURES = (
+    (save_module, "write_shards", 1),
+    (save_module, "write_text", 1),
+    (commit_module, "publish", 0),
+    (commit_module, "replace_text", 0),
+)
+"""Functions of a save, and the rank on which they fail."""
 
 
-def test_one_ranks_failure_is_every_ranks(pool, tmp_path):
-    """And what was saved under the same tag is still there."""
-    first, second = pool.run(2, failing, str(tmp_path))
-    assert first == second
-    assert all("No space left on device" in said for said in first)
-    assert ["rank 1" in said for said in first] == [True, True, False, False]
-
-
-def elsewhere(rank, world, folder):
-    """Each rank names a folder of its own, as a machine's own disk is. Runs in a worker."""
+def save_and_fail(rank, world, folder):
+    """Return the messages of saves that fail in `FAILURES`. Runs on every rank."""
+    folder = Path(folder)
     engine = engine_of(world)
-    mine = Path(folder) / str(rank)
-    mine.mkdir()
+    step(engine, 0)
+    engine.save_checkpoint(folder, tag="one")
+    first_weights = full_weights(engine.model)
+    step(engine, 1)
+    # Rank 0 must not wait for rank 1, whose state cannot be saved.
+    client_state = {"unsupported": object()} if rank == 1 else {}
+    message = message_of(engine.save_checkpoint, folder, client_state=client_state)
+    assert "rank 1, " in message
+
+    messages = []
+    full = OSError(errno.ENOSPC, "No space left on device", "the disk")
+    for module, name, failing_rank in FAILURES:
+        error = full if rank == failing_rank else None
+        with patch.object(module, name, side_effect=error, wraps=getattr(module, name)):
+            messages.append(message_of(engine.save_checkpoint, folder, tag="one"))
+        dist.barrier()
+        assert not list(folder.glob(".*.tmp"))
+        loaded = engine.load_checkpoint(folder)
+        assert loaded is not None and loaded[0].name == "one"
+        # With replace_text, the new checkpoint is in its place when LATEST cannot be written.
+        if name != "replace_text":
+            assert_equal(full_weights(engine.model), first_weights)
+        dist.barrier()
+
+    engine.save_checkpoint(folder, tag="one")
+    assert sorted(path.name for path in folder.iterdir()) == ["LATEST", "one"]
+    assert [checkpoint.manifest.tag for checkpoint in list_complete(folder)] == ["one"]
+    return messages
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(pool, tmp_path):
+    """The checkpoint that was saved under the same tag stays."""
+    first, second = pool.run(2, save_and_fail, str(tmp_path))
+    assert first == second
+    for (_, name, failing_rank), message in zip(FAILURES, first, strict=True):
+        assert "No space left on device" in message
+        assert ("rank 1" in message) == (failing_rank == 1), name
+
+
+def save_to_own_folder(rank, world, folder):
+    """Save to a folder that only this rank sees, like a machine's own disk. Runs on every rank."""
+    engine = engine_of(world)
+    own_folder = Path(folder) / str(rank)
+    own_folder.mkdir()
     with patch.object(save_module, "VISIBLE_WITHIN_SECONDS", 0.2):
-        said = message(lambda: engine.save_checkpoint(mine, tag="one"))
-    assert not (mine / "one").exists() and not list(mine.glob(".*"))
-    shutil.rmtree(mine)
-    return said
+        message = message_of(engine.save_checkpoint, own_folder, tag="one")
+    assert "rank 1" in message and "a file system that all machines share" in message
+    assert not (own_folder / "one").exists() and not list(own_folder.glob(".*"))
+    shutil.rmtree(own_folder)
 
 
 def test_folders_of_single_machines_are_refused(pool, tmp_path):
-    assert all(
-        "rank 1" in said and "a file system that all machines share" in said
-        for said in pool.run(2, elsewhere, str(tmp_path))
-    )
+    pool.run(2, save_to_own_folder, str(tmp_path))
 
 
-@pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "LATEST"])
-def test_a_tag_is_the_name_of_a_folder(pool, tmp_path, tag):
-    assert "a tag names a folder" in pool.run(1, refused_tag, str(tmp_path), tag)[0]
-
-
-def refused_tag(rank, world, folder, tag):
-    """Runs in a worker."""
-    return message(
-        lambda: save_module.snapshot(
-            Path(folder),
+def save_under_refused_tags(rank, world, folder):
+    """Save under tags that are no names, and under names of other files. Runs on every rank."""
+    folder = Path(folder)
+    engine = engine_of(world)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "thesis.txt").write_text("thesis")
+    (folder / "log").write_text("log")
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    for tag in ("", "a/b", ".hidden", "LATEST"):
+        assert "a tag names a folder" in message_of(
+            save_module.snapshot,
+            folder,
             tag,
-            mesh=engine_of(world).mesh,
+            mesh=engine.mesh,
             tensors={},
             rank_tensors={},
             values={},
             metadata={},
         )
-    )
+    for tag in ("notes", "log", "dangling"):
+        message = message_of(engine.save_checkpoint, folder, tag=tag)
+        assert "is not a checkpoint, and would be deleted" in message
 
 
-def order(rank, world, folder):
-    """What is put on the disk and renamed in a save, in order. Runs in a worker."""
-    at, engine, seen = Path(folder), engine_of(world), []
-    engine.save_checkpoint(at, tag="one")
-    sync, rename = os.fsync, Path.rename
+def test_a_tag_that_names_something_else_is_refused(pool, tmp_path):
+    pool.run(1, save_under_refused_tags, str(tmp_path))
+    assert (tmp_path / "notes" / "thesis.txt").read_text() == "thesis"
+    assert (tmp_path / "log").read_text() == "log"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "log", "notes"]
 
-    def syncing(handle):
-        seen.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).relative_to(at.parent)}")
-        sync(handle)
 
-    def renaming(path, target):
-        seen.append(f"rename {path.name} {target.name}")
+def operations(rank, world, folder):
+    """Return the operations of a save on the disk in their order. Runs on every rank."""
+    folder = Path(folder)
+    engine = engine_of(world)
+    engine.save_checkpoint(folder, tag="one")
+    fsync = os.fsync
+    rename = Path.rename
+    result = []
+
+    def record_sync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        result.append(f"sync {path.relative_to(folder.parent)}")
+        fsync(descriptor)
+
+    def record_rename(path, target):
+        result.append(f"rename {path.name} {target.name}")
         return rename(path, target)
 
-    with patch.object(os, "fsync", syncing), patch.object(Path, "rename", renaming):
-        engine.save_checkpoint(at, tag="one")
-    return seen
+    with patch.object(os, "fsync", record_sync), patch.object(Path, "rename", record_rename):
+        engine.save_checkpoint(folder, tag="one")
+    return result
 
 
 def test_nothing_is_published_before_it_is_on_the_disk(pool, tmp_path):
-    """Files, their folder, the rename; then LATEST in the same way; what was there under the name is deleted at the end."""
+    """The files and their folder come before the rename, and LATEST is replaced in the same way."""
     name = tmp_path.name
     files = ("begun", "00000.safetensors", "00000.json", "manifest.sha256", "manifest.json")
-    seen = pool.run(1, order, str(tmp_path))[0]
-    pointer = next(found for found in seen if "LATEST" in found).split()[1].removeprefix(f"{name}/")
-    assert seen == [
+    actual = pool.run(1, operations, str(tmp_path))[0]
+    # The temporary file of the pointer has a random name.
+    pointer = next(line for line in actual if "LATEST" in line).split()[1].split("/")[-1]
+    assert actual == [
         *(f"sync {name}/.one.tmp/{file}" for file in files),
         "rename one .one.replaced",
         f"sync {name}/.one.tmp",
@@ -229,96 +256,76 @@ def test_nothing_is_published_before_it_is_on_the_disk(pool, tmp_path):
     ]
 
 
-def two(rank, world, folder):
-    """Two checkpoints. Runs in a worker."""
-    engine = engine_of(world)
-    for number, tag in enumerate(("one", "two")):
-        step(engine, number)
-        engine.save_checkpoint(folder, tag=tag)
+def save_two_checkpoints(rank, world, folder):
+    """Runs on every rank."""
+    save_two(engine_of(world), folder)
 
 
-def flip(chance, path, other):
-    raw = bytearray(path.read_bytes())
-    raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-    path.write_bytes(raw)
+# Each damage receives random numbers, the file, and another file of the two checkpoints.
 
 
-def cut(chance, path, other):
-    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
+def flip(numbers, path, other):
+    content = bytearray(path.read_bytes())
+    content[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
+    path.write_bytes(content)
 
 
-def blank(chance, path, other):
-    """A page of zeros; of a file that is all zeros there, ones."""
-    raw = bytearray(path.read_bytes())
-    start = chance.randrange(len(raw))
-    page = bytes(len(raw[start : start + 4096]))
-    raw[start : start + 4096] = page if raw[start : start + 4096] != page else b"\1" * len(page)
-    path.write_bytes(raw)
+def truncate(numbers, path, other):
+    path.write_bytes(path.read_bytes()[: numbers.randrange(path.stat().st_size)])
 
 
-def longer(chance, path, other):
-    path.write_bytes(path.read_bytes() + bytes(chance.randrange(1, 100)))
+def blank(numbers, path, other):
+    """Write a page of zeros, or of ones where the file is zero."""
+    content = bytearray(path.read_bytes())
+    start = numbers.randrange(len(content))
+    zeros = bytes(len(content[start : start + 4096]))
+    is_zero = content[start : start + 4096] == zeros
+    content[start : start + 4096] = b"\1" * len(zeros) if is_zero else zeros
+    path.write_bytes(content)
 
 
-def gone(chance, path, other):
+def lengthen(numbers, path, other):
+    path.write_bytes(path.read_bytes() + bytes(numbers.randrange(1, 100)))
+
+
+def delete(numbers, path, other):
     path.unlink()
 
 
-def swapped(chance, path, other):
-    """With the same rank's file of the other checkpoint, or the other rank's."""
+def replace(numbers, path, other):
     path.write_bytes(other.read_bytes())
 
 
-KINDS = (flip, cut, blank, longer, gone, swapped)
+DAMAGES = (flip, truncate, blank, lengthen, delete, replace)
 
 
-def damages(folder, trials):
-    """Each is found, by its file, when the checkpoint is opened and verified."""
-    chance, files = random.Random(7), sorted((folder / "two").iterdir())
-    for trial in range(trials):
-        kind, path = KINDS[trial % len(KINDS)], chance.choice(files)
-        names = {path.name.replace("00000", "00001"), path.name.replace("00001", "00000")}
-        peers = [folder / "one" / path.name, *(path.with_name(name) for name in sorted(names))]
-        other = chance.choice([peer for peer in peers if peer != path and peer.exists()])
-        before = path.read_bytes()
-        kind(chance, path, other)
-        if path.exists() and path.read_bytes() == before:
-            continue  # the two files were alike
-        with pytest.raises(CheckpointError) as caught:
-            Reader(candidates(folder, "two")[0]).verify("full")
-        assert path.stem in str(caught.value), (kind.__name__, path.name, str(caught.value))
-        path.write_bytes(before)
+def verify(folder):
     Reader(candidates(folder, "two")[0]).verify("full")
 
 
-def test_damage_of_every_kind_is_found(pool, tmp_path):
-    pool.run(2, two, str(tmp_path))
-    damages(tmp_path, 60)
+def damage_files(folder, trials):
+    """Damage files of the checkpoint "two" one at a time, and verify it."""
+    numbers = random.Random(7)
+    files = sorted((folder / "two").iterdir())
+    for trial in range(trials):
+        damage = DAMAGES[trial % len(DAMAGES)]
+        path = numbers.choice(files)
+        # The same rank's file of the other checkpoint, or the other rank's file.
+        names = {path.name.replace("00000", "00001"), path.name.replace("00001", "00000")}
+        others = [folder / "one" / path.name, *(path.with_name(name) for name in sorted(names))]
+        other = numbers.choice([other for other in others if other != path and other.exists()])
+        content = path.read_bytes()
+        damage(numbers, path, other)
+        if path.exists() and path.read_bytes() == content:
+            # The two files were equal.
+            continue
+        message = message_of(verify, folder)
+        assert path.stem in message, (damage.__name__, path.name, message)
+        path.write_bytes(content)
+    verify(folder)
 
 
-@pytest.mark.proof
-def test_thousands_of_damages_are_found(pool, tmp_path):
-    pool.run(2, two, str(tmp_path))
-    damages(tmp_path, 6000)
-
-
-def over_others_files(rank, world, folder):
-    """What a save says whose tag is the name of something else. Runs in a worker."""
-    at, engine = Path(folder), engine_of(world)
-    (at / "notes").mkdir()
-    (at / "notes" / "thesis.txt").write_text("mine")
-    (at / "log").write_text("mine")
-    (at / "gone").symlink_to(at / "nowhere")
-    return [
-        message(lambda tag=tag: engine.save_checkpoint(at, tag=tag))
-        for tag in ("notes", "log", "gone")
-    ]
-
-
-def test_only_a_checkpoint_is_replaced(pool, tmp_path):
-    said = pool.run(1, over_others_files, str(tmp_path))[0]
-    assert all("is not a checkpoint, and would be deleted" in one for one in said)
-    assert (
-        (tmp_path / "notes" / "thesis.txt").read_text() == (tmp_path / "log").read_text() == "mine"
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gone", "log", "notes"]
+@pytest.mark.parametrize("trials", [60, pytest.param(6000, marks=pytest.mark.proof)])
+def test_damage_of_every_kind_is_found(pool, tmp_path, trials):
+    pool.run(2, save_two_checkpoints, str(tmp_path))
+    damage_files(tmp_path, trials)

@@ -1,10 +1,12 @@
-"""A checkpoint of every layout loads on every other: bit for bit the same state right after, and the same losses from there on."""
+"""A checkpoint of every layout loads on every other.
+
+The state has the same bits right after the load, and the losses that follow are the same.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-import plait
 from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
@@ -23,77 +25,83 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp2-zero1x2": (4, {"pp": 2, "dp": 2, "stage": 1}),
     "pp2-tp2": (4, {"pp": 2, "tp": 2}),
 }
-"""Name to (processes, degrees)."""
-MICRO_BATCHES, STEPS = 4, 2
-"""Of a step over all ranks; steps, half of them before the checkpoint."""
+"""Number of processes, and degrees."""
+MICRO_BATCHES = 4
+"""Number of micro-batches of a step over all ranks."""
+STEPS = 2
+SAVED_AT = 1
 
 
 def engine_on(name):
-    """A tied Llama whose vocabulary of 101 no degree divides, float64."""
+    """Return an engine of a tied Llama, whose vocabulary of 101 no degree divides."""
     _, degrees = LAYOUTS[name]
-    dp, tp, pp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp"))
-    config = settings(
-        dp * tp, tp, degrees.get("stage", 0), degrees.get("replicas", 1), MICRO_BATCHES // dp
-    )
-    config["parallel"]["pp"] = pp
-    return plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
+    dp = degrees.get("dp", 1)
+    tp = degrees.get("tp", 1)
+    stage = degrees.get("stage", 0)
+    config = settings(dp * tp, tp, stage, degrees.get("replicas", 1), MICRO_BATCHES // dp)
+    config["parallel"]["pp"] = degrees.get("pp", 1)
+    return cases.engine(cases.build("llama", tied=True), config)
 
 
 def losses(engine, first, last):
-    """Of steps on the same micro-batches, whatever the layout."""
+    """Train steps on micro-batches that are the same on every layout."""
     count = engine.config.batch.accumulation
+    start = engine.dp_rank * count
     steps = cases.ragged_steps(MICRO_BATCHES, steps=STEPS)[first:last]
-    return [
-        float(engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
-        for step in steps
-    ]
+    return [float(engine.train_batch(step[start : start + count])) for step in steps]
 
 
 def saves(rank, world, name, folder):
-    """Half of the steps, a checkpoint, and the losses of the other half. Runs in a worker."""
+    """Save after half of the steps, and return the losses of the other half.
+
+    Runs on every rank.
+    """
     engine = engine_on(name)
     with keeping_float64(engine.model):
-        losses(engine, 0, STEPS // 2)
+        losses(engine, 0, SAVED_AT)
         engine.save_checkpoint(folder, tag=name)
-        return losses(engine, STEPS // 2, STEPS)
+        return losses(engine, SAVED_AT, STEPS)
 
 
-def loads(rank, world, name, folder, others):
-    """By the layout that saved: the losses that follow. What was loaded is saved again, as NAME-from-OTHER. Runs in a worker."""
-    found = {}
-    for other in others:
+def loads(rank, world, name, folder, sources):
+    """Return the losses that follow each layout's checkpoint. Runs on every rank.
+
+    What was loaded is saved again as NAME-from-SOURCE.
+    """
+    result = {}
+    for source in sources:
         engine = engine_on(name)
         with keeping_float64(engine.model):
-            loaded = engine.load_checkpoint(folder, tag=other, on_note=lambda _: None)
-            assert loaded is not None and engine.global_steps == STEPS // 2
-            engine.save_checkpoint(folder, tag=f"{name}-from-{other}")
-            found[other] = losses(engine, STEPS // 2, STEPS)
-    return found
+            loaded = engine.load_checkpoint(folder, tag=source, on_note=lambda _: None)
+            assert loaded is not None and engine.global_steps == SAVED_AT
+            engine.save_checkpoint(folder, tag=f"{name}-from-{source}")
+            result[source] = losses(engine, SAVED_AT, STEPS)
+    return result
 
 
 def check(pool, folder, sources, targets):
-    """How many pairs were tried."""
-    straight = {name: pool.run(LAYOUTS[name][0], saves, name, str(folder))[0] for name in sources}
+    expected = {
+        source: pool.run(LAYOUTS[source][0], saves, source, str(folder))[0] for source in sources
+    }
     for target in targets:
-        for rank in pool.run(LAYOUTS[target][0], loads, target, str(folder), sources):
-            for source, seen in rank.items():
-                assert seen == pytest.approx(straight[source], rel=0, abs=1e-11), (source, target)
+        for by_source in pool.run(LAYOUTS[target][0], loads, target, str(folder), sources):
+            assert list(by_source) == list(sources)
+            for source, actual in by_source.items():
+                pair = (source, target)
+                assert actual == pytest.approx(expected[source], rel=0, abs=1e-11), pair
         for source in sources:
-            one, other = (
-                open_checkpoint(folder / source),
-                open_checkpoint(folder / f"{target}-from-{source}"),
-            )
-            differing = list(differences(one, other))
-            assert not differing, (source, target, differing[:3])
-            assert one.manifest.content == other.manifest.content, (source, target)
-    return len(sources) * len(targets)
+            saved = open_checkpoint(folder / source)
+            saved_again = open_checkpoint(folder / f"{target}-from-{source}")
+            changes = list(differences(saved, saved_again))
+            assert not changes, (source, target, changes[:3])
+            assert saved.manifest.content == saved_again.manifest.content, (source, target)
 
 
-def test_some_pairs(pool, tmp_path):
-    for source, target in (("tp2-zero3x2", "pp2"), ("pp2", "tp2-zero3x2")):
-        assert check(pool, tmp_path, [source], [target]) == 1
+@pytest.mark.parametrize(("source", "target"), [("tp2-zero3x2", "pp2"), ("pp2", "tp2-zero3x2")])
+def test_a_layout_loads_another(pool, tmp_path, source, target):
+    check(pool, tmp_path, [source], [target])
 
 
 @pytest.mark.proof
-def test_every_pair(pool, tmp_path):
-    assert check(pool, tmp_path, list(LAYOUTS), list(LAYOUTS)) == 121
+def test_every_layout_loads_every_other(pool, tmp_path):
+    check(pool, tmp_path, list(LAYOUTS), list(LAYOUTS))

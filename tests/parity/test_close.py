@@ -1,4 +1,4 @@
-"""What an engine leaves behind when it is closed in a process group that it did not make (defect B12)."""
+"""A closed engine leaves nothing behind in a process group that it did not create."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import weakref
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -20,15 +21,42 @@ from tests.parity import cases
 from tests.parity.data_parallel import settings
 
 
-def held():
-    """Descriptors and threads of this process."""
+@contextmanager
+def own_mesh():
+    """Give each engine its own mesh. The pool of workers keeps one per layout for all its tasks."""
+    with (
+        mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
+        mock.patch.object(mesh, "end_groups", process_groups.end_groups),
+    ):
+        yield
+
+
+def resource_counts():
+    """Return the numbers of open files and of threads of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def built(folder):
-    """An engine that has taken one step. With `folder`, shards, gradients and states are in files there."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": cases.OPTIMIZER}
+def open_files_in(folder):
+    paths = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        # The descriptor of the listing itself is closed by now.
+        with suppress(OSError):
+            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [path for path in paths if path.startswith(str(folder))]
+
+
+def batches():
+    return cases.ragged_steps(1, steps=1, keys=())[0]
+
+
+def trained_engine(folder=None):
+    """Return an engine after a step. With `folder` its shards and states are in files there."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {"measure_seconds": 0},
+    }
     if folder is not None:
         files = {"device": "nvme", "nvme_path": str(folder)}
         config["zero_optimization"] = {
@@ -36,102 +64,87 @@ def built(folder):
             "offload_param": files,
             "offload_optimizer": files,
         }
-    model = cases.build("plain", tied=True)
-    engine = cases.engine(model, {**config, "parallel": {"measure_seconds": 0}})
-    engine.train_batch(cases.ragged_steps(1, steps=1, keys=())[0])
+    engine = cases.engine(cases.build("plain", tied=True), config)
+    engine.train_batch(batches())
     return engine
 
 
-def engines(rank, world, folder):
-    """Runs in a worker. The pool keeps one mesh a layout for all of its tasks; here each engine has its own."""
-    with (
-        mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
-        mock.patch.object(mesh, "end_groups", process_groups.end_groups),
-    ):
-        built(None).close()
-        before = held()
+def open_and_close(rank, world, folder):
+    """Check open files and threads after engines were closed. Runs on every rank."""
+    with own_mesh():
+        trained_engine().close()
+        before = resource_counts()
         for _ in range(5):
-            built(None).close()
-            assert held() == before
-        first, second = built(None), built(None)
+            trained_engine().close()
+            assert resource_counts() == before
+
+        # Closing one engine ends nothing of another, and closing it again does nothing.
+        first = trained_engine()
+        second = trained_engine()
         first.close()
-        second.train_batch(cases.ragged_steps(1, steps=1, keys=())[0])
-        first.close()  # again, for nothing
+        second.train_batch(batches())
+        first.close()
         second.close()
         del first, second
-        assert held() == before
+        assert resource_counts() == before
 
-        others = set(threading.enumerate())  # of other tests' engines, which nobody closed
-        engine = built(folder)
-        assert any(str(folder) in _target(name) for name in os.listdir("/proc/self/fd"))
-        assert any(
-            thread.name.startswith("plait-disk") for thread in set(threading.enumerate()) - others
-        )
-        engine.close()  # and kept
-        assert not [name for name in os.listdir("/proc/self/fd") if str(folder) in _target(name)]
-        assert not [
-            thread.name
-            for thread in set(threading.enumerate()) - others
-            if thread.name.startswith("plait-")
-        ]
-        assert all(
-            torch.isfinite(p.to_local() if hasattr(p, "to_local") else p).all()
-            for p in engine.model.parameters()
-        )
+        # Other tests leave engines open in this process.
+        threads_before = set(threading.enumerate())
+
+        def new_threads(prefix):
+            threads = set(threading.enumerate()) - threads_before
+            return [thread.name for thread in threads if thread.name.startswith(prefix)]
+
+        engine = trained_engine(folder)
+        assert open_files_in(folder)
+        assert new_threads("plait-disk")
+        engine.close()
+        assert not open_files_in(folder)
+        assert not new_threads("plait-")
+        for parameter in engine.model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            assert torch.isfinite(local).all()
     dist.barrier()
 
 
-def _target(name):
-    try:
-        return os.readlink(f"/proc/self/fd/{name}")
-    except OSError:  # the descriptor of the listing itself
-        return ""
+def test_closed_engines_leave_no_files_and_threads(pool, tmp_path):
+    pool.run(2, open_and_close, tmp_path)
 
 
-def test_engines_in_one_process_group_leave_nothing_behind(pool, tmp_path):
-    """B12: groups, descriptors and threads end with the engine that made them, and with no other; files of the disk tier too."""
-    pool.run(2, engines, tmp_path)
-
-
-def one_after_the_other(rank, world):
-    """Runs in a worker. Two engines of one layout, whose mesh has a group for each of two axes."""
+def gather_in_two_engines(rank, world):
+    """Gather the parameters of two engines of one layout in turn. Runs on every rank."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 2},
         "parallel": {"tp": 2, "measure_seconds": 0},
     }
-    with (
-        mock.patch.object(mesh, "init_device_mesh", init_device_mesh),
-        mock.patch.object(mesh, "end_groups", process_groups.end_groups),
-    ):
+    with own_mesh():
         for _ in range(2):
             engine = cases.engine(cases.build("llama", tied=True), config)
             for parameter in engine.model.parameters():
-                full = (
-                    parameter.detach().full_tensor()
-                    if isinstance(parameter, DTensor)
-                    else parameter
-                )
-                assert full.shape == parameter.shape
+                if isinstance(parameter, DTensor):
+                    assert parameter.detach().full_tensor().shape == parameter.shape
             engine.close()
     dist.barrier()
 
 
 def test_a_second_engine_gathers_over_its_own_groups(pool):
-    """torch remembers operators' results by the shape of a mesh: after `close()`, `full_tensor()` of what an operator made of the next
-    engine's parameters asked for a group that had ended."""
-    pool.run(4, one_after_the_other)
+    """torch caches results of operators by the shape of a mesh.
+
+    `full_tensor` must not use the groups of the engine that was closed.
+    """
+    pool.run(4, gather_in_two_engines)
 
 
-def models_that_stay(rank, world):
-    """Cases whose model outlives its owner. Runs in a worker."""
+def living_models(rank, world):
+    """Return the cases in which a model outlives its engine. Runs on every rank."""
     alive = []
-    for begin in (plait.initialize, plait.parallelize):
+    for start in (plait.initialize, plait.parallelize):
         for stage in (0, 2, 3):
             model = cases.build("plain", tied=True)
-            owner = begin(model, settings(2, stage, 1, 1))
-            loss = model(cases.ragged_steps(1, steps=1, keys=())[0][0]["input_ids"]).logits.sum()
-            if begin is plait.initialize:
+            owner = start(model, settings(2, stage, 1, 1))
+            loss = model(batches()[0]["input_ids"]).logits.sum()
+            if start is plait.initialize:
                 owner.backward(loss)
                 owner.step()
             else:
@@ -142,10 +155,10 @@ def models_that_stay(rank, world):
             del model, owner, loss
             gc.collect()
             if reference() is not None:
-                alive.append((begin.__name__, stage))
+                alive.append((start.__name__, stage))
     return alive
 
 
 def test_a_trained_model_is_freed(pool):
-    """Hooks on gradients kept the model and its optimizer's states for ever: a process that trains several models ran out of memory."""
-    assert pool.run(2, models_that_stay) == [[], []]
+    """Hooks on gradients could keep the model and the states of its optimizer alive."""
+    assert pool.run(2, living_models) == [[], []]

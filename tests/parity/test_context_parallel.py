@@ -1,4 +1,4 @@
-"""Parts of sequences compute what one process does: losses, gradients, the norm and weights in float64, with what cp goes with."""
+"""Context parallelism equals one process: losses, gradients, norms and weights in float64."""
 
 from __future__ import annotations
 
@@ -13,113 +13,123 @@ import plait
 from plait.errors import InputError, ModelError
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
-from plait.parallel import materialise
-from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.context_parallel import SEED, Case, assert_equal, build, configured, steps, train
+from tests.parity.context_parallel import Case, assert_equal, build, configured, steps, train
+from tests.parity.data_parallel import materialise_model
+from tests.parity.experts import account_of, carried_over
 
-FULL, SELECTIVE, BUDGET = (
-    {"mode": "full"},
-    {"mode": "selective"},
-    {"budget_gib": 0.0002, "sequence_length": 16},
-)
-TWO = [
-    Case("all-gather-kv", "packed", "mistral", window=True),
-    Case("ulysses", "packed", "mistral", window=True),
-    Case("ring", "packed", "mistral", window=True),
-    Case("all-gather-kv", "one_target", "gpt2", more=(("recompute", FULL),)),
-    Case("ulysses", "padded", "gpt_neox", stage=1),
-    Case("ring", "border", "gemma", tied=True, stage=3, more=(("recompute", SELECTIVE),)),
-    Case("all-gather-kv", "padded", "gemma2", window=True, eager=True, stage=2),
-    Case("ulysses", "uneven", "qwen3", more=(("loss_chunk_tokens", 7),)),
-    Case("ring", "uneven", "phi3", eager=True, more=(("recompute", BUDGET),)),
-    Case("ring", "one_target", "llama", stage=2, more=(("loss_chunk_tokens", 5),)),
-    Case("all-gather-kv", "border", "llama", stage=3, more=(("recompute", SELECTIVE),)),
-    Case("ulysses", "causal", "gpt2", tied=True, more=(("recompute", SELECTIVE),)),
-    Case("ring", "packed", "llama", stage=3, adapted=True),
+FULL = {"recompute": {"mode": "full"}}
+SELECTIVE = {"recompute": {"mode": "selective"}}
+BUDGET = {"recompute": {"budget_gib": 0.0002, "sequence_length": 16}}
+CHUNKS_OF_7 = {"loss_chunk_tokens": 7}
+CHUNKS_OF_5 = {"loss_chunk_tokens": 5}
+SEQUENCE = {"sequence_parallel": True}
+
+
+def case_of(kind, data="causal", family="llama", settings=None, **fields):
+    return Case(kind, data, family, settings=tuple((settings or {}).items()), **fields)
+
+
+CASES = [
+    case_of("all-gather-kv", "packed", "mistral", window=True),
+    case_of("ulysses", "packed", "mistral", window=True),
+    case_of("ring", "packed", "mistral", window=True),
+    case_of("all-gather-kv", "one_target", "gpt2", FULL),
+    case_of("ulysses", "padded", "gpt_neox", stage=1),
+    case_of("ring", "border", "gemma", SELECTIVE, tied=True, stage=3),
+    case_of("all-gather-kv", "padded", "gemma2", window=True, eager=True, stage=2),
+    case_of("ulysses", "uneven", "qwen3", CHUNKS_OF_7),
+    case_of("ring", "uneven", "phi3", BUDGET, eager=True),
+    case_of("ring", "one_target", "llama", CHUNKS_OF_5, stage=2),
+    case_of("all-gather-kv", "border", "llama", SELECTIVE, stage=3),
+    case_of("ulysses", "causal", "gpt2", SELECTIVE, tied=True),
+    case_of("ring", "packed", "llama", stage=3, adapted=True),
+    # The model has 2 key-value heads for 4 ranks.
+    case_of("ulysses", "packed", degrees=(("cp", 4),)),
+    case_of("ring", "uneven", stage=3, degrees=(("cp", 2), ("dp_shard", 2))),
+    case_of("all-gather-kv", "packed", tied=True, degrees=(("cp", 2), ("pp", 2))),
+    case_of("ring", "packed", settings=SEQUENCE, degrees=(("cp", 2), ("tp", 2))),
 ]
-"""Processes of a pool that exists for others, so that each is a third of a second."""
-FOUR = [
-    Case("ulysses", "packed", degrees=(("cp", 4),)),  # 2 key-value heads
-    Case("ring", "uneven", stage=3, degrees=(("cp", 2), ("dp_shard", 2))),
-    Case("all-gather-kv", "packed", tied=True, degrees=(("cp", 2), ("pp", 2))),
-    Case("ring", "packed", degrees=(("cp", 2), ("tp", 2)), more=(("sequence_parallel", True),)),
-]
 
 
-@pytest.mark.parametrize("case", [*TWO, *FOUR], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_one_process(pool, case):
-    """To 1e-10, two steps of two micro-batches."""
+    """Two steps of two micro-batches."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
-def one_engine(rank, world, case, folder):
-    """(evaluation, prediction, bytes sent, bytes accounted for, refusals, whether a checkpoint carried over). Runs in a worker."""
+REFUSED = (
+    "passes a batch to the model unchanged",
+    "batch that is not split over cp ranks",
+    "use a layout without this technique",
+    "must be [2, 16]",
+    "zeros before ones",
+    "`weights` has the shape [2, 3]",
+    "cache",
+    "output_attentions",
+    "read `shift_labels`",
+)
+
+
+def refused_calls(engine, batch):
+    """Return calls that would compute on a part of the sequence, in the order of `REFUSED`."""
+    ids = batch["input_ids"]
+    four_dimensional = {**batch, "attention_mask": ids[:, None, None]}
+    padded_on_the_left = {**batch, "attention_mask": (ids > 3).long()}
+    return (
+        lambda: engine(ids),
+        lambda: engine.model(input_ids=ids),
+        lambda: engine.generate([[1, 2, 3]]),
+        lambda: engine.train_batch(four_dimensional),
+        lambda: engine.train_batch(padded_on_the_left),
+        lambda: engine.train_batch({**batch, "weights": ids[:, :3]}),
+        lambda: engine.predict({"input_ids": ids, "use_cache": True}),
+        lambda: engine.predict({"input_ids": ids, "output_attentions": True}),
+        lambda: engine.sharded.prepare_batch(batch)["labels"],
+    )
+
+
+def without_labels(batch):
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
+def use_engine(rank, world, case, folder):
+    """Evaluate, predict, train, and exchange checkpoints with a layout without cp.
+
+    Runs on every rank.
+    """
     model = build(case)
     facts = model_facts(model, find_blocks(model))
-    piece = steps(case.data, 2)[0][0]
+    rows = steps(case.data, 2)[0][0]
     ids = torch.arange(2 * 2 * 16).view(4, 16) % cases.VOCABULARY
-    refused = []
+    batch = {"input_ids": ids, "labels": ids}
     with keeping_float64(model):
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
-        evaluated = engine.eval_batch(piece)
-        predicted = (
-            engine.predict({name: entry for name, entry in piece.items() if name != "labels"})
-            .logits.detach()
-            .clone()
-        )
-        engine.train_batch({"input_ids": ids, "labels": ids})  # compares what ranks share
+        evaluation = engine.eval_batch(rows)
+        logits = engine.predict(without_labels(rows)).logits.detach().clone()
+        # The first step also compares what ranks share.
+        engine.train_batch(batch)
         with count_traffic() as traffic:
-            engine.train_batch({"input_ids": ids, "labels": ids})
-        calls: tuple[Any, ...] = (
-            lambda: engine(ids),
-            lambda: engine.model(input_ids=ids),
-            lambda: engine.generate([[1, 2, 3]]),
-            lambda: engine.train_batch(
-                {"input_ids": ids, "labels": ids, "attention_mask": ids[:, None, None]}
-            ),
-            lambda: engine.train_batch(
-                {"input_ids": ids, "labels": ids, "attention_mask": (ids > 3).long()}
-            ),
-            lambda: engine.train_batch({"input_ids": ids, "labels": ids, "weights": ids[:, :3]}),
-            lambda: engine.predict({"input_ids": ids, "use_cache": True}),
-            lambda: engine.predict({"input_ids": ids, "output_attentions": True}),
-            lambda: engine.sharded.prepare_batch({"input_ids": ids, "labels": ids})["labels"],
-        )
-        for call in calls:
-            with pytest.raises((InputError, ModelError)) as error:
+            engine.train_batch(batch)
+        messages = []
+        for call in refused_calls(engine, batch):
+            with pytest.raises((InputError, ModelError)) as raised:
                 call()
-            refused.append(str(error.value))
-        engine.save_checkpoint(folder)
-        expected = engine.train_batch({"input_ids": ids, "labels": ids})
-        again = build(case)
-        alone = configured(case)
-        alone["parallel"] = {"dp_shard": 2} if case.stage else {}
-        alone["train_micro_batch_size_per_gpu"] = 1
-        with keeping_float64(again):
-            other = plait.initialize(again, alone, loss_fn=plait.causal_lm_loss)
-            other.load_checkpoint(folder)
-            mine = slice(other.dp_rank, None, 2)
-            found = other.train_batch({"input_ids": ids[mine], "labels": ids[mine]})
-        carried = (
-            float(found) - float(expected),
-            float(found.grad_norm) - float(expected.grad_norm),
-        )
-    layout = engine.mesh.layout
-    start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
-    ledger = account_all(engine.config.techniques, start, facts)
-    sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
-    return (
-        evaluated,
-        predicted,
-        sent,
-        {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]},
-        refused,
-        carried,
-    )
+            messages.append(str(raised.value))
+
+    config = configured(case)
+    config["parallel"] = {"dp_shard": 2} if case.stage else {}
+    config["train_micro_batch_size_per_gpu"] = 1
+    model_without_cp = build(case)
+    with keeping_float64(model), keeping_float64(model_without_cp):
+        other = plait.initialize(model_without_cp, config, loss_fn=plait.causal_lm_loss)
+        rank_ids = ids[other.dp_rank :: 2]
+        rank_batch = {"input_ids": rank_ids, "labels": rank_ids}
+        differences = carried_over((engine, batch), (other, rank_batch), folder)
+    account = account_of(engine, facts, traffic.bytes(), rank)
+    return evaluation, logits, account, messages, differences
 
 
 @pytest.mark.parametrize(
@@ -132,72 +142,56 @@ def one_engine(rank, world, case, folder):
     ids=lambda case: case.name,
 )
 def test_everything_else_of_an_engine(pool, case, tmp_path):
-    """It evaluates and predicts full sequences, sends what the ledger says, refuses what it would compute on a part alone, and its
-    checkpoint goes on without cp."""
-    model = build(case)
-    template = materialise.template_of(model)
-    materialise.allocate(model, torch.device("cpu"))
-    materialise.initialise(model, template, find_blocks(model), seed=SEED)
-    piece = steps(case.data, 2)[0][0]
+    """Evaluation and prediction are those of full sequences, and bytes those of the ledger.
+
+    What would compute on a part is refused, and checkpoints go on without cp.
+    """
+    model = materialise_model(build(case)).eval()
+    rows = steps(case.data, 2)[0][0]
     with keeping_float64(model), torch.no_grad():
-        output = model.eval()(**{name: entry for name, entry in piece.items() if name != "labels"})
-        total, count = plait.causal_lm_loss(output, piece)
-    words = (
-        "passes a batch to the model unchanged",
-        "batch that is not split over cp ranks",
-        "use a layout without this technique",
-        "must be [2, 16]",
-        "zeros before ones",
-        "`weights` has the shape [2, 3]",
-        "cache",
-        "output_attentions",
-        "read `shift_labels`",
-    )
-    for evaluated, predicted, sent, accounted, refused, carried in pool.run(
-        2, one_engine, case, str(tmp_path)
+        output = model(**without_labels(rows))
+        total, count = plait.causal_lm_loss(output, rows)
+    for evaluation, logits, account, messages, differences in pool.run(
+        2, use_engine, case, str(tmp_path)
     ):
-        assert evaluated == pytest.approx((float(total), float(count)), rel=1e-12)
-        torch.testing.assert_close(predicted, output.logits, rtol=1e-11, atol=1e-12)
-        assert sent == accounted
-        for word, message in zip(words, refused, strict=True):
-            assert word in message
-        assert max(map(abs, carried)) < 1e-12
+        assert evaluation == pytest.approx((float(total), float(count)), rel=1e-12)
+        torch.testing.assert_close(logits, output.logits, rtol=1e-11, atol=1e-12)
+        assert account.sent == account.predicted_sent
+        for text, message in zip(REFUSED, messages, strict=True):
+            assert text in message
+        assert max(map(abs, differences)) < 1e-12
 
 
-def other_rows(rank, world):
-    """What a loader that gives each rank its own rows meets. Runs in a worker."""
+def train_on_different_rows(rank, world):
+    """Train as if a loader gave each rank its own rows. Runs on every rank."""
     case = Case("ring")
     engine = plait.initialize(build(case), configured(case), loss_fn=plait.causal_lm_loss)
     ids = torch.arange(64).view(4, 16) + rank
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match="not the same on all ranks of the cp axis"):
         engine.train_batch({"input_ids": ids, "labels": ids})
-    return str(error.value)
 
 
-def test_other_rows_on_each_rank(pool):
+def test_different_rows_on_cp_ranks_are_refused(pool):
     """Each part would be of another sequence, and the loss a plausible number."""
-    assert all(
-        "not the same on all ranks of the cp axis" in message for message in pool.run(2, other_rows)
-    )
+    pool.run(2, train_on_different_rows)
 
 
-def page(rank, world):
-    """The steps that the code of the page has trained. Runs in a worker."""
-    text = (Path(__file__).parents[2] / "docs/how-to/context-parallelism.md").read_text(
-        encoding="utf-8"
-    )
+def run_page(rank, world):
+    """Return the number of steps that the code of the page has trained. Runs on every rank."""
+    page = Path(__file__).parents[2] / "docs/how-to/context-parallelism.md"
+    text = page.read_text(encoding="utf-8")
     block, tiles = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     ids = torch.arange(30)[None]
-    names = {
+    names: dict[str, Any] = {
         "plait": plait,
         "model": build(Case("ring")),
         "batches": [{"input_ids": ids, "labels": ids}] * 2,
     }
     exec(block, names)
+    # The second block has the configuration only.
     exec(tiles + block[block.index("model.config") :], names | {"model": build(Case("ring"))})
-    return int(names["engine"].global_steps)  # type: ignore[attr-defined]
+    return int(names["engine"].global_steps)
 
 
 def test_the_page_runs(pool):
-    """On two processes."""
-    assert pool.run(2, page) == [2, 2]
+    assert pool.run(2, run_page) == [2, 2]

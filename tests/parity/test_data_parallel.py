@@ -1,4 +1,7 @@
-"""ZeRO 0 to 3 and hybrid sharding against one process in float64: losses, norms, gradients and parameters after two steps."""
+"""ZeRO stages 0 to 3 and hybrid sharding equal one process in float64.
+
+Losses, norms, gradients and parameters are compared after two steps.
+"""
 
 from itertools import product
 
@@ -8,24 +11,19 @@ from tests.covers import cover
 from tests.parity.data_parallel import LAYOUTS, assert_same, reference, settings, train
 
 MODELS = list(product(("llama", "gpt2", "plain", "frozen"), (False, True), (1, 3)))
-ALONE, TOGETHER = (
-    [(*layout, *model) for layout in LAYOUTS if (layout[0] == 1) == one for model in MODELS]
-    for one in (True, False)
-)
+CASES = [(*layout, *model) for layout, model in product(LAYOUTS, MODELS)]
 
 
-def named(*case):
-    return "-".join(
-        ("tied" if value else "untied") if isinstance(value, bool) else str(value) for value in case
-    )
+def named(world, stage, replicas, kind, tied, accumulation):
+    return f"{world}-{stage}-{replicas}-{kind}-{'tied' if tied else 'untied'}-{accumulation}"
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "replicas", "kind", "tied", "accumulation"),
     [
-        *cover(ALONE, strength=1, name=named),
+        *cover([case for case in CASES if case[0] == 1], strength=1, name=named),
         *cover(
-            TOGETHER,
+            [case for case in CASES if case[0] > 1],
             features=lambda world, stage, replicas, *model: (world, (stage, replicas), *model),
             cost=lambda world, *_: world,
             name=named,
@@ -33,6 +31,6 @@ def named(*case):
     ],
 )
 def test_equals_one_process(pool, world, stage, replicas, kind, tied, accumulation):
-    """Every number of a run is that of one process."""
-    found = pool.run(world, train, kind, tied, settings(world, stage, replicas, accumulation))[0]
-    assert_same(reference(kind, tied, world * accumulation), found)
+    config = settings(world, stage, replicas, accumulation)
+    trace = pool.run(world, train, kind, tied, config)[0]
+    assert_same(reference(kind, tied, world * accumulation), trace)

@@ -136,8 +136,8 @@ def test_account_refusals_and_checkpoints(pool, case, plain, tmp_path):
     """An engine sends and holds what the ledger says, refuses what is not tested, and its checkpoint goes on without ep, cp and tp, as
     theirs goes on with them. Hybrid: experts are sharded over all ranks that have the same ones, also those of other replicas."""
     for account, refused, carried in pool.run(case.world, one_engine, case, plain, str(tmp_path)):
-        assert account.sent == account.said
-        assert account.held == account.said_held
+        assert account.sent == account.predicted_sent
+        assert account.memory == account.predicted_memory
         assert ("cp", 2) in case.degrees or all(
             "is not tested with experts" in message for message in refused
         )

@@ -126,7 +126,7 @@ def test_a_family(kind):
 
 CASES = [
     Case("ring", degrees=(("dp_shard", 2),), stage=3),
-    Case("ring", degrees=(("tp", 2),), more=(("sequence_parallel", True),)),
+    Case("ring", degrees=(("tp", 2),), settings=(("sequence_parallel", True),)),
     Case("ring", degrees=(("pp", 2),)),
     Case("ring", degrees=(("cp", 2),)),
     Case("ulysses", family="gpt2", degrees=(("cp", 2),)),
@@ -147,7 +147,7 @@ def test_a_layout(pool, case):
     from plait.parallel import materialise
     from tests.parity.context_parallel import SEED
 
-    model = build(replace(case, degrees=(), more=()), layers=case.layers)
+    model = build(replace(case, degrees=(), settings=()), layers=case.layers)
     template = materialise.template_of(model)
     materialise.allocate(model, torch.device("cpu"))
     materialise.initialise(model, template, find_blocks(model), seed=SEED)

@@ -1,4 +1,7 @@
-"""Runs of the Hugging Face Trainer, native in one process and on Plait's layouts in workers, of one tiny model and one data set."""
+"""Runs of the Hugging Face Trainer with one tiny model and one data set.
+
+The reference runs Transformers' own Trainer in one process.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
-VOCABULARY, SAMPLES, LENGTH = 64, 21, 12
+VOCABULARY = 64
+SAMPLES = 21
+LENGTH = 12
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -28,79 +34,76 @@ SHAPE: dict[str, Any] = {
 
 
 def samples(count=SAMPLES):
-    """Of different lengths, with padding and labels that are not counted."""
-    draw = torch.Generator().manual_seed(5)
-    found = []
+    """Return samples of different lengths, with padding and labels that are not counted."""
+    generator = torch.Generator().manual_seed(5)
+    result = []
     for index in range(count):
         length = LENGTH - index % 5
-        ids = torch.randint(1, VOCABULARY, (length,), generator=draw)
+        padding = (0, LENGTH - length)
+        ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
         labels = ids.clone()
         labels[: index % 4] = -100
-        fill = LENGTH - length
-        found.append(
+        result.append(
             {
-                "input_ids": torch.cat([ids, torch.zeros(fill, dtype=torch.int64)]),
-                "attention_mask": torch.cat(
-                    [torch.ones_like(ids), torch.zeros(fill, dtype=torch.int64)]
-                ),
-                "labels": torch.cat([labels, torch.full((fill,), -100)]),
+                "input_ids": pad(ids, padding),
+                "attention_mask": pad(torch.ones_like(ids), padding),
+                "labels": pad(labels, padding, value=-100),
             }
         )
-    return found
+    return result
 
 
 def model(dtype=torch.float32, **fields):
-    """A Llama, the same one every time."""
+    """Return a Llama, with the same weights every time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", **{**SHAPE, **fields}), dtype=dtype
-    )
+    config = AutoConfig.for_model("llama", **{**SHAPE, **fields})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def experts(dtype=torch.float32):
-    """A Qwen 3 with experts and Transformers' balance loss."""
+    """Return a Qwen 3 with experts and Transformers' balance loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "output_router_logits": True,
-    }
-    torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3_moe", **SHAPE, **fields), dtype=dtype
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        **SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=8,
+        output_router_logits=True,
     )
-    made.config.keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
-    return made
+    config.keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def experts_alone(dtype=torch.float32):
-    """Without the balance loss, which needs the routers of all stages."""
-    made = experts(dtype)
-    made.config.output_router_logits = False
-    return made
+    """Return the model with experts, without the loss that needs the routers of all stages."""
+    model = experts(dtype)
+    model.config.output_router_logits = False
+    return model
 
 
 def metrics(prediction):
-    """How many samples there are, and numbers that follow from each of them and from their order."""
-    labels, logits = prediction.label_ids, prediction.predictions
-    kept = labels != -100
+    """Return the number of samples, and numbers that depend on each of them and on their order."""
+    labels = prediction.label_ids
+    counted = labels != -100
     weights = 1.0 + np.arange(len(labels))[:, None]
-    right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]) & kept[:, 1:]
+    predicted = prediction.predictions.argmax(-1)
+    right = (predicted[:, :-1] == labels[:, 1:]) & counted[:, 1:]
     return {
         "samples": float(len(labels)),
         "right": float(right.mean()),
-        "order": float((weights * labels * kept).sum()),
+        "order": float((weights * labels * counted).sum()),
     }
 
 
 @contextmanager
 def launched(rank, world):
-    """The variables of a launcher, which Accelerate looks for."""
+    """Set the variables of a launcher, which Accelerate looks for."""
     before = dict(os.environ)
     os.environ |= {
         "RANK": str(rank),
@@ -111,6 +114,17 @@ def launched(rank, world):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+    try:
+        with launched_alone():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def launched_alone():
+    """Run as one process without a launcher, and forget Accelerate's state before and after."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -121,17 +135,16 @@ def launched(rank, world):
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def arguments(kind, folder, **settings):
-    """Of a short run that logs everything."""
+    """Return the arguments of a short run that logs everything."""
     fixed: dict[str, Any] = {
         "output_dir": folder,
         "use_cpu": True,
         "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 5,  # five batches, of which the last round has one
+        # Five batches, so that the last round has a batch for one rank only.
+        "per_device_eval_batch_size": 5,
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 1,
         "learning_rate": 1e-2,
@@ -152,42 +165,35 @@ def arguments(kind, folder, **settings):
 
 
 def history(trainer):
-    """What was logged in every step."""
+    """Return what was logged in every step, by quantity."""
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    return {
-        key: [float(row[key]) for row in rows]
-        for key in ("loss", "grad_norm", "learning_rate", "epoch")
-    }
+    keys = ("loss", "grad_norm", "learning_rate", "epoch")
+    return {key: [float(row[key]) for row in rows] for key in keys}
 
 
 def result(trainer, evaluated, folder):
-    """Plain numbers of a run, and the saved weights."""
+    """Return the numbers of a run and the weights that it saved."""
     from safetensors.torch import load_file
 
-    saved = {
-        name: tensor
-        for path in sorted(Path(folder).glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-    kept = {
-        key: value
-        for key, value in evaluated.items()
-        if key in ("eval_loss", "eval_samples", "eval_right", "eval_order")
-    }
-    tokens = trainer.state.num_input_tokens_seen
+    weights = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        weights |= load_file(path)
+    names = ("eval_loss", "eval_samples", "eval_right", "eval_order")
     return {
         **history(trainer),
-        "tokens": tokens,
-        "metrics": kept,
-        "weights": saved,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "metrics": {name: evaluated[name] for name in names if name in evaluated},
+        "weights": weights,
         "steps": trainer.state.global_step,
     }
 
 
-def run(trainer_kind, arguments_kind, folder, *, dtype=torch.float32, made=model, **settings):
-    """Train, evaluate, save. `made(dtype)`: the model."""
+def run(
+    trainer_kind, arguments_kind, folder, *, dtype=torch.float32, build_model=model, **settings
+):
+    """Train, evaluate, and save the model that `build_model(dtype)` returns."""
     trainer = trainer_kind(
-        model=made(dtype),
+        model=build_model(dtype),
         args=arguments(arguments_kind, folder, **settings),
         train_dataset=samples(),
         eval_dataset=samples(),
@@ -201,40 +207,16 @@ def run(trainer_kind, arguments_kind, folder, *, dtype=torch.float32, made=model
 
 @cache
 def native(dp=1, dtype=torch.float32, **settings):
-    """One process with Transformers' Trainer, which has as many micro-batches in a step as `dp` ranks have."""
+    """Run Transformers' Trainer in one process on the batches of `dp` ranks."""
     from transformers import Trainer, TrainingArguments
 
+    settings = {"gradient_accumulation_steps": 2 * dp, **settings}
     with tempfile.TemporaryDirectory() as folder, launched_alone():
-        steps = (
-            2 * dp
-            if "gradient_accumulation_steps" not in settings
-            else settings.pop("gradient_accumulation_steps")
-        )
-        return run(
-            Trainer,
-            TrainingArguments,
-            folder,
-            dtype=dtype,
-            gradient_accumulation_steps=steps,
-            **settings,
-        )
-
-
-@contextmanager
-def launched_alone():
-    """As one process without a launcher."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
+        return run(Trainer, TrainingArguments, folder, dtype=dtype, **settings)
 
 
 def on_plait(rank, world, config, folder, settings):
-    """The same on a layout. Runs in a worker."""
+    """Run Plait's Trainer on a layout. Runs on every rank."""
     with launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
@@ -242,30 +224,34 @@ def on_plait(rank, world, config, folder, settings):
 
 
 def trainer_of(folder, config, given=None, *, kind=None, **settings):
-    """Plait's Trainer, or its subclass `kind`, of a short run. `given`: of its arguments, in place of the tiny model and the samples."""
+    """Return Plait's Trainer, or its subclass `kind`, for a short run.
+
+    `given` are arguments in place of the tiny model and the samples.
+    """
     from plait.hf import Trainer, TrainingArguments
 
     args = arguments(TrainingArguments, folder, deepspeed=config, **settings)
-    both = {"model": model(), "args": args, "train_dataset": samples(), **(given or {})}
-    return (kind or Trainer)(**both)
+    fields = {"model": model(), "args": args, "train_dataset": samples(), **(given or {})}
+    return (kind or Trainer)(**fields)
 
 
 def zero(stage):
-    """A file with a ZeRO stage."""
+    """Return a configuration with a ZeRO stage."""
     return {"zero_optimization": {"stage": stage}}
 
 
-def close(found, wanted, *, rtol=1e-5):
-    """Losses, norms, rates, metrics and saved weights."""
+def close(actual, expected, *, rtol=1e-5):
+    """Compare losses, norms, learning rates, metrics and saved weights."""
     for key in ("loss", "grad_norm", "learning_rate"):
-        assert found[key] == pytest.approx(wanted[key], rel=rtol), key
-    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=rtol)
-    assert found["metrics"]["eval_samples"] == SAMPLES and found["tokens"] == wanted["tokens"]
-    assert found["weights"].keys() == wanted["weights"].keys()
-    for name, tensor in wanted["weights"].items():
-        assert found["weights"][name].dtype == tensor.dtype
+        assert actual[key] == pytest.approx(expected[key], rel=rtol), key
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=rtol)
+    assert actual["metrics"]["eval_samples"] == SAMPLES
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, tensor in expected["weights"].items():
+        assert actual["weights"][name].dtype == tensor.dtype
         torch.testing.assert_close(
-            found["weights"][name],
+            actual["weights"][name],
             tensor,
             rtol=rtol,
             atol=rtol,

@@ -15,7 +15,7 @@ from tests.parity.context_parallel import Case, build, configured, reference, st
 
 CASES = [
     Case("all-gather-kv", "packed", "mistral", window=True, stage=2),
-    Case("ring", "uneven", "llama", stage=3, more=(("recompute", {"mode": "full"}),)),
+    Case("ring", "uneven", "llama", stage=3, settings=(("recompute", {"mode": "full"}),)),
     Case("ulysses", "padded", "qwen3", stage=1),
 ]
 
@@ -66,7 +66,7 @@ def prepared(rank, world, case):
 
 def test_documents_are_found_on_the_host(simulated):
     """Once per micro-batch, before it is copied to the device; no layer asks the device, in the forward or in a recomputation."""
-    case = Case("ulysses", "packed", stage=0, more=(("recompute", {"mode": "full"}),))
+    case = Case("ulysses", "packed", stage=0, settings=(("recompute", {"mode": "full"}),))
     for places, waited, bounds in simulated.run(2, prepared, case):
         assert places == ["cpu", "cpu"]
         assert waited == 0

@@ -27,7 +27,7 @@ CASES = [
         routed="unused",
         offload="both",
         offload_to="cpu",
-        more=(FULL,),
+        settings=(FULL,),
     ),
     Case(
         "mixtral",
@@ -37,7 +37,7 @@ CASES = [
         data="packed",
         offload="states",
         offload_to="cpu",
-        more=(("context", "ring"),),
+        settings=(("context", "ring"),),
     ),
     Case(
         "mixtral",
@@ -45,7 +45,7 @@ CASES = [
         (("cp", 2), *EP2),
         dp=1,
         data="packed",
-        more=(("context", "ulysses"), ("mlp_tile_tokens", 5), FULL, HOST),
+        settings=(("context", "ulysses"), ("mlp_tile_tokens", 5), FULL, HOST),
     ),
 ]
 
@@ -95,7 +95,7 @@ def test_waits(simulated, mode, stage):
         dp=2,
         kind="batched_mm",
         mask=False,
-        more=(("recompute", {"mode": mode}),),
+        settings=(("recompute", {"mode": mode}),),
     )
     for sizes, others, expected in simulated.run(2, waits, case):
         assert expected > 0

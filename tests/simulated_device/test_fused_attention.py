@@ -8,7 +8,7 @@ from tests.simulated_device.attention import train_fused
 
 CASES = [
     (
-        Case("ring", "uneven", "llama", stage=3, more=(("recompute", {"mode": "full"}),)),
+        Case("ring", "uneven", "llama", stage=3, settings=(("recompute", {"mode": "full"}),)),
         "FLASH_DTYPES",
     ),
     (Case("all-gather-kv", "padded", "mistral", window=True, stage=2), "FLASH_DTYPES"),

@@ -373,8 +373,8 @@ FOLLOWED = {
     "if it returns a mean, set loss_is_scaled_for_ga = False": "parity/test_own_steps.py::test_own_steps_are_one_process",
     "multiply the term by self.accelerator.num_processes": "parity/test_own_steps.py::test_own_steps_are_one_process",
     "for small states leave it out, and": "parity/test_trainer_mistakes.py::test_a_refused_optimizer_names_one_that_trains",
-    "train it in full (modules_to_save)": "parity/test_adapters.py::test_layers_that_are_trained_in_full",
-    "use lora_dropout=0": "parity/test_adapters.py::test_adapters_are_one_process",
+    "train it in full (modules_to_save)": "parity/test_adapters.py::test_layers_that_train_in_full_equal_one_process",
+    "use lora_dropout=0": "parity/test_adapters.py::test_adapters_equal_one_process",
     "copy the model before plait.initialize or the Trainer": "parity/test_trainer_mistakes.py::test_mistakes",
     # 7: data
     "and pass shuffle=True to the DataLoader to shuffle": "parity/test_split_data.py::test_a_loop_reads_every_row_once",

@@ -1,7 +1,8 @@
-"""Context parallelism over all-gathered keys and values, for a Llama: the technique of docs/how-to/add-a-technique.md.
+"""The technique of docs/how-to/add-a-technique.md: context parallelism for a Llama.
 
-Every rank of the cp axis has a part of each sequence. All layers but attention compute with a position's own hidden state; attention
-gathers the keys and values of all positions. A parameter's gradient is then the sum over the parts.
+Every rank of the cp axis has a part of each sequence. Attention gathers the keys and values of all
+positions, and all other layers compute each position by itself. The gradient of a parameter is then
+the sum over the parts.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class ContextParallel(Technique):
 
     batch_axes: ClassVar[tuple[str, ...]] = ("cp",)
     sequence_length: int
-    """Tokens of every sequence, before it is cut."""
+    """Number of tokens of every sequence before it is cut."""
 
     def check(self, context: TechniqueContext) -> None:
-        """Raise ConfigError or ModelError for what this technique does not do."""
-        cp, length = context.layout.cp, self.sequence_length
+        """Raise ConfigError or ModelError for settings that this technique does not support."""
+        cp = context.layout.cp
+        length = self.sequence_length
         if length % cp:
             raise ConfigError(
                 Problem(
@@ -50,64 +52,69 @@ class ContextParallel(Technique):
         config: Any = getattr(context.model, "config", None)
         if context.model is not None and getattr(config, "model_type", None) != "llama":
             raise ModelError(
-                f"parallel.cp = {cp}: only the attention of a Llama is known here, not that of {type(context.model).__name__}"
+                f"parallel.cp = {cp}: only the attention of a Llama is known here,"
+                f" not that of {type(context.model).__name__}"
             )
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Give the model its attention; Transformers then makes no mask."""
-        if mesh.layout.cp > 1:
-            group, model = mesh.group("cp"), parts.model
+        """Replace the attention of the model. Transformers then creates no mask."""
+        if mesh.layout.cp == 1:
+            return parts
+        group = mesh.group("cp")
 
-            def attend(
-                module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
-            ) -> tuple[torch.Tensor, None]:
-                # [batch, heads, part of seq, head_dim]; the backward of a gathering sums what all parts give.
-                length = query.shape[2] * mesh.layout.cp
-                start, size = shard_range(length, group)
-                key, value = (gather_sum(x, group, dim=2, length=length) for x in (key, value))
-                at = torch.arange(length, device=query.device)
-                causal = at[start : start + size, None] >= at
-                out = F.scaled_dot_product_attention(
-                    query, key, value, attn_mask=causal, scale=scaling, enable_gqa=True
-                )
-                return out.transpose(1, 2).contiguous(), None
+        def attend(
+            module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
+        ) -> tuple[torch.Tensor, None]:
+            # The inputs are [batch, heads, tokens of this rank, head_dim].
+            length = query.shape[2] * mesh.layout.cp
+            start, size = shard_range(length, group)
+            # The backward of gather_sum sums the gradients of all ranks.
+            key = gather_sum(key, group, dim=2, length=length)
+            value = gather_sum(value, group, dim=2, length=length)
+            positions = torch.arange(length, device=query.device)
+            causal = positions[start : start + size, None] >= positions
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=causal, scale=scaling, enable_gqa=True
+            )
+            return output.transpose(1, 2).contiguous(), None
 
-            AttentionInterface.register("gathered", attend)
-            model.set_attn_implementation("gathered")  # type: ignore[operator]
+        AttentionInterface.register("gathered", attend)
+        parts.model.set_attn_implementation("gathered")  # type: ignore[operator]
         return parts
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Cut every micro-batch; sum gradients over cp."""
-        summed = [
+        """Return the hook that cuts micro-batches and sums gradients over cp."""
+        if mesh.layout.cp == 1:
+            return []
+        parameters = [
             parameter
             for parameter in parts.model.parameters()
             if "cp" in parts.reduction(parameter).summed
         ]
-        return [SequenceParts(self.sequence_length, summed, mesh)] if mesh.layout.cp > 1 else []
+        return [SequenceParts(self.sequence_length, parameters, mesh)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Keys and values forward, their gradients backward, and the sum of the parameters' gradients."""
+        """Add keys and values, their gradients, and the sum of the parameters' gradients."""
         n = ledger.cp
-        kept = [p for p in facts.parameters if p.name.endswith(("k_proj.weight", "v_proj.weight"))]
-        gathered = (
-            ledger.accumulation
-            * ledger.tokens
-            * sum(p.shape[0] * p.itemsize for p in kept)
-            * (n - 1)
-            // n
-        )
+        token_bytes = 0
+        for parameter in facts.parameters:
+            if parameter.name.endswith(("k_proj.weight", "v_proj.weight")):
+                token_bytes += parameter.shape[0] * parameter.itemsize
+        gathered = ledger.accumulation * ledger.tokens * token_bytes * (n - 1) // n
         ledger = ledger.add_traffic("all_gather", gathered).add_traffic("reduce_scatter", gathered)
         return ledger.add_traffic("all_reduce", 2 * gradient_bytes(facts, ledger) * (n - 1) // n)
 
 
 class SequenceParts(StepHook):
-    """This rank's part of every sequence, and of every gradient."""
+    """Selects this rank's part of every sequence, and sums gradients over the parts."""
 
     def __init__(self, length: int, parameters: list[torch.nn.Parameter], mesh: Mesh) -> None:
-        self.length, self.parameters, self.group = length, parameters, mesh.group("cp")
+        self.length = length
+        self.parameters = parameters
+        self.group = mesh.group("cp")
 
     def transform(self, batch: Any) -> Any:
-        """Labels are shifted and positions written already."""
+        """Return the part of a batch whose labels are shifted and which has positions."""
         if batch["input_ids"].shape[1] != self.length or batch.get("attention_mask") is not None:
             raise InputError(
                 f"parallel.cp: a batch has `input_ids` [batch, {self.length}] and no attention_mask"
@@ -116,7 +123,7 @@ class SequenceParts(StepHook):
         return {name: entry.narrow(1, start, size) for name, entry in batch.items()}
 
     def finish_reduction(self) -> None:
-        """After the sums over data-parallel ranks."""
+        """Sum gradients over cp, after the sums over data-parallel ranks."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 dist.all_reduce(local_tensor(parameter.grad), group=self.group)

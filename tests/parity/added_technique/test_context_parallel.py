@@ -1,4 +1,7 @@
-"""docs/how-to/add-a-technique.md, replayed: its technique trains as one process does and sends what it accounts for, without a change of Plait."""
+"""The technique of docs/how-to/add-a-technique.md equals one process, without a change of Plait.
+
+It sends the bytes that it accounts for.
+"""
 
 from __future__ import annotations
 
@@ -23,45 +26,43 @@ from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.added_technique import context_parallel
 from tests.parity.added_technique.context_parallel import ContextParallel
-from tests.parity.data_parallel import CLIPPING, SEED, assert_same, materialised, plain_trace
+from tests.parity.data_parallel import assert_same, materialised, plain_trace, training_config
 
-LENGTH, STEPS = 8, 2
+LENGTH = 8
+STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "cp": (2, {"cp": 2}, 0),
     "cp x dp_shard, stage 3": (4, {"cp": 2, "dp_shard": 2}, 3),
     "cp of four": (4, {"cp": 4}, 0),
 }
-"""Processes, degrees, ZeRO stage."""
+"""Number of processes, degrees, ZeRO stage."""
 
 
 def steps(micro_batches):
-    """Other numbers of targets in every micro-batch and part; the border between two parts predicts a token of the next one."""
-    generator, found = torch.Generator().manual_seed(11), []
+    """Return steps whose micro-batches and parts have different numbers of targets.
+
+    The last token of a part predicts the first one of the next part.
+    """
+    generator = torch.Generator().manual_seed(11)
+    result = []
     for step in range(STEPS):
-        found.append([])
+        batches = []
         for index in range(micro_batches):
             ids = torch.randint(0, cases.VOCABULARY, (2, LENGTH), generator=generator)
             labels = ids.clone()
             labels[0, : index + step] = -100
-            found[-1].append({"input_ids": ids, "labels": labels})
-    return found
+            batches.append({"input_ids": ids, "labels": labels})
+        result.append(batches)
+    return result
 
 
 def configured(name):
     _, degrees, stage = LAYOUTS[name]
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": stage},
-        "optimizer": cases.OPTIMIZER,
-        "parallel": degrees,
-        "run": {"seed": SEED},
-    }
+    return training_config(degrees, stage=stage)
 
 
 def train(rank, world, name):
-    """(trace, evaluation, bytes sent, bytes accounted for). Runs in a worker."""
+    """Return trace, evaluation, bytes sent, and bytes accounted for. Runs on every rank."""
     model = cases.build("llama", tied=False)
     facts = model_facts(model, find_blocks(model))
     with keeping_float64(model):
@@ -69,89 +70,79 @@ def train(rank, world, name):
             ContextParallel(sequence_length=LENGTH)
         )
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        evaluated = engine.eval_batch(steps(2 * engine.dp_size)[0][2 * engine.dp_rank])
-        trace = engine_trace(engine, steps(2 * engine.dp_size))
+        batches = steps(2 * engine.dp_size)
+        first = 2 * engine.dp_rank
+        evaluation = engine.eval_batch(batches[0][first])
+        trace = engine_trace(engine, batches)
         with count_traffic() as traffic:
-            engine.train_batch(
-                steps(2 * engine.dp_size)[0][2 * engine.dp_rank : 2 * engine.dp_rank + 2]
-            )
-        with pytest.raises(
-            InputError,
-            match=r"engine\(...\) passes a batch to the model unchanged, but SequenceParts must transform",
-        ):
+            engine.train_batch(batches[0][first : first + 2])
+        with pytest.raises(InputError, match="unchanged, but SequenceParts must transform"):
             engine(torch.zeros(2, LENGTH, dtype=torch.int64))
+
     layout = engine.mesh.layout
     start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * LENGTH)
     ledger = account_all(engine.config.techniques, start, facts)
     sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
-    return (
-        trace,
-        evaluated,
-        sent,
-        {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]},
-    )
+    accounted = {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+    return trace, evaluation, sent, accounted
 
 
 @cache
 def reference(micro_batches):
-    """One plain process on full sequences."""
-    model = materialised("llama", tied=False)
-    return plain_trace(model, steps(micro_batches))
+    """Return the trace of one plain process on full sequences."""
+    return plain_trace(materialised("llama", tied=False), steps(micro_batches))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_one_process_and_sends_its_account(pool, name):
-    """Losses, gradients, the norm and weights to 1e-10; bytes exactly."""
     world, degrees, _ = LAYOUTS[name]
     ranks = world // degrees["cp"]
     results = pool.run(world, train, name)
     for trace, _, sent, accounted in results:
         assert_same(reference(2 * ranks), trace)
         assert sent == accounted
-    model, pieces = materialised("llama", tied=False), steps(2 * ranks)[0][::2]
+
+    # Each data-parallel rank evaluates its first micro-batch.
+    model = materialised("llama", tied=False)
+    loss = 0.0
+    targets = 0
     with keeping_float64(model), torch.no_grad():
-        found = [
-            plait.causal_lm_loss(model(input_ids=piece["input_ids"]), piece) for piece in pieces
-        ]
-    for _, evaluated, _, _ in results:
-        assert evaluated == pytest.approx(
-            (sum(float(loss) for loss, _ in found), sum(int(count) for _, count in found)),
-            rel=1e-12,
-        )
+        for batch in steps(2 * ranks)[0][::2]:
+            total, count = plait.causal_lm_loss(model(input_ids=batch["input_ids"]), batch)
+            loss += float(total)
+            targets += int(count)
+    for _, evaluation, _, _ in results:
+        assert evaluation == pytest.approx((loss, targets), rel=1e-12)
 
 
-def test_refusals():
-    """Before any process group; and without the technique Plait's own checks."""
-
+def test_unsupported_settings_are_refused():
     def check(kind, degrees, *techniques):
         model = cases.build(kind, tied=False)
         config = {"train_micro_batch_size_per_gpu": 1, "parallel": degrees}
-        resolved = resolve(load(config), world_size=degrees["cp"]).model_copy(
-            update={"added": techniques}
-        )
+        resolved = resolve(load(config), world_size=degrees["cp"])
+        resolved = resolved.model_copy(update={"added": techniques})
         check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
-    check("llama", {"cp": 2}, ContextParallel(sequence_length=8))
+    technique = ContextParallel(sequence_length=8)
+    check("llama", {"cp": 2}, technique)
     with pytest.raises(
         ConfigError, match="parallel.cp = 3: a sequence has 8 tokens and 8 % 3 != 0"
     ):
-        check("llama", {"cp": 3}, ContextParallel(sequence_length=8))
+        check("llama", {"cp": 3}, technique)
     with pytest.raises(ModelError, match="only the attention of a Llama is known here"):
-        check("gpt2", {"cp": 2}, ContextParallel(sequence_length=8))
-    with pytest.raises(
-        ModelError, match="BloomForCausalLM .* is not among the causal language models"
-    ):  # by Plait's own technique
+        check("gpt2", {"cp": 2}, technique)
+    # Without the added technique, Plait's own check refuses the model.
+    with pytest.raises(ModelError, match="BloomForCausalLM .* is not among the causal language"):
         check("bloom", {"cp": 2})
 
 
 def test_the_page_shows_this_code():
-    """Every block of the page is a piece of the technique, or of this file."""
+    """Every block of the page is an excerpt of the technique or of this file."""
     folder = Path(__file__).parent
     page = (folder.parents[2] / "docs/how-to/add-a-technique.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    code = Path(context_parallel.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(
-        encoding="utf-8"
-    )
+    paths = (Path(context_parallel.__file__), Path(__file__))
+    code = "".join(path.read_text(encoding="utf-8") for path in paths)
     assert len(blocks) >= 4
     for block in blocks:
         # Without white space, because the formatter wraps the lines of a page elsewhere.
