@@ -24,13 +24,13 @@ def compare(record: Record, reference: Record) -> dict[str, Any]:
     losses = [_distance(*pair) for pair in zip(record.losses, reference.losses, strict=False)]
     pairs = zip(record.norms[:EARLY_STEPS], reference.norms[:EARLY_STEPS], strict=False)
     norms = [_distance(a, b) / b for a, b in pairs if a is not None and b]
-    found = {
+    differences = {
         "early_loss": max(losses[:EARLY_STEPS], default=0.0),
         "late_loss": max(losses, default=0.0),
         "early_norm": max(norms, default=0.0),
     }
-    holds = bool(losses) and all(found[name] <= limit for name, limit in LIMITS.items())
-    return {"steps": len(losses), **found, "holds": holds}
+    holds = bool(losses) and all(differences[name] <= limit for name, limit in LIMITS.items())
+    return {"steps": len(losses), **differences, "holds": holds}
 
 
 def _distance(a: float, b: float) -> float:

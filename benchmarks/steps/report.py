@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.common.report import aligned, machine_line, markdown
 from benchmarks.common.statistics import paired_ratio, spread
 from benchmarks.steps import agreement
-from benchmarks.steps.baselines import Benchmark, Scene
+from benchmarks.steps.baselines import Baseline, Benchmark, Scene
 from benchmarks.steps.phases import PHASES
 from benchmarks.steps.rounds import Pace, Record
 from benchmarks.steps.workload import Workload
@@ -33,33 +33,23 @@ def document(
 ) -> dict[str, Any]:
     """Return everything that was measured of a scene. `phases` are by baseline and rank."""
     reference = scene.baselines[0].name
-    compared = {one.name for one in scene.baselines if not one.floor}
-    agreements = agreement.check(
-        {name: record for name, record in records.items() if name in compared},
-        reference=reference,
-    )
+    measured = [baseline for baseline in scene.baselines if baseline.name in records]
+    compared = {b.name: records[b.name] for b in measured if not b.floor}
+    agreements = agreement.check(compared, reference=reference)
     entries = {}
-    for one in scene.baselines:
-        if one.name not in records:
-            continue
-        record = records[one.name]
-        ratios = {}
-        for column, other in {benchmark.columns[0]: reference, **one.against}.items():
-            divisor = records.get(other)
-            if divisor is None or divisor.failure or record.failure or other == one.name:
-                continue
-            ratio = paired_ratio(record.seconds, divisor.seconds)
-            if ratio is not None:
-                ratios[column] = asdict(ratio)
-        entries[one.name] = {
-            "title": one.title,
+    for baseline in measured:
+        name = baseline.name
+        record = records[name]
+        divisors = {benchmark.columns[0]: reference, **baseline.against}
+        entries[name] = {
+            "title": baseline.title,
             "spread_seconds": asdict(spread(record.clean)) if record.clean else None,
-            "ratios": ratios,
+            "ratios": _ratios(baseline, divisors, records),
             "processor_seconds_per_step": record.processor_seconds,
             "peak_bytes": record.peak_bytes,
             "foreign_share": record.foreign,
-            "agreement": agreements.get(one.name),
-            "phases_ms": [dict(row) for row in phases.get(one.name, ())],
+            "agreement": agreements.get(name),
+            "phases_ms": [dict(row) for row in phases.get(name, ())],
             "failure": record.failure,
         }
     sizes = {"parameters": workload.parameters, "tokens_per_step": workload.tokens_per_step}
@@ -77,22 +67,38 @@ def document(
     }
 
 
-def is_good(found: Document) -> bool:
+def _ratios(
+    baseline: Baseline, divisors: Mapping[str, str], records: Mapping[str, Record]
+) -> dict[str, Any]:
+    """Return the ratios of a baseline to others, by column, if both ran."""
+    ratios = {}
+    record = records[baseline.name]
+    for column, other in divisors.items():
+        divisor = records.get(other)
+        if divisor is None or divisor.failure or record.failure or other == baseline.name:
+            continue
+        ratio = paired_ratio(record.seconds, divisor.seconds)
+        if ratio is not None:
+            ratios[column] = asdict(ratio)
+    return ratios
+
+
+def is_good(scene: Document) -> bool:
     """Return whether every baseline ran, agreed with the reference, and had an undisturbed turn."""
     return all(
         entry["failure"] is None
         and entry["spread_seconds"] is not None
         and (entry["agreement"] is None or entry["agreement"]["holds"])
-        for entry in found["baselines"].values()
+        for entry in scene["baselines"].values()
     )
 
 
-def terminal(found: Document) -> str:
+def terminal(scene: Document) -> str:
     """Return the tables of a scene for a terminal."""
     parts = [
-        f"{found['title']}\n{aligned(_header(found), _rows(found))}",
-        f"milliseconds per step, in another turn\n{aligned(PHASE_HEADER, _phase_rows(found))}",
-        _notes(found),
+        f"{scene['title']}\n{aligned(_header(scene), _rows(scene))}",
+        f"milliseconds per step, in another turn\n{aligned(PHASE_HEADER, _phase_rows(scene))}",
+        _notes(scene),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -107,21 +113,21 @@ def page(benchmark: Benchmark, scenes: Sequence[Document]) -> str:
         "is of another turn, waiting means that the main thread does not run (in a pipeline this "
         "includes the bubble), and other threads are their processor time.",
     ]
-    for found in scenes:
+    for scene in scenes:
         parts += [
-            f"## {found['title']}",
-            f"{machine_line(found['machine'])}\n{_workload(found)}",
-            markdown(_header(found), _rows(found)).rstrip(),
+            f"## {scene['title']}",
+            f"{machine_line(scene['machine'])}\n{_workload(scene)}",
+            markdown(_header(scene), _rows(scene)).rstrip(),
             "Milliseconds per step:",
-            markdown(PHASE_HEADER, _phase_rows(found)).rstrip(),
-            _notes(found),
+            markdown(PHASE_HEADER, _phase_rows(scene)).rstrip(),
+            _notes(scene),
         ]
     return "\n\n".join(parts) + "\n"
 
 
-def _workload(found: Document) -> str:
-    work = found["workload"]
-    pace = found["pace"]
+def _workload(scene: Document) -> str:
+    work = scene["workload"]
+    pace = scene["pace"]
     slices = work["ranks"] // work["ranks_per_slice"]
     return (
         f"Llama of {work['parameters'] / 1e6:.1f} M parameters ({work['layers']} layers, hidden "
@@ -133,60 +139,55 @@ def _workload(found: Document) -> str:
     )
 
 
-def _header(found: Document) -> tuple[str, ...]:
-    ratios = (f"vs {column}" for column in found["columns"])
+def _header(scene: Document) -> tuple[str, ...]:
+    ratios = (f"vs {column}" for column in scene["columns"])
     return ("engine", "ms/step", "quartiles", *ratios, "cpu ms/rank", "peak MiB/rank", "rounds")
 
 
-def _rows(found: Document) -> list[tuple[str, ...]]:
+def _rows(scene: Document) -> list[list[str]]:
     rows = []
-    for entry in found["baselines"].values():
+    for entry in scene["baselines"].values():
         seconds = entry["spread_seconds"]
         if entry["failure"] or seconds is None:
             word = "failed" if entry["failure"] else "disturbed"
-            rows.append((entry["title"], word, *[""] * (len(_header(found)) - 2)))
+            rows.append([entry["title"], word, *[""] * (len(_header(scene)) - 2)])
             continue
-        ratios = [entry["ratios"].get(column) for column in found["columns"]]
-        rows.append(
-            (
-                entry["title"],
-                f"{1000 * seconds['median']:.0f}",
-                f"{1000 * seconds['low']:.0f} to {1000 * seconds['high']:.0f}",
-                *map(_ratio_cell, ratios),
-                f"{1000 * spread(entry['processor_seconds_per_step']).median:.0f}",
-                f"{entry['peak_bytes'] / 2**20:.0f}",
-                str(seconds["count"]),
-            )
-        )
+        row = [entry["title"], f"{1000 * seconds['median']:.0f}"]
+        row.append(f"{1000 * seconds['low']:.0f} to {1000 * seconds['high']:.0f}")
+        for column in scene["columns"]:
+            ratio = entry["ratios"].get(column)
+            text = "{median:.3f} [{low:.3f}, {high:.3f}]"
+            row.append(text.format(**ratio) if ratio else "")
+        row.append(f"{1000 * spread(entry['processor_seconds_per_step']).median:.0f}")
+        rows.append([*row, f"{entry['peak_bytes'] / 2**20:.0f}", str(seconds["count"])])
     return rows
 
 
-def _ratio_cell(ratio: Mapping[str, float] | None) -> str:
-    if ratio is None:
-        return ""
-    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-
-
-def _phase_rows(found: Document) -> list[tuple[str, ...]]:
+def _phase_rows(scene: Document) -> list[list[str]]:
     rows = []
-    for entry in found["baselines"].values():
+    for entry in scene["baselines"].values():
         for rank, row in enumerate(entry["phases_ms"]):
             waiting = sum(row[f"{phase} waiting"] for phase in PHASES)
             cells = [*(row[phase] for phase in PHASES), waiting, row["threads"], row["total"]]
-            rows.append((f"{entry['title']}, {rank}", *(f"{value:.0f}" for value in cells)))
+            rows.append([f"{entry['title']}, {rank}", *(f"{value:.0f}" for value in cells)])
     return rows
 
 
-def _notes(found: Document) -> str:
+def _notes(scene: Document) -> str:
     """Return a list of who missed the target, was left out, failed, disagreed or was disturbed."""
-    notes = [f"{name} was left out: {reason}" for name, reason in found["skipped"].items()]
-    target = found["target"]
-    for name, entry in found["baselines"].items():
-        ratio = entry["ratios"].get(found["columns"][0])
+    notes = [f"{name} was left out: {reason}" for name, reason in scene["skipped"].items()]
+    target = scene["target"]
+    agreements = []
+    shares: list[float] = []
+    for name, entry in scene["baselines"].items():
+        shares += entry["foreign_share"]
+        ratio = entry["ratios"].get(scene["columns"][0])
         if target and ratio and name.startswith("plait-"):
             word = "within" if ratio["median"] <= target else "ABOVE"
             notes.append(f"{name}: {ratio['median']:.3f} is {word} the target of {target:.2f}")
         agrees = entry["agreement"]
+        if agrees:
+            agreements.append(agrees)
         if agrees and not agrees["holds"]:
             notes.append(
                 f"{name} DISAGREES with the reference over {agrees['steps']} steps: loss by "
@@ -196,19 +197,16 @@ def _notes(found: Document) -> str:
         rounds = (entry["spread_seconds"] or {"count": 0})["count"]
         if entry["failure"]:
             notes.append(f"{name} failed: {entry['failure'].splitlines()[0]}")
-        elif rounds < min(GOOD_ENOUGH, found["pace"]["rounds"]):
+        elif rounds < min(GOOD_ENOUGH, scene["pace"]["rounds"]):
             notes.append(f"{name} had fewer than {GOOD_ENOUGH} undisturbed rounds")
-    agreements = [row["agreement"] for row in found["baselines"].values() if row["agreement"]]
     if agreements and all(row["holds"] for row in agreements):
-        early, late, steps = (
-            max(row[key] for row in agreements) for key in ("early_loss", "late_loss", "steps")
-        )
+        keys = ("early_loss", "late_loss", "steps")
+        early, late, steps = (max(row[key] for row in agreements) for key in keys)
         notes.append(
             f"losses of all {len(agreements)} engines agree: by {early:.1e} in the first steps, by "
             f"{late:.1e} over up to {steps} steps"
         )
-    allowed = found["pace"]["foreign_share"]
-    shares = [share for row in found["baselines"].values() for share in row["foreign_share"]]
+    allowed = scene["pace"]["foreign_share"]
     notes.append(
         f"{sum(share > allowed for share in shares)} of {len(shares)} turns were disturbed (other "
         f"programs used more than {allowed:.0%} of the machine) and are not in the numbers"

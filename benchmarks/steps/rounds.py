@@ -63,34 +63,29 @@ def order(names: Sequence[str], *, index: int) -> list[str]:
 
 
 def run(
-    worker_groups: Mapping[str, WorkerGroup],
-    baselines: Mapping[str, Baseline],
-    *,
-    pace: Pace,
+    groups: Mapping[str, WorkerGroup], baselines: Mapping[str, Baseline], *, pace: Pace
 ) -> dict[str, Record]:
     """Run all rounds. A worker group that fails is stopped, and the others continue."""
-    records = {name: Record() for name in worker_groups}
+    records = {name: Record() for name in groups}
     for index in range(pace.rounds):
-        for name in order(list(worker_groups), index=index):
+        for name in order(list(groups), index=index):
             if records[name].failure:
                 continue
             try:
-                _turn(worker_groups[name], baselines[name], records[name], pace=pace)
+                _turn(groups[name], baselines[name], records[name], pace=pace)
             except WorkerGroupError as error:
                 records[name].failure = str(error)
-                worker_groups[name].stop()
+                groups[name].stop()
                 say(f"{name}: failed in round {index + 1}; the others go on\n{error}")
-        say(
-            f"round {index + 1}/{pace.rounds}: "
-            + ", ".join(_latest(name, record) for name, record in records.items())
-        )
+        latest = ", ".join(_latest(name, record) for name, record in records.items())
+        say(f"round {index + 1}/{pace.rounds}: {latest}")
     return records
 
 
-def _turn(worker_group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace) -> None:
+def _turn(group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace) -> None:
     value = None
     for share, answers in undisturbed(
-        worker_group,
+        group,
         ("turn", {"warm": pace.warm, "steps": pace.steps}),
         share=pace.foreign_share,
         repeats=pace.repeats,

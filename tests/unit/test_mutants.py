@@ -56,7 +56,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
     outcomes = {
         "first": {"caught_by": test},
         "second": {"caught_by": "(hangs)"},
-        "third": {"caught_by": "", "ran": "everything", "verify": True},
+        "third": {"caught_by": "", "ran": "everything"},
         "fourth": {"caught_by": "tests/unit/test_b.py"},
     }
     report.store(outcomes, file, "2026-11-27")

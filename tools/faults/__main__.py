@@ -65,6 +65,7 @@ def run(part: str, size: str, only: str, folder: Path) -> Iterator[Row]:
 
 
 def main() -> int:
+    """Run the parts, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.faults",
         description=__doc__,
@@ -106,9 +107,8 @@ def main() -> int:
 def _line(row: Row) -> str:
     cells = []
     for name, value in row.items():
-        if value in (None, "", [], {}) or name in ("wrong", "names"):
-            continue
-        cells.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+        if value not in (None, "", [], {}) and name not in ("wrong", "names"):
+            cells.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
     wrong = "; WRONG: " + "\n    ".join(map(str, row["wrong"])) if row["wrong"] else "; passed"
     return ", ".join(cells) + wrong
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,16 @@ MARK = "PLAIT_FAULTS"
 """Environment variable by which the processes of a command are found."""
 GRACE_SECONDS = 30.0
 LIMIT_SECONDS = 300.0
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.1,
+}
 
 
 def all_restarts(size: str, folder: Path) -> Iterator[Row]:
@@ -52,42 +62,30 @@ def all_restarts(size: str, folder: Path) -> Iterator[Row]:
     yield signalled(folder, reference, signal.SIGUSR1, one_rank=True, restarts=2)
 
 
-def _row(what: str) -> Row:
-    return {"what": what, "exit_code": None, "next_step_seconds": [], "ended_seconds": None}
-
-
-def configuration(folder: Path, **run: Any) -> Row:
-    """Return the file of a tiny Llama with dropout on two processes."""
-    model = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "attention_dropout": 0.1,
-    }
+def write_configuration(folder: Path, **run: Any) -> Path:
+    """Write the file of a tiny Llama with dropout on two processes."""
     data = {"source": "files", "vocab_size": 300, "sequence_length": 24}
     usual = {"steps": STEPS, "checkpoint_every": EVERY, "keep": 2, "processes": 2}
-    return {
+    config = {
         "train_batch_size": 4,
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "model": {"config": model},
+        "model": {"config": MODEL},
         "data": {**data, "paths": [f"{Path(email.__file__).parent}/*.py"]},
         "faults": {"timeout_seconds": 30},
         "run": {**usual, "validate_sequences": 4, "folder": str(folder / "run"), **run},
     }
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.json"
+    file.write_text(json.dumps(config))
+    return file
 
 
 class Train:
     """A running `plait train`, which is watched by its metrics."""
 
     def __init__(self, folder: Path, *options: str, **run: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "run.json"
-        file.write_text(json.dumps(configuration(folder, **run)))
+        file = write_configuration(folder, **run)
         self.folder = folder
         self.log = folder / "log"
         variables = {MARK: str(folder), "PLAIT_CACHE": str(folder.parent / "cache")}
@@ -131,23 +129,27 @@ class Train:
 
     def wait_for_steps(self, *, after: int = 0, steps: int = 1) -> bool:
         """Wait until a start other than `after` has done some steps. False if the run ends."""
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while time.monotonic() < deadline:
-            if self.start() not in (0, after):
-                events = [row["event"] for row in metrics(self.folder)]
-                if "start" in events and events[::-1].index("start") >= steps:
-                    return True
-            if self.process.poll() is not None:
-                return False
-            time.sleep(0.01)
-        return False
+
+        def has_steps() -> bool:
+            events = [row["event"] for row in metrics(self.folder)]
+            is_started = self.start() not in (0, after) and "start" in events
+            return is_started and events[::-1].index("start") >= steps
+
+        return self._wait_for(has_steps)
 
     def wait_for_standby(self, times: int) -> bool:
         """Wait until processes stand by for the `times`-th time. False if the run ends."""
-        while self.process.poll() is None:
-            if self.log.read_text(errors="replace").count("standing by") >= times:
+        text = "standing by"
+        return self._wait_for(lambda: self.log.read_text(errors="replace").count(text) >= times)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            if condition():
                 return True
-            time.sleep(0.05)
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.01)
         return False
 
     def end(self) -> int:
@@ -198,8 +200,7 @@ def undisturbed(folder: Path, steps: int) -> Path:
 def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: bool = False) -> Row:
     """Kill a rank at random times. With `standby`, after processes stand by."""
     options = ["--max-restarts", str(kills), *(["--standby"] if standby else [])]
-    row = _row(f"plait train {' '.join(options)}, a rank killed {kills} times")
-    seconds = row["next_step_seconds"]
+    seconds: list[float] = []
     chance = random.Random(seed)
     steps = STANDBY_STEPS if standby else STEPS
     train = Train(folder / f"killed-{seed}-{standby}", *options, steps=steps)
@@ -216,13 +217,15 @@ def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: boo
         if not train.wait_for_steps(after=before):
             break
         seconds.append(round(time.monotonic() - began, 2))
-    row["exit_code"] = train.end()
+    code = train.end()
     promises = {
-        f"exit code {row['exit_code']}": row["exit_code"] == 0,
+        f"exit code {code}": code == 0,
         f"only {len(seconds)} kills": len(seconds) == kills,
         "a restart took more than 3 s": not standby or max(seconds, default=0) <= 3,
     }
-    return _judged(row, promises, train, reference)
+    what = f"plait train {' '.join(options)}, a rank killed {kills} times"
+    row = _judged(what, code, promises, train.folder, reference, train)
+    return row | {"next_step_seconds": seconds}
 
 
 def signalled(
@@ -235,15 +238,16 @@ def signalled(
 ) -> Row:
     """Send a signal to the launcher or to one rank, and run the same command again."""
     options = ["--max-restarts", str(restarts)] if restarts else []
-    target = "one rank" if one_rank else "the launcher"
-    row = _row(", ".join([f"{number.name} to {target}", *filter(None, [" ".join(options)])]))
-    train = Train(folder / re.sub(r"\W+", "-", row["what"]), *options)
+    what = f"{number.name} to {'one rank' if one_rank else 'the launcher'}"
+    if options:
+        what += f", {' '.join(options)}"
+    train = Train(folder / re.sub(r"\W+", "-", what), *options)
     train.wait_for_steps(steps=3)
     ranks = train.ranks()
     os.kill(ranks[1] if one_rank and ranks else train.process.pid, number)
     began = time.monotonic()
-    code = row["exit_code"] = train.end()
-    seconds = row["ended_seconds"] = round(time.monotonic() - began, 2)
+    code = train.end()
+    seconds = round(time.monotonic() - began, 2)
     step = max((step for step, _ in losses(train.folder)), default=0)
     last = state(train.folder)
     log = train.log.read_text()
@@ -258,60 +262,57 @@ def signalled(
         f"it reported {failures}": not failures,
         f"the same command again ended with {again}": again == 0,
     }
-    return _judged(row, promises, train, reference)
+    row = _judged(what, code, promises, train.folder, reference, train)
+    return row | {"ended_seconds": seconds}
 
 
-def _judged(row: Row, promises: dict[str, bool], train: Train, reference: Path) -> Row:
-    row["same_losses"] = losses(train.folder) == losses(reference)
-    row["same_state"] = state(train.folder) == state(reference)
-    promises["other losses"] = row["same_losses"]
-    promises["another state at the end"] = row["same_state"]
-    row["wrong"] = [text for text, holds in promises.items() if not holds]
-    left = list(train.processes())
-    if left:
-        row["wrong"].append(f"processes left: {left}")
-    if row["wrong"]:
-        row["wrong"].append(train.log.read_text()[-1500:])
+def _judged(
+    what: str,
+    code: int,
+    promises: dict[str, bool],
+    folder: Path,
+    reference: Path,
+    train: Train | None = None,
+) -> Row:
+    """Return the row of a run that must end like the reference."""
+    same_losses = losses(folder) == losses(reference)
+    same_state = state(folder) == state(reference) and state(folder) is not None
+    promises |= {"other losses": same_losses, "another state at the end": same_state}
+    left = list(train.processes()) if train else []
+    promises[f"processes left: {left}"] = not left
+    wrong = [text for text, holds in promises.items() if not holds]
+    if wrong:
+        wrong.append((folder / "log").read_text()[-1500:])
     else:
-        shutil.rmtree(train.folder)
-    return row
+        shutil.rmtree(folder)
+    row = {"what": what, "exit_code": code, "next_step_seconds": [], "ended_seconds": None}
+    return row | {"same_losses": same_losses, "same_state": same_state, "wrong": wrong}
 
 
 def roll_back(folder: Path, nan_rank: int) -> Row:
     """Let the loss of a batch be NaN on one rank, and compare with a run without that batch."""
-    row = _row(f"NaN in the loss of rank {nan_rank}, run.roll_backs = 1")
-    bad = 24 * 4  # sequences before step 25
-    codes = {}
-    folders = {name: folder / f"{name}-{nan_rank}" for name in ("rolled", "without")}
-    for name, place in folders.items():
-        place.mkdir(parents=True)
-        file = place / "run.json"
-        file.write_text(json.dumps(configuration(place, roll_backs=1, steps=40)))
-        arguments = (str(file), bad, nan_rank, name == "without")
+    samples = 24 * 4  # before step 25
+    codes = []
+    folders = [folder / f"{name}-{nan_rank}" for name in ("rolled", "without")]
+    for place in folders:
+        file = write_configuration(place, roll_backs=1, steps=40)
+        arguments = (str(file), samples, nan_rank, place is folders[1])
         variables = {"PLAIT_CACHE": str(folder / "cache")}
         ranks = Ranks(_train_with_nan, 2, *arguments, log=place / "log", environment=variables)
-        codes[name] = list(ranks.wait(LIMIT_SECONDS).values())
-    rolled, without = folders.values()
-    row["exit_code"] = max(codes["rolled"], key=abs)
-    row["same_losses"] = losses(rolled) == losses(without)
-    row["same_state"] = state(rolled) == state(without) and state(rolled) is not None
-    starts = [one for one in metrics(rolled) if one["event"] == "start"]
+        codes += ranks.wait(LIMIT_SECONDS)
+    starts = [row for row in metrics(folders[0]) if row["event"] == "start"]
     notes = " ".join(note for start in starts for note in start["resumed"])
     cause = f"the loss of rank {nan_rank} is not finite"
     promises = {
-        f"exit codes {codes}": not any(code for of in codes.values() for code in of),
+        f"exit codes {codes}": not any(codes),
         f"it reported {notes!r}": cause in notes and "went back to step 20" in notes,
-        "other losses than without the batch": row["same_losses"],
-        "another state than without the batch": row["same_state"],
     }
-    row["wrong"] = [text for text, holds in promises.items() if not holds]
-    if row["wrong"]:
-        row["wrong"].append((rolled / "log").read_text()[-1500:])
-    return row
+    what = f"NaN in the loss of rank {nan_rank}, run.roll_backs = 1"
+    return _judged(what, max(codes[:2], key=abs), promises, *folders)
 
 
-def _train_with_nan(rank: int, file: str, bad: int, nan_rank: int, leave_out: bool) -> None:
-    """Run one rank of `plait train`, with NaN or without the batch after `bad` sequences."""
+def _train_with_nan(rank: int, file: str, samples: int, nan_rank: int, leave_out: bool) -> None:
+    """Run one rank of `plait train`, with NaN in the batch after `samples` or without the batch."""
     import torch
 
     from plait.cli.main import main
@@ -324,17 +325,17 @@ def _train_with_nan(rank: int, file: str, bad: int, nan_rank: int, leave_out: bo
     training_context = session._training_context
     position = [-1]
 
-    def at(loader: Any, samples: int) -> Any:
-        position[0] = samples
-        return read(loader, samples)
+    def at(loader: Any, start: int) -> Any:
+        position[0] = start
+        return read(loader, start)
 
     def loss(self: Any, output: Any, batch: Any) -> Any:
         total, weight = compute(self, output, batch)
-        is_bad = position[0] == bad and rank == nan_rank and torch.is_grad_enabled()
+        is_bad = position[0] == samples and rank == nan_rank and torch.is_grad_enabled()
         return (total * float("nan") if is_bad and not leave_out else total), weight
 
     def context(*args: Any) -> Any:
-        args[-1].update({bad} if leave_out else ())
+        args[-1].update({samples} if leave_out else ())
         return training_context(*args)
 
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +67,8 @@ def load(folder: Path = LISTS) -> list[Mutant]:
             values = {key: str(value) for key, value in entry.items()}
             values |= {key: values[key].strip("\n") for key in ("old", "new")}
             mutants.append(Mutant(**values, author=path.stem))
-    ids = [mutant.id for mutant in mutants]
-    repeated = sorted({name for name in ids if ids.count(name) > 1})
+    counts = Counter(mutant.id for mutant in mutants)
+    repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise ValueError(f"ids used twice: {', '.join(repeated)}")
     return mutants

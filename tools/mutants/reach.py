@@ -99,19 +99,12 @@ def _statement(tree: ast.Module, line: int) -> tuple[list[ast.stmt], int]:
     """
     body: list[ast.stmt] = tree.body
     while True:
-        index = next(
-            (i for i, node in enumerate(body) if (node.end_lineno or node.lineno) >= line),
-            len(body) - 1,
-        )
+        ends = [node.end_lineno or node.lineno for node in body]
+        index = next((i for i, end in enumerate(ends) if end >= line), len(body) - 1)
         node = body[index]
-        blocks = (
-            block
-            for block in _blocks(node)
-            if block[0].lineno <= line <= (block[-1].end_lineno or 0)
-        )
-        inner = next(blocks, None)
-        if inner is not None:
-            body = inner
+        blocks = [b for b in _blocks(node) if b[0].lineno <= line <= (b[-1].end_lineno or 0)]
+        if blocks:
+            body = blocks[0]
         elif isinstance(node, ast.FunctionDef):
             # The signature changes, and whoever calls the function reaches it.
             documented = ast.get_docstring(node) is not None and len(node.body) > 1

@@ -15,13 +15,8 @@ from tools.mutants.project import ROOT
 
 PACKAGE = ROOT / "src" / "plait"
 NAMES = (
-    "wait",
-    "wait_event",
-    "wait_stream",
-    "synchronize",
-    "record",
-    "record_event",
-    "record_stream",
+    *("wait", "wait_event", "wait_stream", "synchronize"),
+    *("record", "record_event", "record_stream"),
 )
 TESTS = tuple(
     f"tests/simulated_device/test_{name}.py"
@@ -59,9 +54,9 @@ def waits() -> list[Mutant]:
             old_start, old_end = _unique_lines(text, start, end)
             old = text[old_start:old_end]
             new = text[old_start:start] + replacement + text[end:old_end]
-            words = re.findall(r"\w+", f"{file.removesuffix('.py')} {label or code}")
-            name = "-".join(words)[:80].strip("-_")
-            number = sum(one.id.rpartition("-")[0] == name for one in mutants) + 1
+            place = f"{file.removesuffix('.py')} {label or code}"
+            name = "-".join(re.findall(r"\w+", place))[:80].strip("-_")
+            number = sum(mutant.id.rpartition("-")[0] == name for mutant in mutants) + 1
             what = f"`{label or code}` is taken out"
             source = path.relative_to(ROOT).as_posix()
             mutants.append(Mutant(f"{name}-{number}", what, source, old, new, "waits"))
