@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -36,13 +35,8 @@ class Model(torch.nn.Module):
 
 
 def work(rank: int, stage: int, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import deepspeed
 
     torch.manual_seed(0)
@@ -66,9 +60,8 @@ def work(rank: int, stage: int, port: int) -> None:
     for _ in range(3):
         engine.backward(engine(rows[2 * rank : 2 * rank + 2]))
         engine.step()
-    engine.save_checkpoint(
-        OUT / f"zero{stage}", tag="step3", client_state={"epoch": 2, "name": "x"}
-    )
+    client_state = {"epoch": 2, "name": "x"}
+    engine.save_checkpoint(OUT / f"zero{stage}", tag="step3", client_state=client_state)
 
 
 if __name__ == "__main__":
@@ -76,11 +69,8 @@ if __name__ == "__main__":
     OUT.mkdir(parents=True)
     for stage in (1, 2, 3):
         mp.spawn(work, (stage, 29710 + stage), nprocs=2)
-        for path in OUT.rglob("*"):  # a copy of DeepSpeed's own script
-            if path.name.endswith(".py"):
-                path.unlink()
-    sys.stdout.write(
-        "".join(
-            f"{path.stat().st_size:8} {path}\n" for path in sorted(OUT.rglob("*")) if path.is_file()
-        )
-    )
+        for path in OUT.rglob("*.py"):  # a copy of DeepSpeed's own script
+            path.unlink()
+    for path in sorted(OUT.rglob("*")):
+        if path.is_file():
+            print(f"{path.stat().st_size:8} {path}")

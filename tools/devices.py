@@ -50,11 +50,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def document_of(path: Path) -> dict[str, Any]:
-    """Return the document in a file.
-
-    Raises:
-        WrongFile: The file is not a document of a real device.
-    """
+    """Return the document in a file. Raises WrongFile if it is not one of a real device."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -90,27 +86,24 @@ def page(documents: Mapping[str, Document]) -> str:
     header = ("devices", "date", "Plait", "torch", "passed", "failed", "not run")
     rows = []
     for document in documents.values():
-        counts = (str(document["counts"][name]) for name in ("passed", "failed", "not run"))
-        date = document["at"][:10]
-        torch = document["versions"]["torch"]
-        rows.append((_devices(document), date, _version(document), torch, *counts))
+        row = [_devices(document), document["at"][:10], _version(document)]
+        row.append(document["versions"]["torch"])
+        rows.append([*row, *(str(document["counts"][name]) for name in header[-3:])])
     sections = [section(name, document) for name, document in documents.items()]
     return "\n".join([HEAD, markdown(header, rows, right=()), *sections]).rstrip() + "\n"
 
 
 def _devices(document: Document) -> str:
     used = document["devices"][: document["gpus_used"]]
-    kinds = dict.fromkeys(f"{one['name']}, {format_bytes(one['memory_bytes'])}" for one in used)
+    kinds = dict.fromkeys(f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}" for gpu in used)
     return f"{len(used)} x {' and '.join(kinds)}"
 
 
 def _version(document: Document) -> str:
     plait = document["plait"]
-    revision = plait.get("revision")
-    if not revision:
-        return str(plait["version"])
-    changed = ", changed" if plait["changed"] else ""
-    return f"{plait['version']} ({revision[:7]}{changed})"
+    changed = ", changed" if plait.get("changed") else ""
+    revision = f" ({plait['revision'][:7]}{changed})" if plait.get("revision") else ""
+    return f"{plait['version']}{revision}"
 
 
 def section(name: str, document: Document) -> str:

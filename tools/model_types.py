@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -54,10 +55,8 @@ def small(rank: int, world: int, name: str) -> Small:
 def last_line(failure: WorkerFailed) -> str:
     """Return the message of a worker's exception, without its traceback."""
     lines = [line for line in str(failure).splitlines() if line.strip()]
-    kinds = ("Error", "Exception", CellFailed.__name__)
-    messages = [
-        line for line in lines if line[:1].isalpha() and any(kind in line for kind in kinds)
-    ]
+    kinds = f"Error|Exception|{CellFailed.__name__}"
+    messages = [line for line in lines if line[:1].isalpha() and re.search(kinds, line)]
     text = (messages or lines)[-1]
     return text.removeprefix(f"{CellFailed.__module__}.{CellFailed.__name__}: ")[:600]
 
@@ -65,16 +64,16 @@ def last_line(failure: WorkerFailed) -> str:
 def prepare(pool: Pool, name: str, version: str) -> Entry:
     """Return the entry of a type without cells."""
     try:
-        (made,) = pool.run(1, small, name, timeout=SECONDS)
+        (model,) = pool.run(1, small, name, timeout=SECONDS)
     except WorkerFailed as failure:
         return {"transformers": version, "not_small": last_line(failure)}
-    parameters = next(line for line in made.lines if line.endswith(" parameters"))
+    parameters = next(line for line in model.lines if line.endswith(" parameters"))
     return {
         "transformers": version,
-        "tested": made.tested.model_dump(),
+        "tested": model.tested.model_dump(),
         "parameters": parameters.rpartition(" -> ")[2],
-        "lines": list(made.lines),
-        "split": round(made.split, 4),
+        "lines": list(model.lines),
+        "split": round(model.split, 4),
         "cells": {},
     }
 
@@ -86,14 +85,15 @@ def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
         if layout == FOLDER:
             with tempfile.TemporaryDirectory() as folder:
                 return asdict(pool.run(PROCESSES, load_cell, tested, folder, timeout=SECONDS)[0])
-        found = pool.run(PROCESSES, run_cell, tested, layout, timeout=SECONDS)
+        outcomes = pool.run(PROCESSES, run_cell, tested, layout, timeout=SECONDS)
     except WorkerFailed as failure:
         reason = last_line(failure)
         outcome = "refused" if reason.startswith(LATE) else "failed"
         return {"outcome": outcome, "error": None, "reason": reason}
-    if len({one.outcome == "refused" for one in found}) > 1:
-        return {"outcome": "failed", "error": None, "reason": f"refused on one rank only: {found}"}
-    return asdict(found[0])
+    if len({outcome.outcome == "refused" for outcome in outcomes}) > 1:
+        reason = f"refused on one rank only: {outcomes}"
+        return {"outcome": "failed", "error": None, "reason": reason}
+    return asdict(outcomes[0])
 
 
 def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str]) -> None:
@@ -135,26 +135,23 @@ def page(data: Mapping[str, Any]) -> str:
     counts: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
     rows = []
     for name, entry in built.items():
-        cells = []
+        row = [name, entry["parameters"].removesuffix(" parameters")]
         for column in COLUMNS:
-            found = entry["cells"].get(column)
-            if found is None:
-                cells.append("not run")
-                continue
-            outcome = found["outcome"]
+            cell = entry["cells"].get(column, {"outcome": "not run"})
+            outcome = text = cell["outcome"]
             counts[column][outcome] += 1
-            if outcome in ("slices", "in full"):
-                cells.append(outcome)
-            elif outcome == "exact":
-                split = f", {100 * entry['split']:.0f} % split" if column == "tp 2" else ""
-                cells.append(f"{found['error']:.0e}{'' if entry['exact'] else '*'}{split}")
-            else:
-                reason = found["reason"].replace(f"plan of {name} has", "plan of it has")
+            if outcome == "exact":
+                text = f"{cell['error']:.0e}{'' if entry['exact'] else '*'}"
+                if column == "tp 2":
+                    text += f", {100 * entry['split']:.0f} % split"
+            elif outcome in ("refused", "failed"):
+                reason = cell["reason"].replace(f"plan of {name} has", "plan of it has")
                 number = reasons.setdefault(reason, len(reasons) + 1)
-                cells.append(f"{'refused' if outcome == 'refused' else '**failed**'} ({number})")
-        rows.append((name, entry["parameters"].removesuffix(" parameters"), *cells))
+                text = f"{outcome.replace('failed', '**failed**')} ({number})"
+            row.append(text)
+        rows.append(row)
     outcomes = ("exact", "refused", "failed")
-    totals = [(layout, *(str(counts[layout][one]) for one in outcomes)) for layout in LAYOUTS]
+    totals = [[layout, *(str(counts[layout][name]) for name in outcomes)] for layout in LAYOUTS]
     loads = ("slices", "in full", "refused", "failed")
     loaded = ", ".join(f"{counts[FOLDER][outcome]} {outcome}" for outcome in loads)
     parts = [
@@ -170,10 +167,10 @@ def page(data: Mapping[str, Any]) -> str:
         "",
         *(f"{number}. {_flat(reason)}" for reason, number in reasons.items()),
     ]
-    rest = [(name, entry["not_small"]) for name, entry in types.items() if "cells" not in entry]
-    if rest:
+    not_small = {name: entry["not_small"] for name, entry in types.items() if name not in built}
+    if not_small:
         parts += ["", "## Not compared: no small version builds and runs", ""]
-        parts += [f"- `{name}`: {_flat(why)}" for name, why in rest]
+        parts += [f"- `{name}`: {_flat(why)}" for name, why in not_small.items()]
     if data["not_run"]:
         names = ", ".join(data["not_run"])
         parts += ["", "## Not run yet", "", f"`make model-types` goes on with them: {names}."]

@@ -123,8 +123,8 @@ def losses(rank: int, world: int, name: str, config: Config, folder: str) -> lis
 
     def train(engine: plait.Engine, step: list[dict[str, torch.Tensor]]) -> float:
         count = MICRO_BATCHES // engine.dp_size
-        own = step[engine.dp_rank * count : (engine.dp_rank + 1) * count]
-        return float(engine.train_batch(own).loss)
+        start = engine.dp_rank * count
+        return float(engine.train_batch(step[start : start + count]).loss)
 
     first = {key: value for key, value in config.items() if key != "then"}
     engine = build(first)
@@ -157,8 +157,7 @@ def _settings(world: int, config: Config, folder: str) -> Config:
         "run": {"seed": 3},
     }
     text = json.dumps(base | config | {"parallel": parallel})
-    settings: Config = json.loads(text.replace("{folder}", folder))
-    return settings
+    return dict(json.loads(text.replace("{folder}", folder)))
 
 
 def run_case(pool: Pool, name: str) -> str:
@@ -202,7 +201,8 @@ def add_suite(files: list[str]) -> int:
     """Record how many tests of each folder passed, failed and were skipped. 1 if one failed."""
     folders: dict[str, list[junit.Result]] = defaultdict(list)
     # A test that ran again counts as in the last file.
-    for result in {one.test: one for one in junit.results(map(Path, files))}.values():
+    last = {result.test: result for result in junit.results(map(Path, files))}
+    for result in last.values():
         folders["/".join(result.test.split("/")[:2])].append(result)
     counts = {folder: junit.counts(results) for folder, results in folders.items()}
     _record({"suite": counts, "suite_plait": revision()})
@@ -230,21 +230,19 @@ def page() -> str:
             cells.append(outcome)
         rows.append((name, *cells))
     notes = "".join(f"\n{number}. {reason}\n" for reason, number in reasons.items())
-    suites = [
-        (run["torch"], f"`{folder}`", *map(str, counts.values()), run["suite_plait"])
-        for run in runs
-        for folder, counts in sorted(run.get("suite", {}).items())
-    ]
+    suites = []
+    lines = ""
+    for run in runs:
+        for folder, counts in sorted(run.get("suite", {}).items()):
+            numbers = map(str, counts.values())
+            suites.append((run["torch"], f"`{folder}`", *numbers, run["suite_plait"]))
+        lines += f"- torch {run['torch']}, Python {run['python']}, revision {run['plait']}, "
+        lines += f"{run['date']}: {run['seconds']} s\n"
     header = ("torch", "tests", "passed", "failed", "skipped", "revision")
-    lines = [
-        f"- torch {run['torch']}, Python {run['python']}, revision {run['plait']}, {run['date']}: "
-        f"{run['seconds']} s\n"
-        for run in runs
-    ]
     sections = {
         "techniques": markdown(("", *(run["torch"] for run in runs)), rows) + notes,
         "tests": markdown(header, suites),
-        "runs": "".join(lines),
+        "runs": lines,
     }
     return with_sections(PAGE, sections)
 
