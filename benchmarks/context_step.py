@@ -34,9 +34,8 @@ def model() -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", max_position_embeddings=2**20, **FIELDS)
-    )
+    config = AutoConfig.for_model("llama", max_position_embeddings=2**20, **FIELDS)
+    return AutoModelForCausalLM.from_config(config)
 
 
 class Exchange(torch.autograd.Function):
@@ -75,23 +74,23 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
     from transformers import AttentionInterface
 
     AttentionInterface.register("by_hand", attend)
-    made = model()
-    made.set_attn_implementation("by_hand")
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, weight_decay=0.0)
+    llama = model()
+    llama.set_attn_implementation("by_hand")
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3, weight_decay=0.0)
     length = ids.shape[1] // RANKS
-    own = slice(rank * length, (rank + 1) * length)
-    targets = F.pad(ids, (0, 1), value=-100)[:, 1:][:, own]
-    positions = torch.arange(ids.shape[1])[None, own]
+    # This rank's part of the sequence.
+    part = slice(rank * length, (rank + 1) * length)
+    targets = F.pad(ids, (0, 1), value=-100)[:, 1:][:, part]
+    positions = torch.arange(ids.shape[1])[None, part]
 
     def step() -> float:
-        logits = made(input_ids=ids[:, own], position_ids=positions).logits
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-        ) / (ids.shape[1] - 1)
+        logits = llama(input_ids=ids[:, part], position_ids=positions).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = loss / (ids.shape[1] - 1)
         loss.backward()
         total = loss.detach()
-        sum_over_ranks([*(p.grad for p in made.parameters() if p.grad is not None), total])
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        sum_over_ranks([*(p.grad for p in llama.parameters() if p.grad is not None), total])
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(total)

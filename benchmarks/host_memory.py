@@ -110,11 +110,11 @@ def main() -> None:
     quick = command("host_memory", __doc__).parse_args().quick
     steps, rounds = (1, 3) if quick else (9, 57)
     returned = train(steps, keeps_freed=False)
-    kept = train(steps, keeps_freed=True)
-    saved = 1 - kept["seconds"] / returned["seconds"]
+    reused = train(steps, keeps_freed=True)
+    saved = 1 - reused["seconds"] / returned["seconds"]
     results: dict[str, Any] = {
         "huge_pages": products(rounds),
-        "freed_memory": {"returned": returned, "kept": kept, "saved": saved},
+        "freed_memory": {"returned": returned, "kept": reused, "saved": saved},
     }
     for name, row in results.items():
         word = "worth it" if row["saved"] >= WORTH else "less than 2 %"

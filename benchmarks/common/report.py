@@ -87,15 +87,12 @@ def dumps(value: Any, depth: int = 0) -> str:
     line = json.dumps(value)
     if not isinstance(value, (dict, list, tuple)) or depth + len(line) <= WIDTH:
         return line
-    inner = " " * (depth + 1)
-    if isinstance(value, dict):
-        opening, closing = "{}"
-        entries = [f"{json.dumps(str(key))}: {dumps(one, depth + 1)}" for key, one in value.items()]
-    else:
-        opening, closing = "[]"
-        entries = [dumps(entry, depth + 1) for entry in value]
-    lines = f",\n{inner}".join(entries)
-    return f"{opening}\n{inner}{lines}\n{' ' * depth}{closing}"
+    entries = []
+    for key in value if isinstance(value, dict) else range(len(value)):
+        name = f"{json.dumps(str(key))}: " if isinstance(value, dict) else ""
+        entries.append(f"{' ' * (depth + 1)}{name}{dumps(value[key], depth + 1)}")
+    lines = ",\n".join(entries)
+    return f"{line[0]}\n{lines}\n{' ' * depth}{line[-1]}"
 
 
 def read(path: Path, default: Any = None) -> Any:
@@ -145,8 +142,8 @@ def aligned(header: Sequence[str], rows: Rows) -> str:
 def with_section(text: str, mark: str, content: str) -> str:
     """Return a page with the text between `<!-- mark -->` and `<!-- end -->` replaced."""
     begin = f"<!-- {mark} -->\n"
-    before, rest = text.split(begin)
-    return f"{before}{begin}{content}{END}{rest.split(END, 1)[1]}"
+    before, old = text.split(begin)
+    return f"{before}{begin}{content}{END}{old.split(END, 1)[1]}"
 
 
 def with_sections(path: Path, sections: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ RANKS = 2
 ROUNDS = 15
 QUICK_TOKENS = 128
 LARGEST_DIFFERENCE = 1e-3
-"""Relative difference of float32 losses up to which two ways compute the same step."""
+"""Relative difference of float32 losses up to which two engines compute the same step."""
 
 Step = Callable[[], float]
 """One training step on this rank. Returns the loss."""
@@ -67,12 +67,12 @@ def _work(
     if rank == 0:
         baseline = next(iter(times.values()))
         results = {}
-        for way, seconds in times.items():
+        for engine, seconds in times.items():
             ratios = [ours / theirs for ours, theirs in zip(seconds, baseline, strict=True)]
             milliseconds = round(1e3 * statistics.median(seconds), 1)
             ratio = round(statistics.median(ratios), 3)
-            results[way] = {"milliseconds": milliseconds, "ratio": ratio}
-            print(f"{way:18s} {results[way]}")
+            results[engine] = {"milliseconds": milliseconds, "ratio": ratio}
+            print(f"{engine:18s} {results[engine]}")
         if not quick:
             sizes = {"rounds": rounds, "tokens": tokens, "ranks": RANKS}
             store(name, {**sizes, "results": results}, "torch", "transformers")
@@ -82,15 +82,15 @@ def _work(
 
 def _time(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
     """Return seconds per round. Raises ValueError if losses differ."""
-    times: dict[str, list[float]] = {way: [] for way in steps}
+    times: dict[str, list[float]] = {engine: [] for engine in steps}
     for index in range(rounds + 1):
         losses = {}
-        for way, step in steps.items():
+        for engine, step in steps.items():
             dist.barrier()
             began = time.perf_counter()
-            losses[way] = step()
+            losses[engine] = step()
             if index:  # the first round is not counted
-                times[way].append(time.perf_counter() - began)
+                times[engine].append(time.perf_counter() - began)
         expected = next(iter(losses.values()))
         allowed = LARGEST_DIFFERENCE * abs(expected)
         if any(abs(loss - expected) > allowed for loss in losses.values()):

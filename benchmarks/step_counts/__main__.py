@@ -53,15 +53,12 @@ def counted(pool: SimulatedPool, layout: Layout, *, shows: bool) -> dict[str, An
     plait = [counts for counts, _ in ours]
     torch = pool.run(layout.ranks, worker.peer_step, layout, sharding)
     row = {"title": layout.title, "plait": totals(plait), "torch": totals(torch)}
-    print(
-        aligned(
-            (layout.title, *COUNTS),
-            [(side, *(str(row[side][name]) for name in COUNTS)) for side in SIDES],
-        )
-    )
+    cells = [(side, *(str(row[side][name]) for name in COUNTS)) for side in SIDES]
+    print(aligned((layout.title, *COUNTS), cells))
     if shows:
         for name, count in difference(plait, torch).most_common():
-            print(f"  {count:+5d} {name}")
+            if count:
+                print(f"  {count:+5d} {name}")
     return row
 
 
@@ -72,11 +69,11 @@ def totals(ranks: Sequence[StepCounts]) -> dict[str, int]:
 
 def difference(plait: Sequence[StepCounts], torch: Sequence[StepCounts]) -> Counter[str]:
     """Return how many more kernels of each operator Plait launches on all ranks together."""
-    found: Counter[str] = Counter()
+    more: Counter[str] = Counter()
     for ours, theirs in zip(plait, torch, strict=True):
-        found.update(ours.operators)
-        found.subtract(theirs.operators)
-    return Counter({name: count for name, count in found.items() if count})
+        more.update(ours.operators)
+        more.subtract(theirs.operators)
+    return more
 
 
 if __name__ == "__main__":

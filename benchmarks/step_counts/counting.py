@@ -27,19 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
-_WITHOUT_A_KERNEL = frozenset(
-    {
-        "_unsafe_view",
-        "_local_scalar_dense",  # a read by the program, counted as a wait
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "record_stream",
-        "resize_",
-        "set_",
-    }
+_WITHOUT_A_KERNEL = (
+    *("_unsafe_view", "record_stream", "resize_", "set_"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    "_local_scalar_dense",  # a read by the program, counted as a wait
 )
 
 
@@ -96,13 +87,9 @@ def count_step(step: Callable[[], object]) -> StepCounts:
         step()
     after = _transfers(device)
 
-    return StepCounts(
-        kernels=counter.operators.total(),
-        copies=after["copies"] - before["copies"],
-        collectives=after["collectives"] - before["collectives"],
-        waits=after["waits"] - before["waits"],
-        operators=dict(counter.operators),
-    )
+    transfers = {name: after[name] - count for name, count in before.items()}
+    operators = counter.operators
+    return StepCounts(kernels=operators.total(), operators=dict(operators), **transfers)
 
 
 def _transfers(device: Any) -> dict[str, int]:

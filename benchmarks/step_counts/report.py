@@ -28,8 +28,8 @@ def section(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
         f"{table}\n"
-        f"{within} of {len(rows)} layouts launch at most {AIM} times the kernels of plain torch, which is the aim. "
-        f"{_notes(layouts)}Counted on {machine['date'][:10]} with {versions}.\n"
+        f"{within} of {len(rows)} layouts launch at most {AIM} times the kernels of plain torch, "
+        f"which is the aim. {_notes(layouts)}Counted on {machine['date'][:10]} with {versions}.\n"
     )
 
 
@@ -42,10 +42,9 @@ def _notes(layouts: Mapping[str, Any]) -> str:
     """Explain the waits, where there are some."""
     notes = ""
     if any(row["torch"]["waits"] for row in layouts.values()):
-        notes += (
-            "The waits of plain torch are Transformers' search for packed sequences in every forward, which Plait leaves out "
-            "where a model counts positions itself. "
-        )
+        notes += "The waits of plain torch are Transformers' search for packed sequences in every "
+        notes += "forward, which Plait leaves out where a model counts positions itself. "
     if layouts["zero-3-bf16"]["plait"]["waits"]:
-        notes += "Plait's wait in bf16 is `bf16.check_grad_overflow`, DeepSpeed's default; `false` removes it. "
+        notes += "Plait's wait in bf16 is `bf16.check_grad_overflow`, DeepSpeed's default; `false` "
+        notes += "removes it. "
     return notes
