@@ -41,24 +41,37 @@ def request(processes: int) -> Request:
     )
 
 
-def _case(processes: int, *, seen: bool = False, micro: int, stage: int = 0, tp: int = 1, sp: int = 0, pp: str = "none",
-          recompute: str = "none") -> Case:  # fmt: skip
+def _case(
+    processes: int,
+    *,
+    seen: bool = False,
+    micro: int,
+    stage: int = 0,
+    tp: int = 1,
+    sp: int = 0,
+    pp: str = "none",
+    recompute: str = "none",
+) -> Case:
     stages = 1 if pp == "none" else 2
     dp = processes // (tp * stages)
-    layout = {
-        "pp": stages, "schedule": SCHEDULES.index(pp), "tp": tp, "sp": sp, "stage": stage, "recompute": RECOMPUTE.index(recompute),
-        "dp_replicate": 1 if stage else dp, "dp_shard": dp if stage else 1, "micro_batch": micro, "accumulation": BATCH // dp // micro,
-    }  # fmt: skip
-    words = [
-        f"tp {tp}{' + sp' if sp else ''}" if tp > 1 else "",
-        f"pp 2 {pp}" if stages > 1 else "",
-        f"dp {dp} ZeRO {stage}" if dp > 1 else "",
-    ]
-    words += [
-        f"{micro} x {BATCH // dp // micro}",
-        {"none": "", "full": "recompute full", "operators": "recompute selective"}[recompute],
-    ]
-    return Case(", ".join(word for word in words if word), processes, layout, seen)
+    accumulation = BATCH // dp // micro
+    layout = {"pp": stages, "schedule": SCHEDULES.index(pp), "tp": tp, "sp": sp, "stage": stage}
+    layout |= {"recompute": RECOMPUTE.index(recompute), "dp_replicate": dp, "dp_shard": 1}
+    if stage:
+        layout |= {"dp_replicate": 1, "dp_shard": dp}
+    layout |= {"micro_batch": micro, "accumulation": accumulation}
+    # The configuration calls this mode `selective`.
+    mode = recompute.replace("operators", "selective")
+    techniques = {
+        f"tp {tp} + sp": sp,
+        f"tp {tp}": tp > 1 and not sp,
+        f"pp 2 {pp}": stages > 1,
+        f"dp {dp} ZeRO {stage}": dp > 1,
+        f"{micro} x {accumulation}": True,
+        f"recompute {mode}": mode != "none",
+    }
+    name = ", ".join(text for text, is_used in techniques.items() if is_used)
+    return Case(name, processes, layout, seen)
 
 
 CASES = (

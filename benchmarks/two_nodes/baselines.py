@@ -14,15 +14,10 @@ from benchmarks.steps.baselines import Baseline
 from benchmarks.steps.workload import Workload
 from benchmarks.two_nodes.network import ADDRESSES, INTERFACE, enter
 
-SIZES: dict[str, Any] = {
-    "layers": 4,
-    "hidden": 256,
-    "intermediate": 704,
-    "heads": 4,
-    "vocabulary": 2048,
-    "sequence": 128,
-}
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "intermediate": 704, "heads": 4}
+SIZES |= {"vocabulary": 2048, "sequence": 128}
 PEERS = "benchmarks.steps.torch_peers"
+ANY = ["int8", "int4", "powersgd"]
 
 
 def _plait(name: str, title: str, **options: Any) -> Baseline:
@@ -44,11 +39,7 @@ BASELINES = (
     ),
     _plait("plait-0", "ZeRO 0, defaults"),
     _plait("plait-0-auto", "ZeRO 0, compresses where it pays", compress_gradients="auto"),
-    _plait(
-        "plait-0-any",
-        "ZeRO 0, PowerSGD allowed too",
-        compress_gradients=["int8", "int4", "powersgd"],
-    ),
+    _plait("plait-0-any", "ZeRO 0, PowerSGD allowed too", compress_gradients=ANY),
     _plait("plait-2", "ZeRO 2, defaults", stage=2),
     _plait("plait-2-auto", "ZeRO 2, compresses where it pays", stage=2, compress_gradients="auto"),
     _plait("plait-tp", "tensor parallel, no overlap", tp=2),
@@ -58,10 +49,10 @@ BASELINES = (
     _plait("plait-0-int4", "ZeRO 0, int4", compress_gradients="int4"),
     _plait("plait-0-powersgd", "ZeRO 0, PowerSGD of rank 4", compress_gradients="powersgd"),
 )
-BY_NAME = {one.name: one for one in BASELINES}
+BY_NAME = {baseline.name: baseline for baseline in BASELINES}
 ADAPTIVE = ("plait-0", "plait-0-auto", "plait-0-any", "plait-2-auto")
 """They measure the links at their start, so they start again at every rate."""
-USUAL = [one.name for one in BASELINES if "tp" not in one.options]
+USUAL = [baseline.name for baseline in BASELINES if "tp" not in baseline.options]
 
 
 def start(argument: tuple[Baseline, Workload, tuple[str, str]]) -> Callable[[Any], Any]:

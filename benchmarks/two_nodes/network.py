@@ -97,8 +97,8 @@ def _remove_stale() -> None:
 
 
 def _sent(node: str) -> int:
-    found = json.loads(_ip("-n", node, "-s", "-j", "link", "show", "dev", INTERFACE))
-    return int(found[0]["stats64"]["tx"]["bytes"])
+    (link,) = json.loads(_ip("-n", node, "-s", "-j", "link", "show", "dev", INTERFACE))
+    return int(link["stats64"]["tx"]["bytes"])
 
 
 def _ip(*arguments: str, check: bool = True) -> str:
