@@ -38,7 +38,6 @@ PHASES = (
 
 
 def measure(folder: Path, rows: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each phase."""
     mesh = build_mesh(Layout())
     writer = Writer(mesh)
     tensors = {f"model.layer{index}": torch.randn(rows, 4096) for index in range(32)}

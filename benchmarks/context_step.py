@@ -70,7 +70,6 @@ def attend(
 
 
 def by_hand(rank: int, ids: torch.Tensor) -> Step:
-    """Return a step in plain torch."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("by_hand", attend)
@@ -99,7 +98,6 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    """Return the steps of all engines on a rank."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
     ours = {kind: plait_step(model(), ids, {"cp": RANKS, "context": kind}) for kind in KINDS}

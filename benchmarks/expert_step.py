@@ -95,7 +95,6 @@ def routed(
 
 
 def by_hand(rank: int, ids: torch.Tensor) -> Step:
-    """Return a step in plain torch."""
     mixtral = model()
     layers = [layer.mlp.experts for layer in mixtral.model.layers]
     for module in layers:
@@ -128,7 +127,6 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    """Return the steps of all engines on a rank."""
     generator = torch.Generator().manual_seed(2 + rank)
     ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
     ours = {f"plait, {kind}": plait_step(model(kind), ids, {"ep": RANKS}) for kind in KINDS}

@@ -63,7 +63,6 @@ def main() -> None:
 
 
 def _medians(work: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Return wall and processor seconds."""
     times = []
     for _ in range(rounds):
         wall = time.perf_counter()

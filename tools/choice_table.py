@@ -27,7 +27,6 @@ GRADIENTS = (64 * KIB, 100 * MIB, 4 * GIB)
 
 
 def topologies() -> dict[str, GroupLinks]:
-    """Return the clusters by name."""
     clusters = {}
     for entry in read(TOPOLOGIES):
         sizes = {"machines": entry["machines"], "per_machine": entry["per_machine"]}
@@ -47,7 +46,6 @@ def quantised(group: GroupLinks) -> GroupLinks:
 
 
 def table() -> str:
-    """Return the table as Markdown."""
     rows = []
     for name, group in topologies().items():
         for gradient_bytes in GRADIENTS:
@@ -70,7 +68,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def written(text: str) -> str:
-    """Return the text of the document with the current table."""
     return with_section(text, MARK, table())
 
 

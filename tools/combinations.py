@@ -72,12 +72,10 @@ def summary(errors: dict[str, float]) -> dict[str, Any]:
 
 
 def samples(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the summaries of all combinations in the results file."""
     return [data["sampled"], data["adversarial"], data["added"]["sampled"]]
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return docs/development/combinations.md with these results."""
     groups = samples(data)
     axes: dict[str, dict[str, list[Any]]] = defaultdict(dict)
     for group in groups:
@@ -107,7 +105,6 @@ def page(data: dict[str, Any]) -> str:
 
 
 def main(paths: list[str]) -> None:
-    """Write the data and the page. Exit with 1 if a test failed."""
     results = list(junit.results(map(Path, paths)))
     recorded = [result.properties for result in results if "deviation" in result.properties]
     write(DATA, contents({row["case"]: float(row["deviation"]) for row in recorded}))

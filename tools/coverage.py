@@ -53,12 +53,10 @@ def read_statements(path: Path) -> list[Statement]:
 
 
 def tests_of(statement: Statement) -> list[str]:
-    """Return the tests of all levels."""
     return [test for tests in statement["tests"].values() for test in tests]
 
 
 def page(statements: list[Statement], results: Results) -> str:
-    """Return the text of docs/development/coverage.md."""
     tested = {test for statement in statements for test in tests_of(statement)}
     dates = [results[test]["date"] for test in tested & set(results)]
     newest = f" The newest result is of {max(dates)}." if dates else ""
@@ -100,7 +98,6 @@ def _last_result(row: dict[str, Any] | None) -> str:
 
 
 def missing(statements: list[Statement], root: Path) -> list[str]:
-    """Return tests of mission.yaml that do not exist."""
     gone = []
     for statement in statements:
         for test in tests_of(statement):
@@ -134,7 +131,6 @@ def _recorded(paths: list[Path], tests: list[str]) -> Results:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

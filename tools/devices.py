@@ -80,7 +80,6 @@ def add(document: Document, path: Path) -> None:
 
 
 def page(documents: Mapping[str, Document]) -> str:
-    """Return the text of the page."""
     if not documents:
         return HEAD + NONE
     header = ("devices", "date", "Plait", "torch", "passed", "failed", "not run")
@@ -130,7 +129,6 @@ def section(name: str, document: Document) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--add", nargs=2, metavar=("FILE", "NAME"), help="add this document")

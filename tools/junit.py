@@ -45,7 +45,6 @@ def _name(case: ElementTree.Element) -> str:
 
 
 def counts(tests: Iterable[Result]) -> dict[str, int]:
-    """Return how many tests passed, failed and were skipped."""
     counter = Counter(result.outcome for result in tests)
     return {outcome: counter[outcome] for outcome in ("passed", "failed", "skipped")}
 

@@ -64,7 +64,6 @@ PEAKS: list[tuple[str, dict[str, Any]]] = [
 
 
 def model_of(kind: str, *, device: str = "meta", **fields: Any) -> nn.Module:
-    """Return a causal language model without a cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"bos_token_id": 0, "eos_token_id": 0, **SHAPES[kind], **fields}

@@ -48,7 +48,6 @@ Entry = dict[str, Any]
 
 
 def small(rank: int, world: int, name: str) -> Small:
-    """Make a type small. Runs in a worker."""
     return make_small(name)
 
 
@@ -79,7 +78,6 @@ def prepare(pool: Pool, name: str, version: str) -> Entry:
 
 
 def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
-    """Return the outcome of one layout."""
     tested = TestedModel.model_validate(entry["tested"])
     try:
         if layout == FOLDER:
@@ -128,7 +126,6 @@ def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str]
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Return the page with the content of docs/reference/model_types.json."""
     types: Mapping[str, Entry] = data["types"]
     built = {name: entry for name, entry in types.items() if "cells" in entry}
     reasons: dict[str, int] = {}

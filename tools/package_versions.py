@@ -47,7 +47,6 @@ def counts(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def sections(rows: dict[str, Any]) -> dict[str, str]:
-    """Return the sections of the page for the recorded runs `rows`."""
     runs = []
     failures = ""
     for name, row in rows.items():
@@ -73,7 +72,6 @@ def sections(rows: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Record a run if a name is passed, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

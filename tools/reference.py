@@ -29,7 +29,6 @@ HEADER = "<!-- Written by `make reference-docs`; do not edit. -->\n\n"
 
 
 def cell(text: str) -> str:
-    """Return text for one cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -42,7 +41,6 @@ class Configuration:
         self._aliases = ""
 
     def page(self) -> str:
-        """Return the page."""
         sections = "\n".join(self._sections("", self._schema))
         return f"""{HEADER}# Configuration
 
@@ -132,7 +130,6 @@ def _bounds(entry: dict[str, Any]) -> str:
 
 
 def command_line() -> str:
-    """Return the page of commands and options."""
     text = [
         f"{HEADER}# Command line\n",
         "`plait COMMAND --help` prints the same text. `plait --version` prints the version.\n",
@@ -194,7 +191,6 @@ def _meaning(parameter: Any) -> str:
 
 
 def python() -> str:
-    """Return the page of public names."""
     text = [
         f"{HEADER}# Python\n",
         'Names of the package `plait`. "Collective" means that all ranks have to call it.\n',
@@ -260,7 +256,6 @@ def _docstring(value: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the pages and return the exit code."""
     pages = {
         "configuration.md": Configuration().page(),
         "command-line.md": command_line(),

@@ -23,7 +23,6 @@ HEADER = ("devices", "configuration", "compared with", "largest difference", "ra
 
 
 def page(results: list[junit.Result], date: str) -> str:
-    """Return the page for tests that ran on `date`."""
     rows = []
     devices: Counter[int] = Counter()
     races = failures = 0

@@ -89,7 +89,6 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the measures, and return 1 if a limit is exceeded."""
     code = 0
     for folder in map(Path, arguments or [str(PACKAGE)]):
         print(folder)

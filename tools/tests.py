@@ -35,12 +35,10 @@ BY_HAND = {
 
 
 def is_path(argument: str) -> bool:
-    """Return whether pytest takes `argument` as tests to run."""
     return not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists()
 
 
 def side_by_side(arguments: list[str]) -> int:
-    """Run both parts and return the exit code."""
     processes = []
     readers = []
     failures: list[str] = []
@@ -93,7 +91,6 @@ def show(part: str, process: subprocess.Popen[str], failures: list[str]) -> None
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests and return the exit code."""
     if BY_HAND & set(arguments) or any(map(is_path, arguments)):
         command = [sys.executable, "-m", "pytest", f"--junitxml={RESULTS}/test.xml", *arguments]
         return subprocess.call(command, cwd=ROOT)

@@ -18,7 +18,6 @@ MARKS = {"tools/trainer_fields.py": FIELDS | SEQ2SEQ, "tools/trainer_fields.py: 
 
 
 def written(text: str) -> str:
-    """Return the text of the document with the current tables."""
     for mark, fields in MARKS.items():
         rows = []
         for name, field in fields.items():

@@ -161,7 +161,6 @@ def _settings(world: int, config: Config, folder: str) -> Config:
 
 
 def run_case(pool: Pool, name: str) -> str:
-    """Return "passed", or what went wrong."""
     world, config = CASES[name]
     # The reference has the model and the dtype of the case, no technique, and no failing step.
     reference = "zero-0" if "failed" in name else name
@@ -210,14 +209,12 @@ def add_suite(files: list[str]) -> int:
 
 
 def _record(content: dict[str, Any]) -> None:
-    """Add to the results of this torch."""
     path = FOLDER / f"torch-{torch.__version__.partition('+')[0]}.json"
     environment = {"date": today(), "torch": torch.__version__, "python": platform.python_version()}
     path.write_text(json.dumps(read(path, {}) | content | environment, indent=1) + "\n")
 
 
 def page() -> str:
-    """Return docs/development/versions.md with the recorded results."""
     runs = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("torch-*.json"))]
     reasons: dict[str, int] = {}
     rows = []
@@ -248,7 +245,6 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the module's docstring says."""
     if arguments[:1] == ["--suite"]:
         return add_suite(arguments[1:])
     if arguments == ["--page"]:

@@ -6,7 +6,6 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 
 def command(name: str, description: str | None) -> ArgumentParser:
-    """Return a parser with the option that all benchmarks have."""
     parser = ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,

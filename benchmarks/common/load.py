@@ -43,7 +43,6 @@ class ForeignMeter:
     _foreign: float = 0.0
 
     def start(self) -> None:
-        """Take the first reading."""
         self._wall = time.perf_counter()
         self._foreign = busy_seconds() - own_seconds(self.pids)
 

@@ -29,12 +29,10 @@ Rows = Sequence[Sequence[str]]
 
 
 def today() -> str:
-    """Return the date in UTC, as in ISO 8601."""
     return datetime.now(UTC).date().isoformat()
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,7 +62,6 @@ def facts(*packages: str) -> dict[str, object]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Return `facts` as one sentence."""
     versions = [f"{name} {version}" for name, version in machine["versions"].items() if version]
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
     parts = [machine["date"], machine["cpu"], f"{machine['cores']} cores", memory]
@@ -155,7 +152,6 @@ def with_sections(path: Path, sections: Mapping[str, str]) -> str:
 
 
 def write_page(path: Path, text: str, *, check: bool = False) -> int:
-    """Write a page, or only compare it, and return an exit code."""
     if not check:
         path.write_text(text, encoding="utf-8")
     elif not path.exists() or path.read_text(encoding="utf-8") != text:

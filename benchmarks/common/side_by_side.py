@@ -42,7 +42,6 @@ def plait_step(model: nn.Module, ids: torch.Tensor, parallel: Mapping[str, Any])
 
 
 def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
-    """Sum tensors in place over the ranks, with one all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat)
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -50,7 +49,6 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def run(name: str, description: str | None, make_steps: MakeSteps, *, tokens: int) -> None:
-    """Run the command of a benchmark, which writes benchmarks/results/NAME.json."""
     quick = command(name, description).parse_args().quick
     sizes = (1, QUICK_TOKENS) if quick else (ROUNDS, tokens)
     arguments = (name, make_steps, *sizes, free_port(), quick)

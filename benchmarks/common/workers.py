@@ -28,7 +28,6 @@ class WorkerGroupError(RuntimeError):
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -86,7 +85,6 @@ class WorkerGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids in the order of ranks."""
         return tuple(process.pid for process in self.processes if process.pid is not None)
 
     def ready(self, *, timeout_seconds: float) -> None:
@@ -123,7 +121,6 @@ class WorkerGroup:
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def _error(self, problem: str, rank: int) -> WorkerGroupError:
-        """Return the error with the last lines that a rank has printed."""
         with suppress(OSError):
             lines = self.logs[rank].read_text(errors="replace").splitlines()[-15:]
             if lines:
@@ -131,7 +128,6 @@ class WorkerGroup:
         return WorkerGroupError(f"{self.name}: {problem}")
 
     def stop(self, *, patience_seconds: float = 10) -> None:
-        """End the workers, and kill those that do not end in time."""
         for pipe in self.pipes:
             with suppress(OSError):  # it may have ended by itself
                 pipe.send(None)

@@ -43,7 +43,6 @@ Row = dict[str, Any]
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Write a model, and return the bytes of its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -62,7 +61,6 @@ def make_model(folder: Path, layers: int) -> int:
 
 
 def run(folder: Path, engine: str, **options: Any) -> Row:
-    """Run one engine in a process of its own."""
     text = json.dumps({"requests": REQUESTS, "tokens": TOKENS, **options})
     module = "benchmarks.inference.engines"
     command_line = [sys.executable, "-m", module, str(folder), engine, text]
@@ -74,7 +72,6 @@ def run(folder: Path, engine: str, **options: Any) -> Row:
 
 
 def quickest(rows: list[Row]) -> Row:
-    """Return the run that took the least time."""
     return min(rows, key=lambda row: row["seconds"])
 
 

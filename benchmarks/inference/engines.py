@@ -37,14 +37,12 @@ Run = Callable[[int, int], list[list[int]]]
 
 
 def memory_bytes() -> int:
-    """Return the proportional set size of this process."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 @contextmanager
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` repeatedly in a thread, inside the context."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -61,7 +59,6 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 
 
 def drop_files(folders: list[Path]) -> None:
-    """Remove the weights in these folders from the kernel's page cache."""
     for path in (path for folder in folders for path in folder.rglob("*")):
         if path.suffix in (".safetensors", ".dat"):
             file = os.open(path, os.O_RDONLY)

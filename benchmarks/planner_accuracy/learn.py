@@ -53,7 +53,6 @@ _HOW = (
 
 
 def rows_of(*names: str) -> list[Row]:
-    """Return the rows of these tables of `data`."""
     rows: list[Row] = []
     for name in names:
         with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
@@ -126,7 +125,6 @@ def learn(
 
 
 def _is_lesson(row: Row) -> bool:
-    """Return whether constants are learned from a row."""
     is_priced = row["tier"] in "AB" and row["status"] == "ok" and not row["moe"]
     # The power of such GPUs is limited to an unknown value.
     is_limited = "limited" in row["gpu"]

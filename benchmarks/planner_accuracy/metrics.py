@@ -106,7 +106,6 @@ class Confusion:
 
 
 def confusion(fits: NDArray[np.bool_], ran: NDArray[np.bool_]) -> Confusion:
-    """Count predictions and outcomes."""
     failed = int((~ran).sum())
     false_fits = int((fits & ~ran).sum())
     succeeded = int(ran.sum())

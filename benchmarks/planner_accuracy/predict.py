@@ -223,7 +223,6 @@ def fit_of(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def interval_of_time(p: Prediction) -> Interval | None:
-    """Return the prediction of seconds if they were measured."""
     if p.measured_seconds is None:
         return None
     return p.seconds, p.measured_seconds, p.seconds_low, p.seconds_high
@@ -238,7 +237,6 @@ def _interval_of_memory(p: Prediction) -> Interval | None:
 def _errors(
     predictions: Sequence[Prediction], values: Callable[[Prediction], Interval | None]
 ) -> dict[str, Any]:
-    """Return the errors of all predictions, and by source, GPU and framework."""
     groups: dict[str, dict[str, list[Interval]]] = {
         key: defaultdict(list) for key in ("all", "source", "gpu", "framework")
     }

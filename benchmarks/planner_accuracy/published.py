@@ -31,7 +31,6 @@ from plait.sizes import GIB
 
 
 def rows() -> list[dict[str, Any]]:
-    """Compare every published layout with the plan."""
     table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
     compared = []
     for run in read(DATA / "published.json"):

@@ -35,7 +35,6 @@ def load() -> dict[str, Any]:
 
 
 def scores() -> list[dict[str, Any]]:
-    """Return the scores of all sets of unseen rows."""
     return [_expanded(read(_path(f"unseen_{number}"))) for number in range(1, 8)]
 
 
@@ -79,7 +78,6 @@ def _select(entries: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _packed(value: Any) -> Any:
-    """Replace the errors of each group by a list."""
     if not isinstance(value, dict):
         return value
     if tuple(value) == ERRORS:

@@ -22,7 +22,6 @@ _FIT = ("out_of_memory", "called_fits", "ran", "called_out_of_memory")
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the page with the sections of a result."""
     unnamed = result["not named"]["time"]
     experts = result["experts"]
     reasons = {**result["left out"]["runs"]["not_priced"], **experts["not_priced"]}

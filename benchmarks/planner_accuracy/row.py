@@ -190,7 +190,6 @@ def number_of(row: Row, key: str) -> float | None:
 
 
 def _is_true(row: Row, key: str) -> bool | None:
-    """Return a yes or no, or None for anything else."""
     return _ANSWERS.get((row.get(key) or "").strip().lower())
 
 

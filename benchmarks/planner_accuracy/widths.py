@@ -54,7 +54,6 @@ class Residuals:
     noise: Array
 
     def inside(self, scales: Scales) -> float:
-        """Return the number of rows in their intervals."""
         scaled_constants = scales.constants * self.constants
         scaled_kernels = scales.kernels * self.kernels
         deviation = np.sqrt(scaled_constants**2 + scaled_kernels**2 + self.noise**2)

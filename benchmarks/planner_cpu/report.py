@@ -76,7 +76,6 @@ def _measured(case: Case, seconds: float) -> Measured:
 
 
 def section(result: Mapping[str, Any]) -> str:
-    """Return the section `results` of the page."""
     unseen = result["unseen"]
     before = result["unseen_uncalibrated"]
     machine = result["machine"]

@@ -35,13 +35,11 @@ def main() -> None:
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return docs/explanation/planner_memory.md with these results."""
     small = small_section(result["small"])
     return with_sections(PAGE, {"small": small, "tried": tried_section(result["tried"])})
 
 
 def small_section(rows: list[dict[str, Any]]) -> str:
-    """Return the sentence and the table for the small layouts."""
     cells = []
     errors = []
     for row in rows:
@@ -56,7 +54,6 @@ def small_section(rows: list[dict[str, Any]]) -> str:
 
 
 def tried_section(rows: list[dict[str, Any]]) -> str:
-    """Return the table for the selected layouts of large clusters."""
     header = ("model", "cluster", "layout", "rank", "micro-batches run", "predicted GiB")
     cells = [
         [

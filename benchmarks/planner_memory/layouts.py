@@ -152,7 +152,6 @@ def compare(case: Case) -> list[Compared]:
 
 
 def describe(case: Case) -> str:
-    """Return a description of a case."""
     name, changes, is_small = case
     texts = (key if value is True else f"{key} {value}" for key, value in changes.items())
     return f"{name}{', vocabulary 512' if is_small else ''}: {', '.join(texts)}"

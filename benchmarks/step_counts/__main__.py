@@ -63,7 +63,6 @@ def counted(pool: SimulatedPool, layout: Layout, *, shows: bool) -> dict[str, An
 
 
 def totals(ranks: Sequence[StepCounts]) -> dict[str, int]:
-    """Return the counts of all ranks together."""
     return {name: sum(getattr(counts, name) for counts in ranks) for name in COUNTS}
 
 

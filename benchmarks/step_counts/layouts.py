@@ -30,7 +30,6 @@ class Layout:
 
     @property
     def workload(self) -> Workload:
-        """The model and the samples of a rank."""
         sizes = {"layers": 4, "hidden": 64, "intermediate": 176, "heads": 4, "sequence": 32}
         return Workload(
             **sizes,

@@ -41,7 +41,6 @@ class Sharding:
 
 
 def replicated(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
-    """Build DistributedDataParallel."""
     model = build_model(layout.workload).to(device)
     settings = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
     model = DistributedDataParallel(model, device_ids=[device.index], **settings)

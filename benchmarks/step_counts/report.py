@@ -14,7 +14,6 @@ AIM = 1.03
 
 
 def section(record: Mapping[str, Any]) -> str:
-    """Return the section `counts` of the page for the content of the result file."""
     layouts = record["layouts"]
     others = [title for name in COUNTS[1:] for title in (name, "torch's")]
     rows = []
@@ -34,12 +33,10 @@ def section(record: Mapping[str, Any]) -> str:
 
 
 def ratio(row: Mapping[str, Any]) -> float:
-    """Return the kernels of Plait as a multiple of torch's."""
     return float(row["plait"]["kernels"] / row["torch"]["kernels"])
 
 
 def _notes(layouts: Mapping[str, Any]) -> str:
-    """Explain the waits, where there are some."""
     notes = ""
     if any(row["torch"]["waits"] for row in layouts.values()):
         notes += "The waits of plain torch are Transformers' search for packed sequences in every "

@@ -31,7 +31,6 @@ def plait_step(rank: int, world: int, layout: Layout) -> tuple[StepCounts, Shard
 
 
 def peer_step(rank: int, world: int, layout: Layout, sharding: Sharding) -> StepCounts:
-    """Count a step of plain torch."""
     step: Step = getattr(peers, layout.peer)(layout, sharding, torch.device("cuda", rank))
     return _counted(step, layout, rank)
 

@@ -39,6 +39,5 @@ def _distance(a: float, b: float) -> float:
 
 
 def check(records: Mapping[str, Record], *, reference: str) -> dict[str, dict[str, Any]]:
-    """Compare every baseline that ran with the reference."""
     ran = {name: record for name, record in records.items() if record.losses}
     return {name: compare(record, records[reference]) for name, record in ran.items()}

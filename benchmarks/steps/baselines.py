@@ -37,11 +37,9 @@ class Baseline:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the required package is not installed."""
         return self.requires is not None and find_spec(self.requires) is None
 
     def build(self, workload: Workload) -> Step:
-        """Import the builder and call it."""
         module, function = self.builder.split(":")
         step: Step = getattr(import_module(module), function)(workload, **self.options)
         return step

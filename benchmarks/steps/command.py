@@ -40,7 +40,6 @@ QUICK_PACE = Pace(rounds=2, steps=1, foreign_share=1.0, wait_seconds=0.0)
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Run the command of a benchmark and return its exit code."""
     options = _parse(benchmark, arguments)
     pace = QUICK_PACE if options.quick else Pace(rounds=options.rounds, steps=options.steps)
     scenes = [scene for scene in benchmark.scenes if scene.name in options.scenes]

@@ -32,7 +32,6 @@ from benchmarks.steps.workload import Workload, build_model, optimizer_arguments
 
 
 def adamw(groups: Sequence[list[nn.Parameter]], workload: Workload) -> torch.optim.Optimizer:
-    """Return the fused AdamW of these groups of parameters."""
     parameters = [{"params": group} for group in groups]
     return torch.optim.AdamW(parameters, fused=True, **optimizer_arguments(workload))
 
@@ -128,7 +127,6 @@ def pipeline_step(
 
 
 def one_f_one_b(workload: Workload) -> Step:
-    """Build the pipeline on CPU processes."""
     dist.init_process_group("gloo")
     step_on_tensors = pipeline_step(workload, torch.device("cpu"))
 

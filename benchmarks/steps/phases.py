@@ -35,7 +35,6 @@ class Clock:
         self._open.append((phase, time.perf_counter(), time.thread_time()))
 
     def end(self) -> None:
-        """Leave the innermost phase."""
         self._settle()
         self._open.pop()
         if self._open:

@@ -51,7 +51,6 @@ class Record:
 
     @property
     def clean(self) -> list[float]:
-        """Seconds per step of the undisturbed turns."""
         return [value for value in self.seconds if value is not None]
 
 

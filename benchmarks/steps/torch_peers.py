@@ -19,7 +19,6 @@ from benchmarks.steps.workload import Workload, build_model, optimizer_arguments
 
 
 def ddp(workload: Workload) -> Step:
-    """Build DistributedDataParallel."""
     return _step(_replicated(workload), workload)
 
 

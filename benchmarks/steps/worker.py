@@ -70,7 +70,6 @@ class Runner:
         }
 
     def phases(self, *, warm: int, steps: int) -> dict[str, float]:
-        """Return milliseconds per step and phase (`phases.measure`)."""
         batches = iter(self._next_batches(warm + steps))
         for _ in range(warm):
             self._step(next(batches))

@@ -43,7 +43,6 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Samples of one rank per optimizer step."""
         return self.micro_batch * self.micro_batches
 
     @property

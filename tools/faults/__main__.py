@@ -44,7 +44,6 @@ Row = dict[str, Any]
 
 
 def run(part: str, size: str, only: str, folder: Path) -> Iterator[Row]:
-    """Yield the rows of a part."""
     if part == "damage":
         files = (damage.damaged_files, folder / "files", DAMAGES[size])
         yield from forks.in_process(*files, folder=folder)
@@ -65,7 +64,6 @@ def run(part: str, size: str, only: str, folder: Path) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Run the parts, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.faults",
         description=__doc__,

@@ -134,7 +134,6 @@ def _check_save(
 
 
 def save(folder: Path, step: int, tag: str) -> None:
-    """Write a checkpoint of one process."""
     chance = torch.Generator().manual_seed(step)
     names = [f"model.layers.{index}.weight" for index in range(6)] + ["model.norm.bias"]
     tensors = {name: torch.randn(16, 24, generator=chance) for name in names}

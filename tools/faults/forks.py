@@ -46,7 +46,6 @@ class Notes:
             file.write(line.encode())
 
     def read(self, event: str | None = None) -> list[list[Any]]:
-        """Return all lines, or those of one event."""
         if not self.path.exists():
             return []
         notes = [json.loads(line) for line in self.path.read_text().splitlines()]
@@ -88,11 +87,9 @@ class Ranks:
             process.start()
 
     def running(self) -> list[int]:
-        """Return the ranks that are running."""
         return [rank for rank, process in enumerate(self._processes) if process.is_alive()]
 
     def kill(self, rank: int) -> None:
-        """Send SIGKILL to a rank if it is running."""
         self._processes[rank].kill()
 
     def wait(self, seconds: float) -> list[int]:
@@ -115,7 +112,6 @@ class Ranks:
 def _work(
     function: Callable[..., None], rank: int, args: Any, log: Path, variables: Mapping[str, str]
 ) -> None:
-    """Run a rank, outside of the terminal's process group."""
     os.setpgid(0, 0)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)

@@ -20,7 +20,6 @@ Part = dict[str, Any]
 
 
 def stored(name: str, part: Part) -> Part:
-    """Return what is stored of a part."""
     fields = FIELDS.get(name)
     if fields is None:
         return part
@@ -28,7 +27,6 @@ def stored(name: str, part: Part) -> Part:
 
 
 def page(parts: dict[str, Part]) -> str:
-    """Return the page with the sections of the parts that have run."""
     sections = {}
     for name, part in parts.items():
         run = f"{part['size']}, {part['at'][:10]}, torch {part['torch']}, {part['seconds']} s"

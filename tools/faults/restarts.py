@@ -153,7 +153,6 @@ class Train:
         return False
 
     def end(self) -> int:
-        """Wait for the end, and return the exit code."""
         try:
             return self.process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -176,7 +175,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """Return the steps of a run and their losses."""
     return [(row["step"], row["loss"]) for row in metrics(folder) if row["event"] == "step"]
 
 
@@ -190,7 +188,6 @@ def state(folder: Path) -> tuple[str, str, str] | None:
 
 
 def undisturbed(folder: Path, steps: int) -> Path:
-    """Run without faults, and return the folder."""
     train = Train(folder / f"undisturbed-{steps}", steps=steps)
     if train.end():
         raise SystemExit(f"the undisturbed run failed:\n{train.log.read_text()[-3000:]}")

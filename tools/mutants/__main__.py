@@ -43,7 +43,6 @@ UNREACHED: Outcome = {"caught_by": "", "seconds": 0.0, "ran": "reaching"}
 
 
 def main() -> int:
-    """Run the mutants that the command line selects, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutants",
         description=__doc__,

@@ -34,7 +34,6 @@ class ProjectCopy:
                 shutil.copy2(ROOT / name, folder / name)
 
     def write(self, name: str, text: str) -> None:
-        """Replace the text of a file."""
         (self.folder / name).write_text(text, encoding="utf-8")
         # Python compares whole seconds and sizes, and would run the old compiled file.
         for compiled in (self.folder / name).parent.glob(f"__pycache__/{Path(name).stem}.*"):

@@ -42,7 +42,6 @@ beginning of the code. The value is the reason."""
 
 
 def waits() -> list[Mutant]:
-    """Return a mutant per wait, in the order of files and lines."""
     mutants: list[Mutant] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
