@@ -1,6 +1,6 @@
 """Run every causal language model type of Transformers under four layouts, and load it.
 
-    python -m tools.model_types [--types llama,bart] [--layouts "tp 2,pp 2"] [--again failed]
+    python -m tools.model_types [--types llama,bart] [--again failed]
     python -m tools.model_types --write      only write the data and the page
 
 It writes docs/reference/model_types.json and model_types.md. Results are also stored after every
@@ -71,7 +71,6 @@ def prepare(pool: Pool, name: str, version: str) -> Entry:
         "transformers": version,
         "tested": model.tested.model_dump(),
         "parameters": parameters.rpartition(" -> ")[2],
-        "lines": list(model.lines),
         "split": round(model.split, 4),
         "cells": {},
     }
@@ -94,7 +93,7 @@ def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
     return asdict(outcomes[0])
 
 
-def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str]) -> None:
+def sweep(types: Sequence[str], *, again: frozenset[str]) -> None:
     """Run the cells that are missing, and those whose outcome is in `again`."""
     state: dict[str, Entry] = read(STATE, {})
     written = read(DATA, {"types": {}})
@@ -112,7 +111,7 @@ def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str]
                     # A fresh clone goes on where the page ends.
                     entry["cells"] = before.get("cells", {})
                 print(f"{name}: {entry.get('not_small') or entry['parameters']}", flush=True)
-            for layout in layouts if "tested" in entry else ():
+            for layout in COLUMNS if "tested" in entry else ():
                 before = entry["cells"].get(layout)
                 if before is None or before["outcome"] in again:
                     after = {**cell(pool, entry, layout), "commit": commit}
@@ -213,14 +212,12 @@ def main(arguments: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--types", default="", help="with commas between; default: all")
-    parser.add_argument("--layouts", default=",".join(COLUMNS))
     parser.add_argument("--again", default="", help="outcomes to repeat, with commas between")
     parser.add_argument("--write", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)
     if not options.write:
-        layouts = [column for column in COLUMNS if column in options.layouts.split(",")]
         types = options.types.split(",") if options.types else model_types()
-        sweep(types, layouts, again=frozenset(options.again.split(",")))
+        sweep(types, again=frozenset(options.again.split(",")))
     write()
 
 

@@ -1,6 +1,6 @@
 """Plant faults in runs and in checkpoints, and check the outcome.
 
-    python -m tools.faults [small | nightly | release] [--part NAME ...] [--only WORD] [--no-write]
+    python -m tools.faults [small | nightly | release] [--part NAME ...] [--no-write]
 
     damage     files of a checkpoint are damaged; the file system fails in a save
     saves      checkpoints are killed at every call of a save, and at random times
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 """One or more runs. `wrong` is empty if all was as promised."""
 
 
-def run(part: str, size: str, only: str, folder: Path) -> Iterator[Row]:
+def run(part: str, size: str, folder: Path) -> Iterator[Row]:
     if part == "damage":
         files = (damage.damaged_files, folder / "files", DAMAGES[size])
         yield from forks.in_process(*files, folder=folder)
@@ -53,7 +53,7 @@ def run(part: str, size: str, only: str, folder: Path) -> Iterator[Row]:
     elif part == "restarts":
         yield from restarts.all_restarts(size, folder)
     elif part == "ranks":
-        yield from ranks.faults(size, only)
+        yield from ranks.faults(size)
     elif part == "slow":
         yield from ranks.healthy(size)
     else:
@@ -71,7 +71,6 @@ def main() -> int:
     )
     parser.add_argument("size", nargs="?", choices=tuple(KILLS), default="small")
     parser.add_argument("--part", action="append", choices=PARTS, help="only these parts")
-    parser.add_argument("--only", default="", metavar="WORD", help="in the names of ranks' faults")
     parser.add_argument("--no-write", action="store_true", help="leave result and page as they are")
     options = parser.parse_args()
 
@@ -83,10 +82,8 @@ def main() -> int:
     for name in options.part or PARTS:
         began = time.monotonic()
         rows = []
-        if options.only and name in parts:  # rows of faults that do not run again
-            rows = [row for row in parts[name]["rows"] if options.only not in row.get("kind", "")]
         with tempfile.TemporaryDirectory() as folder:
-            for row in run(name, options.size, options.only, Path(folder)):
+            for row in run(name, options.size, Path(folder)):
                 rows.append(row)
                 failed += bool(row["wrong"])
                 print(f"{name}: {_line(row)}", flush=True)
