@@ -89,7 +89,7 @@ def _counted(
         with FakeTensorMode():
             tensors = []
             for heads in (HEADS, KV_HEADS, KV_HEADS):
-                # As Transformers' projections make them: [batch, tokens, heads, head_dim] in memory.
+                # Transformers' projections make [batch, tokens, heads, head_dim] in memory.
                 shape = (1, tokens // ranks, heads, HEAD_DIM)
                 tensor = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
                 tensors.append(tensor.transpose(1, 2))
@@ -211,7 +211,8 @@ def _flash_backward(
     causal: bool,
 ) -> list[torch.Tensor]:
     tensors = [x.transpose(1, 2) for x in (grad, query, key, value, output)]
-    random, lengths = query.new_empty(0), (query.shape[2], key.shape[2])
+    random = query.new_empty(0)
+    lengths = (query.shape[2], key.shape[2])
     backward = torch.ops.aten._flash_attention_backward
     return [
         x.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What the two settings of host memory save on a CPU.
+"""Time that the two settings of host memory save on a CPU.
 
     python -m benchmarks.host_memory [--quick]
 

@@ -1,4 +1,4 @@
-"""One optimizer step with a pipeline and with two-dimensional parallelism: torch and Plait in turns.
+"""Optimizer step with a pipeline and with two-dimensional parallelism: torch and Plait in turns.
 
 python -m benchmarks.pipeline_step [--quick] [--scenes 1f1b]
 """

@@ -1,8 +1,8 @@
 """Write docs/development/coverage.md: every statement of mission.yaml with its command and its
 tests, their last results, and the levels that it passed.
 
-    python -m tools.coverage build/results/*.xml    record these JUnit results, and write the page
-    python -m tools.coverage --check                fail if the page is out of date, or a test is gone
+    python -m tools.coverage build/results/*.xml   record these JUnit results, and write the page
+    python -m tools.coverage --check               fail if the page is old, or a test is gone
 
 mission.yaml and results.json are in docs/development too. A result stays until the same tests run
 again, so that a run of one file does not remove the others. A level counts if all of its tests ran
@@ -81,7 +81,8 @@ def page(statements: list[Statement], results: Results) -> str:
     header = ("id", "statement", "command", "tests", "last result", "passed")
     return f"""# Statements, tests and results
 
-Written by `make coverage-docs` from `docs/development/mission.yaml` and the last test results; do not edit. Empty cells: no
+Written by `make coverage-docs` from `docs/development/mission.yaml` and the last test \
+results; do not edit. Empty cells: no
 test has run.{newest}
 
 {meanings}

@@ -1,6 +1,7 @@
 """Make tests/unit/checkpoint/deepspeed: checkpoints of DeepSpeed 0.19.8, ZeRO 1 to 3 on two ranks.
 
-    pip install torch==2.13.0 deepspeed==0.19.8 && DS_ACCELERATOR=cpu python tools/deepspeed_fixtures.py
+    pip install torch==2.13.0 deepspeed==0.19.8
+    DS_ACCELERATOR=cpu python tools/deepspeed_fixtures.py
 
 The command needs an environment of its own, because the project does not need DeepSpeed. The model
 has a parameter that lies on both ranks, a frozen one, a buffer and two parameter groups.

@@ -4,8 +4,8 @@ docs/development/versions-packages.md.
     python -m tools.package_versions lowest RESULT.xml ...    record a run of this environment
     python -m tools.package_versions                          write the page only
 
-tools/packages.sh makes the environments and calls this. The RESULT.xml are JUnit files of pytest. A run
-of other tests than those of tools/packages.sh describes them with --tests.
+tools/packages.sh makes the environments and calls this. The RESULT.xml are JUnit files of pytest.
+A run of other tests than those of tools/packages.sh describes them with --tests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Run every technique on the torch of this environment, and compare its losses with one process.
 
-    python -m tools.version_cover                 write benchmarks/results/versions/torch-VERSION.json
+    python -m tools.version_cover                 run the techniques on this torch
     python -m tools.version_cover --suite A.xml   add the numbers of tests in pytest's result files
     python -m tools.version_cover --page          write docs/development/versions.md
 
+The results are benchmarks/results/versions/torch-VERSION.json.
 tools/versions.sh makes the environments and calls this. A case trains two steps, saves a checkpoint
 and trains a third step from it. The losses are compared in float64, or to three digits where a
 technique rounds.

@@ -62,7 +62,7 @@ def undisturbed(
     wait_seconds: float,
     timeout_seconds: float,
 ) -> Iterator[tuple[float, list[Any]]]:
-    """Ask a group until a turn is undisturbed, and yield the foreign share and answers of each turn.
+    """Ask a group until a turn is undisturbed. Yield the foreign share and answers of each turn.
 
     Args:
         group: Workers that are asked.

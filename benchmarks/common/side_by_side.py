@@ -24,7 +24,7 @@ LARGEST_DIFFERENCE = 1e-3
 """Relative difference of float32 losses up to which two engines compute the same step."""
 
 Step = Callable[[], float]
-"""One training step on this rank. Returns the loss."""
+"""Runs a training step on this rank, and returns the loss."""
 MakeSteps = Callable[[int, int], Mapping[str, Step]]
 """Takes the rank and the number of tokens. The first of its steps is the baseline."""
 

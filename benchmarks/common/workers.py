@@ -1,8 +1,8 @@
 """Groups of persistent worker processes that wait for their turn.
 
 A worker group is one baseline: spawned processes with the environment of a process group, which
-read messages from pipes. A waiting worker blocks in a read, so that only one group computes. Workers
-write to a log file, which is shown if one of them fails.
+read messages from pipes. A waiting worker blocks in a read, so that only one group computes.
+Workers write to a log file, which is shown if one of them fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 Handler = Callable[[Any], Any]
 Start = Callable[[Any], Handler]
-"""Is called once in the worker with the argument of the group, and returns what answers messages."""
+"""Called once in the worker with the argument of the group. Returns what answers messages."""
 
 
 class WorkerGroupError(RuntimeError):

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, which prints a line of JSON.
+"""Run an engine in a process of its own, which prints a line of JSON.
 
     python -m benchmarks.inference.engines FOLDER ENGINE JSON
 

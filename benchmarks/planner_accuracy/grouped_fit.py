@@ -1,4 +1,4 @@
-"""A fit of the planner's constants to rows of many sources, each of which has an offset of its own."""
+"""Fit of the planner's constants to rows of many sources, each with an offset of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def grouped_fit(
         groups: Number of the group of each row.
         group_width: Standard deviation of a group's offset.
         weights: Scale the evidence of the rows.
-        begin: Constants at which the search starts, else the priors. The result is the same, sooner.
+        begin: Constants at which the search starts (default: the priors). They save time only.
 
     Returns:
         The fit, and the offset of each group.

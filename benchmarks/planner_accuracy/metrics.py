@@ -58,14 +58,14 @@ class Ranking:
     mean_regret_1: float
     """Mean of the relative time that the layout predicted best loses to the best."""
     mean_regret_3: float
-    """The same for the best of the predicted top 3."""
+    """Mean regret of the best of the predicted top 3."""
     p95_regret_3: float
     spearman: float
     """Median rank correlation."""
 
 
 def ranking(groups: Sequence[tuple[Array, Array]]) -> Ranking | None:
-    """Rank groups of (predicted, measured) with at least four layouts. None without such a group."""
+    """Rank groups of (predicted, measured) with four layouts or more. None without such a group."""
     regrets = []
     correlations = []
     for predicted, measured in groups:
@@ -96,7 +96,7 @@ class Confusion:
     out_of_memory: int
     """Rows that ran out of memory."""
     called_fits: int
-    """Of those, how many were predicted to fit."""
+    """Rows that ran out of memory and were predicted to fit."""
     ran: int
     called_out_of_memory: int
     false_fits: float | None

@@ -47,7 +47,7 @@ Interval = tuple[float, float, float, float]
 LIKELY = 0.5
 """Least probability with which a row counts as predicted to fit."""
 _OPEN_SPREAD = 0.08
-"""What a row leaves open adds to the uncertainty of its prediction, up to twice."""
+"""Uncertainty that each open question of a row, up to two, adds to its prediction."""
 _SAME = (
     *("n_layers", "hidden", "n_heads", "ffn_hidden", "vocab", "gpu", "gpus_total", "seq_len"),
     *("global_batch", "precision", "framework"),

@@ -1,11 +1,11 @@
 """Layouts that experts trained with, compared with the plan for the same model and cluster.
 
 Two questions are answered. Is the published time in the interval that is predicted for that layout
-and framework, with constants that were learned without its source? Which layout does the plan select
-for Plait's kernels instead, and which terms of the step decide?
+and framework, with constants that were learned without its source? Which layout does the plan
+select for Plait's kernels instead, and which terms of the step decide?
 
-A run of data/published.json names the id of a row of `data`, or has the columns of one. `tflops` are
-those per GPU, if the source has no seconds.
+A run of data/published.json names the id of a row of `data`, or has the columns of one. `tflops`
+are those per GPU, if the source has no seconds.
 """
 
 from __future__ import annotations

@@ -46,12 +46,13 @@ def _errors(part: dict[str, Any]) -> str:
     runs = part["runs"]
     sweep = part["sweep"]
     fit = part["fit"]
-    fit_text = f"""### Fit and no fit
-
-Of {fit["out_of_memory"]} rows that ran out of memory {fit["called_fits"]} were predicted to fit ({fit["false_fits"]:.1%});
-of {fit["ran"]} rows that ran {fit["called_out_of_memory"]} were predicted not to fit ({fit["false_alarms"]:.1%}). A row counts as predicted to
-fit if that is at least {LIKELY:.0%} likely.
-"""
+    failed, called, ran, alarms = (fit[key] for key in _FIT)
+    fit_text = (
+        f"### Fit and no fit\n\nOf {failed} rows that ran out of memory {called} were predicted to "
+        f"fit ({fit['false_fits']:.1%});\nof {ran} rows that ran {alarms} were predicted not to fit "
+        f"({fit['false_alarms']:.1%}). A row counts as predicted to\nfit if that is at least "
+        f"{LIKELY:.0%} likely.\n"
+    )
     sections = [
         _table(runs["time"], "Step time, runs of tier A, models without experts"),
         _table(sweep["time"], "Step time, the nanotron sweep"),
@@ -140,7 +141,8 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> str:
     failed, called, ran, alarms = (sum(score["fit"][key] for score in last) for key in _FIT)
     return (
         f"{table}\n{by_source}\nOf {failed} rows of tier A of these sets that ran out of memory "
-        f"{called} were predicted to fit, and of {ran} that ran {alarms} were predicted not to fit.\n"
+        f"{called} were predicted to fit, and of {ran} that ran {alarms} were predicted not to "
+        "fit.\n"
     )
 
 
@@ -159,7 +161,8 @@ def _constants() -> str:
         rows.append(row)
     header = ("constant", "meaning", "range", "prior", "width", "learned", "width")
     return (
-        f"{len(shipped)} constants ship, and {len(learned) - len(shipped)} speeds of other frameworks' "
-        f"kernels are kept with these tables, of which {len(open_kernels())} are not learned.\n\n"
+        f"{len(shipped)} constants ship, and {len(learned) - len(shipped)} speeds of other "
+        f"frameworks' kernels are kept with these tables, of which {len(open_kernels())} are not "
+        "learned.\n\n"
         f"{markdown_table(header, rows, right=())}"
     )

@@ -1,7 +1,7 @@
-"""One row of a table of published runs as a job that can be priced.
+"""Row of a table of published runs as a job that can be priced.
 
-Sources write devices, frameworks and techniques in many ways. What a row leaves open becomes several
-variants. `NotPriced` has the reason why a row has no prediction.
+Sources write devices, frameworks and techniques in many ways. What a row leaves open becomes
+several variants. `NotPriced` has the reason why a row has no prediction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 _NEW_FAMILIES = ("hopper", "blackwell", "cdna3")
 _STAGES_WITHOUT_LAYERS = 4
-"""Frameworks that cut a model at every module have stages with no layer: embedding, norm, head, loss."""
+"""Frameworks that cut a model at every module have stages without a layer: embedding, norm, ..."""
 _EFA_STEP = 100e-6
 """Seconds. On four nodes of eight, an all-reduce of 256 MB reaches half of the bandwidth and one of
 16 MB an eighth (stas00/ml-engineering, network benchmarks)."""
@@ -70,7 +70,7 @@ class NotPriced(Exception):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to fill in what a row leaves open."""
+    """Choice of what a row leaves open."""
 
     row: int
     model: Architecture
@@ -208,7 +208,8 @@ def model_of(row: Row) -> Architecture:
     if missing:
         if known is None:
             raise NotPriced(
-                f"{', '.join(missing)} of the model not given, and {name or 'it'} is not in the table"
+                f"{', '.join(missing)} of the model not given, and {name or 'it'} is not in the "
+                "table"
             )
         layers = sizes["layers"] or known.layers  # some tables cut a model's layers
         return replace(known, layers=layers, dense_layers=min(known.dense_layers, layers))

@@ -1,8 +1,8 @@
 """Score rows that nothing was learned from, once, by the constants that ship.
 
-    python -m benchmarks.planner_accuracy.unseen ROWS.csv --json benchmarks/results/planner_unseen_N.json
+    python -m benchmarks.planner_accuracy.unseen ROWS.csv --json RESULT.json
 
-The score has the commit of the constants and stays (see `docs/explanation/planner_accuracy.md`).
+RESULT.json is benchmarks/results/planner_unseen_N.json. The score has the commit of the constants and stays (see `docs/explanation/planner_accuracy.md`).
 """
 
 from __future__ import annotations

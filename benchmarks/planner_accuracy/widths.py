@@ -45,8 +45,8 @@ their source, so intervals that are too wide come from the kernels and not from 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Rows of one family of sources: the absolute logarithm of measured / predicted, and the parts of
-    its deviation by measured constants, by kernels without a measurement, and by the rest."""
+    """Rows of a family of sources: the absolute logarithm of measured / predicted, and the parts
+    of its deviation by measured constants, by kernels without a measurement, and by the rest."""
 
     size: Array
     constants: Array
@@ -78,7 +78,7 @@ def residuals(rows: Sequence[Row], priors: Priors) -> Residuals:
 
 
 def scales_of(families: Iterable[Residuals]) -> Scales:
-    """Return the least scales with which COVERAGE of the rows, weighted as in `learn`, are inside."""
+    """Return the least scales that cover COVERAGE of the rows, weighted as in `learn`."""
     weighted = [(source_weight(len(rows.size)), rows) for rows in families if len(rows.size)]
     total = sum(weight * len(rows.size) for weight, rows in weighted)
     for scales in _SCALES:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner_cpu [--quick]    under eight minutes on a quiet machine, two cores
 
-Layouts take turns in rounds. A turn during which other programs used more than 5 % of the machine is
-repeated, and left out if it is disturbed again. The time of a layout is the median of its steps.
+Layouts take turns in rounds. A turn during which other programs used more than 5 % of the machine
+is repeated, and left out if it is disturbed again. The time of a layout is the median of its steps.
 Exit code 1 if a layout has no undisturbed turn.
 """
 
@@ -29,7 +29,7 @@ ROUNDS = 5
 STEPS = 2
 """Steps of a turn, after one that is not counted."""
 BUDGET_SECONDS = 440.0
-"""No round begins that would end later."""
+"""Rounds that would end later do not begin."""
 FOREIGN_SHARE = 0.05
 REPEATS = 2
 WAIT_SECONDS = 5.0

@@ -20,13 +20,12 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One layout."""
+    """A layout, and whether the planner is calibrated on it."""
 
     name: str
     processes: int
     layout: dict[str, Any]
     seen: bool
-    """Whether the planner is calibrated on it."""
 
 
 def request(processes: int) -> Request:

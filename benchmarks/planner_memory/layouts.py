@@ -98,7 +98,7 @@ CASES: list[Case] = [
 
 @dataclass(frozen=True)
 class Compared:
-    """One rank of a case."""
+    """A rank of a case."""
 
     case: Case
     run: DryRun

@@ -1,7 +1,7 @@
 """Count a training step of ten layouts, of Plait and of plain torch, on a simulated CUDA device.
 
-    python -m benchmarks.step_counts                  about four minutes on two cores; needs g++
-    python -m benchmarks.step_counts --layouts tp pp  only these, operator by operator; writes nothing
+    python -m benchmarks.step_counts                   about four minutes on two cores; needs g++
+    python -m benchmarks.step_counts --layouts tp pp   operator by operator; writes nothing
 
 It writes `benchmarks/results/step_counts.json` and `docs/development/step_counts.md`.
 """

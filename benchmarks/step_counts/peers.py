@@ -26,7 +26,7 @@ from benchmarks.steps.workload import build_model
 from plait._torch.units import parameter_groups
 
 Step = Callable[[dict[str, Tensor]], object]
-"""One optimizer step on the samples of a rank. Tensors that it returns are not read."""
+"""Runs an optimizer step on the samples of a rank. Tensors that it returns are not read."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whether all baselines trained: their losses and gradient norms compared with the reference's.
+"""Check that all baselines trained: compare their losses and gradient norms with the reference's.
 
 Equal losses in the first step show equal weights, data and forwards; in the second, equal updates.
 Equal norms show that gradients are complete means before clipping. Different orders of addition in

@@ -60,7 +60,7 @@ def update(
 
 
 class LlamaStage(nn.Module):
-    """Consecutive blocks of a Llama, with the embedding before its first and the head after its last."""
+    """Consecutive blocks of a Llama, with the embedding before the first and the head at the end."""
 
     def __init__(self, model: nn.Module, *, blocks: range, layers: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured from outside in the same way for every baseline.
+"""Phases of a step, measured from outside in the same way for every baseline.
 
 Forward is the call of the model, backward the call into autograd, and optimizer the step of the
 innermost `torch.optim.Optimizer`. The rest of the step is `other`. The main thread is busy, or it

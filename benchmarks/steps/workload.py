@@ -1,4 +1,4 @@
-"""What every engine trains: a Llama of Transformers, its initial weights, its batches and its optimizer.
+"""Workload of every engine: a Llama of Transformers, its weights, batches and optimizer.
 
 Tokens follow a noisy successor rule that a model learns. With random tokens the loss would stay at
 ln(vocabulary) even if nothing is updated, and a comparison of losses would prove nothing.
@@ -63,7 +63,7 @@ class Workload:
 
 
 def build_model(workload: Workload) -> nn.Module:
-    """Return a float32 model on the CPU in training mode, with the same weights in every process."""
+    """Return a float32 model on the CPU in training mode, with equal weights in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(workload.seed)

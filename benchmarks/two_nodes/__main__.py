@@ -1,4 +1,4 @@
-"""One optimizer step over a slow link, with and without compression of gradients.
+"""Optimizer step over a slow link, with and without compression of gradients.
 
 python -m benchmarks.two_nodes [--quick] [--rates 100mbit] [--baselines ddp plait-0]
 

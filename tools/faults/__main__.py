@@ -40,7 +40,7 @@ KILLS: dict[str, dict[str, Any]] = {
 DAMAGES = {"small": 500, "nightly": 3000, "release": 10_000}
 ROUNDS = {"small": 20, "nightly": 100, "release": 300}
 Row = dict[str, Any]
-"""One or more runs. `wrong` is empty if all was as promised."""
+"""Outcome of some runs. `wrong` is empty if all was as promised."""
 
 
 def run(part: str, size: str, folder: Path) -> Iterator[Row]:

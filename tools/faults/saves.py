@@ -74,7 +74,7 @@ def kill_saves(
 
 
 class Reference:
-    """What a run without kills computes."""
+    """Losses and states of a run without kills, and the calls of its saves."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.steps = steps

@@ -1,4 +1,4 @@
-"""What `plait launch` runs in `ranks.py`: a small model, and a fault in the loss of one rank."""
+"""Script of `ranks.py` for `plait launch`: a small model with a fault in the loss of one rank."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@
 
 A mutant runs the tests that reach its lines, first the one that noticed it the last time, and stops
 at the first failure. Survivors run all tests. Waits run the tests on the simulated device. The
-results are benchmarks/results/mutants.json and docs/development/mutants.md, for waits waits.json and
-waits.md in docs/development. The exit code is 1 if the tests notice fewer than 95 of 100.
+results are benchmarks/results/mutants.json and docs/development/mutants.md, for waits waits.json
+and waits.md in docs/development. The exit code is 1 if the tests notice fewer than 95 of 100.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def run(
         mutants: Mutants to run.
         results: Outcomes of earlier runs. The test that noticed a mutant runs first.
         tests: Tests that reach each mutant.
-        everything: Arguments of pytest with which the survivors of those tests run, if there are any.
+        everything: Arguments of pytest with which the survivors of those tests run, if any.
     """
     context = server()
     copies: SimpleQueue[ProjectCopy] = SimpleQueue()

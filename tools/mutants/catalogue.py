@@ -16,11 +16,11 @@ LISTS = Path(__file__).parent / "defects"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted defect."""
+    """A planted defect."""
 
     id: str
     what: str
-    """What goes wrong for a user, in one line."""
+    """Effect on a user, in one line."""
     file: str
     """Relative to the root of the project."""
     old: str

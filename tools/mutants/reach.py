@@ -1,4 +1,4 @@
-"""Which tests reach which mutant.
+"""Find the tests that reach each mutant.
 
 One run of all tests over a copy with a probe before each statement that a mutant changes answers
 for all mutants. A probe leaves a file, in all processes of a test. A test that reuses what an

@@ -19,7 +19,7 @@ Outcome = dict[str, Any]
 
 
 class Record(NamedTuple):
-    """Where the results of a catalogue are, and the page with their section."""
+    """Files of a catalogue: its results, and the page with their section."""
 
     results: Path
     page: Path
@@ -42,7 +42,7 @@ TITLES = {
 
 
 def load(path: Path = DEFECTS.results) -> tuple[dict[str, Outcome], str]:
-    """Return the results keyed by mutant, and the date of the last run. Empty if nothing has run."""
+    """Return the results keyed by mutant, and the date of the last run, or ({}, "")."""
     if not path.exists():
         return {}, ""
     recorded = json.loads(path.read_text(encoding="utf-8"))
