@@ -8,8 +8,6 @@ MiB of float32 in one process with one thread. Times are medians without the fir
 allocates.
 """
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import tempfile

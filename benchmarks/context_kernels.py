@@ -7,8 +7,6 @@ docs/how-to/context-parallelism.md. A kernel is an operator that computes or mov
 allocations are none, and a send with its receive is one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, get_args

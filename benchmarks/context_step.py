@@ -6,8 +6,6 @@ Plait's kinds and `all_to_all_single` with SDPA written by hand train the same L
 two CPU processes. Rounds are interleaved, and ratios are taken within a round.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Plait's dispatch and `all_to_all_single` written by hand train the same Mixtral 
 CPU processes with their own samples. Rounds are interleaved, and ratios are taken within a round.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

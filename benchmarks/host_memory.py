@@ -7,8 +7,6 @@ the processor (user and system), which other programs change little. A setting t
 2 % is not worth its code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

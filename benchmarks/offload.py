@@ -7,8 +7,6 @@ installed. Rounds are interleaved in one process with one thread, ratios are tak
 and the parameters are compared afterwards.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 python -m benchmarks.pipeline_step [--quick] [--scenes 1f1b]
 """
 
-from __future__ import annotations
-
 import sys
 
 from benchmarks.steps.baselines import Baseline, Benchmark, Scene

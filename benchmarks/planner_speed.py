@@ -7,8 +7,6 @@ simulated, which is what the command does; and the 25 best. Times are the median
 one process with one thread. Imports are measured separately.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 python -m benchmarks.training_step [--quick] [--scenes stage_0] [--baselines ddp plait-0]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any

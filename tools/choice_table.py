@@ -6,8 +6,6 @@ selected on clusters of data sheets.
 tests/unit/comm/test_choose.py compares the document with it.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

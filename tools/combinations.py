@@ -6,8 +6,6 @@
 one process: the largest relative difference of any loss, gradient, norm or parameter.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import defaultdict

@@ -9,8 +9,6 @@ again, so that a run of one file does not remove the others. A level counts if a
 and none failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -8,8 +8,6 @@
 A file from a simulated device is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ python -m tools.figures zero_memory         model states per rank for every ZeRO
 python -m tools.figures compression_loss    losses through compressed gradients; minutes
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from statistics import mean

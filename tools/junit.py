@@ -1,7 +1,5 @@
 """Results of tests in the JUnit files of `pytest --junitxml` (family xunit1)."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator

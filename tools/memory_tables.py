@@ -4,8 +4,6 @@ micro-batch, predicted and measured, and the time that recomputation takes.
     python -m tools.memory_tables
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

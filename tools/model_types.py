@@ -7,8 +7,6 @@ It writes docs/reference/model_types.json and model_types.md. Results are also s
 type in build/results/model_types.json, so that a run that was stopped continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -8,8 +8,6 @@ tools/packages.sh makes the environments and calls this. The RESULT.xml are JUni
 A run of other tests than those of tools/packages.sh describes them with --tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

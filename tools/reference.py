@@ -7,8 +7,6 @@ configuration.md lists every key of the configuration file, command-line.md ever
 options, and python.md the public functions and classes with their docstrings.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

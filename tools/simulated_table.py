@@ -6,8 +6,6 @@ largest difference and races.
 The numbers are those that the tests record, and the races that the device counts.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 import sys

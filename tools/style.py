@@ -6,8 +6,6 @@
 A good number is no proof of good prose. A bad one is a reason to read the file again.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -8,8 +8,6 @@ Each line is printed with the name of its part, and the failures of both are rep
 Results are written to build/results/test-<part>.xml. The exit code is that of the part that failed.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import suppress

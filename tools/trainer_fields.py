@@ -6,8 +6,6 @@
 tests/unit/hf/test_fields.py compares the document with it.
 """
 
-from __future__ import annotations
-
 import sys
 
 from benchmarks.common.report import ROOT, markdown, with_section

@@ -10,8 +10,6 @@ and trains a third step from it. The losses are compared in float64, or to three
 technique rounds.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

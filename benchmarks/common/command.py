@@ -1,7 +1,5 @@
 """The command line of a benchmark: `python -m benchmarks.NAME [--quick]`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 

@@ -4,8 +4,6 @@ The share of foreign work is the time that the machine was busy (with time that 
 away) minus the time of our processes, over wall time times cores.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ date, the machine and the versions it is of. It has at most `MOST_BYTES`: raw me
 A page is Markdown that is made from results alone, or a section of one between two marks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Times of several ways to compute one training step, in the same two processes, round by round."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ read messages from pipes. A waiting worker blocks in a read, so that only one gr
 Workers write to a log file, which is shown if one of them fails.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -13,8 +13,6 @@
   be the same at all of them
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -7,8 +7,6 @@ so that every pass over the weights reads the disk. Memory is the proportional s
 files, above that of the process after its imports.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@
 No training runs, so the result is the same on every machine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Frameworks of published runs (`data/frameworks.yaml`), and the learned speeds of their kernels
 (`data/stacks.json`)."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

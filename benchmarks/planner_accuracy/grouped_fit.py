@@ -1,7 +1,5 @@
 """Fit of the planner's constants to rows of many sources, each with an offset of its own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

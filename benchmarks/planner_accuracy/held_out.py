@@ -5,8 +5,6 @@ The rows of the calibration are selected without their measurements. Each next o
 least certain prediction, given those before.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Every source has about the same weight. A source has an offset that moves no con
 leave sources out, which the errors in the docs need.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Measures of predictions: errors, coverage, regret of the selected layout, and fit or no fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The measurement of a row is not used to predict it. Rows for calibration move th
 device and framework, and are not predicted. Rows that cannot be priced are listed with the reason.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -8,8 +8,6 @@ A run of data/published.json names the id of a row of `data`, or has the columns
 are those per GPU, if the source has no seconds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

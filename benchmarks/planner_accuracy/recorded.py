@@ -6,8 +6,6 @@ planner_unseen_N.json the scores of unseen rows, which `unseen.py` writes once e
 one group of rows are a list in the order of `ERRORS`.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The sections of docs/explanation/planner_accuracy.md."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ Sources write devices, frameworks and techniques in many ways. What a row leaves
 several variants. `NotPriced` has the reason why a row has no prediction.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ What a row leaves open (micro-batch, chunks of a stage) is searched: the row bec
 variants, and the fastest that fits counts. `row` reads the columns of a row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

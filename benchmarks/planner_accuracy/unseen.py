@@ -5,8 +5,6 @@
 RESULT.json is benchmarks/results/planner_unseen_N.json. The score has the commit of the constants and stays (see `docs/explanation/planner_accuracy.md`).
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 from collections.abc import Sequence

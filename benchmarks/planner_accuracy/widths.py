@@ -4,8 +4,6 @@ intervals.
 A source is predicted by constants that were learned without it. Its widths are from other sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

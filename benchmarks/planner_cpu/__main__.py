@@ -7,8 +7,6 @@ is repeated, and left out if it is disturbed again. The time of a layout is the 
 Exit code 1 if a layout has no undisturbed turn.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

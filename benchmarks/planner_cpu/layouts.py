@@ -4,8 +4,6 @@ They were selected before anything was measured. Every kind of traffic of a pred
 in a calibrated one with another micro-batch, stage or schedule.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The comparison of predicted with measured times, and its page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

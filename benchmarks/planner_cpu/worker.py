@@ -1,7 +1,5 @@
 """The worker: it builds an engine for a layout, times some steps, and closes the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

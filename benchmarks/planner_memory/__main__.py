@@ -5,8 +5,6 @@
 All tensors are fake. Bytes are the same on every machine without a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.common.command import command

@@ -1,7 +1,5 @@
 """The layouts that the plan selects for published clusters, with a dry run of one rank."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts whose predicted peak is compared with a dry run: three families, and each technique."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

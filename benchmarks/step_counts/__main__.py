@@ -6,8 +6,6 @@
 It writes `benchmarks/results/step_counts.json` and `docs/development/step_counts.md`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -14,8 +14,6 @@ Note [What is counted]
     sees them from below whatever code has made them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The layouts, each as a configuration of Plait and as the name of its peer in plain torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layouts in plain torch: fused AdamW, foreach clipping, and no wait in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

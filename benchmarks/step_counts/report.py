@@ -1,7 +1,5 @@
 """The page that is written from the counts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

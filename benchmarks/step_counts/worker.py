@@ -1,7 +1,5 @@
 """A worker of the simulated pool: it builds one side of a layout, and counts one step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

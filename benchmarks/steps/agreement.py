@@ -5,8 +5,6 @@ Equal norms show that gradients are complete means before clipping. Different or
 float32 drift apart slowly, hence two limits for losses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

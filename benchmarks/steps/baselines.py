@@ -1,7 +1,5 @@
 """An engine as data: its name, what it is compared with, and the function that builds its step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module

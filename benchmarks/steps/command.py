@@ -6,8 +6,6 @@ undisturbed turn, 2 for a wrong argument. A ratio above the target is reported a
 scene that is measured alone replaces its own result only.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ It compiles C++ operators when it starts. `prepare` does that before any worker 
 limit: a killed compilation leaves a lock for which every later start waits forever.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

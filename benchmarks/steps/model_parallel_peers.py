@@ -4,8 +4,6 @@ Engines use the fused AdamW and clip in one foreach pass. The norm and the loss 
 ranks in one all-reduce. `step_counts` counts the same functions on a simulated GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

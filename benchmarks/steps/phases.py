@@ -5,8 +5,6 @@ innermost `torch.optim.Optimizer`. The rest of the step is `other`. The main thr
 waits for a collective or for a core. The clock is not attached in timed rounds.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator

@@ -1,7 +1,5 @@
 """A JSON document per scene, and its tables for the terminal and for the page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

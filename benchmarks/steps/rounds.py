@@ -4,8 +4,6 @@ A turn during which other programs used more of the machine than allowed is repe
 disturbed every time, it is counted and left out of the statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean

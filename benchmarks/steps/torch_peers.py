@@ -3,8 +3,6 @@
 Every engine uses the fused AdamW and clips in one foreach pass.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Messages are (method of `Runner`, arguments). Batches are made before the clock 
 clock runs between two barriers, so that a turn lasts until its slowest rank is done.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

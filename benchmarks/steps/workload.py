@@ -4,8 +4,6 @@ Tokens follow a noisy successor rule that a model learns. With random tokens the
 ln(vocabulary) even if nothing is updated, and a comparison of losses would prove nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ seconds per step, bytes per step that the kernel counted, and ratios to DDP. Exi
 engine failed, 2 if the network namespaces cannot be made.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

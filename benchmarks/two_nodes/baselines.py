@@ -3,8 +3,6 @@
 Workers import it: what they run cannot be in `__main__` of a package.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

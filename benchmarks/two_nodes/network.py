@@ -4,8 +4,6 @@ Their names contain the id of this process. Those that a killed process left are
 worker enters its namespace before it opens a socket.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

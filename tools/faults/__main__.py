@@ -13,8 +13,6 @@
 The command writes benchmarks/results/faults.json and docs/development/faults.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import signal

@@ -1,7 +1,5 @@
 """Damaged files of a checkpoint, and a file system that fails in a save, in one process."""
 
-from __future__ import annotations
-
 import errno
 import random
 import shutil

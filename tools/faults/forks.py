@@ -1,7 +1,5 @@
 """Ranks as forks of a process that has imported torch: two ranks start in half a second."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

@@ -5,8 +5,6 @@ differ by 3 % in where their memory lies. torch's record of collectives, which t
 is on in both: it is by default, and cannot be switched while a process runs.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import tempfile

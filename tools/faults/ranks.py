@@ -1,7 +1,5 @@
 """A fault of one rank under `plait launch`, and healthy runs that must not be stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

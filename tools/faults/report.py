@@ -1,7 +1,5 @@
 """Results of the last runs in benchmarks/results/faults.json, and docs/development/faults.md."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

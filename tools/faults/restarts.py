@@ -1,7 +1,5 @@
 """Runs of `plait train` that restart after kills, end by a signal, or roll back from NaN."""
 
-from __future__ import annotations
-
 import email
 import json
 import os

@@ -6,8 +6,6 @@ exist (else it is lost), and each of its bytes must be that of the same step of 
 bits of the run without kills.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -12,8 +12,6 @@ results are benchmarks/results/mutants.json and docs/development/mutants.md, for
 and waits.md in docs/development. The exit code is 1 if the tests notice fewer than 95 of 100.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """The planted defects, `defects/*.yaml`. Each replaces text that occurs once in a source file."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ forked from. That is nine tenths of the time of a short test: imports take about
 the workers of `tests.pool` import the same packages once more.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

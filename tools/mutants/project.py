@@ -1,7 +1,5 @@
 """Copies of the project that hold a defect, and commands that run in them with a time limit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -5,8 +5,6 @@ for all mutants. A probe leaves a file, in all processes of a test. A test that 
 earlier test computed does not reach the code by itself, so survivors run against all tests.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -5,8 +5,6 @@ below `tests` to its tests, and a test to the mutants that it was the first to n
 the other mutants to what ran. Grouping by test keeps the file below 20 KB.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ it overlap, and is taken out.
 These are calls of `NAMES`, methods of these names that are passed on, and `non_blocking=True`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
