@@ -115,8 +115,8 @@ def main() -> None:
         "freed_memory": {"returned": returned, "kept": reused, "saved": saved},
     }
     for name, row in results.items():
-        word = "worth it" if row["saved"] >= WORTH else "less than 2 %"
-        print(f"{name}: {row['saved']:.1%} of the time saved, {word}")
+        is_worth_it = row["saved"] >= WORTH
+        print(f"{name}: {row['saved']:.1%} of the time saved, worth its code: {is_worth_it}")
     if not quick:
         store("host_memory", results, "torch", "transformers")
 

@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         target.write_text(page(statements, results), encoding="utf-8")
     for problem in problems:
         print(problem, file=sys.stderr)
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

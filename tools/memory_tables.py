@@ -118,6 +118,7 @@ def peaks() -> Iterator[list[str]]:
     usual = {"tp": 1, "schedule": "", "mode": "none", "bf16": False}
     for kind, changes in PEAKS:
         stage, tp, schedule, mode, bf16 = ({**usual, **changes}[key] for key in ("stage", *usual))
+        pp = 1 + bool(schedule)
         count = 4 if schedule else changes.get("count", 1)
         config = {
             "train_micro_batch_size_per_gpu": SAMPLES,
@@ -127,12 +128,12 @@ def peaks() -> Iterator[list[str]]:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "parallel": {
                 "tp": tp,
-                "pp": 2 if schedule else 1,
+                "pp": pp,
                 "recompute": {"mode": mode},
                 "pipeline": {"schedule": schedule or "1f1b"},
             },
         }
-        world = 2 * tp * (2 if schedule else 1)
+        world = 2 * tp * pp
         resolved = resolve(load(config), world_size=world)
         model = model_of(kind)
         ids = torch.arange(SAMPLES * count * LENGTH).view(-1, LENGTH) % 1024

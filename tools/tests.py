@@ -76,7 +76,7 @@ def exit_code(codes: list[int]) -> int:
     for code in codes:
         if code not in (0, NOTHING_CHOSEN):
             return max(code, 1)
-    return 0 if 0 in codes else NOTHING_CHOSEN
+    return min(codes)
 
 
 def show(part: str, process: subprocess.Popen[str], failures: list[str]) -> None:

@@ -116,7 +116,7 @@ def markdown(header: Sequence[str], rows: Rows, *, right: Collection[int] | None
         right: Columns that are aligned to the right. Default: all but the first.
     """
     columns = range(1, len(header)) if right is None else right
-    rules = ["---:" if index in columns else "---" for index in range(len(header))]
+    rules = ["---" + ":" * (index in columns) for index in range(len(header))]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [f"|{'|'.join(rules)}|", *(f"| {' | '.join(row)} |" for row in escaped)]
     return "\n".join([f"| {' | '.join(header)} |", *lines]) + "\n"

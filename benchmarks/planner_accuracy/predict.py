@@ -125,9 +125,9 @@ def evaluate(
         stack = stack_of(variant)
         groups[stack if stack in calibrations else None].append(index)
     predictions: list[Prediction] = []
-    for stack_or_none, indices in groups.items():
-        calibration = calibrations[stack_or_none] if stack_or_none else uncalibrated(priors)
-        predictions += _predict(runs, np.array(indices), calibration)
+    for key, indices in groups.items():
+        calibration = key and calibrations[key]
+        predictions += _predict(runs, np.array(indices), calibration or uncalibrated(priors))
     predictions.sort(key=lambda prediction: prediction.row)
     return Evaluation(rows, tuple(predictions), runs.reasons)
 

@@ -164,7 +164,7 @@ def _schedule(row: Row, pp: int, vpp: int) -> str:
 def count_of(row: Row, key: str) -> int | None:
     """Return a whole number of at least 1, or None for anything else."""
     number = number_of(row, key)
-    return None if number is None else max(round(number), 1)
+    return number and max(round(number), 1)
 
 
 def _required(row: Row, key: str) -> int:
@@ -181,7 +181,7 @@ def number_of(row: Row, key: str) -> float | None:
     if not match:
         return None
     try:
-        value = float(match[1].replace(",", "")) * (1024 if match[2] else 1)
+        value = float(match[1].replace(",", "")) * 1024 ** len(match[2])
     except ValueError:  # several points: a version or a date
         return None
     return value if 0 < value < 1e15 else None
@@ -332,18 +332,20 @@ def _layout(row: Row, model: Architecture) -> tuple[dict[str, float], list[str]]
     # Tables that say nothing are of frameworks whose default is ZeRO 1.
     stage = _first_match(sharding, _STAGES, int(dp > 1))
     within = re.search(r"within (\d+)", sharding)
-    shard = min(int(within[1]), dp) if within else dp
-    if dp % shard:
-        shard = dp
+    shard = dp
     if stage == 0:
         shard = 1
+    elif within and dp % int(within[1]) == 0:
+        shard = int(within[1])
 
     recompute = (row.get("recompute") or "").lower()
     mode, share = _first_match(recompute, _RECOMPUTE, ("none", 1.0))
     layers = re.search(r"(\d+) layers", recompute)
-    if layers:
-        count = int(layers[1])
-        mode, share = ("full", min(count / model.layers, 1.0)) if count else ("none", 1.0)
+    if layers and int(layers[1]):
+        mode = "full"
+        share = min(int(layers[1]) / model.layers, 1.0)
+    elif layers:
+        mode = "none"
     layout = {
         "tp": tp,
         "pp": pp,
@@ -356,6 +358,6 @@ def _layout(row: Row, model: Architecture) -> tuple[dict[str, float], list[str]]
         "recompute": RECOMPUTE.index(mode),
         "every": 1 / share,
         "offload": float("cpu offload" in sharding and "activation" not in sharding),
-        "offload_activations": 0.5 if "activation offload" in recompute else 0.0,
+        "offload_activations": 0.5 * ("activation offload" in recompute),
     }
     return layout, [] if recompute else ["no recomputation"]

@@ -63,7 +63,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
             print(report.terminal(document), flush=True)
             if not options.quick:
                 _write(benchmark, options.output, document)
-    return 0 if is_good else 1
+    return int(not is_good)
 
 
 def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not options.quick and content["rates"]:
         write(RESULTS / "two_nodes.json", content)
-    return 1 if content["failures"] or not content["rates"] else 0
+    return int(bool(content["failures"]) or not content["rates"])
 
 
 class _Engines:

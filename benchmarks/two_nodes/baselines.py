@@ -59,9 +59,11 @@ def start(argument: tuple[Baseline, Workload, tuple[str, str]]) -> Callable[[Any
     rank = int(os.environ["RANK"])
     enter(nodes[rank])
     # Tensor parallelism across machines is refused, so its ranks say that they share one.
-    shared = "tp" in baseline.options
-    local_size = len(nodes) if shared else 1
-    local_rank = rank if shared else 0
+    local_size = 1
+    local_rank = 0
+    if "tp" in baseline.options:
+        local_size = len(nodes)
+        local_rank = rank
     os.environ.update(
         MASTER_ADDR=ADDRESSES[0],
         GLOO_SOCKET_IFNAME=INTERFACE,

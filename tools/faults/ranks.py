@@ -81,10 +81,11 @@ def faults(size: str) -> Iterator[Row]:
     for name, kind in KINDS.items():
         places = [(rank, transport) for transport in TRANSPORTS for rank in range(2)]
         if size == "small":
-            places = [kind.small] if kind.small else []
+            places = list(filter(None, [kind.small]))
+        elif size == "release":
+            places *= 5
         for rank, transport in places:
-            for _ in range(5 if size == "release" else 1):
-                yield fault(name, rank, transport)
+            yield fault(name, rank, transport)
 
 
 def fault(name: str, rank: int, transport: str) -> Row:

@@ -58,8 +58,8 @@ def _restarts(rows: list[Part]) -> str:
     for row in rows:
         seconds = row["next_step_seconds"]
         restarted = f"{min(seconds):.1f} to {max(seconds):.1f} s" if seconds else ""
-        ended = "" if row["ended_seconds"] is None else f"{row['ended_seconds']:.1f} s"
-        same = "equal" if row["same_losses"] and row["same_state"] else "differ"
+        ended = _longest([row], "ended_seconds")
+        same = ("differ", "equal")[row["same_losses"] and row["same_state"]]
         cells.append([row["what"], row["exit_code"], restarted, ended, same, _word(row)])
     return _table(f"{header}losses and last state, bitwise; passed", cells)
 
@@ -95,7 +95,7 @@ def _passed(rows: list[Part]) -> int:
 
 
 def _word(row: Part) -> str:
-    return "no" if row["wrong"] else "yes"
+    return ("yes", "no")[bool(row["wrong"])]
 
 
 def _longest(rows: list[Part], name: str) -> str:

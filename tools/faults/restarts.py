@@ -53,11 +53,12 @@ def all_restarts(size: str, folder: Path) -> Iterator[Row]:
     signals = [signal.SIGTERM]
     if size != "small":
         longer = undisturbed(folder, STANDBY_STEPS)
-        yield killed(folder, longer, kills=kills, seed=0, standby=True)
+        yield killed(folder, longer, kills=kills, seed=0, steps=STANDBY_STEPS)
         signals += [signal.SIGUSR1, signal.SIGINT]
     for number in signals:
         yield signalled(folder, reference, number)
-    yield signalled(folder, reference, signal.SIGUSR1, one_rank=True, restarts=2)
+    restarts = ("--max-restarts", "2")
+    yield signalled(folder, reference, signal.SIGUSR1, *restarts, one_rank=True)
 
 
 def write_configuration(folder: Path, **run: Any) -> Path:
@@ -192,13 +193,15 @@ def undisturbed(folder: Path, steps: int) -> Path:
     return train.folder
 
 
-def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: bool = False) -> Row:
-    """Kill a rank at random times. With `standby`, after processes stand by."""
-    options = ["--max-restarts", str(kills), *(["--standby"] if standby else [])]
+def killed(folder: Path, reference: Path, *, kills: int, seed: int, steps: int = STEPS) -> Row:
+    """Kill a rank at random times. In runs of STANDBY_STEPS, after processes stand by."""
+    options = ["--max-restarts", str(kills)]
+    standby = steps == STANDBY_STEPS
+    if standby:
+        options.append("--standby")
     seconds: list[float] = []
     chance = random.Random(seed)
-    steps = STANDBY_STEPS if standby else STEPS
-    train = Train(folder / f"killed-{seed}-{standby}", *options, steps=steps)
+    train = Train(folder / f"killed-{seed}-{steps}", *options, steps=steps)
     for kill in range(kills):
         if not train.wait_for_steps() or (standby and not train.wait_for_standby(kill + 1)):
             break
@@ -224,18 +227,11 @@ def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: boo
 
 
 def signalled(
-    folder: Path,
-    reference: Path,
-    number: signal.Signals,
-    *,
-    one_rank: bool = False,
-    restarts: int = 0,
+    folder: Path, reference: Path, number: signal.Signals, *options: str, one_rank: bool = False
 ) -> Row:
     """Send a signal to the launcher or to one rank, and run the same command again."""
-    options = ["--max-restarts", str(restarts)] if restarts else []
-    what = f"{number.name} to {'one rank' if one_rank else 'the launcher'}"
-    if options:
-        what += f", {' '.join(options)}"
+    target = "one rank" if one_rank else "the launcher"
+    what = ", ".join(filter(None, [f"{number.name} to {target}", " ".join(options)]))
     train = Train(folder / re.sub(r"\W+", "-", what), *options)
     train.wait_for_steps(steps=3)
     ranks = train.ranks()
@@ -327,10 +323,13 @@ def _train_with_nan(rank: int, file: str, samples: int, nan_rank: int, leave_out
     def loss(self: Any, output: Any, batch: Any) -> Any:
         total, weight = compute(self, output, batch)
         is_bad = position[0] == samples and rank == nan_rank and torch.is_grad_enabled()
-        return (total * float("nan") if is_bad and not leave_out else total), weight
+        if is_bad and not leave_out:
+            total = total * float("nan")
+        return total, weight
 
     def context(*args: Any) -> Any:
-        args[-1].update({samples} if leave_out else ())
+        if leave_out:
+            args[-1].add(samples)
         return training_context(*args)
 
     with (

@@ -54,7 +54,6 @@ def main() -> int:
 
     mutants = waits() if options.waits else load()
     record = report.WAITS if options.waits else report.DEFECTS
-    everything = list(TESTS) if options.waits else ["tests"]
     unknown = sorted(set(options.ids) - {mutant.id for mutant in mutants})
     if unknown:
         names = ", ".join(mutant.id for mutant in mutants)
@@ -67,19 +66,20 @@ def main() -> int:
     results, _ = report.load(record.results)
     selected = [mutant for mutant in mutants if not options.ids or mutant.id in options.ids]
     BUILD.mkdir(parents=True, exist_ok=True)
+    everything: list[str] = []
     if options.again:
         noticed_by = {mutant.id: last_test(results, mutant) for mutant in selected}
         selected = [mutant for mutant in selected if "::" in noticed_by[mutant.id]]
         tests = {mutant.id: [noticed_by[mutant.id]] for mutant in selected}
     else:
         command: tuple[str, ...] = ("tools/tests.py",)
+        everything = ["tests"]
         if options.waits:
             command = ("-m", "pytest", *TESTS)
+            everything = list(TESTS)
             os.environ.setdefault("SIMULATED_DEVICE_TIMEOUT", "20")
         lines = reach.find(mutants, BUILD, command, limit_seconds=3 * LIMIT_SECONDS)
         tests = reach.tests_by_mutant(lines)
-    # Nothing else runs if only the last tests are repeated.
-    everything = [] if options.again else everything
     for mutant, outcome in run(selected, results, tests, everything):
         results[mutant.id] = outcome
         current = {entry.id: results[entry.id] for entry in mutants if entry.id in results}
@@ -92,7 +92,7 @@ def main() -> int:
     share = 1 - len(missed) / max(1, len(recorded))
     names = ", ".join(missed) or "noticed: 0"
     print(f"the tests notice {share:.1%} of {len(recorded)}; not {names}")
-    return 0 if share >= REQUIRED_SHARE else 1
+    return int(share < REQUIRED_SHARE)
 
 
 def last_test(results: Mapping[str, Outcome], mutant: Mutant) -> str:
@@ -137,9 +137,9 @@ def run(
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         outcomes = threads.map(test, mutants)
         for number, (mutant, outcome) in enumerate(zip(mutants, outcomes, strict=True), 1):
-            by = f"noticed by {outcome['caught_by']}" if outcome["caught_by"] else "NOT NOTICED"
-            count = f"{number}/{len(mutants)}"
-            print(f"{count} {mutant.id}: {by} ({outcome['seconds']:.0f} s)", flush=True)
+            by = outcome["caught_by"] or "NOTHING"
+            place = f"{number}/{len(mutants)} {mutant.id}"
+            print(f"{place}: noticed by {by} ({outcome['seconds']:.0f} s)", flush=True)
             yield mutant, outcome
 
 
@@ -160,12 +160,13 @@ def test_mutant(
             context, copy.folder, *options, limit_seconds=LIMIT_SECONDS, log=log
         )
     failure = FIRST_FAILURE.search(output)
+    caught_by = "(does not start)"
     if code in (0, NO_TESTS):
         caught_by = ""
     elif code is None:
         caught_by = "(hangs)"
-    else:
-        caught_by = failure[1] if failure else "(does not start)"
+    elif failure:
+        caught_by = failure[1]
     return {"caught_by": caught_by, "seconds": round(time.monotonic() - began, 1)}
 
 

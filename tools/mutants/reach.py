@@ -61,8 +61,9 @@ def tests_by_mutant(lines: Path) -> dict[str, list[str]]:
     passed: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for line in lines.read_text(encoding="utf-8").splitlines():
         row: dict[str, Any] = json.loads(line)
-        for mutant in [] if row["failed"] else row["reached"]:
-            passed[mutant].append((row["test"], row["seconds"]))
+        if not row["failed"]:
+            for mutant in row["reached"]:
+                passed[mutant].append((row["test"], row["seconds"]))
     ordered = {}
     for mutant, tests in passed.items():
         by_file: dict[str, float] = defaultdict(float)
