@@ -121,7 +121,7 @@ def section(name: str, document: Document) -> str:
     rows = []
     for row in document["rows"]:
         text = row["reason"] or summary_of(row["name"], row["numbers"])
-        outcome = f"**{row['outcome']}**" if row["outcome"] == "failed" else row["outcome"]
+        outcome = row["outcome"].replace("failed", "**failed**")
         seconds = f"{row['seconds']:.0f} of {row['planned_seconds']:.0f}"
         rows.append((f"{row['name']}: {row['title']}", outcome, seconds, text.replace("|", "/")))
     table = markdown(("row", "result", "seconds, of planned", ""), rows, right=())

@@ -65,7 +65,7 @@ A value that would change what is computed is refused; the others have no effect
         rows = []
         children = []
         for name, entry in node.get("properties", {}).items():
-            key = f"{path}.{name}" if path else name
+            key = f"{path}.{name}".lstrip(".")
             description = entry.get("description", "")
             section = self._section(entry)
             if description.startswith("Another name of"):
@@ -224,12 +224,13 @@ def _class(name: str, kind: type) -> Iterator[str]:
 def _arguments(function: Any) -> str:
     signature = inspect.signature(function)
     parameters = [p for name, p in signature.parameters.items() if name != "self"]
-    inner = "".join(f"    {parameter},\n" for parameter in parameters)
+    inner = "".join(f"\n    {parameter}," for parameter in parameters)
     inner = re.sub(r"'([^'\n]*)'", r"\1", inner)
     inner = re.sub(r"<function (\w+) at 0x\w+>", r"\1", inner)
     returned = signature.return_annotation
     arrow = "" if returned is inspect.Signature.empty else f" -> {returned}"
-    return f"(\n{inner}){arrow}" if parameters else f"(){arrow}"
+    end = "\n" * bool(parameters)
+    return f"({inner}{end}){arrow}"
 
 
 def _docstring(value: Any) -> str:

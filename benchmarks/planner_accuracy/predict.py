@@ -141,8 +141,8 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -
     job = candidates.job.take(np.array(list(chosen.values())))
     result = estimate(job, merged_rates(calibration))
     count = len(chosen)
-    measured = [measured_bytes(runs.rows[row]) for row in chosen]
-    kinds = [entry[1] if entry else "total" for entry in measured]
+    measured = [measured_bytes(runs.rows[row]) or (None, "total") for row in chosen]
+    kinds = [kind for _, kind in measured]
     open_spread = np.array(
         [_OPEN_SPREAD * min(len(variants[index].assumed), 2) for index in chosen.values()]
     )
@@ -169,7 +169,6 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -
         row = runs.rows[row_index]
         gpu, framework = stack_of(variants[variant_index])
         memory_bytes = memory[kinds[index]][index]
-        peak = measured[index]
         predictions.append(
             Prediction(
                 row=row_index,
@@ -188,7 +187,7 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -
                 memory_terms={name: float(values[index]) for name, values in memory_terms.items()},
                 experts=bool(experts[index] > 0),
                 measured_seconds=measured_seconds(row),
-                measured_bytes=peak[0] if peak else None,
+                measured_bytes=measured[index][0],
                 status=(row.get("status") or "ok").strip(),
             )
         )

@@ -32,8 +32,8 @@ def rows() -> list[dict[str, Any]]:
     table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
     compared = []
     for run in read(DATA / "published.json"):
-        row = table[run["row"]] if isinstance(run["row"], str) else run["row"]
-        compared.append(_compare(run, row))
+        is_id = isinstance(run["row"], str)
+        compared.append(_compare(run, table[run["row"]] if is_id else run["row"]))
     return compared
 
 

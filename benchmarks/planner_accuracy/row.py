@@ -164,7 +164,9 @@ def _schedule(row: Row, pp: int, vpp: int) -> str:
 def count_of(row: Row, key: str) -> int | None:
     """Return a whole number of at least 1, or None for anything else."""
     number = number_of(row, key)
-    return number and max(round(number), 1)
+    if number is None:
+        return None
+    return max(round(number), 1)
 
 
 def _required(row: Row, key: str) -> int:

@@ -142,7 +142,7 @@ def compare(case: Case) -> list[Compared]:
     batch = settings["micro"] * settings["steps"] * dp
     model = Model(from_config(fields), {"config": fields})
     request = Request(model, cluster("cpu", world), batch, settings["length"])
-    ranks = [0] if pp == 1 else [0, world // pp * (pp - 1)]
+    ranks = sorted({0, world // pp * (pp - 1)})
     return [
         Compared(case, dry_run(request, tree, rank=rank, full_step=True, quiet=True))
         for rank in ranks

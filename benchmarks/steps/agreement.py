@@ -32,8 +32,7 @@ def compare(record: Record, reference: Record) -> dict[str, Any]:
 
 
 def _distance(a: float, b: float) -> float:
-    difference = abs(a - b)
-    return math.inf if math.isnan(difference) else difference
+    return abs(a - b) if math.isfinite(a - b) else math.inf
 
 
 def check(records: Mapping[str, Record], *, reference: str) -> dict[str, dict[str, Any]]:

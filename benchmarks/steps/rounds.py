@@ -55,8 +55,8 @@ class Record:
 def order(names: Sequence[str], *, index: int) -> list[str]:
     """Return the order of round `index`: rotated, and reversed in every other round."""
     shift = (index // 2) % len(names)
-    rotated = [*names[shift:], *names[:shift]]
-    return rotated[::-1] if index % 2 else rotated
+    direction = (1, -1)[index % 2]
+    return [*names[shift:], *names[:shift]][::direction]
 
 
 def run(
@@ -107,4 +107,6 @@ def _latest(name: str, record: Record) -> str:
     if record.failure:
         return f"{name} failed"
     value = record.seconds[-1]
-    return f"{name} disturbed" if value is None else f"{name} {1000 * value:.0f}"
+    if value is None:
+        return f"{name} disturbed"
+    return f"{name} {1000 * value:.0f}"

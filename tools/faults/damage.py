@@ -59,7 +59,7 @@ def damaged_files(folder: Path, count: int) -> list[Row]:
             except CheckpointError as error:
                 message = str(error)
             loaded, _ = newest(folder)
-            tag = loaded.manifest.tag if loaded else ""
+            tag = loaded and loaded.manifest.tag
             is_named = path.stem in message and tensor in message
             where = f"{kind} of {path.name} {tensor}"
             _count(rows[kind], bool(message) and tag == "old", is_named, where, message, tag)
@@ -125,7 +125,7 @@ def _check_save(
         except CheckpointError as error:
             message = str(error)
     loaded, _ = newest(folder)
-    step = loaded.manifest.metadata["global_steps"] if loaded else None
+    step = loaded and loaded.manifest.metadata["global_steps"]
     is_right = step == 2 or (step == 1 and bool(message))
     is_named = is_right and (not message or str(folder) in message)
     _count(row, is_right, is_named, f"{tag}, {where}", message, step)

@@ -110,7 +110,7 @@ def fault(name: str, rank: int, transport: str) -> Row:
     seconds = row["told_seconds"] = reported - began
     ended = row["ended_seconds"] = run.ended - reported
     # Only the timeout can find a rank that hangs.
-    least = TIMEOUT_SECONDS if kind.first_line == _STUCK else 0.0
+    least = TIMEOUT_SECONDS * (kind.first_line == _STUCK)
     limit = least + REPORT_SECONDS
 
     def matches(pattern: str, text: str) -> bool:

@@ -102,8 +102,8 @@ class Train:
         """Return the processes that train, by rank."""
         ranks = {}
         for process, variables in self.processes().items():
-            folder = variables.get(WATCH_FOLDER)
-            reading = hang.read_board(Path(folder, f"{process}.board")) if folder else None
+            folder = variables.get(WATCH_FOLDER, "")
+            reading = hang.read_board(Path(folder, f"{process}.board"))
             if reading is not None and stacks.state(process) not in stacks.ENDED:
                 ranks[reading.rank] = process
         return ranks

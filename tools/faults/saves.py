@@ -170,7 +170,7 @@ class _KilledRuns:
             losses[step].add(loss)
         resumed = [step for _, _, rank, step in self.notes.read("resumed") if rank == 0]
         self.row["runs"] += 1
-        self.row["resumed"] += sum(step >= 0 for step in resumed)
+        self.row["resumed"] += sum(step > 0 for step in resumed)
         last, _ = newest(self.folder / "checkpoints")
         is_same = last and _content(last) == self._reference.contents[self._reference.steps]
         if losses != self._reference.losses or not is_same:
@@ -207,7 +207,7 @@ def train(rank: int, folder: Path, steps: int, tags: str, kill_rank: int, kill_c
     generators.seed(0, engine.mesh, step=0)
     checkpoints = folder / "checkpoints"
     loaded = engine.load_checkpoint(checkpoints, on_note=lambda _: None)
-    notes.add("resumed", rank, engine.global_steps if loaded is not None else -1)
+    notes.add("resumed", rank, engine.global_steps)
 
     def kill(call: int) -> None:
         if (rank, call) == (kill_rank, kill_call):
