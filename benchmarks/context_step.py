@@ -13,27 +13,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.common.side_by_side import RANKS, Step, plait_step, run, sum_over_ranks
+from benchmarks.common.side_by_side import (
+    RANKS,
+    Step,
+    build_model,
+    plait_step,
+    random_ids,
+    run,
+    sum_over_ranks,
+)
 
 KINDS = ("ulysses", "all-gather-kv", "ring")
-FIELDS = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 4096,
-    "use_cache": False,
-}
 
 
 def model() -> Any:
-    """Return the model, with the same weights each time."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    config = AutoConfig.for_model("llama", max_position_embeddings=2**20, **FIELDS)
-    return AutoModelForCausalLM.from_config(config)
+    return build_model("llama", intermediate_size=768, max_position_embeddings=2**20)
 
 
 class Exchange(torch.autograd.Function):
@@ -96,8 +90,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
+    ids = random_ids(tokens, seed=2)
     ours = {kind: plait_step(model(), ids, {"cp": RANKS, "context": kind}) for kind in KINDS}
     return {"torch by hand": by_hand(rank, ids), **ours}
 

@@ -15,35 +15,28 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.common.side_by_side import RANKS, Step, plait_step, run, sum_over_ranks
+from benchmarks.common.side_by_side import (
+    RANKS,
+    Step,
+    build_model,
+    plait_step,
+    random_ids,
+    run,
+    sum_over_ranks,
+)
 
 EXPERTS = 8
 TOP_K = 2
 LOCAL = EXPERTS // RANKS
 """Experts per rank."""
-FIELDS = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "vocab_size": 4096,
-    "sliding_window": None,
-    "use_cache": False,
-}
+FIELDS = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None}
+FIELDS |= {"intermediate_size": 512, "max_position_embeddings": 2**16}
 KINDS = ("eager", "grouped_mm")
 """How Transformers computes the experts of a rank."""
 
 
 def model(kind: str = "eager") -> Any:
-    """Return the model, with the same weights each time."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    config = AutoConfig.for_model("mixtral", max_position_embeddings=2**16, **FIELDS)
-    return AutoModelForCausalLM.from_config(config, experts_implementation=kind)
+    return build_model("mixtral", experts=kind, **FIELDS)
 
 
 class Exchange(torch.autograd.Function):
@@ -125,8 +118,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    generator = torch.Generator().manual_seed(2 + rank)
-    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
+    ids = random_ids(tokens, seed=2 + rank)
     ours = {f"plait, {kind}": plait_step(model(kind), ids, {"ep": RANKS}) for kind in KINDS}
     return {"torch by hand": by_hand(rank, ids), **ours}
 

@@ -18,6 +18,8 @@ from benchmarks.common.workers import free_port
 RANKS = 2
 ROUNDS = 15
 QUICK_TOKENS = 128
+FIELDS = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 4096, "use_cache": False}
+FIELDS |= {"num_attention_heads": 8, "num_key_value_heads": 8}
 LARGEST_DIFFERENCE = 1e-3
 """Relative difference of float32 losses up to which two engines compute the same step."""
 
@@ -25,6 +27,20 @@ Step = Callable[[], float]
 """Runs a training step on this rank, and returns the loss."""
 MakeSteps = Callable[[int, int], Mapping[str, Step]]
 """Takes the rank and the number of tokens. The first of its steps is the baseline."""
+
+
+def build_model(kind: str, *, experts: str | None = None, **fields: Any) -> Any:
+    """Return a small model of Transformers, with the same weights each time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **FIELDS, **fields)
+    return AutoModelForCausalLM.from_config(config, experts_implementation=experts)
+
+
+def random_ids(tokens: int, *, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
 
 
 def plait_step(model: nn.Module, ids: torch.Tensor, parallel: Mapping[str, Any]) -> Step:

@@ -18,8 +18,7 @@ from benchmarks.common.load import undisturbed
 from benchmarks.common.report import RESULTS, ROOT, facts, say, with_sections, write
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.planner_cpu import report
-from benchmarks.planner_cpu.layouts import CASES, QUICK, Case
-from benchmarks.planner_cpu.worker import start
+from benchmarks.planner_cpu.layouts import CASES, QUICK, Case, start
 from benchmarks.steps.rounds import order
 
 PAGE = ROOT / "docs/explanation/planner_cpu.md"

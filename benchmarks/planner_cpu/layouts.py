@@ -4,10 +4,15 @@ They were selected before anything was measured. Every kind of traffic of a pred
 in a calibrated one with another micro-batch, stage or schedule.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from plait.engine.calibration import ON_CPU
+import torch
+
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import build_mesh
+from plait.engine.calibration import ON_CPU, time_layout
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import Model, from_config
@@ -97,3 +102,16 @@ CASES = (
 )
 QUICK = ("8 x 1", "1 x 8", "dp 2 ZeRO 0, 4 x 1", "dp 2 ZeRO 3, 4 x 1", "dp 2 ZeRO 1, 4 x 1")
 """Names that show that the benchmark runs."""
+
+
+def start(processes: int) -> Callable[[tuple[dict[str, Any], int]], list[float]]:
+    """Make the process group of all layouts, and return what answers (layout, steps)."""
+    torch.set_num_threads(1)
+    mesh = build_mesh(Layout(dp_replicate=processes))
+    assert mesh.device.type == "cpu", "this benchmark is about CPU cores"
+
+    def turn(message: tuple[dict[str, Any], int]) -> list[float]:
+        layout, steps = message
+        return list(time_layout(request(processes), layout, steps=steps).seconds)
+
+    return turn
