@@ -1,10 +1,10 @@
 """Run every causal language model type of Transformers under four layouts, and load it.
 
     python -m tools.model_types [--types llama,bart] [--again failed]
-    python -m tools.model_types --write      only write the data and the page
+    python -m tools.model_types --write      only write the page
 
-It writes docs/reference/model_types.json and model_types.md. Results are also stored after every
-type in build/results/model_types.json, so that a run that was stopped continues.
+It writes docs/reference/model_types.json after every type, so that a run that was stopped continues,
+and model_types.md at the end.
 """
 
 import argparse
@@ -35,7 +35,6 @@ from tests.measured.model_types import (
 )
 from tests.pool import Pool, WorkerFailed
 
-STATE = ROOT / "build" / "results" / "model_types.json"
 DATA = ROOT / "docs" / "reference" / "model_types.json"
 PAGE = ROOT / "docs" / "reference" / "model_types.md"
 SECONDS = 150
@@ -58,24 +57,21 @@ def last_line(failure: WorkerFailed) -> str:
     return text.removeprefix(f"{CellFailed.__module__}.{CellFailed.__name__}: ")[:600]
 
 
-def prepare(pool: Pool, name: str, version: str) -> Entry:
-    """Return the entry of a type without cells."""
+def prepare(pool: Pool, name: str) -> tuple[Entry, TestedModel | None]:
+    """Return the entry of a type without cells, and its small model if one builds."""
     try:
         (model,) = pool.run(1, small, name, timeout=SECONDS)
     except WorkerFailed as failure:
-        return {"transformers": version, "not_small": last_line(failure)}
+        return {"not_small": last_line(failure)}, None
     parameters = next(line for line in model.lines if line.endswith(" parameters"))
-    return {
-        "transformers": version,
-        "tested": model.tested.model_dump(),
-        "parameters": parameters.rpartition(" -> ")[2],
-        "split": round(model.split, 4),
-        "cells": {},
-    }
+    entry = {"parameters": parameters.rpartition(" -> ")[2], "split": round(model.split, 4)}
+    entry["exact"] = model.tested.exact
+    if not model.tested.left_padding:
+        entry["left_padding"] = False
+    return entry, model.tested
 
 
-def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
-    tested = TestedModel.model_validate(entry["tested"])
+def cell(pool: Pool, tested: TestedModel, layout: str) -> Entry:
     try:
         if layout == FOLDER:
             with tempfile.TemporaryDirectory() as folder:
@@ -93,33 +89,42 @@ def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
 
 def sweep(types: Sequence[str], *, again: frozenset[str]) -> None:
     """Run the cells that are missing, and those whose outcome is in `again`."""
-    state: dict[str, Entry] = read(STATE, {})
-    written = read(DATA, {"types": {}})
-    version = transformers.__version__
+    data = read(DATA, {})
+    done: dict[str, Entry] = {}
+    if data.get("transformers") == transformers.__version__:
+        done = data["types"]
     commit = revision()
     pool = Pool()
     try:
         for name in types:
-            entry = state.get(name)
-            is_repeated = entry is not None and "not_small" in entry and "failed" in again
-            if entry is None or entry["transformers"] != version or is_repeated:
-                entry = state[name] = prepare(pool, name, version)
-                before = written["types"].get(name, {})
-                if "cells" in entry and written.get("transformers") == version:
-                    # A fresh clone goes on where the page ends.
-                    entry["cells"] = before.get("cells", {})
-                print(f"{name}: {entry.get('not_small') or entry['parameters']}", flush=True)
-            for layout in COLUMNS if "tested" in entry else ():
-                before = entry["cells"].get(layout)
-                if before is None or before["outcome"] in again:
-                    after = {**cell(pool, entry, layout), "commit": commit}
-                    entry["cells"] = {**entry["cells"], layout: after}
-                    print(f"{name}: {layout}: {after['outcome']} {after['reason']}", flush=True)
-            STATE.parent.mkdir(parents=True, exist_ok=True)
-            STATE.with_suffix(".partial").write_text(json.dumps(state, indent=1))
-            STATE.with_suffix(".partial").rename(STATE)
+            before = done.get(name, {})
+            cells = before.get("cells", {})
+            missing = [c for c in COLUMNS if c not in cells or cells[c]["outcome"] in again]
+            is_refused = "not_small" in before and "failed" not in again
+            if is_refused or not missing:
+                continue
+            entry, tested = prepare(pool, name)
+            print(f"{name}: {entry.get('not_small') or entry['parameters']}", flush=True)
+            if tested is not None:
+                entry["cells"] = cells
+                for layout in missing:
+                    outcome = {**cell(pool, tested, layout), "commit": commit}
+                    cells[layout] = outcome
+                    print(f"{name}: {layout}: {outcome['outcome']} {outcome['reason']}", flush=True)
+            done[name] = entry
+            store(done)
     finally:
         pool.close()
+
+
+def store(types: dict[str, Entry]) -> None:
+    data = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "not_run": sorted(set(model_types()) - set(types)),
+        "types": dict(sorted(types.items())),
+    }
+    DATA.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -176,35 +181,6 @@ def _flat(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def write() -> None:
-    """Write the data and the page from what ran here, and what they have of other types."""
-    state: dict[str, Entry] = read(STATE)
-    written = read(DATA, {})
-    is_current = written.get("transformers") == transformers.__version__
-    types: dict[str, Entry] = written["types"] if is_current else {}
-    for name in sorted(state):
-        entry = state[name]
-        if "tested" not in entry:
-            types[name] = {"not_small": entry["not_small"]}
-            continue
-        left = {} if entry["tested"]["left_padding"] else {"left_padding": False}
-        types[name] = {
-            "parameters": entry["parameters"],
-            "split": entry["split"],
-            "exact": entry["tested"]["exact"],
-            **left,
-            "cells": entry["cells"],
-        }
-    data = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "not_run": sorted(set(model_types()) - set(types)),
-        "types": dict(sorted(types.items())),
-    }
-    DATA.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(page(data))
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -216,7 +192,7 @@ def main(arguments: list[str]) -> None:
     if not options.write:
         types = options.types.split(",") if options.types else model_types()
         sweep(types, again=frozenset(options.again.split(",")))
-    write()
+    PAGE.write_text(page(read(DATA)))
 
 
 if __name__ == "__main__":
