@@ -3,7 +3,7 @@
     python -m tools.model_types [--types llama,bart] [--again failed]
     python -m tools.model_types --write      only write the page
 
-It writes docs/reference/model_types.json after every type, so that a run that was stopped continues,
+It writes docs/reference/model_types.json after every type, so that a run that was stopped goes on,
 and model_types.md at the end.
 """
 

@@ -47,8 +47,8 @@ def _errors(part: dict[str, Any]) -> str:
     failed, called, ran, alarms = (fit[key] for key in _FIT)
     fit_text = (
         f"### Fit and no fit\n\nOf {failed} rows that ran out of memory {called} were predicted to "
-        f"fit ({fit['false_fits']:.1%});\nof {ran} rows that ran {alarms} were predicted not to fit "
-        f"({fit['false_alarms']:.1%}). A row counts as predicted to\nfit if that is at least "
+        f"fit ({fit['false_fits']:.1%});\nof {ran} rows that ran {alarms} were predicted not to "
+        f"fit ({fit['false_alarms']:.1%}). A row counts as predicted to\nfit if that is at least "
         f"{LIKELY:.0%} likely.\n"
     )
     sections = [

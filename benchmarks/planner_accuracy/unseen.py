@@ -2,7 +2,8 @@
 
     python -m benchmarks.planner_accuracy.unseen ROWS.csv --json RESULT.json
 
-RESULT.json is benchmarks/results/planner_unseen_N.json. The score has the commit of the constants and stays (see `docs/explanation/planner_accuracy.md`).
+RESULT.json is benchmarks/results/planner_unseen_N.json. The score has the commit of the constants
+and stays (see `docs/explanation/planner_accuracy.md`).
 """
 
 import argparse

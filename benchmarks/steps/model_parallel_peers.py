@@ -58,7 +58,7 @@ def update(
 
 
 class LlamaStage(nn.Module):
-    """Consecutive blocks of a Llama, with the embedding before the first and the head at the end."""
+    """Consecutive blocks of a Llama. The first stage has the embedding, and the last the head."""
 
     def __init__(self, model: nn.Module, *, blocks: range, layers: int) -> None:
         super().__init__()

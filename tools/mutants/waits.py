@@ -35,8 +35,8 @@ LEFT_OUT = {
     "hf/accelerator.py:": "a setting of Accelerate that is passed on",
     "comm/hang.py:": "a field: what a rank waits for",
 }
-"""Code that orders no work of a device, or that only a measured time needs: part of a path, `:`, and
-the beginning of the code. The value is the reason."""
+"""Code that orders no work of a device, or that only a measured time needs: part of a path, `:`,
+and the beginning of the code. The value is the reason."""
 
 
 def waits() -> list[Mutant]:
