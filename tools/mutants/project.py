@@ -57,8 +57,10 @@ class ProjectCopy:
                 stderr=file,
                 start_new_session=True,
             )
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(limit_seconds)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(limit_seconds)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
