@@ -25,14 +25,7 @@ from plait.checkpoint.save import Writer, snapshot
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 
-PHASES = (
-    "copy",
-    "plait blocks",
-    "plait writes",
-    "plait verifies",
-    "dcp blocks",
-    "dcp writes",
-)
+PHASES = ("copy", "plait blocks", "plait writes", "plait verifies", "dcp blocks", "dcp writes")
 
 
 def measure(folder: Path, rows: int, rounds: int) -> dict[str, list[float]]:

@@ -11,15 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.command import command
-from benchmarks.common.report import (
-    RESULTS,
-    ROOT,
-    aligned,
-    markdown,
-    read,
-    store,
-    with_sections,
-)
+from benchmarks.common.report import RESULTS, ROOT, aligned, markdown, read, store, with_sections
 from benchmarks.step_counts.counting import StepCounts, peer_step, plait_step
 from benchmarks.step_counts.layouts import LAYOUTS, Layout
 from tests.simulated_device.pool import SimulatedPool

@@ -91,8 +91,8 @@ def main() -> int:
         seconds = round(time.monotonic() - began)
         print(f"{name}: {passed} of {len(rows)} passed, {seconds} s", flush=True)
         part = {"size": options.size, "at": datetime.now(UTC).isoformat(timespec="seconds")}
-        part |= {"torch": torch.__version__, "machine": platform.machine(), "seconds": seconds}
-        parts[name] = report.stored(name, {**part, "rows": rows})
+        part |= {"torch": torch.__version__, "machine": platform.machine()}
+        parts[name] = {**part, "seconds": seconds, "rows": rows}
         if not options.no_write:
             write(report.RESULTS, parts)
             report.PAGE.write_text(report.page(parts), encoding="utf-8")

@@ -91,21 +91,18 @@ def faults(size: str) -> Iterator[Row]:
 def fault(name: str, rank: int, transport: str) -> Row:
     """Run two ranks, of which one has the fault in its loss."""
     kind = KINDS[name]
-    row: Row = {"kind": name, "rank": rank, "transport": transport, "wrong": []}
-    row |= {"told_seconds": None, "ended_seconds": None, "exit_code": None}
+    row: Row = {"kind": name, "told_seconds": None, "ended_seconds": None, "exit_code": None}
     plan = {"kind": name, "rank": rank, "transport": transport, "steps": 6, "step": STEP}
     run = _Run(plan, 2)
     began = next((note[1] for note in run.notes if note[0] == "fault"), None)
     if began is None:
-        row["wrong"].append(f"no fault happened; the run printed {run.lines[-5:]}")
-        return row
+        return row | {"wrong": [f"no fault happened; the run printed {run.lines[-5:]}"]}
 
     row["exit_code"] = run.exit_code
     later = [line for line in run.lines if line[0] >= began and not line[1].startswith("[")]
     reported = next((when for when, text in later if text.startswith("plait:")), None)
     if reported is None:
-        row["wrong"].append("nothing was reported")
-        return row
+        return row | {"wrong": [f"rank {rank}, {transport}: nothing was reported"]}
     first_line = later[0][1]
     seconds = row["told_seconds"] = reported - began
     ended = row["ended_seconds"] = run.ended - reported
@@ -119,21 +116,21 @@ def fault(name: str, rank: int, transport: str) -> Row:
         return re.search(pattern, text) is not None
 
     has_later_line = any(matches(kind.later_line, text) for _, text in later)
+    processes = [note[2] for note in run.notes if note[0] == "start"]
+    left = [process for process in processes if stacks.state(process) not in stacks.ENDED]
     promises = {
         f"reported after {seconds:.1f} s, not {least:g} to {limit:g} s": least <= seconds <= limit,
         f"ended {ended:.1f} s later, allowed are {EXIT_SECONDS:g} s": ended <= EXIT_SECONDS,
         f"exit code {run.exit_code}, not {kind.exit_code}": run.exit_code == kind.exit_code,
         f"the first line is {first_line!r}": matches("^" + kind.first_line, first_line),
         f"no line has {kind.later_line!r}": has_later_line,
+        f"processes {left} are left": not left,
     }
-    row["wrong"] += [text for text, holds in promises.items() if not holds]
-    processes = [note[2] for note in run.notes if note[0] == "start"]
-    for process in processes:
-        if stacks.state(process) not in stacks.ENDED:
-            row["wrong"].append(f"process {process} is left")
-            with suppress(ProcessLookupError):
-                os.kill(process, 9)
-    return row
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.kill(process, 9)
+    wrong = [text for text, holds in promises.items() if not holds]
+    return row | {"wrong": [f"rank {rank}, {transport}: {text}" for text in wrong]}
 
 
 def healthy(size: str) -> Iterator[Row]:

@@ -9,19 +9,7 @@ from tools.mutants.project import ROOT
 
 RESULTS = FOLDER / "faults.json"
 PAGE = ROOT / "docs/development/faults.md"
-FIELDS = {
-    "ranks": ("kind", "told_seconds", "ended_seconds", "exit_code", "wrong"),
-    "slow": ("kind", "wrong"),
-}
-"""Fields that are stored of parts with many similar rows. Of the other parts all are."""
 Part = dict[str, Any]
-
-
-def stored(name: str, part: Part) -> Part:
-    fields = FIELDS.get(name)
-    if fields is None:
-        return part
-    return {**part, "rows": [{field: row[field] for field in fields} for row in part["rows"]]}
 
 
 def page(parts: dict[str, Part]) -> str:

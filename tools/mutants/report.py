@@ -87,7 +87,7 @@ def page(
         f"Not noticed: {', '.join(survivors) or 'none'}. "
         "Not noticed by the tests that reach them, and not run against all tests yet: "
         f"{', '.join(unfinished) or 'none'}. "
-        f"Not run yet: {len(mutants) - len(recorded)} of {len(mutants)}. Last run: {date}.",
+        f"Not run yet: {len(mutants) - len(recorded)} of {len(mutants)}. Last run: {date}."
     ]
     for author, title in TITLES.items():
         rows = [_row(mutant, results) for mutant in mutants if mutant.author == author]
