@@ -39,7 +39,7 @@ def model(kind: str = "eager") -> Any:
     return build_model("mixtral", experts=kind, **FIELDS)
 
 
-class Exchange(torch.autograd.Function):
+class RowExchange(torch.autograd.Function):
     """Sends rows to the ranks of their experts, or back."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return Exchange.apply(grad, *ctx.counts), None, None
+        return RowExchange.apply(grad, *ctx.counts), None, None
 
 
 def routed(
@@ -72,7 +72,7 @@ def routed(
     dist.all_to_all_single(theirs, counts)
     sent = counts.view(RANKS, LOCAL).sum(1).tolist()
     received = theirs.view(RANKS, LOCAL).sum(1).tolist()
-    arrived = Exchange.apply(hidden[order // TOP_K], sent, received)
+    arrived = RowExchange.apply(hidden[order // TOP_K], sent, received)
     rows = arrived.split(theirs.tolist())  # by rank, then by expert
     computed: list[Any] = [None] * len(rows)
     for expert in range(LOCAL):
@@ -81,7 +81,9 @@ def routed(
         gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, -1)  # type: ignore[index]
         y = F.linear(F.silu(gate) * up, module.down_proj[expert])  # type: ignore[index]
         computed[expert::LOCAL] = y.split([len(rows[index]) for index in indices])
-    returned = Exchange.apply(torch.cat(computed), received, sent) * weights.flatten()[order, None]
+    returned = (
+        RowExchange.apply(torch.cat(computed), received, sent) * weights.flatten()[order, None]
+    )
     return torch.zeros_like(hidden).index_add(0, order // TOP_K, returned)
 
 

@@ -28,7 +28,7 @@ def topologies() -> dict[str, GroupLinks]:
     clusters = {}
     for entry in read(TOPOLOGIES):
         sizes = {"machines": entry["machines"], "per_machine": entry["per_machine"]}
-        network = Link(**entry["network"]) if "network" in entry else None
+        network = entry.get("network") and Link(**entry["network"])
         links = describe("dp_replicate", **sizes, inside=Link(**entry["inside"]), network=network)
         clusters[entry["name"]] = links
     return clusters

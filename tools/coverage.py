@@ -61,7 +61,7 @@ def page(statements: list[Statement], results: Results) -> str:
     passed = {test for test, row in results.items() if row["passed"] and not row["failed"]}
     rows = []
     for statement in statements:
-        command = f"`{statement['command']}`" if statement["command"] else ""
+        command = statement["command"] and f"`{statement['command']}`"
         tests = tests_of(statement)
         # A level passed if every test ran and none failed.
         levels = [

@@ -32,8 +32,10 @@ def rows() -> list[dict[str, Any]]:
     table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
     compared = []
     for run in read(DATA / "published.json"):
-        is_id = isinstance(run["row"], str)
-        compared.append(_compare(run, table[run["row"]] if is_id else run["row"]))
+        row = run["row"]
+        if isinstance(row, str):
+            row = table[row]
+        compared.append(_compare(run, row))
     return compared
 
 

@@ -76,7 +76,9 @@ def _data_parallel_step(model: nn.Module, layout: Layout, device: torch.device) 
 
         norm = update(optimizer, layout.workload.clip, groups)
         # The loss that is logged is that of all ranks.
-        total = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        total = losses[0]
+        if len(losses) > 1:
+            total = torch.stack(losses).sum()
         dist.all_reduce(total)
         return total / dist.get_world_size(), norm
 

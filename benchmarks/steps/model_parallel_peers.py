@@ -49,7 +49,9 @@ def update(
     A foreach operator takes tensors of one mesh, so each mesh has its own group.
     """
     norms = [gradient_norm(group) for group in groups]
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    norm = norms[0]
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms))
     for group in groups:
         clip_grads_with_norm_(group, clip, norm, foreach=True)
     optimizer.step()
@@ -189,7 +191,8 @@ def two_dimensional(workload: Workload) -> Step:
             loss = next_token_loss(model(batch["input_ids"]).logits, batch["labels"])
             loss.backward()
         norm = update(optimizer, workload.clip, by_mesh)
-        value = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        return value.item(), norm.item()
+        if isinstance(loss, DTensor):
+            loss = loss.full_tensor()
+        return loss.item(), norm.item()
 
     return step

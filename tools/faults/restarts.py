@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,7 @@ def killed(folder: Path, reference: Path, *, kills: int, seed: int, steps: int =
         "a restart took more than 3 s": not standby or max(seconds, default=0) <= 3,
     }
     what = f"plait train {' '.join(options)}, a rank killed {kills} times"
-    row = _judged(what, code, promises, train.folder, reference, train)
+    row = _judged(what, code, promises, train.folder, reference, train.processes())
     return row | {"next_step_seconds": seconds}
 
 
@@ -253,7 +253,7 @@ def signalled(
         f"it reported {failures}": not failures,
         f"the same command again ended with {again}": again == 0,
     }
-    row = _judged(what, code, promises, train.folder, reference, train)
+    row = _judged(what, code, promises, train.folder, reference, train.processes())
     return row | {"ended_seconds": seconds}
 
 
@@ -263,14 +263,13 @@ def _judged(
     promises: dict[str, bool],
     folder: Path,
     reference: Path,
-    train: Train | None = None,
+    left: Collection[int] = (),
 ) -> Row:
     """Return the row of a run that must end like the reference."""
     same_losses = losses(folder) == losses(reference)
     same_state = state(folder) == state(reference) and state(folder) is not None
     promises |= {"other losses": same_losses, "another state at the end": same_state}
-    left = list(train.processes()) if train else []
-    promises[f"processes left: {left}"] = not left
+    promises[f"processes left: {[*left]}"] = not left
     wrong = [text for text, holds in promises.items() if not holds]
     if wrong:
         wrong.append((folder / "log").read_text()[-1500:])
