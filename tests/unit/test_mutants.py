@@ -1,4 +1,4 @@
-"""The list of planted defects stays a list of defects: each still applies to the sources, and a probe finds its place."""
+"""Planted defects still apply to the sources, and probes stand where they change them."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ from tools.mutants.reach import probed
 
 @pytest.fixture(scope="module")
 def mutants():
-    """All planted defects. Reading the lists takes a second."""
+    """Read all planted defects once, which takes a second."""
     return load()
 
 
