@@ -8,8 +8,6 @@ MiB of float32 in one process with one thread. Times are medians without the fir
 allocates.
 """
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import tempfile
@@ -27,18 +25,10 @@ from plait.checkpoint.save import Writer, snapshot
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 
-PHASES = (
-    "copy",
-    "plait blocks",
-    "plait writes",
-    "plait verifies",
-    "dcp blocks",
-    "dcp writes",
-)
+PHASES = ("copy", "plait blocks", "plait writes", "plait verifies", "dcp blocks", "dcp writes")
 
 
 def measure(folder: Path, rows: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each phase."""
     mesh = build_mesh(Layout())
     writer = Writer(mesh)
     tensors = {f"model.layer{index}": torch.randn(rows, 4096) for index in range(32)}

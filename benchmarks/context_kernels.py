@@ -7,10 +7,8 @@ docs/how-to/context-parallelism.md. A kernel is an operator that computes or mov
 allocations are none, and a send with its receive is one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import torch
@@ -25,15 +23,10 @@ from plait.parallel.context.kinds import Kind, SequenceLayout, SequencePlacement
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 32
 """Sizes of Llama-3-8B."""
-ALLOCATIONS = [
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-    "device",
-]
+NO_KERNELS = (
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("detach", "device", "recv_"),
+)
 CASES = {8192: (2, 4, 8), 32768: (2, 8, 32), 131072: (8, 32), 1048576: (8, 32)}
 """Degrees of context parallelism, by the number of tokens."""
 
@@ -47,7 +40,7 @@ class CountKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func._opname)
-        if not func.is_view and name not in (*ALLOCATIONS, "recv_"):
+        if not func.is_view and name not in NO_KERNELS:
             self.kernels[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -73,14 +66,12 @@ def kernels_of_layer(
     """
     layout = SequenceLayout(ranks, rank, zigzag=kind != "ulysses")
     rule = AttentionRule(HEAD_DIM**-0.5, window, kernel=kernel)
-    return _counted(
-        ranks,
-        rank,
-        tokens,
-        lambda q, k, v: attention(
-            kind, q, k, v, None, SequencePlacement(layout, dist.group.WORLD), rule
-        ),
-    )
+
+    def compute(*tensors: torch.Tensor) -> torch.Tensor:
+        placement = SequencePlacement(layout, dist.group.WORLD)
+        return attention(kind, *tensors, None, placement, rule)
+
+    return _counted(ranks, rank, tokens, compute)
 
 
 def kernels_by_hand(tokens: int, ranks: int, rank: int) -> Counter[str]:
@@ -94,14 +85,12 @@ def _counted(
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with FakeTensorMode():
-            # As Transformers' projections make them: [batch, tokens, heads, head_dim] in memory.
-            shapes = [
-                (1, tokens // ranks, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)
-            ]
-            tensors = [
-                torch.empty(shape, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
-                for shape in shapes
-            ]
+            tensors = []
+            for heads in (HEADS, KV_HEADS, KV_HEADS):
+                # Transformers' projections make [batch, tokens, heads, head_dim] in memory.
+                shape = (1, tokens // ranks, heads, HEAD_DIM)
+                tensor = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+                tensors.append(tensor.transpose(1, 2))
             with CountKernels() as counted:
                 output = compute(*tensors)
                 output.backward(torch.empty_like(output))
@@ -120,14 +109,9 @@ class RingByHand(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, rank: int
     ) -> torch.Tensor:
-        width, half = key.shape[3], key.shape[2] // 2
-        output, log_sum_exp, both = None, None, torch.cat([key, value], -1)
-        for step in range(ranks):
-            arriving = torch.empty_like(both) if step < ranks - 1 else None
-            works = [] if arriving is None else _send(both, arriving, ranks, rank)
-            source = (rank - step) % ranks
-            rows = slice(half, None) if source > rank else slice(None)
-            keys = slice(0, half) if source < rank else slice(None)
+        width = key.shape[3]
+        output = log_sum_exp = None
+        for step, both, rows, keys in _ring(torch.cat([key, value], -1), ranks, rank):
             part, part_log_sum_exp = _flash(
                 query[:, :, rows],
                 both[:, :, keys, :width],
@@ -135,59 +119,67 @@ class RingByHand(torch.autograd.Function):
                 causal=step == 0,
             )
             if output is None or log_sum_exp is None:
-                output, log_sum_exp = part.float(), part_log_sum_exp
-            else:
-                total = log_sum_exp[:, :, rows]
-                output[:, :, rows].lerp_(
-                    part.float(), torch.sigmoid(part_log_sum_exp - total).unsqueeze(-1)
-                )
-                torch.logaddexp(total, part_log_sum_exp, out=total)
-            for work in works:
-                work.wait()
-            both = both if arriving is None else arriving
+                output = part.float()
+                log_sum_exp = part_log_sum_exp
+                continue
+            total = log_sum_exp[:, :, rows]
+            share = torch.sigmoid(part_log_sum_exp - total).unsqueeze(-1)
+            output[:, :, rows].lerp_(part.float(), share)
+            torch.logaddexp(total, part_log_sum_exp, out=total)
         assert output is not None and log_sum_exp is not None
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.ranks, ctx.rank = ranks, rank
+        ctx.place = (ranks, rank)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
-        ranks, rank, width, half = ctx.ranks, ctx.rank, key.shape[3], key.shape[2] // 2
+        width = key.shape[3]
         both = torch.cat([key, value], -1)
-        grad_query, travelling = (
-            torch.zeros_like(query, dtype=torch.float32),
-            torch.zeros_like(both, dtype=torch.float32),
-        )
-        last = log_sum_exp[:, :, half:].contiguous()
-        for step in range(ranks):
-            arriving = torch.empty_like(both) if step < ranks - 1 else None
-            works = [] if arriving is None else _send(both, arriving, ranks, rank)
-            source = (rank - step) % ranks
-            rows = slice(half, None) if source > rank else slice(None)
-            keys = slice(0, half) if source < rank else slice(None)
+        grad_query = torch.zeros_like(query, dtype=torch.float32)
+        travelling = torch.zeros_like(both, dtype=torch.float32)
+        last = log_sum_exp[:, :, key.shape[2] // 2 :].contiguous()
+        for step, current, rows, keys in _ring(both, *ctx.place):
             gradients = _flash_backward(
                 *(x[:, :, rows] for x in (grad, query)),
-                *(both[:, :, keys, :width], both[:, :, keys, width:], output[:, :, rows]),
-                last if source > rank else log_sum_exp,
+                *(current[:, :, keys, :width], current[:, :, keys, width:], output[:, :, rows]),
+                last if rows.start else log_sum_exp,
                 causal=step == 0,
             )
             grad_query[:, :, rows].add_(gradients[0])
             travelling[:, :, keys, :width].add_(gradients[1])
             travelling[:, :, keys, width:].add_(gradients[2])
             arrived = torch.empty_like(travelling)
-            for work in (*works, *_send(travelling, arrived, ranks, rank)):
+            for work in _send(travelling, arrived, *ctx.place):
                 work.wait()
-            both, travelling = both if arriving is None else arriving, arrived
+            travelling = arrived
         grad_both = travelling.to(key.dtype)
-        return (
-            grad_query.to(query.dtype),
-            grad_both[..., :width],
-            grad_both[..., width:],
-            None,
-            None,
-        )
+        grad_key = grad_both[..., :width]
+        return grad_query.to(query.dtype), grad_key, grad_both[..., width:], None, None
+
+
+def _ring(
+    both: torch.Tensor, ranks: int, rank: int
+) -> Iterator[tuple[int, torch.Tensor, slice, slice]]:
+    """Yield steps with the keys and values of one rank, while those of the next arrive.
+
+    The slices are the rows of queries that see them, and the keys that are seen.
+    """
+    half = both.shape[2] // 2
+    for step in range(ranks):
+        arriving = both
+        works = []
+        if step < ranks - 1:
+            arriving = torch.empty_like(both)
+            works = _send(both, arriving, ranks, rank)
+        source = (rank - step) % ranks
+        rows = slice(half, None) if source > rank else slice(None)
+        keys = slice(0, half) if source < rank else slice(None)
+        yield step, both, rows, keys
+        for work in works:
+            work.wait()
+        both = arriving
 
 
 def _send(sent: torch.Tensor, received: torch.Tensor, ranks: int, rank: int) -> list[dist.Work]:
@@ -217,7 +209,8 @@ def _flash_backward(
     causal: bool,
 ) -> list[torch.Tensor]:
     tensors = [x.transpose(1, 2) for x in (grad, query, key, value, output)]
-    random, lengths = query.new_empty(0), (query.shape[2], key.shape[2])
+    random = query.new_empty(0)
+    lengths = (query.shape[2], key.shape[2])
     backward = torch.ops.aten._flash_attention_backward
     return [
         x.transpose(1, 2)

@@ -6,8 +6,6 @@ Plait's kinds and `all_to_all_single` with SDPA written by hand train the same L
 two CPU processes. Rounds are interleaved, and ratios are taken within a round.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -15,28 +13,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.common.side_by_side import RANKS, Step, plait_step, run, sum_over_ranks
+from benchmarks.common.side_by_side import (
+    RANKS,
+    Step,
+    build_model,
+    plait_step,
+    random_ids,
+    run,
+    sum_over_ranks,
+)
 
 KINDS = ("ulysses", "all-gather-kv", "ring")
-FIELDS = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 4096,
-    "use_cache": False,
-}
 
 
 def model() -> Any:
-    """Return the model, with the same weights each time."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", max_position_embeddings=2**20, **FIELDS)
-    )
+    return build_model("llama", intermediate_size=768, max_position_embeddings=2**20)
 
 
 class Exchange(torch.autograd.Function):
@@ -71,27 +62,26 @@ def attend(
 
 
 def by_hand(rank: int, ids: torch.Tensor) -> Step:
-    """Return a step in plain torch."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("by_hand", attend)
-    made = model()
-    made.set_attn_implementation("by_hand")
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, weight_decay=0.0)
+    llama = model()
+    llama.set_attn_implementation("by_hand")
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3, weight_decay=0.0)
     length = ids.shape[1] // RANKS
-    own = slice(rank * length, (rank + 1) * length)
-    targets = F.pad(ids, (0, 1), value=-100)[:, 1:][:, own]
-    positions = torch.arange(ids.shape[1])[None, own]
+    # This rank's part of the sequence.
+    part = slice(rank * length, (rank + 1) * length)
+    targets = F.pad(ids, (0, 1), value=-100)[:, 1:][:, part]
+    positions = torch.arange(ids.shape[1])[None, part]
 
     def step() -> float:
-        logits = made(input_ids=ids[:, own], position_ids=positions).logits
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-        ) / (ids.shape[1] - 1)
+        logits = llama(input_ids=ids[:, part], position_ids=positions).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = loss / (ids.shape[1] - 1)
         loss.backward()
         total = loss.detach()
-        sum_over_ranks([*(p.grad for p in made.parameters() if p.grad is not None), total])
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        sum_over_ranks([*(p.grad for p in llama.parameters() if p.grad is not None), total])
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(total)
@@ -100,9 +90,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    """Return the steps of all engines on a rank."""
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
+    ids = random_ids(tokens, seed=2)
     ours = {kind: plait_step(model(), ids, {"cp": RANKS, "context": kind}) for kind in KINDS}
     return {"torch by hand": by_hand(rank, ids), **ours}
 

@@ -6,8 +6,6 @@ Plait's dispatch and `all_to_all_single` written by hand train the same Mixtral 
 CPU processes with their own samples. Rounds are interleaved, and ratios are taken within a round.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -15,37 +13,33 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.common.side_by_side import RANKS, Step, plait_step, run, sum_over_ranks
+from benchmarks.common.side_by_side import (
+    RANKS,
+    Step,
+    build_model,
+    plait_step,
+    random_ids,
+    run,
+    sum_over_ranks,
+)
 
-EXPERTS, TOP_K = 8, 2
-HERE = EXPERTS // RANKS
-FIELDS = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "vocab_size": 4096,
-    "sliding_window": None,
-    "use_cache": False,
-}
+EXPERTS = 8
+TOP_K = 2
+LOCAL = EXPERTS // RANKS
+"""Experts per rank."""
+FIELDS = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": None}
+FIELDS |= {"intermediate_size": 512, "max_position_embeddings": 2**16}
 KINDS = ("eager", "grouped_mm")
 """How Transformers computes the experts of a rank."""
 
 
 def model(kind: str = "eager") -> Any:
-    """Return the model, with the same weights each time."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    config = AutoConfig.for_model("mixtral", max_position_embeddings=2**16, **FIELDS)
-    return AutoModelForCausalLM.from_config(config, experts_implementation=kind)
+    return build_model("mixtral", experts=kind, **FIELDS)
 
 
-class Exchange(torch.autograd.Function):
+class RowExchange(torch.autograd.Function):
     """Sends rows to the ranks of their experts, or back."""
 
     @staticmethod
@@ -57,7 +51,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return Exchange.apply(grad, *ctx.counts), None, None
+        return RowExchange.apply(grad, *ctx.counts), None, None
 
 
 def routed(
@@ -76,58 +70,48 @@ def routed(
     counts = torch.bincount(flat, minlength=EXPERTS)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
-    sent, received = (
-        counts.view(RANKS, HERE).sum(1).tolist(),
-        theirs.view(RANKS, HERE).sum(1).tolist(),
-    )
-    arrived = Exchange.apply(hidden[order // TOP_K], sent, received)
-    pieces = arrived.split(theirs.tolist())  # by rank, then by expert
-    computed: list[Any] = [None] * len(pieces)
-    for expert in range(HERE):
-        own = [rank * HERE + expert for rank in range(RANKS)]
-        x = torch.cat([pieces[index] for index in own])
+    sent = counts.view(RANKS, LOCAL).sum(1).tolist()
+    received = theirs.view(RANKS, LOCAL).sum(1).tolist()
+    arrived = RowExchange.apply(hidden[order // TOP_K], sent, received)
+    rows = arrived.split(theirs.tolist())  # by rank, then by expert
+    computed: list[Any] = [None] * len(rows)
+    for expert in range(LOCAL):
+        indices = range(expert, len(rows), LOCAL)
+        x = torch.cat([rows[index] for index in indices])
         gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, -1)  # type: ignore[index]
         y = F.linear(F.silu(gate) * up, module.down_proj[expert])  # type: ignore[index]
-        for index, part in zip(own, y.split([len(pieces[index]) for index in own]), strict=True):
-            computed[index] = part
-    returned = Exchange.apply(torch.cat(computed), received, sent) * weights.flatten()[order, None]
+        computed[expert::LOCAL] = y.split([len(rows[index]) for index in indices])
+    returned = (
+        RowExchange.apply(torch.cat(computed), received, sent) * weights.flatten()[order, None]
+    )
     return torch.zeros_like(hidden).index_add(0, order // TOP_K, returned)
 
 
 def by_hand(rank: int, ids: torch.Tensor) -> Step:
-    """Return a step in plain torch."""
-    made = model()
-    layers = [layer.mlp.experts for layer in made.model.layers]
+    mixtral = model()
+    layers = [layer.mlp.experts for layer in mixtral.model.layers]
     for module in layers:
         for name, parameter in list(module.named_parameters()):
-            setattr(
-                module,
-                name,
-                nn.Parameter(parameter.detach()[rank * HERE : (rank + 1) * HERE].clone()),
-            )
+            local = parameter.detach()[rank * LOCAL : (rank + 1) * LOCAL].clone()
+            setattr(module, name, nn.Parameter(local))
         module.forward = partial(routed, module)
     split = {parameter for module in layers for parameter in module.parameters()}
-    shared = [parameter for parameter in made.parameters() if parameter not in split]
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, weight_decay=0.0)
+    shared = [parameter for parameter in mixtral.parameters() if parameter not in split]
+    optimizer = torch.optim.AdamW(mixtral.parameters(), lr=1e-3, weight_decay=0.0)
     targets = F.pad(ids, (0, 1), value=-100)[:, 1:]
 
     def step() -> float:
-        logits = made(input_ids=ids).logits
-        count = RANKS * (ids.shape[1] - 1)
-        loss = (
-            F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-            )
-            / count
-        )
+        logits = mixtral(input_ids=ids).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = loss / (RANKS * (ids.shape[1] - 1))
         loss.backward()
         gradients = [parameter.grad for parameter in shared if parameter.grad is not None]
-        own = [parameter.grad for parameter in split if parameter.grad is not None]
+        of_experts = [parameter.grad for parameter in split if parameter.grad is not None]
         sum_over_ranks(gradients)
-        sums = torch.stack([torch.nn.utils.get_total_norm(own).square(), loss.detach()])
+        sums = torch.stack([get_total_norm(of_experts).square(), loss.detach()])
         dist.all_reduce(sums)
-        norm = (sums[0] + torch.nn.utils.get_total_norm(gradients).square()).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(made.parameters(), 1.0, norm)
+        norm = (sums[0] + get_total_norm(gradients).square()).sqrt()
+        clip_grads_with_norm_(mixtral.parameters(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
         return float(sums[1])
@@ -136,9 +120,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
-    """Return the steps of all engines on a rank."""
-    generator = torch.Generator().manual_seed(2 + rank)
-    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
+    ids = random_ids(tokens, seed=2 + rank)
     ours = {f"plait, {kind}": plait_step(model(kind), ids, {"ep": RANKS}) for kind in KINDS}
     return {"torch by hand": by_hand(rank, ids), **ours}
 

@@ -1,4 +1,4 @@
-"""What the two settings of host memory save on a CPU.
+"""Time that the two settings of host memory save on a CPU.
 
     python -m benchmarks.host_memory [--quick]
 
@@ -6,8 +6,6 @@ They are huge pages for weights, and freed memory that stays with the process. T
 the processor (user and system), which other programs change little. A setting that saves less than
 2 % is not worth its code.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -110,15 +108,15 @@ def main() -> None:
     quick = command("host_memory", __doc__).parse_args().quick
     steps, rounds = (1, 3) if quick else (9, 57)
     returned = train(steps, keeps_freed=False)
-    kept = train(steps, keeps_freed=True)
-    saved = 1 - kept["seconds"] / returned["seconds"]
+    reused = train(steps, keeps_freed=True)
+    saved = 1 - reused["seconds"] / returned["seconds"]
     results: dict[str, Any] = {
         "huge_pages": products(rounds),
-        "freed_memory": {"returned": returned, "kept": kept, "saved": saved},
+        "freed_memory": {"returned": returned, "kept": reused, "saved": saved},
     }
     for name, row in results.items():
-        word = "worth it" if row["saved"] >= WORTH else "less than 2 %"
-        print(f"{name}: {row['saved']:.1%} of the time saved, {word}")
+        is_worth_it = row["saved"] >= WORTH
+        print(f"{name}: {row['saved']:.1%} of the time saved, worth its code: {is_worth_it}")
     if not quick:
         store("host_memory", results, "torch", "transformers")
 

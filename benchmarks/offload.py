@@ -7,8 +7,6 @@ installed. Rounds are interleaved in one process with one thread, ratios are tak
 and the parameters are compared afterwards.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable
@@ -42,7 +40,6 @@ def parameters(count: int) -> nn.ParameterList:
 
 
 def torch_fused(module: nn.ParameterList, folder: Path) -> Step:
-    """Return the step of torch's fused AdamW in memory."""
     return torch.optim.AdamW(module.parameters(), fused=True, **ADAMW).step
 
 
@@ -60,7 +57,6 @@ def plait_files(module: nn.ParameterList, folder: Path) -> Step:
 
 
 def deepspeed_cpu_adam(module: nn.ParameterList, folder: Path) -> Step:
-    """Return the step of DeepSpeed's compiled optimizer."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     step: Step = DeepSpeedCPUAdam(list(module.parameters()), adamw_mode=True, **ADAMW).step
@@ -68,7 +64,6 @@ def deepspeed_cpu_adam(module: nn.ParameterList, folder: Path) -> Step:
 
 
 def time_optimizers(count: int, rounds: int) -> dict[str, Any]:
-    """Time the steps of all baselines, and compare their parameters."""
     modules = {}
     steps = {}
     with tempfile.TemporaryDirectory() as folder:

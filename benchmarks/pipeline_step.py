@@ -1,9 +1,7 @@
-"""One optimizer step with a pipeline and with two-dimensional parallelism: torch and Plait in turns.
+"""Optimizer step with a pipeline and with two-dimensional parallelism: torch and Plait in turns.
 
 python -m benchmarks.pipeline_step [--quick] [--scenes 1f1b]
 """
-
-from __future__ import annotations
 
 import sys
 
@@ -14,11 +12,7 @@ PEERS = "benchmarks.steps.model_parallel_peers"
 
 
 def _scene(
-    name: str,
-    title: str,
-    torch: Baseline,
-    options: dict[str, int],
-    sizes: dict[str, int],
+    name: str, title: str, torch: Baseline, options: dict[str, int], sizes: dict[str, int]
 ) -> Scene:
     control = Baseline(
         f"{torch.name}-again",
@@ -27,11 +21,7 @@ def _scene(
         loss_is_global=torch.loss_is_global,
     )
     plait = Baseline(
-        f"plait-{name}",
-        "Plait",
-        "benchmarks.steps.plait_entry:build",
-        options,
-        loss_is_global=True,
+        f"plait-{name}", "Plait", "benchmarks.steps.plait_entry:build", options, loss_is_global=True
     )
     return Scene(name, title, (torch, control, plait), {**sizes, "ranks_per_slice": 2})
 
@@ -58,9 +48,7 @@ BENCHMARK = Benchmark(
             "2d",
             "tp 2 x dp_shard 2, ZeRO 2",
             Baseline(
-                "torch-2d",
-                "torch: fully_shard and parallelize_module",
-                f"{PEERS}:two_dimensional",
+                "torch-2d", "torch: fully_shard and parallelize_module", f"{PEERS}:two_dimensional"
             ),
             {"tp": 2, "dp_shard": 2, "stage": 2},
             {"ranks": 4, "micro_batch": 2, "micro_batches": 1},

@@ -7,11 +7,10 @@ simulated, which is what the command does; and the 25 best. Times are the median
 one process with one thread. Imports are measured separately.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 from benchmarks.common.command import command
 from benchmarks.common.report import store
@@ -34,16 +33,18 @@ def main() -> None:
 
     imports = time.process_time() - began
     calibration = uncalibrated()
+
+    def closed_form(request: Request) -> object:
+        return estimate_space(request, space_of(request), calibration)
+
     rows = []
     for batch, sequence in BATCHES[:1] if quick else BATCHES:
         request = Request(find_model("llama-3-405b"), cluster("h100", 16384), batch, sequence)
         layouts = plan(request, best=5 if quick else 25).candidates  # also fills caches
         cases: dict[str, Callable[[], object]] = {
-            "closed form": lambda asked=request: estimate_space(
-                asked, space_of(asked), calibration
-            ),
-            "five best": lambda asked=request: plan(asked),
-            "25 best": lambda asked=request: plan(asked, best=25),
+            "closed form": partial(closed_form, request),
+            "five best": partial(plan, request),
+            "25 best": partial(plan, request, best=25),
         }
         for name in list(cases)[:1] if quick else cases:
             wall, processor = _medians(cases[name], 1 if quick else ROUNDS)
@@ -60,7 +61,6 @@ def main() -> None:
 
 
 def _medians(work: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Return wall and processor seconds."""
     times = []
     for _ in range(rounds):
         wall = time.perf_counter()

@@ -1,9 +1,7 @@
-"""One optimizer step at ZeRO 0 to 3: DDP, `fully_shard`, DeepSpeed and Plait in turns.
+"""Optimizer step at ZeRO 0 to 3: DDP, `fully_shard`, DeepSpeed and Plait in turns.
 
 python -m benchmarks.training_step [--quick] [--scenes stage_0] [--baselines ddp plait-0]
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ RAW_TORCH = (
     _torch("fsdp-kept", "fully_shard, kept", "fully_sharded", {"freed": False}),
     _torch("fsdp-freed", "fully_shard, freed", "fully_sharded", {"freed": True}),
 )
-"""What each ZeRO stage is compared with besides DDP."""
+"""Peer of each ZeRO stage besides DDP."""
 
 
 def _scene(stage: int) -> Scene:

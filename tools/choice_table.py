@@ -6,13 +6,10 @@ selected on clusters of data sheets.
 tests/unit/comm/test_choose.py compares the document with it.
 """
 
-from __future__ import annotations
-
-import json
 import sys
 from pathlib import Path
 
-from benchmarks.common.report import markdown, with_section
+from benchmarks.common.report import markdown, read, with_section
 from plait.comm.choose import Cost, GroupLinks, Level, Link, choose_buckets, describe
 from plait.comm.quantise import packed_bytes
 from plait.sizes import GIB, KIB, MIB, format_bytes
@@ -28,15 +25,13 @@ GRADIENTS = (64 * KIB, 100 * MIB, 4 * GIB)
 
 
 def topologies() -> dict[str, GroupLinks]:
-    """Return the clusters by name."""
-    found = {}
-    for one in json.loads(TOPOLOGIES.read_text()):
-        network = Link(**one["network"]) if "network" in one else None
-        sizes = {"machines": one["machines"], "per_machine": one["per_machine"]}
-        found[one["name"]] = describe(
-            "dp_replicate", **sizes, inside=Link(**one["inside"]), network=network
-        )
-    return found
+    clusters = {}
+    for entry in read(TOPOLOGIES):
+        sizes = {"machines": entry["machines"], "per_machine": entry["per_machine"]}
+        network = entry.get("network") and Link(**entry["network"])
+        links = describe("dp_replicate", **sizes, inside=Link(**entry["inside"]), network=network)
+        clusters[entry["name"]] = links
+    return clusters
 
 
 def quantised(group: GroupLinks) -> GroupLinks:
@@ -49,40 +44,30 @@ def quantised(group: GroupLinks) -> GroupLinks:
 
 
 def table() -> str:
-    """Return the table as Markdown."""
     rows = []
     for name, group in topologies().items():
         for gradient_bytes in GRADIENTS:
             choice = choose_buckets(gradient_bytes, group)
             int8 = choose_buckets(gradient_bytes, quantised(group))
-            rows.append(
-                (
-                    name,
-                    format_bytes(gradient_bytes),
-                    choice.algorithm,
-                    format_bytes(choice.bucket_bytes),
-                    _milliseconds(choice.seconds),
-                    _milliseconds(dict(choice.others)["all-reduce"])
-                    if choice.algorithm != "all-reduce"
-                    else "",
-                    _milliseconds(int8.seconds),
-                    choice.why,
-                )
-            )
-    return markdown(
-        ("cluster", "gradients", "chosen", "bucket", "time", "one call", "int8 would take", "why"),
-        rows,
-    )
+            one_call = ""
+            if choice.algorithm != "all-reduce":
+                one_call = _milliseconds(dict(choice.others)["all-reduce"])
+            row = [name, format_bytes(gradient_bytes), choice.algorithm]
+            row += [format_bytes(choice.bucket_bytes), _milliseconds(choice.seconds), one_call]
+            rows.append([*row, _milliseconds(int8.seconds), choice.why])
+    header = "cluster, gradients, chosen, bucket, time, one call, int8 would take, why"
+    return markdown(header.split(", "), rows)
 
 
 def _milliseconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s"
 
 
 def written(text: str) -> str:
-    """Return the text of the document with the current table."""
     return with_section(text, MARK, table())
 
 

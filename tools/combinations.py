@@ -6,9 +6,6 @@
 one process: the largest relative difference of any loss, gradient, norm or parameter.
 """
 
-from __future__ import annotations
-
-import json
 import math
 import sys
 from collections import defaultdict
@@ -18,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common.report import RESULTS, ROOT, markdown, today, with_sections, write
+from benchmarks.common.report import RESULTS, ROOT, markdown, read, today, with_sections, write
 from tests.parity.combinations import (
     ADDED_SEED,
     ADVERSARIAL,
@@ -40,72 +37,63 @@ TOLERANCE = 1e-10
 def contents(errors: dict[str, float]) -> dict[str, Any]:
     """Return the contents of the results file for deviations by the label of the case."""
 
-    def own(cases: list[Case]) -> dict[str, float]:
+    def errors_of(cases: list[Case]) -> dict[str, float]:
         # A case that failed has no deviation.
         return {label(case): errors.get(label(case), math.inf) for case in cases}
 
-    named = {name: own(group) for name, group in ADVERSARIAL.items()}
-    versions = {
-        "date": today(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    named = {name: errors_of(group) for name, group in ADVERSARIAL.items()}
+    adversarial = [case for group in ADVERSARIAL.values() for case in group]
+    versions = {"date": today(), "torch": torch.__version__}
+    versions["transformers"] = transformers.__version__
+    added = summary(errors_of(sampled_of_added()))
     return {
         "seed": SEED,
         **versions,
         "named": {name: [len(group), max(group.values())] for name, group in named.items()},
-        "adversarial": summary(own([case for group in ADVERSARIAL.values() for case in group])),
-        "sampled": summary(own(sampled())),
-        "added": {"seed": ADDED_SEED, **versions, "sampled": summary(own(sampled_of_added()))},
+        "adversarial": summary(errors_of(adversarial)),
+        "sampled": summary(errors_of(sampled())),
+        "added": {"seed": ADDED_SEED, **versions, "sampled": added},
     }
 
 
 def summary(errors: dict[str, float]) -> dict[str, Any]:
     """Return how many combinations are exact, and the largest deviation of all and by axis."""
     cases = {label(case): case for case in everything()}
-    places: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    places: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
     for name, error in errors.items():
         for axis, value in features(cases[name]).items():
-            places[axis][value].append(error)
-    axes = {
-        axis: {value: [len(own), max(own)] for value, own in values.items()}
-        for axis, values in places.items()
-    }
+            count, largest = places[axis][value]
+            places[axis][value] = [count + 1, max(largest, error)]
     exact = sum(error <= TOLERANCE for error in errors.values())
-    return {"cases": len(errors), "exact": exact, "largest": max(errors.values()), "axes": axes}
+    largest = max(errors.values())
+    return {"cases": len(errors), "exact": exact, "largest": largest, "axes": places}
 
 
 def samples(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the summaries of all combinations in the results file."""
     return [data["sampled"], data["adversarial"], data["added"]["sampled"]]
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return docs/development/combinations.md with these results."""
-    added = data["added"]["sampled"]
     groups = samples(data)
-    places: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    axes: dict[str, dict[str, list[Any]]] = defaultdict(dict)
     for group in groups:
         for axis, values in group["axes"].items():
-            for value, (count, largest) in values.items():
-                places[axis][value].append((count, largest))
+            for value, (count, error) in values.items():
+                total, largest = axes[axis].get(value, (0, 0.0))
+                axes[axis][value] = [total + count, max(largest, error)]
     rows = []
-    for axis, values in places.items():
-        for value, entries in sorted(values.items()):
-            count = sum(number for number, _ in entries)
-            largest = max(error for _, error in entries)
-            rows.append([f"{axis}: {value}", str(count), f"{largest:.0e}"])
-    named = [
-        [name, str(count), f"{largest:.0e}"] for name, (count, largest) in data["named"].items()
-    ]
+    for axis, values in axes.items():
+        for value, (count, error) in sorted(values.items()):
+            rows.append([f"{axis}: {value}", str(count), f"{error:.0e}"])
+    named = [[name, str(count), f"{error:.0e}"] for name, (count, error) in data["named"].items()]
     exact = sum(group["exact"] for group in groups)
     cases = sum(group["cases"] for group in groups)
     largest = max(group["largest"] for group in groups)
     parts = [
         f"{exact} of {cases} are equal to {TOLERANCE:g}, {data['sampled']['cases']} of the first "
-        f"sample and {added['cases']} of the second. The largest deviation is {largest:.1e}. "
-        f"Generated by `make combinations` on {data['date']} with torch {data['torch']} and "
-        f"Transformers {data['transformers']}.\n",
+        f"sample and {data['added']['sampled']['cases']} of the second. The largest deviation is "
+        f"{largest:.1e}. Generated by `make combinations` on {data['date']} with torch "
+        f"{data['torch']} and Transformers {data['transformers']}.\n",
         "## Adversarial\n",
         markdown(["what", "combinations", "largest deviation"], named),
         "## All, by axis\n",
@@ -116,9 +104,9 @@ def page(data: dict[str, Any]) -> str:
 
 def main(paths: list[str]) -> None:
     results = list(junit.results(map(Path, paths)))
-    recorded = [one.properties for one in results if "deviation" in one.properties]
+    recorded = [result.properties for result in results if "deviation" in result.properties]
     write(DATA, contents({row["case"]: float(row["deviation"]) for row in recorded}))
-    PAGE.write_text(page(json.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
+    PAGE.write_text(page(read(DATA)), encoding="utf-8")
     if any(result.outcome == "failed" for result in results):
         sys.exit(1)
 

@@ -1,6 +1,7 @@
 """Make tests/unit/checkpoint/deepspeed: checkpoints of DeepSpeed 0.19.8, ZeRO 1 to 3 on two ranks.
 
-    pip install torch==2.13.0 deepspeed==0.19.8 && DS_ACCELERATOR=cpu python tools/deepspeed_fixtures.py
+    pip install torch==2.13.0 deepspeed==0.19.8
+    DS_ACCELERATOR=cpu python tools/deepspeed_fixtures.py
 
 The command needs an environment of its own, because the project does not need DeepSpeed. The model
 has a parameter that lies on both ranks, a frozen one, a buffer and two parameter groups.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -36,13 +36,8 @@ class Model(torch.nn.Module):
 
 
 def work(rank: int, stage: int, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import deepspeed
 
     torch.manual_seed(0)
@@ -66,9 +61,8 @@ def work(rank: int, stage: int, port: int) -> None:
     for _ in range(3):
         engine.backward(engine(rows[2 * rank : 2 * rank + 2]))
         engine.step()
-    engine.save_checkpoint(
-        OUT / f"zero{stage}", tag="step3", client_state={"epoch": 2, "name": "x"}
-    )
+    client_state = {"epoch": 2, "name": "x"}
+    engine.save_checkpoint(OUT / f"zero{stage}", tag="step3", client_state=client_state)
 
 
 if __name__ == "__main__":
@@ -76,11 +70,8 @@ if __name__ == "__main__":
     OUT.mkdir(parents=True)
     for stage in (1, 2, 3):
         mp.spawn(work, (stage, 29710 + stage), nprocs=2)
-        for path in OUT.rglob("*"):  # a copy of DeepSpeed's own script
-            if path.name.endswith(".py"):
-                path.unlink()
-    sys.stdout.write(
-        "".join(
-            f"{path.stat().st_size:8} {path}\n" for path in sorted(OUT.rglob("*")) if path.is_file()
-        )
-    )
+        for path in OUT.rglob("*.py"):  # a copy of DeepSpeed's own script
+            path.unlink()
+    for path in sorted(OUT.rglob("*")):
+        if path.is_file():
+            print(f"{path.stat().st_size:8} {path}")

@@ -4,8 +4,6 @@ python -m tools.figures zero_memory         model states per rank for every ZeRO
 python -m tools.figures compression_loss    losses through compressed gradients; minutes
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from statistics import mean
@@ -33,18 +31,13 @@ KINDS = {
 
 STEPS, MEAN_OF, BIGRAM_STEPS = 240, 20, 150
 INT8 = {"compress_gradients": "int8"}
+BOTH_INT8 = {**INT8, "compress_weights": "int8"}
 INT4 = {"compress_gradients": "int4"}
 # Name, ZeRO stage, section `parallel`, color, and whether the table of bigrams is trained, too.
 RUNS: tuple[tuple[str, int, dict[str, Any], str, bool], ...] = (
     ("uncompressed", 0, {}, "black", True),
     ("int8, stage 0", 0, INT8, "tab:blue", True),
-    (
-        "int8 gradients and weights, stage 2",
-        2,
-        {**INT8, "compress_weights": "int8"},
-        "tab:cyan",
-        False,
-    ),
+    ("int8 gradients and weights, stage 2", 2, BOTH_INT8, "tab:cyan", False),
     ("int4 with error feedback, stage 0", 0, {**INT4, "error_feedback": True}, "tab:green", True),
     ("int4 without, stage 0", 0, {**INT4, "error_feedback": False}, "tab:red", True),
     ("PowerSGD, rank 4", 0, {"compress_gradients": "powersgd"}, "tab:orange", False),
@@ -92,11 +85,8 @@ def zero_memory() -> Any:
     axes[0].set_ylabel("GiB per rank")
     handles, labels = axes[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=5, frameon=False)
-    billions = f"{facts.numel / 1e9:.2f} B parameters"
-    figure.suptitle(
-        f"Model states per rank, Llama-3.1-8B ({billions}), bfloat16 compute, "
-        "float32 master weights"
-    )
+    title = f"Model states per rank, Llama-3.1-8B ({facts.numel / 1e9:.2f} B parameters)"
+    figure.suptitle(f"{title}, bfloat16 compute, float32 master weights")
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
 

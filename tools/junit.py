@@ -1,16 +1,13 @@
 """Results of tests in the JUnit files of `pytest --junitxml` (family xunit1)."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """Result of one test."""
 
     test: str
@@ -26,15 +23,16 @@ def results(paths: Iterable[Path]) -> Iterator[Result]:
     """Yield all results. A file that was skipped as a whole has an empty name."""
     for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):
-            children = {child.tag for child in case}
+            tags = {child.tag for child in case}
             outcome = "passed"
-            if children & {"failure", "error"}:
+            if tags & {"failure", "error"}:
                 outcome = "failed"
-            elif "skipped" in children:
+            elif "skipped" in tags:
                 outcome = "skipped"
-            entries = ((one.get("name", ""), one.get("value", "")) for one in case.iter("property"))
-            seconds = float(case.get("time", "0"))
-            yield Result(_name(case), outcome, seconds, dict(entries))
+            properties = {
+                entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")
+            }
+            yield Result(_name(case), outcome, float(case.get("time", "0")), properties)
 
 
 def _name(case: ElementTree.Element) -> str:
@@ -44,9 +42,8 @@ def _name(case: ElementTree.Element) -> str:
     return "::".join(part for part in (file, owner, case.get("name", "")) if part)
 
 
-def counts(found: Iterable[Result]) -> dict[str, int]:
-    """Return how many tests passed, failed and were skipped."""
-    counter = Counter(result.outcome for result in found)
+def counts(tests: Iterable[Result]) -> dict[str, int]:
+    counter = Counter(result.outcome for result in tests)
     return {outcome: counter[outcome] for outcome in ("passed", "failed", "skipped")}
 
 

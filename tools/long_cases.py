@@ -7,8 +7,6 @@ A function with several cases gives up at most half of them: those that took lon
 the list already stay in it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from pathlib import Path

@@ -4,12 +4,11 @@ micro-batch, predicted and measured, and the time that recomputation takes.
     python -m tools.memory_tables
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -63,7 +62,6 @@ PEAKS: list[tuple[str, dict[str, Any]]] = [
 
 
 def model_of(kind: str, *, device: str = "meta", **fields: Any) -> nn.Module:
-    """Return a causal language model without a cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"bos_token_id": 0, "eos_token_id": 0, **SHAPES[kind], **fields}
@@ -91,42 +89,37 @@ def activations() -> Iterator[list[str]]:
         "tp 2": {"tp": 2},
         "tp 2, sequence parallel": {"tp": 2, "sequence_parallel": True},
     }
-    for kind in SHAPES:
-        for title, layout in layouts.items():
-            is_sequence = "sequence_parallel" in layout
-            if is_sequence and kind == "gpt2":
-                continue
-            for mode in MODES:
-                parallel = {**layout, "recompute": {"mode": mode}}
-                config = {"train_micro_batch_size_per_gpu": SAMPLES, "parallel": parallel}
-                with fake_world(layout["tp"]):
-                    resolved = resolve(load(config), world_size=layout["tp"])
-                    model = model_of(kind)
-                    split = TensorParallel(sequence_parallel=is_sequence)
-                    (rank,) = rank_activations(
-                        Parts(model, find_blocks(model)),
-                        mesh=build_mesh(resolved.layout),
-                        batch=token_batch(SAMPLES, LENGTH),
-                        techniques=ActivationTechniques(split),
-                    )
-                    (stage,) = rank.stages
-                    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-                    measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
-                blocks = stage.saved(engine.parts.recompute_modes)
-                head = stage.modes["none"].head
-                values = (blocks, measured["activations"], head, measured["logits"])
-                yield [kind, title, mode, *(f"{value:,}" for value in values)]
+    for kind, (title, layout), mode in product(SHAPES, layouts.items(), MODES):
+        is_sequence = "sequence_parallel" in layout
+        if is_sequence and kind == "gpt2":
+            continue
+        parallel = {**layout, "recompute": {"mode": mode}}
+        config = {"train_micro_batch_size_per_gpu": SAMPLES, "parallel": parallel}
+        with fake_world(layout["tp"]):
+            resolved = resolve(load(config), world_size=layout["tp"])
+            model = model_of(kind)
+            (rank,) = rank_activations(
+                Parts(model, find_blocks(model)),
+                mesh=build_mesh(resolved.layout),
+                batch=token_batch(SAMPLES, LENGTH),
+                techniques=ActivationTechniques(TensorParallel(sequence_parallel=is_sequence)),
+            )
+            (stage,) = rank.stages
+            engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+            measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
+        blocks = stage.saved(engine.parts.recompute_modes)
+        head = stage.modes["none"].head
+        values = (blocks, measured["activations"], head, measured["logits"])
+        yield [kind, title, mode, *(f"{value:,}" for value in values)]
 
 
 def peaks() -> Iterator[list[str]]:
     """Yield rows: model, layout, the peak of rank 0, predicted and measured, and its moment."""
-    for kind, options in PEAKS:
-        stage = options["stage"]
-        tp = options.get("tp", 1)
-        schedule = options.get("schedule", "")
-        count = 4 if schedule else options.get("count", 1)
-        mode = options.get("mode", "none")
-        bf16 = options.get("bf16", False)
+    usual = {"tp": 1, "schedule": "", "mode": "none", "bf16": False}
+    for kind, changes in PEAKS:
+        stage, tp, schedule, mode, bf16 = ({**usual, **changes}[key] for key in ("stage", *usual))
+        pp = 1 + bool(schedule)
+        count = 4 if schedule else changes.get("count", 1)
         config = {
             "train_micro_batch_size_per_gpu": SAMPLES,
             "gradient_accumulation_steps": count,
@@ -135,12 +128,12 @@ def peaks() -> Iterator[list[str]]:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "parallel": {
                 "tp": tp,
-                "pp": 2 if schedule else 1,
+                "pp": pp,
                 "recompute": {"mode": mode},
                 "pipeline": {"schedule": schedule or "1f1b"},
             },
         }
-        world = 2 * tp * (2 if schedule else 1)
+        world = 2 * tp * pp
         resolved = resolve(load(config), world_size=world)
         model = model_of(kind)
         ids = torch.arange(SAMPLES * count * LENGTH).view(-1, LENGTH) % 1024
@@ -154,15 +147,17 @@ def peaks() -> Iterator[list[str]]:
                 micro_batch = {name: tensor[:SAMPLES] for name, tensor in batch.items()}
                 predict_messages(engine.model, engine.parts, pipeline, micro_batch)
             measured = measure_peak(engine, batch).torch_bytes
-        words = [
-            f"ZeRO {stage}",
-            f"tp {tp}" if tp > 1 else "",
-            f"pp 2, {schedule}" if schedule else "",
-            f"recompute {mode}" if mode != "none" else "",
-            "bf16" if bf16 else "fp32",
-            "1 micro-batch" if count == 1 else f"{count} micro-batches",
-        ]
-        layout = ", ".join(word for word in words if word)
+        techniques = {
+            f"ZeRO {stage}": True,
+            f"tp {tp}": tp > 1,
+            f"pp 2, {schedule}": schedule,
+            f"recompute {mode}": mode != "none",
+            "bf16": bf16,
+            "fp32": not bf16,
+            "1 micro-batch": count == 1,
+            f"{count} micro-batches": count > 1,
+        }
+        layout = ", ".join(name for name, is_used in techniques.items() if is_used)
         difference = f"{100 * (peak.peak_bytes / measured - 1):+.2f} %"
         yield [kind, layout, f"{peak.peak_bytes:,}", f"{measured:,}", difference, peak.moment]
 
@@ -194,32 +189,24 @@ def times() -> Iterator[list[str]]:
         pairs = zip(seconds[mode], seconds["none"], strict=True)
         ratio = statistics.median(value / plain for value, plain in pairs)
         flops = predicted[mode].flops / predicted["none"].flops
-        kept = sum(predicted[mode].saved) / MIB
-        yield [mode, f"{kept:.1f} MiB", f"{flops:.3f}", f"{ratio:.2f}"]
+        saved = sum(predicted[mode].saved) / MIB
+        yield [mode, f"{saved:.1f} MiB", f"{flops:.3f}", f"{ratio:.2f}"]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    both = ("predicted", "measured")
-    layout = "layout (2 data-parallel ranks)"
     tables = {
-        "peaks": markdown(("model", layout, *both, "", "timeline point"), [*peaks()], right=()),
-        "activations": markdown(
-            (
-                "model",
-                "layout",
-                "recompute",
-                "blocks, predicted",
-                "measured",
-                "head and loss, predicted",
-                "measured",
-            ),
-            [*activations()],
-            right=(),
+        "peaks": (peaks, "model|layout (2 data-parallel ranks)|predicted|measured||timeline point"),
+        "activations": (
+            activations,
+            "model|layout|recompute|blocks, predicted|measured|head and loss, predicted|measured",
         ),
-        "times": markdown(("recompute", "blocks keep", "operations", "time"), [*times()], right=()),
+        "times": (times, "recompute|blocks keep|operations|time"),
     }
-    sections = {f"tools/memory_tables.py: {name}": table for name, table in tables.items()}
+    sections = {}
+    for name, (rows, header) in tables.items():
+        table = markdown(header.split("|"), [*rows()], right=())
+        sections[f"tools/memory_tables.py: {name}"] = table
     PAGE.write_text(with_sections(PAGE, sections), encoding="utf-8")
 
 

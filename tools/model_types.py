@@ -1,16 +1,15 @@
 """Run every causal language model type of Transformers under four layouts, and load it.
 
-    python -m tools.model_types [--types llama,bart] [--layouts "tp 2,pp 2"] [--again failed]
-    python -m tools.model_types --write      only write the data and the page
+    python -m tools.model_types [--types llama,bart] [--again failed]
+    python -m tools.model_types --write      only write the page
 
-It writes docs/reference/model_types.json and model_types.md. Results are also stored after every
-type in build/results/model_types.json, so that a run that was stopped continues.
+It writes docs/reference/model_types.json after every type, so that a run that was stopped goes on,
+and model_types.md at the end.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -36,7 +35,6 @@ from tests.measured.model_types import (
 )
 from tests.pool import Pool, WorkerFailed
 
-STATE = ROOT / "build" / "results" / "model_types.json"
 DATA = ROOT / "docs" / "reference" / "model_types.json"
 PAGE = ROOT / "docs" / "reference" / "model_types.md"
 SECONDS = 150
@@ -47,114 +45,112 @@ Entry = dict[str, Any]
 
 
 def small(rank: int, world: int, name: str) -> Small:
-    """Make a type small. Runs in a worker."""
     return make_small(name)
 
 
 def last_line(failure: WorkerFailed) -> str:
     """Return the message of a worker's exception, without its traceback."""
     lines = [line for line in str(failure).splitlines() if line.strip()]
-    kinds = ("Error", "Exception", CellFailed.__name__)
-    messages = [
-        line for line in lines if line[:1].isalpha() and any(kind in line for kind in kinds)
-    ]
+    kinds = f"Error|Exception|{CellFailed.__name__}"
+    messages = [line for line in lines if line[:1].isalpha() and re.search(kinds, line)]
     text = (messages or lines)[-1]
     return text.removeprefix(f"{CellFailed.__module__}.{CellFailed.__name__}: ")[:600]
 
 
-def prepare(pool: Pool, name: str, version: str) -> Entry:
-    """Return the entry of a type without cells."""
+def prepare(pool: Pool, name: str) -> tuple[Entry, TestedModel | None]:
+    """Return the entry of a type without cells, and its small model if one builds."""
     try:
-        (made,) = pool.run(1, small, name, timeout=SECONDS)
+        (model,) = pool.run(1, small, name, timeout=SECONDS)
     except WorkerFailed as failure:
-        return {"transformers": version, "not_small": last_line(failure)}
-    parameters = next(line for line in made.lines if line.endswith(" parameters"))
-    return {
-        "transformers": version,
-        "tested": made.tested.model_dump(),
-        "parameters": parameters.rpartition(" -> ")[2],
-        "lines": list(made.lines),
-        "split": round(made.split, 4),
-        "cells": {},
-    }
+        return {"not_small": last_line(failure)}, None
+    parameters = next(line for line in model.lines if line.endswith(" parameters"))
+    entry = {"parameters": parameters.rpartition(" -> ")[2], "split": round(model.split, 4)}
+    entry["exact"] = model.tested.exact
+    if not model.tested.left_padding:
+        entry["left_padding"] = False
+    return entry, model.tested
 
 
-def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
-    """Return the outcome of one layout."""
-    tested = TestedModel.model_validate(entry["tested"])
+def cell(pool: Pool, tested: TestedModel, layout: str) -> Entry:
     try:
         if layout == FOLDER:
             with tempfile.TemporaryDirectory() as folder:
                 return asdict(pool.run(PROCESSES, load_cell, tested, folder, timeout=SECONDS)[0])
-        found = pool.run(PROCESSES, run_cell, tested, layout, timeout=SECONDS)
+        outcomes = pool.run(PROCESSES, run_cell, tested, layout, timeout=SECONDS)
     except WorkerFailed as failure:
         reason = last_line(failure)
         outcome = "refused" if reason.startswith(LATE) else "failed"
         return {"outcome": outcome, "error": None, "reason": reason}
-    if len({one.outcome == "refused" for one in found}) > 1:
-        return {"outcome": "failed", "error": None, "reason": f"refused on one rank only: {found}"}
-    return asdict(found[0])
+    if len({outcome.outcome == "refused" for outcome in outcomes}) > 1:
+        reason = f"refused on one rank only: {outcomes}"
+        return {"outcome": "failed", "error": None, "reason": reason}
+    return asdict(outcomes[0])
 
 
-def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str]) -> None:
+def sweep(types: Sequence[str], *, again: frozenset[str]) -> None:
     """Run the cells that are missing, and those whose outcome is in `again`."""
-    state: dict[str, Entry] = read(STATE, {})
-    written = read(DATA, {"types": {}})
-    version = transformers.__version__
+    data = read(DATA, {})
+    done: dict[str, Entry] = {}
+    if data.get("transformers") == transformers.__version__:
+        done = data["types"]
     commit = revision()
     pool = Pool()
     try:
         for name in types:
-            entry = state.get(name)
-            is_repeated = entry is not None and "not_small" in entry and "failed" in again
-            if entry is None or entry["transformers"] != version or is_repeated:
-                entry = state[name] = prepare(pool, name, version)
-                before = written["types"].get(name, {})
-                if "cells" in entry and written.get("transformers") == version:
-                    # A fresh clone goes on where the page ends.
-                    entry["cells"] = before.get("cells", {})
-                print(f"{name}: {entry.get('not_small') or entry['parameters']}", flush=True)
-            for layout in layouts if "tested" in entry else ():
-                before = entry["cells"].get(layout)
-                if before is None or before["outcome"] in again:
-                    after = {**cell(pool, entry, layout), "commit": commit}
-                    entry["cells"] = {**entry["cells"], layout: after}
-                    print(f"{name}: {layout}: {after['outcome']} {after['reason']}", flush=True)
-            STATE.parent.mkdir(parents=True, exist_ok=True)
-            STATE.with_suffix(".partial").write_text(json.dumps(state, indent=1))
-            STATE.with_suffix(".partial").rename(STATE)
+            before = done.get(name, {})
+            cells = before.get("cells", {})
+            missing = [c for c in COLUMNS if c not in cells or cells[c]["outcome"] in again]
+            is_refused = "not_small" in before and "failed" not in again
+            if is_refused or not missing:
+                continue
+            entry, tested = prepare(pool, name)
+            print(f"{name}: {entry.get('not_small') or entry['parameters']}", flush=True)
+            if tested is not None:
+                entry["cells"] = cells
+                for layout in missing:
+                    outcome = {**cell(pool, tested, layout), "commit": commit}
+                    cells[layout] = outcome
+                    print(f"{name}: {layout}: {outcome['outcome']} {outcome['reason']}", flush=True)
+            done[name] = entry
+            store(done)
     finally:
         pool.close()
 
 
+def store(types: dict[str, Entry]) -> None:
+    data = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "not_run": sorted(set(model_types()) - set(types)),
+        "types": dict(sorted(types.items())),
+    }
+    DATA.write_text(json.dumps(data, indent=1) + "\n")
+
+
 def page(data: Mapping[str, Any]) -> str:
-    """Return the page with the content of docs/reference/model_types.json."""
     types: Mapping[str, Entry] = data["types"]
     built = {name: entry for name, entry in types.items() if "cells" in entry}
     reasons: dict[str, int] = {}
     counts: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
     rows = []
     for name, entry in built.items():
-        cells = []
+        row = [name, entry["parameters"].removesuffix(" parameters")]
         for column in COLUMNS:
-            found = entry["cells"].get(column)
-            if found is None:
-                cells.append("not run")
-                continue
-            outcome = found["outcome"]
+            cell = entry["cells"].get(column, {"outcome": "not run"})
+            outcome = text = cell["outcome"]
             counts[column][outcome] += 1
-            if outcome in ("slices", "in full"):
-                cells.append(outcome)
-            elif outcome == "exact":
-                split = f", {100 * entry['split']:.0f} % split" if column == "tp 2" else ""
-                cells.append(f"{found['error']:.0e}{'' if entry['exact'] else '*'}{split}")
-            else:
-                reason = found["reason"].replace(f"plan of {name} has", "plan of it has")
+            if outcome == "exact":
+                text = f"{cell['error']:.0e}{'' if entry['exact'] else '*'}"
+                if column == "tp 2":
+                    text += f", {100 * entry['split']:.0f} % split"
+            elif outcome in ("refused", "failed"):
+                reason = cell["reason"].replace(f"plan of {name} has", "plan of it has")
                 number = reasons.setdefault(reason, len(reasons) + 1)
-                cells.append(f"{'refused' if outcome == 'refused' else '**failed**'} ({number})")
-        rows.append((name, entry["parameters"].removesuffix(" parameters"), *cells))
+                text = f"{outcome.replace('failed', '**failed**')} ({number})"
+            row.append(text)
+        rows.append(row)
     outcomes = ("exact", "refused", "failed")
-    totals = [(layout, *(str(counts[layout][one]) for one in outcomes)) for layout in LAYOUTS]
+    totals = [[layout, *(str(counts[layout][name]) for name in outcomes)] for layout in LAYOUTS]
     loads = ("slices", "in full", "refused", "failed")
     loaded = ", ".join(f"{counts[FOLDER][outcome]} {outcome}" for outcome in loads)
     parts = [
@@ -170,10 +166,10 @@ def page(data: Mapping[str, Any]) -> str:
         "",
         *(f"{number}. {_flat(reason)}" for reason, number in reasons.items()),
     ]
-    rest = [(name, entry["not_small"]) for name, entry in types.items() if "cells" not in entry]
-    if rest:
+    not_small = {name: entry["not_small"] for name, entry in types.items() if name not in built}
+    if not_small:
         parts += ["", "## Not compared: no small version builds and runs", ""]
-        parts += [f"- `{name}`: {_flat(why)}" for name, why in rest]
+        parts += [f"- `{name}`: {_flat(why)}" for name, why in not_small.items()]
     if data["not_run"]:
         names = ", ".join(data["not_run"])
         parts += ["", "## Not run yet", "", f"`make model-types` goes on with them: {names}."]
@@ -185,49 +181,18 @@ def _flat(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def write() -> None:
-    """Write the data and the page from what ran here, and what they have of other types."""
-    state: dict[str, Entry] = read(STATE)
-    written = read(DATA, {})
-    is_current = written.get("transformers") == transformers.__version__
-    types: dict[str, Entry] = written["types"] if is_current else {}
-    for name in sorted(state):
-        entry = state[name]
-        if "tested" not in entry:
-            types[name] = {"not_small": entry["not_small"]}
-            continue
-        left = {} if entry["tested"]["left_padding"] else {"left_padding": False}
-        types[name] = {
-            "parameters": entry["parameters"],
-            "split": entry["split"],
-            "exact": entry["tested"]["exact"],
-            **left,
-            "cells": entry["cells"],
-        }
-    data = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "not_run": sorted(set(model_types()) - set(types)),
-        "types": dict(sorted(types.items())),
-    }
-    DATA.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(page(data))
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--types", default="", help="with commas between; default: all")
-    parser.add_argument("--layouts", default=",".join(COLUMNS))
     parser.add_argument("--again", default="", help="outcomes to repeat, with commas between")
     parser.add_argument("--write", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)
     if not options.write:
-        layouts = [column for column in COLUMNS if column in options.layouts.split(",")]
         types = options.types.split(",") if options.types else model_types()
-        sweep(types, layouts, again=frozenset(options.again.split(",")))
-    write()
+        sweep(types, again=frozenset(options.again.split(",")))
+    PAGE.write_text(page(read(DATA)))
 
 
 if __name__ == "__main__":

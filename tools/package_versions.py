@@ -4,38 +4,37 @@ docs/development/versions-packages.md.
     python -m tools.package_versions lowest RESULT.xml ...    record a run of this environment
     python -m tools.package_versions                          write the page only
 
-tools/packages.sh makes the environments and calls this. The RESULT.xml are JUnit files of pytest. A run
-of other tests than those of tools/packages.sh describes them with --tests.
+tools/packages.sh makes the environments and calls this. The RESULT.xml are JUnit files of pytest.
+A run of other tests than those of tools/packages.sh describes them with --tests.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import platform
 import tomllib
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
-from benchmarks.common.report import ROOT, markdown, today, with_sections
+from benchmarks.common.report import ROOT, markdown, read, today, version_of, with_sections
 from tools import junit
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions" / "packages.json"
 PAGE = ROOT / "docs" / "development" / "versions-packages.md"
 EXTRAS = ("hf", "peft", "trl", "viz")
+OUTCOMES = ("passed", "failed", "skipped")
 
 
-def requirements() -> list[Requirement]:
-    """Return the dependencies of Plait and of `EXTRAS` from pyproject.toml."""
+def requirements() -> dict[str, Requirement]:
+    """Return the dependencies of Plait and of `EXTRAS` from pyproject.toml, ordered by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"]]
     for extra in EXTRAS:
         lines += project["optional-dependencies"][extra]
-    return [Requirement(line) for line in lines]
+    by_name = {requirement.name: requirement for requirement in map(Requirement, lines)}
+    return dict(sorted(by_name.items(), key=lambda entry: entry[0].lower()))
 
 
 def counts(paths: Iterable[Path]) -> dict[str, Any]:
@@ -45,76 +44,51 @@ def counts(paths: Iterable[Path]) -> dict[str, Any]:
     return {**junit.counts(results), "failures": failures}
 
 
-def installed() -> dict[str, str]:
-    """Return the installed versions of Plait's dependencies, keyed by their names."""
-    versions = {}
-    for requirement in requirements():
-        try:
-            versions[requirement.name] = version(requirement.name)
-        except PackageNotFoundError:
-            continue
-    return dict(sorted(versions.items(), key=lambda entry: entry[0].lower()))
-
-
 def sections(rows: dict[str, Any]) -> dict[str, str]:
-    """Return the sections of the page for the recorded runs `rows`."""
-    header = [
-        "run",
-        "date",
-        "Python",
-        "torch",
-        "Transformers",
-        "tests",
-        "passed",
-        "failed",
-        "skipped",
-    ]
     runs = []
     failures = ""
     for name, row in rows.items():
         packages = row["packages"]
         versions = [row["python"], packages["torch"], packages.get("transformers", "")]
-        outcomes = [str(row[outcome]) for outcome in ("passed", "failed", "skipped")]
+        outcomes = [str(row[outcome]) for outcome in OUTCOMES]
         runs.append([name, row["date"], *versions, row["tests"], *outcomes])
         if row["failures"]:
             names = "\n".join(f"- `{failure}`" for failure in row["failures"])
             failures += f"\nFailed with {name}:\n\n{names}\n"
 
-    names = [name for name in ("lowest", "newest") if name in rows]
-    bounds = []
-    by_name = {requirement.name: requirement for requirement in requirements()}
-    for requirement in sorted(by_name.values(), key=lambda one: one.name.lower()):
-        if requirement.name == "torch":  # its releases are on another page
-            continue
-        installed_versions = [rows[name]["packages"].get(requirement.name, "") for name in names]
-        bounds.append([f"`{requirement.name}`", f"`{requirement.specifier}`", *installed_versions])
+    bounds = [name for name in ("lowest", "newest") if name in rows]
+    packages = []
+    for name, requirement in requirements().items():
+        if name != "torch":  # its releases are on another page
+            installed = [rows[bound]["packages"].get(name, "") for bound in bounds]
+            packages.append([f"`{name}`", f"`{requirement.specifier}`", *installed])
+    header = ["run", "date", "Python", "torch", "Transformers", "tests", *OUTCOMES]
     return {
         "runs": markdown(header, runs) + failures,
-        "packages": markdown(["package", "pyproject.toml", *names], bounds),
+        "packages": markdown(["package", "pyproject.toml", *bounds], packages),
     }
 
 
 def main() -> None:
-    """Record a run if a name is passed, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", help="name of the run in the table")
     parser.add_argument("results", nargs="*", type=Path, help="JUnit files")
-    parser.add_argument(
-        "--tests", default="those of tools/packages.sh", help="description of the tests that ran"
-    )
-    arguments = parser.parse_args()
+    usual = "those of tools/packages.sh"
+    parser.add_argument("--tests", default=usual, help="description of the tests that ran")
+    options = parser.parse_args()
 
-    rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    if arguments.name:
-        environment = {
+    rows = read(RESULTS, {})
+    if options.name:
+        versions = {name: version_of(name) for name in requirements()}
+        rows[options.name] = {
             "date": today(),
             "python": platform.python_version(),
-            "packages": installed(),
-            "tests": arguments.tests,
+            "packages": {name: version for name, version in versions.items() if version},
+            "tests": options.tests,
+            **counts(options.results),
         }
-        rows[arguments.name] = environment | counts(arguments.results)
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(with_sections(PAGE, sections(rows)), encoding="utf-8")
 

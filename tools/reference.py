@@ -7,30 +7,26 @@ configuration.md lists every key of the configuration file, command-line.md ever
 options, and python.md the public functions and classes with their docstrings.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
 
 import plait
+from benchmarks.common.report import ROOT, write_page
 from plait.cli.main import COMMANDS, NESTED_COMMANDS, load_app
 from plait.config.resolving.json_schema import json_schema
 
-ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference"
 HEADER = "<!-- Written by `make reference-docs`; do not edit. -->\n\n"
 
 
 def cell(text: str) -> str:
-    """Return text for one cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -39,48 +35,53 @@ class Configuration:
 
     def __init__(self) -> None:
         self._schema = json_schema()
-        self._deprecated: list[tuple[str, str]] = []
-        self._aliases: list[tuple[str, str]] = []
+        self._deprecated = ""
+        self._aliases = ""
 
     def page(self) -> str:
-        """Return the page."""
         sections = "\n".join(self._sections("", self._schema))
-        return (
-            f"{HEADER}# Configuration\n\n"
-            "Every key of the JSON or YAML file. `plait config explain FILE` prints the same keys\n"
-            "with the values of a file and where each value came from; `plait config schema` prints\n"
-            "the JSON schema for an editor. A key that is not on this page is refused, with the\n"
-            "nearest known key. A meaning that begins with a name and a colon (`tp: ...`, `nvme: ...`)\n"
-            "applies only if that degree, value or setting is used.\n"
-            f"{sections}\n"
-            "## Keys of DeepSpeed that are accepted and ignored, or refused\n\n"
-            "A value that would change what is computed is refused; the others have no effect.\n\n"
-            "| key | what happens |\n|---|---|\n"
-            + "".join(f"| `{key}` | {cell(text)} |\n" for key, text in self._deprecated)
-            + "\n## Other names\n\n| key | meaning |\n|---|---|\n"
-            + "".join(f"| `{key}` | {cell(text)} |\n" for key, text in self._aliases)
-        )
+        return f"""{HEADER}# Configuration
+
+Every key of the JSON or YAML file. `plait config explain FILE` prints the same keys
+with the values of a file and where each value came from; `plait config schema` prints
+the JSON schema for an editor. A key that is not on this page is refused, with the
+nearest known key. A meaning that begins with a name and a colon (`tp: ...`, `nvme: ...`)
+applies only if that degree, value or setting is used.
+{sections}
+## Keys of DeepSpeed that are accepted and ignored, or refused
+
+A value that would change what is computed is refused; the others have no effect.
+
+| key | what happens |
+|---|---|
+{self._deprecated}
+## Other names
+
+| key | meaning |
+|---|---|
+{self._aliases}"""
 
     def _sections(self, path: str, node: dict[str, Any]) -> Iterator[str]:
         rows = []
         children = []
         for name, entry in node.get("properties", {}).items():
-            key = f"{path}.{name}" if path else name
+            key = f"{path}.{name}".lstrip(".")
             description = entry.get("description", "")
             section = self._section(entry)
             if description.startswith("Another name of"):
-                self._aliases.append((key, description))
+                self._aliases += f"| `{key}` | {cell(description)} |\n"
             elif entry.get("deprecated"):
-                self._deprecated.append((key, description))
+                self._deprecated += f"| `{key}` | {cell(description)} |\n"
             elif section is not None:
                 children.append((key, section))
             else:
-                rows.append(
-                    f"| `{name}` | {cell(self._type(entry))} | {self._default(entry)} |"
-                    f" {cell(description)} |"
-                )
+                default = json.dumps(entry.get("default"))
+                default = "" if default == "null" else f"`{default}`"
+                kind = cell(self._type(entry))
+                rows.append(f"| `{name}` | {kind} | {default} | {cell(description)} |")
         if rows:
-            yield f"\n## {f'`{path}`' if path else 'Top level'}\n"
+            title = f"`{path}`" if path else "Top level"
+            yield f"\n## {title}\n"
             if path and node.get("description"):
                 for paragraph in node["description"].split("\n\n"):
                     yield textwrap.fill(paragraph, 100, break_on_hyphens=False) + "\n"
@@ -113,50 +114,38 @@ class Configuration:
         if kind == "array":
             return f"list of {self._type(entry.get('items', {}))}"
         name = kind if isinstance(kind, str) else " or ".join(kind)
-        return name + self._bounds(entry)
+        return name + _bounds(entry)
 
-    @staticmethod
-    def _bounds(entry: dict[str, Any]) -> str:
-        lower = entry.get("minimum", entry.get("exclusiveMinimum"))
-        upper = entry.get("maximum", entry.get("exclusiveMaximum"))
-        parts = []
-        if lower is not None:
-            parts.append(f"{'>=' if 'minimum' in entry else '>'} {lower}")
+
+def _bounds(entry: dict[str, Any]) -> str:
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = []
+    for key, sign in signs.items():
         # The largest integers of 32 and 64 bits bound every number and say nothing to a reader.
-        if upper is not None and upper < 2**20:
-            parts.append(f"{'<=' if 'maximum' in entry else '<'} {upper}")
-        return f" ({', '.join(parts)})" if parts else ""
-
-    @staticmethod
-    def _default(entry: dict[str, Any]) -> str:
-        if "default" not in entry:
-            return ""
-        value = entry["default"]
-        return "" if value is None else f"`{json.dumps(value)}`"
+        if key in entry and (sign[0] == ">" or entry[key] < 2**20):
+            bounds.append(f"{sign} {entry[key]}")
+    return f" ({', '.join(bounds)})" if bounds else ""
 
 
 def command_line() -> str:
-    """Return the page of commands and options."""
     text = [
         f"{HEADER}# Command line\n",
         "`plait COMMAND --help` prints the same text. `plait --version` prints the version.\n",
         "| command | purpose |\n|---|---|",
     ]
-    text.extend(
-        f"| [`plait {command}`](#plait-{command}) | {cell(line)} |"
-        for command, (_, line) in COMMANDS.items()
-    )
+    for name, (_, line) in COMMANDS.items():
+        text.append(f"| [`plait {name}`](#plait-{name}) | {cell(line)} |")
     text.append(
         "\nExit codes: 0 done; 1 a rank failed or nothing fits; 2 wrong command line or file;"
         "\n3 the layout computes something else than one process; 4 the checkpoint cannot be used;"
         "\n5 a collective cannot complete because a rank hangs or ended; 6 no GPU to validate;"
         "\n7 numbers that are not finite; 128 + N ended by signal N.\n"
     )
-    for command, (target, _) in COMMANDS.items():
-        text.extend(_command(f"plait {command}", load(target)))
-        for words, second in NESTED_COMMANDS.items():
-            if words[0] == command:
-                text.extend(_command(f"plait {' '.join(words)}", load(second)))
+    for name, (target, _) in COMMANDS.items():
+        text.extend(_command(f"plait {name}", load(target)))
+        for nested, nested_target in NESTED_COMMANDS.items():
+            if nested[0] == name:
+                text.extend(_command(f"plait {' '.join(nested)}", load(nested_target)))
     return "\n".join(text)
 
 
@@ -167,21 +156,16 @@ def load(target: str) -> Any:
 
 def _command(name: str, command: Any) -> Iterator[str]:
     """Yield the lines of a command and of its subcommands."""
-    if hasattr(command, "commands"):
-        yield f"## `{name}`\n"
-        yield inspect.cleandoc(command.help or "") + "\n"
-        for word, child in command.commands.items():
-            yield from _command(f"{name} {word}", child)
-        return
-    level = "##" if name.count(" ") == 1 else "###"
+    children = getattr(command, "commands", None)
+    level = "##" if children or name.count(" ") == 1 else "###"
     yield f"{level} `{name}`\n"
     yield inspect.cleandoc(command.help or "") + "\n"
+    for word, child in (children or {}).items():
+        yield from _command(f"{name} {word}", child)
     rows = []
-    for parameter in command.params:
-        hidden = getattr(parameter, "hidden", False)
-        if hidden or parameter.name == "help":
-            continue
-        rows.append(f"| {_signature(parameter)} | {cell(_meaning(parameter))} |")
+    for parameter in command.params if children is None else ():
+        if not getattr(parameter, "hidden", False) and parameter.name != "help":
+            rows.append(f"| {_signature(parameter)} | {cell(_meaning(parameter))} |")
     if rows:
         yield "| argument or option | meaning |\n|---|---|"
         yield from rows
@@ -189,12 +173,11 @@ def _command(name: str, command: Any) -> Iterator[str]:
 
 
 def _signature(parameter: Any) -> str:
+    value = f"`{parameter.metavar or parameter.name.upper()}`"
     if parameter.param_type_name == "argument":
-        return f"`{parameter.metavar or parameter.name.upper()}`"
+        return value
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-    if getattr(parameter, "is_flag", False):
-        return names
-    return f"{names} `{parameter.metavar or parameter.name.upper()}`"
+    return names if getattr(parameter, "is_flag", False) else f"{names} {value}"
 
 
 def _meaning(parameter: Any) -> str:
@@ -206,7 +189,6 @@ def _meaning(parameter: Any) -> str:
 
 
 def python() -> str:
-    """Return the page of public names."""
     text = [
         f"{HEADER}# Python\n",
         'Names of the package `plait`. "Collective" means that all ranks have to call it.\n',
@@ -229,44 +211,40 @@ def _function(name: str, function: Any, level: str) -> Iterator[str]:
 def _class(name: str, kind: type) -> Iterator[str]:
     yield f"## `plait.{name}`\n"
     yield _docstring(kind) + "\n"
-    for attribute, value in vars(kind).items():
-        if attribute.startswith("_"):
-            continue
+    members = {key: value for key, value in vars(kind).items() if not key.startswith("_")}
+    for key, value in members.items():
         if isinstance(value, property):
-            yield f"- `{attribute}`: {' '.join(inspect.cleandoc(value.__doc__ or '').split())}"
+            yield f"- `{key}`: {' '.join((value.__doc__ or '').split())}"
     yield ""
-    for attribute, value in vars(kind).items():
-        if not attribute.startswith("_") and inspect.isfunction(value):
-            yield from _function(f"{name}.{attribute}", value, "###")
+    for key, value in members.items():
+        if inspect.isfunction(value):
+            yield from _function(f"{name}.{key}", value, "###")
 
 
 def _arguments(function: Any) -> str:
     signature = inspect.signature(function)
-    lines = [
-        f"    {parameter},"
-        for parameter in signature.parameters.values()
-        if parameter.name != "self"
-    ]
-    inner = re.sub(r"'([^'\n]*)'", r"\1", "\n".join(lines))
+    parameters = [p for name, p in signature.parameters.items() if name != "self"]
+    inner = "".join(f"\n    {parameter}," for parameter in parameters)
+    inner = re.sub(r"'([^'\n]*)'", r"\1", inner)
     inner = re.sub(r"<function (\w+) at 0x\w+>", r"\1", inner)
     returned = signature.return_annotation
     arrow = "" if returned is inspect.Signature.empty else f" -> {returned}"
-    return f"(\n{inner}\n){arrow}" if lines else f"(){arrow}"
+    end = "\n" * bool(parameters)
+    return f"({inner}{end}){arrow}"
 
 
 def _docstring(value: Any) -> str:
     """Return a docstring as Markdown. Sections of Google style with entries become lists."""
-    text = inspect.cleandoc(value.__doc__ or "")
     lines = []
     section = ""
-    for line in text.splitlines():
+    for line in inspect.cleandoc(value.__doc__ or "").splitlines():
+        entry = re.match(r"    ([\w.*]+): (.*)", line)
         if re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line):
             lines.append(f"**{line}**\n")
             section = line
         elif section in ("Returns:", "Yields:") and line.startswith("    "):
             lines.append(line.strip())
         elif section and re.match(r"    \S", line):
-            entry = re.match(r"    ([\w.*]+): (.*)", line)
             lines.append(f"- `{entry[1]}`: {entry[2]}" if entry else f"- {line.strip()}")
         elif section and line.startswith("      "):
             lines.append(f"  {line.strip()}")
@@ -277,27 +255,16 @@ def _docstring(value: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the pages and return the exit code."""
-    check = "--check" in arguments
     pages = {
         "configuration.md": Configuration().page(),
         "command-line.md": command_line(),
         "python.md": python(),
     }
-    different = []
-    PAGES.mkdir(parents=True, exist_ok=True)
-    for name, text in pages.items():
-        path = PAGES / name
-        text = text.rstrip() + "\n"
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        different.append(name)
-        if not check:
-            path.write_text(text, encoding="utf-8")
-    if check and different:
-        print(f"not what `make reference-docs` writes: {', '.join(different)}", file=sys.stderr)
-        return 1
-    return 0
+    check = "--check" in arguments
+    codes = [
+        write_page(PAGES / name, text.rstrip() + "\n", check=check) for name, text in pages.items()
+    ]
+    return max(codes)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ largest difference and races.
 The numbers are those that the tests record, and the races that the device counts.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 import sys
@@ -23,38 +21,33 @@ HEADER = ("devices", "configuration", "compared with", "largest difference", "ra
 
 
 def page(results: list[junit.Result], date: str) -> str:
-    """Return the page for tests that ran on `date`."""
     rows = []
     devices: Counter[int] = Counter()
-    races = 0
-    failures = 0
+    races = failures = 0
     worst = 0.0
     for result in results:
         values = result.properties
-        is_failed = result.outcome == "failed"
         # A test that failed before it recorded anything is listed by its name.
-        if "configuration" not in values and not is_failed:
+        if "configuration" not in values and result.outcome != "failed":
             continue
         count = int(values.get("devices", 0))
         difference = float(values.get("difference", "nan"))
         compared_with = values.get("compared with", "")
-        configuration = values.get("configuration", result.test)
-        race_count = values.get("races", "0")
-        cells = [str(count), configuration, compared_with, f"{difference:.1e}", race_count]
-        rows.append((count, configuration, [*cells, result.outcome]))
+        cells = [str(count), values.get("configuration", result.test), compared_with]
+        cells += [f"{difference:.1e}", values.get("races", "0"), result.outcome]
+        rows.append(cells)
         devices[count] += 1
-        races += int(race_count)
-        failures += is_failed
+        races += int(values.get("races", 0))
+        failures += result.outcome == "failed"
         if compared_with.startswith("one process") and not math.isnan(difference):
             worst = max(worst, difference)
-    rows.sort(key=lambda row: row[:2])
+    rows.sort(key=lambda cells: (int(cells[0]), cells[1]))
     counts = ", ".join(f"{number} on {count}" for count, number in sorted(devices.items()))
-    table = markdown(HEADER, [cells for *_, cells in rows], right=())
     text = (
         f"**{len(rows)} configurations ({counts} devices), {races} races, {failures} failures.** "
         "The largest difference to one process on the CPU, in float64, is "
         f"{worst:.1e} of the largest value of its tensor. torch {version('torch')}, "
-        f"Python {platform.python_version()}, {date}.\n\n{table}"
+        f"Python {platform.python_version()}, {date}.\n\n{markdown(HEADER, rows, right=())}"
     )
     return with_sections(PAGE, {"results": text})
 

@@ -8,10 +8,9 @@ Each line is printed with the name of its part, and the failures of both are rep
 Results are written to build/results/test-<part>.xml. The exit code is that of the part that failed.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -27,61 +26,39 @@ SEPARATE = ("tests/simulated_device",)
 NOTHING_CHOSEN = 5
 """Exit code of pytest if no test was selected, which is no failure if the other part has tests."""
 BY_HAND = {
-    "--pdb",
-    "--trace",
-    "-s",
-    "--capture=no",
-    "--co",
-    "--collect-only",
-    "--fixtures",
-    "--markers",
-    "-h",
-    "--help",
+    *("--pdb", "--trace", "-s", "--capture=no", "--co", "--collect-only"),
+    *("--fixtures", "--markers", "-h", "--help"),
 }
 """Options for interactive use, with which one pytest process runs."""
 
 
 def is_path(argument: str) -> bool:
-    """Return whether pytest takes `argument` as tests to run."""
     return not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists()
 
 
-def command(part: str, paths: tuple[str, ...], arguments: list[str]) -> list[str]:
-    """Return the command of a part. Each has its own cache, for `--lf`."""
-    name = f"-{part}" if part else ""
-    places = [
-        f"--junitxml={RESULTS / f'test{name}.xml'}",
-        *(["-o", f"cache_dir=.pytest_cache/{part}"] if part else []),
-    ]
-    return [sys.executable, "-m", "pytest", *places, *paths, *arguments]
-
-
 def side_by_side(arguments: list[str]) -> int:
-    """Run both parts and return the exit code."""
-    running = {
-        part: subprocess.Popen(
-            command(part, paths, arguments),
+    processes = []
+    readers = []
+    failures: list[str] = []
+    for part, paths in PARTS.items():
+        # Each part has its own cache, for `--lf`.
+        options = [f"--junitxml={RESULTS}/test-{part}.xml", "-o", f"cache_dir=.pytest_cache/{part}"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *paths, *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for part, paths in PARTS.items()
-    }
-    failures: list[str] = []
-    readers = [
-        Thread(target=show, args=(part, process, failures)) for part, process in running.items()
-    ]
+        processes.append(process)
+        readers.append(Thread(target=show, args=(part, process, failures)))
+        readers[-1].start()
     for reader in readers:
-        reader.start()
-    try:
-        for reader in readers:
+        with suppress(KeyboardInterrupt):  # pytest got it, too
             reader.join()
-    except KeyboardInterrupt:  # which pytest got too
-        for reader in readers:
-            reader.join()
+        reader.join()
     print("\n".join([*left_out(), *failures]), flush=True)
-    return exit_code([process.wait() for process in running.values()])
+    return exit_code([process.wait() for process in processes])
 
 
 def left_out() -> list[str]:
@@ -90,33 +67,31 @@ def left_out() -> list[str]:
     from tests.simulated_device.build import why_not
 
     reason = why_not()
-    return [
-        f"not run here: {path} (make simulated)"
-        + (f", which would skip them: {reason}" if reason else "")
-        for path in SEPARATE
-    ]
+    note = f", which would skip them: {reason}" if reason else ""
+    return [f"not run here: {path} (make simulated){note}" for path in SEPARATE]
 
 
 def exit_code(codes: list[int]) -> int:
     """Return the exit code of both parts: that of a failure, or that no test was selected."""
-    failed = [code for code in codes if code not in (0, NOTHING_CHOSEN)]
-    return (failed[0] if failed[0] > 0 else 1) if failed else 0 if 0 in codes else NOTHING_CHOSEN
+    for code in codes:
+        if code not in (0, NOTHING_CHOSEN):
+            return max(code, 1)
+    return min(codes)
 
 
 def show(part: str, process: subprocess.Popen[str], failures: list[str]) -> None:
     """Print the lines of a part, and add those that name a failed test to `failures`."""
     assert process.stdout is not None
     for line in process.stdout:
-        sys.stdout.write(f"{part:8} | {line}")
-        sys.stdout.flush()
+        print(f"{part:8} | {line}", end="", flush=True)
         if line.startswith(("FAILED ", "ERROR ")):
             failures.append(f"{part:8} | {line.rstrip()}")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests and return the exit code."""
     if BY_HAND & set(arguments) or any(map(is_path, arguments)):
-        return subprocess.call(command("", (), arguments), cwd=ROOT)
+        command = [sys.executable, "-m", "pytest", f"--junitxml={RESULTS}/test.xml", *arguments]
+        return subprocess.call(command, cwd=ROOT)
     return side_by_side(arguments)
 
 

@@ -1,15 +1,14 @@
 """Run every technique on the torch of this environment, and compare its losses with one process.
 
-    python -m tools.version_cover                 write benchmarks/results/versions/torch-VERSION.json
+    python -m tools.version_cover                 run the techniques on this torch
     python -m tools.version_cover --suite A.xml   add the numbers of tests in pytest's result files
     python -m tools.version_cover --page          write docs/development/versions.md
 
+The results are benchmarks/results/versions/torch-VERSION.json.
 tools/versions.sh makes the environments and calls this. A case trains two steps, saves a checkpoint
 and trains a third step from it. The losses are compared in float64, or to three digits where a
 technique rounds.
 """
-
-from __future__ import annotations
 
 import json
 import platform
@@ -123,8 +122,8 @@ def losses(rank: int, world: int, name: str, config: Config, folder: str) -> lis
 
     def train(engine: plait.Engine, step: list[dict[str, torch.Tensor]]) -> float:
         count = MICRO_BATCHES // engine.dp_size
-        own = step[engine.dp_rank * count : (engine.dp_rank + 1) * count]
-        return float(engine.train_batch(own).loss)
+        start = engine.dp_rank * count
+        return float(engine.train_batch(step[start : start + count]).loss)
 
     first = {key: value for key, value in config.items() if key != "then"}
     engine = build(first)
@@ -157,12 +156,10 @@ def _settings(world: int, config: Config, folder: str) -> Config:
         "run": {"seed": 3},
     }
     text = json.dumps(base | config | {"parallel": parallel})
-    settings: Config = json.loads(text.replace("{folder}", folder))
-    return settings
+    return dict(json.loads(text.replace("{folder}", folder)))
 
 
 def run_case(pool: Pool, name: str) -> str:
-    """Return "passed", or what went wrong."""
     world, config = CASES[name]
     # The reference has the model and the dtype of the case, no technique, and no failing step.
     reference = "zero-0" if "failed" in name else name
@@ -175,8 +172,9 @@ def run_case(pool: Pool, name: str) -> str:
         print(failure, file=sys.stderr, flush=True)
         return str(failure).strip().splitlines()[-1][:300]
     worst = max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
-    limit = 3e-2 if name.startswith(LOSSY) else 1e-10
-    return "passed" if worst <= limit else f"losses differ by {worst:.1e}"
+    if worst > (3e-2 if name.startswith(LOSSY) else 1e-10):
+        return f"losses differ by {worst:.1e}"
+    return "passed"
 
 
 def cover() -> int:
@@ -202,7 +200,8 @@ def add_suite(files: list[str]) -> int:
     """Record how many tests of each folder passed, failed and were skipped. 1 if one failed."""
     folders: dict[str, list[junit.Result]] = defaultdict(list)
     # A test that ran again counts as in the last file.
-    for result in {one.test: one for one in junit.results(map(Path, files))}.values():
+    last = {result.test: result for result in junit.results(map(Path, files))}
+    for result in last.values():
         folders["/".join(result.test.split("/")[:2])].append(result)
     counts = {folder: junit.counts(results) for folder, results in folders.items()}
     _record({"suite": counts, "suite_plait": revision()})
@@ -210,14 +209,12 @@ def add_suite(files: list[str]) -> int:
 
 
 def _record(content: dict[str, Any]) -> None:
-    """Add to the results of this torch."""
     path = FOLDER / f"torch-{torch.__version__.partition('+')[0]}.json"
     environment = {"date": today(), "torch": torch.__version__, "python": platform.python_version()}
     path.write_text(json.dumps(read(path, {}) | content | environment, indent=1) + "\n")
 
 
 def page() -> str:
-    """Return docs/development/versions.md with the recorded results."""
     runs = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("torch-*.json"))]
     reasons: dict[str, int] = {}
     rows = []
@@ -230,27 +227,24 @@ def page() -> str:
             cells.append(outcome)
         rows.append((name, *cells))
     notes = "".join(f"\n{number}. {reason}\n" for reason, number in reasons.items())
-    suites = [
-        (run["torch"], f"`{folder}`", *map(str, counts.values()), run["suite_plait"])
-        for run in runs
-        for folder, counts in sorted(run.get("suite", {}).items())
-    ]
+    suites = []
+    lines = ""
+    for run in runs:
+        for folder, counts in sorted(run.get("suite", {}).items()):
+            numbers = map(str, counts.values())
+            suites.append((run["torch"], f"`{folder}`", *numbers, run["suite_plait"]))
+        lines += f"- torch {run['torch']}, Python {run['python']}, revision {run['plait']}, "
+        lines += f"{run['date']}: {run['seconds']} s\n"
     header = ("torch", "tests", "passed", "failed", "skipped", "revision")
-    lines = [
-        f"- torch {run['torch']}, Python {run['python']}, revision {run['plait']}, {run['date']}: "
-        f"{run['seconds']} s\n"
-        for run in runs
-    ]
     sections = {
         "techniques": markdown(("", *(run["torch"] for run in runs)), rows) + notes,
         "tests": markdown(header, suites),
-        "runs": "".join(lines),
+        "runs": lines,
     }
     return with_sections(PAGE, sections)
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the module's docstring says."""
     if arguments[:1] == ["--suite"]:
         return add_suite(arguments[1:])
     if arguments == ["--page"]:

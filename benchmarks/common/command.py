@@ -1,12 +1,9 @@
 """The command line of a benchmark: `python -m benchmarks.NAME [--quick]`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 
 def command(name: str, description: str | None) -> ArgumentParser:
-    """Return a parser with the option that all benchmarks have."""
     parser = ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,

@@ -4,8 +4,6 @@ The share of foreign work is the time that the machine was busy (with time that 
 away) minus the time of our processes, over wall time times cores.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -28,7 +26,7 @@ def busy_seconds() -> float:
 def own_seconds(pids: Iterable[int]) -> float:
     """Return the processor seconds that these processes have used, with all threads."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return sum(one.user + one.system for one in times)
+    return sum(entry.user + entry.system for entry in times)
 
 
 @dataclass
@@ -40,19 +38,16 @@ class ForeignMeter:
 
     pids: tuple[int, ...]
     _wall: float = 0.0
-    _busy: float = 0.0
-    _own: float = 0.0
+    _foreign: float = 0.0
 
     def start(self) -> None:
-        """Take the first reading."""
         self._wall = time.perf_counter()
-        self._busy = busy_seconds()
-        self._own = own_seconds(self.pids)
+        self._foreign = busy_seconds() - own_seconds(self.pids)
 
     def stop(self) -> float:
         """Return the foreign share since `start`, from 0 to 1."""
         wall = time.perf_counter() - self._wall
-        foreign = (busy_seconds() - self._busy) - (own_seconds(self.pids) - self._own)
+        foreign = busy_seconds() - own_seconds(self.pids) - self._foreign
         return max(0.0, foreign) / (wall * (psutil.cpu_count() or 1))
 
 
@@ -65,7 +60,7 @@ def undisturbed(
     wait_seconds: float,
     timeout_seconds: float,
 ) -> Iterator[tuple[float, list[Any]]]:
-    """Ask a group until a turn is undisturbed, and yield the foreign share and answers of each turn.
+    """Ask a group until a turn is undisturbed. Yield the foreign share and answers of each turn.
 
     Args:
         group: Workers that are asked.

@@ -5,8 +5,6 @@ date, the machine and the versions it is of. It has at most `MOST_BYTES`: raw me
 A page is Markdown that is made from results alone, or a section of one between two marks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -29,12 +27,10 @@ Rows = Sequence[Sequence[str]]
 
 
 def today() -> str:
-    """Return the date in UTC, as in ISO 8601."""
     return datetime.now(UTC).date().isoformat()
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,7 +60,6 @@ def facts(*packages: str) -> dict[str, object]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Return `facts` as one sentence."""
     versions = [f"{name} {version}" for name, version in machine["versions"].items() if version]
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
     parts = [machine["date"], machine["cpu"], f"{machine['cores']} cores", memory]
@@ -87,15 +82,12 @@ def dumps(value: Any, depth: int = 0) -> str:
     line = json.dumps(value)
     if not isinstance(value, (dict, list, tuple)) or depth + len(line) <= WIDTH:
         return line
-    inner = " " * (depth + 1)
-    if isinstance(value, dict):
-        opening, closing = "{}"
-        entries = [f"{json.dumps(str(key))}: {dumps(one, depth + 1)}" for key, one in value.items()]
-    else:
-        opening, closing = "[]"
-        entries = [dumps(entry, depth + 1) for entry in value]
-    lines = f",\n{inner}".join(entries)
-    return f"{opening}\n{inner}{lines}\n{' ' * depth}{closing}"
+    entries = []
+    for key in value if isinstance(value, dict) else range(len(value)):
+        name = f"{json.dumps(str(key))}: " if isinstance(value, dict) else ""
+        entries.append(f"{' ' * (depth + 1)}{name}{dumps(value[key], depth + 1)}")
+    lines = ",\n".join(entries)
+    return f"{line[0]}\n{lines}\n{' ' * depth}{line[-1]}"
 
 
 def read(path: Path, default: Any = None) -> Any:
@@ -124,7 +116,7 @@ def markdown(header: Sequence[str], rows: Rows, *, right: Collection[int] | None
         right: Columns that are aligned to the right. Default: all but the first.
     """
     columns = range(1, len(header)) if right is None else right
-    rules = ["---:" if index in columns else "---" for index in range(len(header))]
+    rules = ["---" + ":" * (index in columns) for index in range(len(header))]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [f"|{'|'.join(rules)}|", *(f"| {' | '.join(row)} |" for row in escaped)]
     return "\n".join([f"| {' | '.join(header)} |", *lines]) + "\n"
@@ -145,8 +137,8 @@ def aligned(header: Sequence[str], rows: Rows) -> str:
 def with_section(text: str, mark: str, content: str) -> str:
     """Return a page with the text between `<!-- mark -->` and `<!-- end -->` replaced."""
     begin = f"<!-- {mark} -->\n"
-    before, rest = text.split(begin)
-    return f"{before}{begin}{content}{END}{rest.split(END, 1)[1]}"
+    before, old = text.split(begin)
+    return f"{before}{begin}{content}{END}{old.split(END, 1)[1]}"
 
 
 def with_sections(path: Path, sections: Mapping[str, str]) -> str:
@@ -158,7 +150,6 @@ def with_sections(path: Path, sections: Mapping[str, str]) -> str:
 
 
 def write_page(path: Path, text: str, *, check: bool = False) -> int:
-    """Write a page, or only compare it, and return an exit code."""
     if not check:
         path.write_text(text, encoding="utf-8")
     elif not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -1,7 +1,5 @@
 """Times of several ways to compute one training step, in the same two processes, round by round."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +18,29 @@ from benchmarks.common.workers import free_port
 RANKS = 2
 ROUNDS = 15
 QUICK_TOKENS = 128
+FIELDS = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 4096, "use_cache": False}
+FIELDS |= {"num_attention_heads": 8, "num_key_value_heads": 8}
 LARGEST_DIFFERENCE = 1e-3
-"""Relative difference of float32 losses up to which two ways compute the same step."""
+"""Relative difference of float32 losses up to which two engines compute the same step."""
 
 Step = Callable[[], float]
-"""One training step on this rank. Returns the loss."""
+"""Runs a training step on this rank, and returns the loss."""
 MakeSteps = Callable[[int, int], Mapping[str, Step]]
 """Takes the rank and the number of tokens. The first of its steps is the baseline."""
+
+
+def build_model(kind: str, *, experts: str | None = None, **fields: Any) -> Any:
+    """Return a small model of Transformers, with the same weights each time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **FIELDS, **fields)
+    return AutoModelForCausalLM.from_config(config, experts_implementation=experts)
+
+
+def random_ids(tokens: int, *, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=generator)
 
 
 def plait_step(model: nn.Module, ids: torch.Tensor, parallel: Mapping[str, Any]) -> Step:
@@ -42,7 +56,6 @@ def plait_step(model: nn.Module, ids: torch.Tensor, parallel: Mapping[str, Any])
 
 
 def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
-    """Sum tensors in place over the ranks, with one all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat)
     for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -50,7 +63,6 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def run(name: str, description: str | None, make_steps: MakeSteps, *, tokens: int) -> None:
-    """Run the command of a benchmark, which writes benchmarks/results/NAME.json."""
     quick = command(name, description).parse_args().quick
     sizes = (1, QUICK_TOKENS) if quick else (ROUNDS, tokens)
     arguments = (name, make_steps, *sizes, free_port(), quick)
@@ -67,12 +79,12 @@ def _work(
     if rank == 0:
         baseline = next(iter(times.values()))
         results = {}
-        for way, seconds in times.items():
+        for engine, seconds in times.items():
             ratios = [ours / theirs for ours, theirs in zip(seconds, baseline, strict=True)]
             milliseconds = round(1e3 * statistics.median(seconds), 1)
             ratio = round(statistics.median(ratios), 3)
-            results[way] = {"milliseconds": milliseconds, "ratio": ratio}
-            print(f"{way:18s} {results[way]}")
+            results[engine] = {"milliseconds": milliseconds, "ratio": ratio}
+            print(f"{engine:18s} {results[engine]}")
         if not quick:
             sizes = {"rounds": rounds, "tokens": tokens, "ranks": RANKS}
             store(name, {**sizes, "results": results}, "torch", "transformers")
@@ -82,15 +94,15 @@ def _work(
 
 def _time(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
     """Return seconds per round. Raises ValueError if losses differ."""
-    times: dict[str, list[float]] = {way: [] for way in steps}
+    times: dict[str, list[float]] = {engine: [] for engine in steps}
     for index in range(rounds + 1):
         losses = {}
-        for way, step in steps.items():
+        for engine, step in steps.items():
             dist.barrier()
             began = time.perf_counter()
-            losses[way] = step()
+            losses[engine] = step()
             if index:  # the first round is not counted
-                times[way].append(time.perf_counter() - began)
+                times[engine].append(time.perf_counter() - began)
         expected = next(iter(losses.values()))
         allowed = LARGEST_DIFFERENCE * abs(expected)
         if any(abs(loss - expected) > allowed for loss in losses.values()):

@@ -4,8 +4,6 @@ A ratio is taken within a round, between two baselines that ran seconds apart, a
 over rounds. Slow drift of a shared machine cancels, which it does not in a ratio of two medians.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

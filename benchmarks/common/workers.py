@@ -1,11 +1,9 @@
 """Groups of persistent worker processes that wait for their turn.
 
 A worker group is one baseline: spawned processes with the environment of a process group, which
-read messages from pipes. A waiting worker blocks in a read, so that only one group computes. Workers
-write to a log file, which is shown if one of them fails.
+read messages from pipes. A waiting worker blocks in a read, so that only one group computes.
+Workers write to a log file, which is shown if one of them fails.
 """
-
-from __future__ import annotations
 
 import os
 import socket
@@ -20,7 +18,7 @@ from typing import Any
 
 Handler = Callable[[Any], Any]
 Start = Callable[[Any], Handler]
-"""Is called once in the worker with the argument of the group, and returns what answers messages."""
+"""Called once in the worker with the argument of the group. Returns what answers messages."""
 
 
 class WorkerGroupError(RuntimeError):
@@ -28,7 +26,6 @@ class WorkerGroupError(RuntimeError):
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -72,23 +69,13 @@ class WorkerGroup:
         self.port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(ranks):
+        world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(ranks))
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "GROUP_RANK": "0"}
+        for rank, log in enumerate(self.logs):
             ours, theirs = context.Pipe()
-            place = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "LOCAL_SIZE": str(ranks),
-                "GROUP_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.port),
-            }
-            process = context.Process(
-                target=_serve,
-                args=(start, argument, {**environment, **place}, str(self.logs[rank]), theirs),
-                daemon=True,
-            )
+            place = {**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (start, argument, place, str(log), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -96,7 +83,6 @@ class WorkerGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids in the order of ranks."""
         return tuple(process.pid for process in self.processes if process.pid is not None)
 
     def ready(self, *, timeout_seconds: float) -> None:
@@ -113,39 +99,33 @@ class WorkerGroup:
         deadline = time.monotonic() + timeout_seconds
         answers: dict[int, Any] = {}
         while len(answers) < len(self.pipes):
-            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-            left = deadline - time.monotonic()
-            spoken = wait(waiting, timeout=max(0.0, left))
-            for rank, pipe in enumerate(self.pipes):
-                if pipe not in spoken:
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = list(waiting.values())
+                problem = f"no answer from rank {silent} in {timeout_seconds:.0f} s"
+                raise self._error(problem, silent[0])
+            for pipe in self.pipes:
+                if pipe not in ready:
                     continue
+                rank = waiting[pipe]
                 try:
-                    said, value = pipe.recv()
+                    status, value = pipe.recv()
                 except EOFError:
-                    raise WorkerGroupError(
-                        f"{self.name}: rank {rank} died{self._last_words(rank)}"
-                    ) from None
-                if said != kind:
-                    raise WorkerGroupError(
-                        f"{self.name}: rank {rank} failed\n{value}{self._last_words(rank)}"
-                    )
+                    raise self._error(f"rank {rank} died", rank) from None
+                if status != kind:
+                    raise self._error(f"rank {rank} failed\n{value}", rank)
                 answers[rank] = value
-            if left <= 0:
-                silent = sorted(set(range(len(self.pipes))) - set(answers))
-                raise WorkerGroupError(
-                    f"{self.name}: no answer from rank {silent} in {timeout_seconds:.0f} s{self._last_words(silent[0])}"
-                )
         return [answers[rank] for rank in range(len(self.pipes))]
 
-    def _last_words(self, rank: int, *, lines: int = 15) -> str:
-        try:
-            text = self.logs[rank].read_text(errors="replace").splitlines()[-lines:]
-        except OSError:
-            return ""
-        return "\n  its last output:\n    " + "\n    ".join(text) if text else ""
+    def _error(self, problem: str, rank: int) -> WorkerGroupError:
+        with suppress(OSError):
+            lines = self.logs[rank].read_text(errors="replace").splitlines()[-15:]
+            if lines:
+                problem += "\n  its last output:\n    " + "\n    ".join(lines)
+        return WorkerGroupError(f"{self.name}: {problem}")
 
     def stop(self, *, patience_seconds: float = 10) -> None:
-        """End the workers, and kill those that do not end in time."""
         for pipe in self.pipes:
             with suppress(OSError):  # it may have ended by itself
                 pipe.send(None)

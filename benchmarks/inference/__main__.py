@@ -13,8 +13,6 @@
   be the same at all of them
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -43,7 +41,6 @@ Row = dict[str, Any]
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Write a model, and return the bytes of its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -62,7 +59,6 @@ def make_model(folder: Path, layers: int) -> int:
 
 
 def run(folder: Path, engine: str, **options: Any) -> Row:
-    """Run one engine in a process of its own."""
     text = json.dumps({"requests": REQUESTS, "tokens": TOKENS, **options})
     module = "benchmarks.inference.engines"
     command_line = [sys.executable, "-m", module, str(folder), engine, text]
@@ -74,7 +70,6 @@ def run(folder: Path, engine: str, **options: Any) -> Row:
 
 
 def quickest(rows: list[Row]) -> Row:
-    """Return the run that took the least time."""
     return min(rows, key=lambda row: row["seconds"])
 
 
@@ -86,14 +81,13 @@ def engines(folder: Path, disk: Path, budget: int) -> tuple[dict[str, Row], floa
         theirs.append(run(folder, "transformers"))
         ours.append(run(folder, "plait"))
     cold = {"drop": True, "rounds": 2}
+    # A disk that others use has another rate at another time.
+    from_disk = [run(folder, "plait", budget=budget, **cold) for _ in range(TURNS)]
     rows = {
         "Transformers, in memory": quickest(theirs),
         "Plait, in memory": quickest(ours),
         "accelerate, from disk": run(folder, "transformers", disk=str(disk), **cold),
-        # A disk that others use has another rate at another time.
-        "Plait, from disk": quickest(
-            [run(folder, "plait", budget=budget, **cold) for _ in range(TURNS)]
-        ),
+        "Plait, from disk": quickest(from_disk),
         "Plait, files in the cache": run(folder, "plait", budget=budget),
         "accelerate, cpu_offload": run(folder, "transformers", host=True),
     }
@@ -151,19 +145,14 @@ def main() -> int:
     groups = (list(rows.values()), [unlimited, *budgets.values()])
     same = all(len({str(row.pop("tokens")) for row in group}) == 1 for group in groups)
 
-    def ratio(above: str, below: str) -> float:
-        return float(rows[above]["seconds"] / rows[below]["seconds"])
-
-    peaks = [row["peak_bytes"] / within for within, row in budgets.items()]
+    seconds = {name: row["seconds"] for name, row in rows.items()}
+    disk_ratio = seconds["accelerate, from disk"] / seconds["Plait, from disk"]
+    host_ratio = seconds["accelerate, cpu_offload"] / seconds["Plait, files in the cache"]
     ratios = {
         "in memory, Transformers' time over Plait's": in_memory,
-        "from disk, accelerate's time over Plait's": ratio(
-            "accelerate, from disk", "Plait, from disk"
-        ),
-        "host memory, accelerate's time over Plait's from the cache": ratio(
-            "accelerate, cpu_offload", "Plait, files in the cache"
-        ),
-        "highest peak over its budget": max(peaks),
+        "from disk, accelerate's time over Plait's": disk_ratio,
+        "host memory, accelerate's time over Plait's from the cache": host_ratio,
+        "highest peak over its budget": max(row["peak_bytes"] / n for n, row in budgets.items()),
     }
     for name, row in rows.items():
         rate = REQUESTS * TOKENS / row["seconds"]
@@ -189,7 +178,7 @@ def main() -> int:
         "same_tokens": same,
     }
     store("inference", content, "torch", "transformers", "accelerate")
-    return 0 if same else 1
+    return int(not same)
 
 
 if __name__ == "__main__":

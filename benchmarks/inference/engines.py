@@ -1,4 +1,4 @@
-"""One engine in a process of its own, which prints a line of JSON.
+"""Run an engine in a process of its own, which prints a line of JSON.
 
     python -m benchmarks.inference.engines FOLDER ENGINE JSON
 
@@ -6,8 +6,6 @@ All engines decode the same prompts greedily. `drop` keeps the files out of the 
 so that every pass over the weights reads the disk. Memory is the proportional set size, with mapped
 files, above that of the process after its imports.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -37,14 +35,12 @@ Run = Callable[[int, int], list[list[int]]]
 
 
 def memory_bytes() -> int:
-    """Return the proportional set size of this process."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 @contextmanager
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` repeatedly in a thread, inside the context."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -61,7 +57,6 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 
 
 def drop_files(folders: list[Path]) -> None:
-    """Remove the weights in these folders from the kernel's page cache."""
     for path in (path for folder in folders for path in folder.rglob("*")):
         if path.suffix in (".safetensors", ".dat"):
             file = os.open(path, os.O_RDONLY)

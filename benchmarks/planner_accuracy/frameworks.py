@@ -1,11 +1,8 @@
 """Frameworks of published runs (`data/frameworks.yaml`), and the learned speeds of their kernels
 (`data/stacks.json`)."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +22,11 @@ _PURE_STEP = 14
 """Bytes per parameter of an optimizer step with all states in 16 bits."""
 _OPEN_WIDTH = 0.2
 """Width of the speed of kernels that the name of a framework does not determine."""
+_SAME_NAMES = (
+    *("hidden_tp", "hidden_dp", "logits", "norms", "slack", "flash", "dynamic_scaling"),
+    *("whole_logits", "whole_inputs", "stops_early", "late_gradients", "tp_launches"),
+)
+"""Keys of the table that are fields of `Framework`."""
 
 
 @cache
@@ -55,63 +57,54 @@ def framework(
     if lower.startswith("plait"):
         return plait(precision=precision, pure=states == "pure-16bit")
     table = _table()
-    found = _entry_of(lower)
-    newer = newer or (recent and found not in UNKNOWN)
-    found = table["frameworks"][found].get("newer", found) if newer else found
-    entry = dict(table["frameworks"][found])
-    variants = table["kernels"] if found in UNKNOWN else entry.get("variants", {})
+    key = _entry_of(lower)
+    if newer or (recent and key not in UNKNOWN):
+        key = table["frameworks"][key].get("newer", key)
+    entry = dict(table["frameworks"][key])
+    variants = table["kernels"] if key in UNKNOWN else entry.get("variants", {})
     for pattern, changes in variants.items():
         if re.search(pattern, lower):
             entry |= changes
-    apart = entry["apart"]
-    wire = (4, 4) if precision == "fp32" else entry.get("wire_in", {}).get(precision, entry["wire"])
-    weights, gradients, optimizer, gathered = table["recipes"][
-        states or entry.get("states_in", {}).get(precision) or entry["states"]
-    ]
+
+    recipe = states or entry.get("states_in", {}).get(precision) or entry["states"]
+    weights, gradients, optimizer, gathered = table["recipes"][recipe]
+    wire_gather, wire_reduce = entry.get("wire_in", {}).get(precision, entry["wire"])
+    if precision == "fp32":
+        # Weights are used and sent in the dtype in which they are stored.
+        gathered = 0
+        wire_gather = wire_reduce = 4
+    norms, rotary, activation = entry["apart"]
+    fields = {field: entry[field] for field in _SAME_NAMES if field in entry}
+    for step in ("host", "hook", "send"):
+        if f"{step}_us" in entry:
+            fields[f"{step}_seconds"] = entry[f"{step}_us"] * 1e-6
     return Framework(
-        name=found,
+        name=key,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        gathered=0
-        if precision == "fp32"
-        else gathered,  # weights are used in the dtype that they are kept in
-        wire_gather=wire[0],
-        wire_reduce=wire[1],
-        separate_norms=apart[0],
-        separate_rotary=apart[1],
-        separate_activation=apart[2],
+        gathered=gathered,
+        wire_gather=wire_gather,
+        wire_reduce=wire_reduce,
+        separate_norms=norms,
+        separate_rotary=rotary,
+        separate_activation=activation,
         attention=ATTENTION.index(entry["attention"]),
-        flash=entry.get("flash", 1.0),
-        hidden_tp=entry["hidden_tp"],
-        hidden_dp=entry["hidden_dp"],
-        host_seconds=entry["host_us"] * 1e-6,
-        hook_seconds=entry.get("hook_us", 0) * 1e-6,
-        send_seconds=entry.get("send_us", 25) * 1e-6,
-        logits=entry["logits"],
-        dynamic_scaling=entry.get("dynamic_scaling", 0),
-        whole_logits=entry.get("whole_logits", 0),
-        whole_inputs=entry.get("whole_inputs", 0),
-        stops_early=entry.get("stops_early", 0),
-        late_gradients=entry.get("late_gradients", 0),
-        norms=entry["norms"],
-        slack=entry["slack"],
         step_bytes=_PURE_STEP if states == "pure-16bit" else entry["optimizer"],
-        tp_launches=entry.get("tp_launches", 0.15),
+        **fields,
     )
 
 
-def unknown(framework: str) -> bool:
+def is_unknown(name: str) -> bool:
     """Return whether only an entry of UNKNOWN matches a name."""
-    return _entry_of(framework.lower()) in UNKNOWN
+    return _entry_of(name.lower()) in UNKNOWN
 
 
 def _entry_of(lower: str) -> str:
-    return next(
-        key
-        for key, entry in _table()["frameworks"].items()
-        if any(re.search(pattern, lower) for pattern in entry["match"])
-    )
+    for key, entry in _table()["frameworks"].items():
+        if any(re.search(pattern, lower) for pattern in entry["match"]):
+            return str(key)
+    raise AssertionError("the last entries match every name")
 
 
 @cache
@@ -127,40 +120,31 @@ def open_kernels() -> frozenset[str]:
     )
 
 
-def without_name(framework: str) -> str:
+def without_name(name: str) -> str:
     """Return what the name of a framework says about its kernels, without the framework.
 
     >>> without_name("torchtitan + torchao, torch.compile")
     'unknown, compile'
     """
-    lower = framework.lower()
-    return ", ".join(
-        [
-            "unknown",
-            *(match[0] for pattern in _table()["kernels"] if (match := re.search(pattern, lower))),
-        ]
-    )
+    matches = [re.search(pattern, name.lower()) for pattern in _table()["kernels"]]
+    return ", ".join(["unknown", *(match[0] for match in matches if match)])
 
 
-def _with_stacks(base: Priors, names: Iterable[str]) -> dict[str, constants.Constant]:
-    found = {f"stack.{name}": constants.of_kernels(name) for name in names}
+def _with_kernels_of_all(base: Priors) -> Priors:
+    kernels = {f"stack.{name}": constants.of_kernels(name) for name in _table()["frameworks"]}
     for name in open_kernels():
-        found[name] = replace(found[name], width=_OPEN_WIDTH)
-    return {**base.constants, **found}
+        kernels[name] = replace(kernels[name], width=_OPEN_WIDTH)
+    return replace(base, constants={**base.constants, **kernels})
 
 
+@cache
 def datasheet_priors() -> Priors:
     """Return constants of data sheets and of the literature, for every framework of the table."""
-    base = constants.datasheet_priors()
-    return Priors(_with_stacks(base, _table()["frameworks"]), base.time_spread, base.memory_spread)
+    return _with_kernels_of_all(constants.datasheet_priors())
 
 
 @cache
 def fitted_priors() -> Priors:
     """Return the constants that ship, and those of the frameworks of the table."""
-    shipped = constants.fitted_priors()
-    base = Priors(
-        _with_stacks(shipped, _table()["frameworks"]), shipped.time_spread, shipped.memory_spread
-    )
-    learned = json.loads(STACKS.read_text(encoding="utf-8"))
-    return constants.with_learned(base, learned["constants"])
+    learned = json.loads(STACKS.read_text(encoding="utf-8"))["constants"]
+    return constants.with_learned(_with_kernels_of_all(constants.fitted_priors()), learned)

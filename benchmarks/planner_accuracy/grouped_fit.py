@@ -1,6 +1,4 @@
-"""A fit of the planner's constants to rows of many sources, each of which has an offset of its own."""
-
-from __future__ import annotations
+"""Fit of the planner's constants to rows of many sources, each with an offset of its own."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,31 +32,28 @@ def grouped_fit(
         groups: Number of the group of each row.
         group_width: Standard deviation of a group's offset.
         weights: Scale the evidence of the rows.
-        begin: Constants at which the search starts, else the priors. The result is the same, sooner.
+        begin: Constants at which the search starts (default: the priors). They save time only.
 
     Returns:
         The fit, and the offset of each group.
     """
     log_ratios = LogRatios(tuple(names), priors)
-    constants, count = len(log_ratios.names), int(groups.max()) + 1
-    indicator = np.zeros((len(measured), count))
-    indicator[np.arange(len(measured)), groups] = 1
-    start = np.zeros(constants + count)
+    size = len(names)
+    count = int(groups.max()) + 1
+    is_in_group = (groups[:, None] == np.arange(count)).astype(float)
+    start = np.zeros(size + count)
     if begin is not None:
-        start[:constants] = [
-            math.log(float(begin[name]) / priors[name].median) for name in log_ratios.names
-        ]
+        start[:size] = [math.log(float(begin[name]) / priors[name].median) for name in names]
 
     def predict_at(theta: np.ndarray) -> np.ndarray:
-        return predict(log_ratios.rates(theta)) + indicator @ theta[constants:]
+        return predict(log_ratios.rates(theta)) + is_in_group @ theta[size:]
 
     def jacobian_at(theta: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        of_constants = log_ratios.jacobian(
-            predict, theta, predicted - indicator @ theta[constants:]
-        )
-        return np.concatenate([of_constants, indicator], axis=1)
+        without_offsets = predicted - is_in_group @ theta[size:]
+        slopes = log_ratios.jacobian(predict, theta, without_offsets)
+        return np.concatenate([slopes, is_in_group], axis=1)
 
-    open_ends = np.full(count, math.inf)
+    unbounded = np.full(count, math.inf)
     least, most = log_ratios.bounds
     theta, covariance = most_probable(
         predict_at,
@@ -66,15 +61,10 @@ def grouped_fit(
         measured,
         start,
         widths=np.concatenate([log_ratios.widths, np.full(count, group_width)]),
-        bounds=(np.concatenate([least, -open_ends]), np.concatenate([most, open_ends])),
+        bounds=(np.concatenate([least, -unbounded]), np.concatenate([most, unbounded])),
         spread=spread,
         weights=weights,
     )
-    fitted = Fit(
-        log_ratios.names,
-        log_ratios.rates(theta),
-        covariance[:constants, :constants],
-        spread,
-        len(measured),
-    )
-    return fitted, theta[constants:]
+    rates = log_ratios.rates(theta)
+    fitted = Fit(log_ratios.names, rates, covariance[:size, :size], spread, len(measured))
+    return fitted, theta[size:]

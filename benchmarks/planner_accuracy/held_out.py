@@ -5,8 +5,6 @@ The rows of the calibration are selected without their measurements. Each next o
 least certain prediction, given those before.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,13 +14,36 @@ import numpy as np
 
 from benchmarks.planner_accuracy.frameworks import datasheet_priors, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
-from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
-from benchmarks.planner_accuracy.runs import Row, choose, costs, measured_seconds, read_runs
+from benchmarks.planner_accuracy.predict import (
+    Evaluation,
+    Prediction,
+    evaluate,
+    source_of,
+    stack_of,
+)
+from benchmarks.planner_accuracy.runs import Row, choose, measured_seconds, read_runs
 from benchmarks.planner_accuracy.widths import Residuals, residuals, scaled, scales_of
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Priors
 
-MOST = 12
+CALIBRATION_ROWS = 12
+_FAMILIES = (
+    ("NANO", "NANOBEST"),
+    ("NEMO2405", "NEMO2407", "NEMOLC", "DGXC", "DGXC25", "DGXCMOE", "MLPERF", "NMTRON15B"),
+    ("DGXCMAX", "DGXCPAX", "JAXMAX", "JAXPAX"),
+    ("MBRIDGE", "AUTOMODEL", "MOEZOO", "QW3BRIDGE"),
+    ("TITANOLD", "TITANLOG", "TITANFP4", "TORCHAO", "TAONC", "TITAN24"),
+    ("FSDP2F8", "FMSFSDP"),
+    ("DLPONE", "DLPMEG"),
+    ("INTERNEVO", "INTERNMEM", "XTUNER"),
+    ("GIPFEL", "ALPSCG", "ALPSMEM"),
+    ("ZBPP", "VOCABPP"),
+)
+"""Sources that the same people measured."""
+
+
+def _family(source: str) -> tuple[str, ...]:
+    return next((names for names in _FAMILIES if source in names), (source,))
 
 
 @cache
@@ -37,47 +58,35 @@ def learned_without(sources: tuple[str, ...]) -> Priors:
 
 def with_widths_of_others(priors: Priors, *, without: tuple[str, ...] = ()) -> Priors:
     """Return `priors` with the widths that the other sources need, each held out."""
-    others = [names for names in _scored_families() if names != without]
-    return scaled(priors, scales_of(_residuals(names) for names in others))
-
-
-@cache
-def _scored_families() -> tuple[tuple[str, ...], ...]:
-    return tuple(sorted({family(source_of(row)) for row in _scored()}))
+    families = sorted({_family(source_of(row)) for row in _scored()})
+    return scaled(priors, scales_of(_residuals(names) for names in families if names != without))
 
 
 @cache
 def _scored() -> tuple[Row, ...]:
     """Return the rows that determine widths, with those that no constant is learned from."""
-    return tuple(
-        row
-        for row in rows_of("runs", "unseen_2")
-        if row["tier"] == "A" and not row["moe"] and row["status"] == "ok"
-    )
+    rows = rows_of("runs", "unseen_2")
+    return tuple(r for r in rows if r["tier"] == "A" and not r["moe"] and r["status"] == "ok")
 
 
 @cache
-def _residuals(names: tuple[str, ...]) -> Residuals:
-    return residuals([row for row in _scored() if source_of(row) in names], _medians_without(names))
+def _residuals(sources: tuple[str, ...]) -> Residuals:
+    rows = [row for row in _scored() if source_of(row) in sources]
+    return residuals(rows, _medians_without(sources))
 
 
 @cache
 def _medians_without(sources: tuple[str, ...]) -> Priors:
     rows = rows_of("runs", "sweeps")
-    taught = any(source_of(row) in sources for row in rows)
-    found = learn(rows, without=sources, near=_from_all()) if taught else _from_all()
-    own_rows = [
-        row
-        for row in rows_of("runs", "sweeps", "unseen_2", "unseen_3")
-        if source_of(row) in sources
-    ]
-    ran = {str(variant.framework.name) for variant in read_runs(own_rows).variants}
-    own = {
-        f"stack.{name}": constant
-        for name in ran
-        if (constant := datasheet_priors().constants.get(f"stack.{name}"))
-    }
-    return replace(found, constants={**found.constants, **own})
+    learned = _from_all()
+    if any(source_of(row) in sources for row in rows):
+        learned = learn(rows, without=sources, near=learned)
+    rows += rows_of("unseen_2", "unseen_3")
+    variants = read_runs([row for row in rows if source_of(row) in sources]).variants
+    kernels = {f"stack.{variant.framework.name}" for variant in variants}
+    believed = datasheet_priors().constants
+    unlearned = {name: believed[name] for name in kernels & believed.keys()}
+    return replace(learned, constants={**learned.constants, **unlearned})
 
 
 @cache
@@ -95,57 +104,36 @@ def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Ev
     """
     predictions: list[Prediction] = []
     reasons: dict[int, str] = {}
-    used = 0
-    where: dict[str, list[int]] = defaultdict(list)
+    indices: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        where[source_of(row)].append(index)
-    for source, indices in where.items():
-        priors = learned_without(family(source))
-        part = [
-            rows[i] if named else {**rows[i], "framework": without_name(rows[i]["framework"])}
-            for i in indices
-        ]
-        given = first_rows(part, priors) if calibrated else []
-        found = evaluate(part, calibrate=given, priors=priors)
-        used += len(given)
-        position = {id(row): indices[k] for k, row in enumerate(part)}
-        predictions += [replace(p, row=position[id(found.rows[p.row])]) for p in found.predictions]
-        reasons |= {position[id(found.rows[row])]: reason for row, reason in found.reasons.items()}
-    return Evaluation(tuple(rows), tuple(sorted(predictions, key=lambda p: p.row)), reasons, used)
+        indices[source_of(row)].append(index)
+    for source, members in indices.items():
+        priors = learned_without(_family(source))
+        of_source = [rows[index] for index in members]
+        if not named:
+            of_source = [{**r, "framework": without_name(r["framework"])} for r in of_source]
+        selected = first_rows(of_source, priors) if calibrated else []
+        evaluation = evaluate(of_source, calibrate=selected, priors=priors)
+        # The rows of the calibration are not among those of the evaluation.
+        index_of = {id(row): index for row, index in zip(of_source, members, strict=True)}
+        places = [index_of[id(row)] for row in evaluation.rows]
+        predictions += [replace(p, row=places[p.row]) for p in evaluation.predictions]
+        reasons |= {places[row]: reason for row, reason in evaluation.reasons.items()}
+    predictions.sort(key=lambda prediction: prediction.row)
+    return Evaluation(tuple(rows), tuple(predictions), reasons)
 
 
-def family(source: str) -> tuple[str, ...]:
-    """Return the sources that the same people measured."""
-    families = (
-        ("NANO", "NANOBEST"),
-        ("NEMO2405", "NEMO2407", "NEMOLC", "DGXC", "DGXC25", "DGXCMOE", "MLPERF", "NMTRON15B"),
-        ("DGXCMAX", "DGXCPAX", "JAXMAX", "JAXPAX"),
-        ("MBRIDGE", "AUTOMODEL", "MOEZOO", "QW3BRIDGE"),
-        ("TITANOLD", "TITANLOG", "TITANFP4", "TORCHAO", "TAONC", "TITAN24"),
-        ("FSDP2F8", "FMSFSDP"),
-        ("DLPONE", "DLPMEG"),
-        ("INTERNEVO", "INTERNMEM", "XTUNER"),
-        ("GIPFEL", "ALPSCG", "ALPSMEM"),
-        ("ZBPP", "VOCABPP"),
-    )
-    return next((names for names in families if source in names), (source,))
-
-
-def first_rows(rows: Sequence[Row], priors: Priors, *, most: int = MOST) -> list[Row]:
-    """Return at most `most` rows, and half of all, per GPU and framework."""
+def first_rows(rows: Sequence[Row], priors: Priors) -> list[Row]:
+    """Return at most 12 rows, and half of all, per GPU and framework."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if measured_seconds(row) and row["status"] == "ok":
-            one = read_runs([row])
-            if one.variants:
-                groups[
-                    (str(one.variants[0].device.name), str(one.variants[0].framework.name))
-                ].append(row)
-    return [
-        row
-        for group in groups.values()
-        for row in _informative(group, priors, min(most, len(group) // 2))
-    ]
+            for variant in read_runs([row]).variants[:1]:
+                groups[stack_of(variant)].append(row)
+    selected: list[Row] = []
+    for group in groups.values():
+        selected += _informative(group, priors, min(CALIBRATION_ROWS, len(group) // 2))
+    return selected
 
 
 def _informative(rows: Sequence[Row], priors: Priors, count: int) -> list[Row]:
@@ -153,18 +141,19 @@ def _informative(rows: Sequence[Row], priors: Priors, count: int) -> list[Row]:
     if runs.job is None or count < 1:
         return []
     base = fitting.uncalibrated(priors)
-    chosen = choose(runs, costs(runs, base))
+    chosen = choose(runs, base)
     job = runs.job.take(np.array(list(chosen.values())))
-    slopes = fitting.sensitivity(
-        fitting.time_of(job), base.time, fitting.relevant(base.time.names, job)
-    )
+    names = fitting.relevant(base.time.names, job)
+    slopes = fitting.sensitivity(fitting.time_of(job), base.time, names)
     covariance = base.time.covariance.copy()
-    owners, picked = list(chosen), []
+    selected: list[int] = []
     for _ in range(count):
         variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
-        variance[picked] = -1
+        variance[selected] = -1
         index = int(np.argmax(variance))
-        picked.append(index)
+        selected.append(index)
+        # What the measurement of this row, with a noise of 5 %, leaves uncertain.
         direction = covariance @ slopes[index]
         covariance -= np.outer(direction, direction) / (slopes[index] @ direction + 0.05**2)
-    return [rows[owners[index]] for index in picked]
+    owners = list(chosen)
+    return [rows[owners[index]] for index in selected]

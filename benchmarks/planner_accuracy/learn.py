@@ -4,12 +4,10 @@ Every source has about the same weight. A source has an offset that moves no con
 leave sources out, which the errors in the docs need.
 """
 
-from __future__ import annotations
-
 import csv
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,14 @@ from benchmarks.planner_accuracy.frameworks import (
     DATA,
     STACKS,
     datasheet_priors,
+    is_unknown,
     open_kernels,
-    unknown,
 )
 from benchmarks.planner_accuracy.grouped_fit import grouped_fit
 from benchmarks.planner_accuracy.predict import source_of
 from benchmarks.planner_accuracy.runs import (
     Row,
     choose,
-    costs,
     measured_bytes,
     measured_seconds,
     read_runs,
@@ -35,45 +32,30 @@ from benchmarks.planner_accuracy.runs import (
 from plait.planner import calibrate as fitting
 from plait.planner import constants
 from plait.planner.constants import Priors
-from plait.planner.job import Job
 
-_OWN_OFFSET = 0.10
-"""Width of the offset of a source. It is wider than the differences of frameworks
+_OFFSETS = {"time": 0.10, "memory": 0.08}
+"""Widths of the offset of a source. That of times is wider than the differences of frameworks
 (`constants.of_kernels`), so that no source alone moves a constant."""
-_TIME_NOISE, _MEMORY_NOISE = 0.06, 0.08
+_NOISE = {"time": 0.06, "memory": 0.08}
 _NOISY = {"NANO": 0.15, "NANOBEST": 0.15}
 """Weights of sources whose repeated runs differ by more than an order of magnitude."""
-_UNTRUSTED_MEMORY = {
-    "DSSDMA",
-    "THUNDER",
-    "LAMBDA",
-    "COLOSSAL",
-    "JZV100",
-    "ALPA",
-    "DLPONE",
-    "DLPMEG",
-    "MI325X",
-}
+_UNTRUSTED_MEMORY = (
+    *("DSSDMA", "THUNDER", "LAMBDA", "COLOSSAL", "JZV100", "ALPA", "DLPONE", "DLPMEG", "MI325X"),
+)
 """Sources whose memory contradicts the size of their model, is of an unknown tool, of the pool of
 XLA or OneFlow, or is what a process reserved."""
+_HOW = (
+    "python -m benchmarks.planner_accuracy --learn, from benchmarks/planner_accuracy/data; "
+    "[median, width of the logarithm]"
+)
 
 
 def rows_of(*names: str) -> list[Row]:
-    """Return the rows of these tables of `data`."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for name in names:
         with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-            found += list(csv.DictReader(file))
-    return found
-
-
-@dataclass(frozen=True)
-class _Measured:
-    job: Job
-    values: np.ndarray
-    sources: np.ndarray
-    groups: np.ndarray
-    kinds: list[str]
+            rows += csv.DictReader(file)
+    return rows
 
 
 def learn(
@@ -86,117 +68,94 @@ def learn(
         without: Sources that are left out.
         near: Where the search starts. The result is the same, sooner.
     """
-    kept = [
-        r
-        for r in rows
-        if r["tier"] in "AB"
-        and r["status"] == "ok"
-        and not r["moe"]
-        and source_of(r) not in without
-    ]
-    kept = [r for r in kept if "limited" not in r["gpu"]]  # to an unknown power
-    kept = [r for r in kept if not unknown(r["framework"])]
+    lessons = [row for row in rows if _is_lesson(row) and source_of(row) not in without]
     base = datasheet_priors()
-    time, memory = _measured(kept, base)
-    names = tuple(name for name in fitting.relevant(base.time_names, time.job) if name != "overall")
-    weights = _weights(time.sources)
-    first, _ = grouped_fit(
-        fitting.time_of(time.job),
-        np.log(time.values),
-        names,
-        priors=base.constants,
-        spread=_TIME_NOISE,
-        weights=weights,
-        groups=time.groups,
-        group_width=_OWN_OFFSET,
-        begin=near.rates if near is not None else None,
-    )
-    second, _ = grouped_fit(
-        fitting.memory_of(memory.job, memory.kinds),
-        np.log(memory.values),
-        fitting.MEMORY_NAMES,
-        priors=base.constants,
-        spread=_MEMORY_NOISE,
-        weights=_weights(memory.sources),
-        groups=memory.groups,
-        group_width=0.08,
-        begin=near.rates if near is not None else None,
-    )
-    constants = {}
+    runs = read_runs(lessons)
+    assert runs.job is not None
+    chosen = choose(runs, fitting.uncalibrated(base))
+    seconds = {row: measured_seconds(lessons[row]) for row in chosen}
+    peaks = {row: measured_bytes(lessons[row]) for row in chosen}
+    timed = [row for row in chosen if seconds[row]]
+    sized = [
+        row for row in chosen if peaks[row] and source_of(lessons[row]) not in _UNTRUSTED_MEMORY
+    ]
+    time_job = runs.job.take(np.array([chosen[row] for row in timed]))
+    memory_job = runs.job.take(np.array([chosen[row] for row in sized]))
+    values, kinds = zip(*(peaks[row] or (0.0, "") for row in sized), strict=True)
+
+    def fit(
+        what: str, indices: list[int], predict: Any, measured: Any, names: Sequence[str]
+    ) -> fitting.Fit:
+        sources = [source_of(lessons[row]) for row in indices]
+        devices = [lessons[row]["gpu"] for row in indices]
+        groups = [f"{source} {gpu}" for source, gpu in zip(sources, devices, strict=True)]
+        return grouped_fit(
+            predict,
+            np.log(np.array(measured, dtype=float)),
+            names,
+            priors=base.constants,
+            spread=_NOISE[what],
+            weights=_weights(np.array(sources)),
+            groups=np.unique(groups, return_inverse=True)[1],
+            group_width=_OFFSETS[what],
+            begin=near.rates if near is not None else None,
+        )[0]
+
+    names = [name for name in fitting.relevant(base.time_names, time_job) if name != "overall"]
+    predict = fitting.time_of(time_job)
+    time = fit("time", timed, predict, [seconds[row] for row in timed], names)
+    predict = fitting.memory_of(memory_job, kinds)
+    memory = fit("memory", sized, predict, values, fitting.MEMORY_NAMES)
+    learned = {}
     for name, constant in base.constants.items():
-        found = second if name.startswith("memory:") else first
+        learned[name] = constant
+        fitted = memory if name.startswith("memory:") else time
         if name in open_kernels():  # the next user writes others
-            constants[name] = constant
             continue
         width = constant.width
-        if name in found.names:
-            index = found.names.index(name)
+        if name in fitted.names:
+            index = fitted.names.index(name)
             # New machines are not those of the fit, so half of the prior width stays.
-            width = float(np.hypot(0.5 * constant.width, np.sqrt(found.covariance[index, index])))
-        constants[name] = replace(
-            constant, median=float(found.rates[name]), width=min(width, constant.width)
-        )
-    return Priors(constants, 0.052, 0.14)
+            width = float(np.hypot(0.5 * constant.width, np.sqrt(fitted.covariance[index, index])))
+        median = float(fitted.rates[name])
+        learned[name] = replace(constant, median=median, width=min(width, constant.width))
+    return Priors(learned, 0.052, 0.14)
 
 
-def _measured(rows: Sequence[Row], base: Priors) -> tuple[_Measured, _Measured]:
-    runs = read_runs(rows)
-    assert runs.job is not None
-    chosen = choose(runs, costs(runs, fitting.uncalibrated(base)))
-    timed = [(row, variant) for row, variant in chosen.items() if measured_seconds(rows[row])]
-    sized = [
-        (row, variant)
-        for row, variant in chosen.items()
-        if measured_bytes(rows[row]) and source_of(rows[row]) not in _UNTRUSTED_MEMORY
-    ]
-
-    def of(pairs: list[tuple[int, int]], values: list[float], kinds: list[str]) -> _Measured:
-        assert runs.job is not None
-        names = np.array([f"{source_of(rows[row])} {rows[row]['gpu']}" for row, _ in pairs])
-        return _Measured(
-            job=runs.job.take(np.array([variant for _, variant in pairs])),
-            values=np.array(values),
-            sources=np.array([source_of(rows[row]) for row, _ in pairs]),
-            groups=np.unique(names, return_inverse=True)[1],
-            kinds=kinds,
-        )
-
-    sizes = [measured_bytes(rows[row]) or (0.0, "") for row, _ in sized]
-    return (
-        of(timed, [measured_seconds(rows[row]) or 0.0 for row, _ in timed], []),
-        of(sized, [size for size, _ in sizes], [kind for _, kind in sizes]),
-    )
+def _is_lesson(row: Row) -> bool:
+    is_priced = row["tier"] in "AB" and row["status"] == "ok" and not row["moe"]
+    # The power of such GPUs is limited to an unknown value.
+    is_limited = "limited" in row["gpu"]
+    return is_priced and not is_limited and not is_unknown(row["framework"])
 
 
 def _weights(sources: np.ndarray) -> np.ndarray:
     weights = np.ones(len(sources))
     for source in np.unique(sources):
         rows = sources == source
-        weights[rows] = min(1.0, 40 / rows.sum()) ** 0.7 * _NOISY.get(str(source), 1.0)
+        weights[rows] = source_weight(rows.sum()) * _NOISY.get(str(source), 1.0)
     return weights
+
+
+def source_weight(rows: int) -> float:
+    """Return the weight of each of the rows of a source, so that large ones do not decide alone."""
+    return float(min(1.0, 40 / rows) ** 0.7)
 
 
 def write(learned: Priors, path: Path) -> None:
     """Write the constants for the planner, and the speeds of other frameworks to `STACKS`."""
     shipped = constants.datasheet_priors().constants
     values = {
-        name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()
+        name: [float(f"{constant.median:.4g}"), round(constant.width, 4)]
+        for name, constant in learned.constants.items()
     }
-    how = "python -m benchmarks.planner_accuracy --learn, from benchmarks/planner_accuracy/data; [median, width of the logarithm]"
-    source: dict[str, Any] = {"source": how}
+    of_planner = {name: value for name, value in values.items() if name in shipped}
+    of_others = {name: value for name, value in values.items() if name not in shipped}
     spreads = {"time_spread": learned.time_spread, "memory_spread": learned.memory_spread}
-    _write(
-        path,
-        source
-        | spreads
-        | {"constants": {name: value for name, value in values.items() if name in shipped}},
-    )
-    _write(
-        STACKS,
-        source
-        | {"constants": {name: value for name, value in values.items() if name not in shipped}},
-    )
+    _write(path, {**spreads, "constants": of_planner})
+    _write(STACKS, {"constants": of_others})
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps({"source": _HOW, **content}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -1,7 +1,5 @@
 """Measures of predictions: errors, coverage, regret of the selected layout, and fit or no fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,18 +33,17 @@ def errors(predicted: Array, measured: Array, low: Array, high: Array) -> Errors
         raise ValueError("no rows")
     signed = predicted / measured - 1
     size = np.abs(signed)
-    inside = (low <= measured) & (measured <= high)
+    is_inside = (low <= measured) & (measured <= high)
     outside = np.maximum(np.log(low / measured), 0) + np.maximum(np.log(measured / high), 0)
-    score = np.log(high / low) + 20 * outside
-    told = (
-        np.median(size),
-        size.mean(),
-        np.quantile(size, 0.9),
-        np.median(signed),
-        inside.mean(),
-        score.mean(),
+    return Errors(
+        rows=len(size),
+        median=float(np.median(size)),
+        mean=float(size.mean()),
+        p90=float(np.quantile(size, 0.9)),
+        bias=float(np.median(signed)),
+        coverage=float(is_inside.mean()),
+        interval_score=float((np.log(high / low) + 20 * outside).mean()),
     )
-    return Errors(len(size), *(float(x) for x in told))
 
 
 @dataclass(frozen=True)
@@ -59,39 +56,35 @@ class Ranking:
     mean_regret_1: float
     """Mean of the relative time that the layout predicted best loses to the best."""
     mean_regret_3: float
-    """The same for the best of the predicted top 3."""
+    """Mean regret of the best of the predicted top 3."""
     p95_regret_3: float
     spearman: float
     """Median rank correlation."""
 
 
 def ranking(groups: Sequence[tuple[Array, Array]]) -> Ranking | None:
-    """Rank groups of (predicted, measured) with at least four layouts. None without such a group."""
-    first, third, correlations = [], [], []
+    """Rank groups of (predicted, measured) with four layouts or more. None without such a group."""
+    regrets = []
+    correlations = []
     for predicted, measured in groups:
         if len(predicted) < 4:
             continue
         order = np.argsort(predicted, kind="stable")
-        best = measured.min()
-        first.append(measured[order[0]] / best - 1)
-        third.append(measured[order[:3]].min() / best - 1)
-        correlations.append(_correlation(predicted, measured))
-    if not first:
+        top = measured[order[:3]]
+        regrets.append(np.array([top[0], top.min()]) / measured.min() - 1)
+        ranks = [np.argsort(np.argsort(values)).astype(float) for values in (predicted, measured)]
+        correlations.append(np.corrcoef(*ranks)[0, 1])
+    if not regrets:
         return None
-    three = np.array(third)
+    first, best_of_three = np.array(regrets).T
     return Ranking(
-        len(first),
-        float((three <= 0.05).mean()),
-        float(np.mean(first)),
-        float(three.mean()),
-        float(np.quantile(three, 0.95)),
-        float(np.median(correlations)),
+        groups=len(regrets),
+        top3_within_5_percent=float((best_of_three <= 0.05).mean()),
+        mean_regret_1=float(first.mean()),
+        mean_regret_3=float(best_of_three.mean()),
+        p95_regret_3=float(np.quantile(best_of_three, 0.95)),
+        spearman=float(np.median(correlations)),
     )
-
-
-def _correlation(a: Array, b: Array) -> float:
-    ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 @dataclass(frozen=True)
@@ -101,23 +94,25 @@ class Confusion:
     out_of_memory: int
     """Rows that ran out of memory."""
     called_fits: int
-    """Of those, how many were predicted to fit."""
+    """Rows that ran out of memory and were predicted to fit."""
     ran: int
     called_out_of_memory: int
-
-    @property
-    def false_fits(self) -> float | None:
-        """Share of rows that ran out of memory and were predicted to fit."""
-        return self.called_fits / self.out_of_memory if self.out_of_memory else None
-
-    @property
-    def false_alarms(self) -> float | None:
-        """Share of rows that ran and were predicted not to fit."""
-        return self.called_out_of_memory / self.ran if self.ran else None
+    false_fits: float | None
+    """Share of rows that ran out of memory and were predicted to fit."""
+    false_alarms: float | None
+    """Share of rows that ran and were predicted not to fit."""
 
 
 def confusion(fits: NDArray[np.bool_], ran: NDArray[np.bool_]) -> Confusion:
-    """Count predictions and outcomes."""
+    failed = int((~ran).sum())
+    false_fits = int((fits & ~ran).sum())
+    succeeded = int(ran.sum())
+    false_alarms = int((~fits & ran).sum())
     return Confusion(
-        int((~ran).sum()), int((fits & ~ran).sum()), int(ran.sum()), int((~fits & ran).sum())
+        failed,
+        false_fits,
+        succeeded,
+        false_alarms,
+        false_fits / failed if failed else None,
+        false_alarms / succeeded if succeeded else None,
     )

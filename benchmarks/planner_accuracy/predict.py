@@ -4,9 +4,7 @@ The measurement of a row is not used to predict it. Rows for calibration move th
 device and framework, and are not predicted. Rows that cannot be priced are listed with the reason.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import erf, sqrt
@@ -16,19 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.planner_accuracy.frameworks import fitted_priors
-from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
+from benchmarks.planner_accuracy.metrics import confusion, errors, ranking
+from benchmarks.planner_accuracy.row import Variant
 from benchmarks.planner_accuracy.runs import (
     Row,
     Runs,
     choose,
-    costs,
+    column,
     measured_bytes,
     measured_seconds,
     read_runs,
 )
-from benchmarks.planner_accuracy.runs import calibrate as fitted_to
+from benchmarks.planner_accuracy.runs import calibrate as calibrate_on
 from plait.planner.calibrate import (
     Calibration,
+    Fit,
     deviation,
     memory_of,
     merged_rates,
@@ -40,9 +40,17 @@ from plait.planner.request import estimate
 from plait.planner.search import NINETY
 
 Array = NDArray[np.float64]
+Interval = tuple[float, float, float, float]
+"""Predicted and measured value, and the ends of the 90 % interval of the prediction."""
 LIKELY = 0.5
 """Least probability with which a row counts as predicted to fit."""
-_KINDS = ("allocated", "reserved", "total")
+_OPEN_SPREAD = 0.08
+"""Uncertainty that each open question of a row, up to two, adds to its prediction."""
+_SAME = (
+    *("n_layers", "hidden", "n_heads", "ffn_hidden", "vocab", "gpu", "gpus_total", "seq_len"),
+    *("global_batch", "precision", "framework"),
+)
+"""Columns that are equal in layouts that compete with each other."""
 
 
 @dataclass(frozen=True)
@@ -56,31 +64,18 @@ class Prediction:
     seconds: float
     seconds_low: float
     seconds_high: float
-    allocated_bytes: float
-    reserved_bytes: float
     total_bytes: float
+    memory_bytes: float
+    """Predicted bytes of the kind that was measured, or the total if nothing was."""
     memory_low: float
     memory_high: float
-    """Ends of the interval are of `measured_kind`, or of the total if nothing was measured."""
     fit_probability: float
     terms: Mapping[str, float]
     memory_terms: Mapping[str, float]
     experts: bool
     measured_seconds: float | None
     measured_bytes: float | None
-    measured_kind: str | None
     status: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether it is predicted to fit."""
-        return self.fit_probability >= LIKELY
-
-    @property
-    def memory_bytes(self) -> float:
-        """Predicted bytes of the kind that was measured."""
-        named = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
-        return named.get(self.measured_kind or "", self.total_bytes)
 
 
 @dataclass(frozen=True)
@@ -90,13 +85,17 @@ class Evaluation:
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
     reasons: Mapping[int, str]
-    used_to_calibrate: int = 0
 
 
 def source_of(row: Row) -> str:
     """Return the source of a row: the prefix of its id, or its `source`."""
     name = (row.get("id") or "").rsplit("-", 1)[0]
     return name or (row.get("source") or "unknown")
+
+
+def stack_of(variant: Variant) -> tuple[str, str]:
+    """Return the names of the device and the framework, which have constants of their own."""
+    return str(variant.device.name), str(variant.framework.name)
 
 
 def evaluate(
@@ -113,202 +112,152 @@ def evaluate(
     used = {row["id"] for row in calibrate if row.get("id")}
     rows = tuple(row for row in rows if not (row.get("id") and row["id"] in used))
     runs = read_runs(rows)
-    fits = _calibrations(calibrate, priors)
-    if runs.job is None:
-        return Evaluation(rows, (), runs.reasons, len(calibrate))
+    rows_of_stack: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in calibrate:
+        for variant in read_runs([row]).variants[:1]:
+            rows_of_stack[stack_of(variant)].append(row)
+    calibrations = {
+        stack: calibrate_on(read_runs(group), priors=priors)
+        for stack, group in rows_of_stack.items()
+    }
     groups: dict[tuple[str, str] | None, list[int]] = defaultdict(list)
     for index, variant in enumerate(runs.variants):
-        key = (str(variant.device.name), str(variant.framework.name))
-        groups[key if key in fits else None].append(index)
-    found: list[Prediction] = []
-    for group, indices in groups.items():
-        calibration = uncalibrated(priors) if group is None else fits[group]
-        found += _predict(runs, np.array(indices), calibration)
-    found.sort(key=lambda prediction: prediction.row)
-    return Evaluation(rows, tuple(found), runs.reasons, len(calibrate))
-
-
-def _calibrations(rows: Sequence[Row], priors: Priors) -> dict[tuple[str, str] | None, Calibration]:
-    by: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        one = read_runs([row])
-        if one.variants:
-            variant = one.variants[0]
-            by[str(variant.device.name), str(variant.framework.name)].append(row)
-    return {key: fitted_to(read_runs(group), priors=priors) for key, group in by.items()}
+        stack = stack_of(variant)
+        groups[stack if stack in calibrations else None].append(index)
+    predictions: list[Prediction] = []
+    for key, indices in groups.items():
+        calibration = key and calibrations[key]
+        predictions += _predict(runs, np.array(indices), calibration or uncalibrated(priors))
+    predictions.sort(key=lambda prediction: prediction.row)
+    return Evaluation(rows, tuple(predictions), runs.reasons)
 
 
 def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -> list[Prediction]:
     assert runs.job is not None
-    part = Runs(runs.rows, tuple(runs.variants[i] for i in indices), runs.job.take(indices), {})
-    chosen = choose(part, costs(part, calibration))
-    rows, picks = list(chosen), np.array(list(chosen.values()))
-    assert part.job is not None
-    job = part.job.take(picks)
-    rates = merged_rates(calibration)
-    result = estimate(job, rates)
-    shape = (len(rows),)
-    measured_memory = [measured_bytes(runs.rows[row]) for row in rows]
-    kinds = [found[1] if found else "total" for found in measured_memory]
-    time_spread = deviation(time_of(job), calibration.time, job)
-    assumed = [part.variants[pick].assumed for pick in picks]
-    # What a row leaves open adds to the uncertainty of its prediction.
-    open_questions = np.array([0.08 * min(len(notes), 2) for notes in assumed])
-    time_spread = np.sqrt(time_spread**2 + open_questions**2)
-    memory_spread = np.sqrt(
-        deviation(memory_of(job, kinds), calibration.memory, job) ** 2 + open_questions**2
+    variants = tuple(runs.variants[index] for index in indices)
+    candidates = Runs(runs.rows, variants, runs.job.take(indices), {})
+    chosen = choose(candidates, calibration)
+    assert candidates.job is not None
+    job = candidates.job.take(np.array(list(chosen.values())))
+    result = estimate(job, merged_rates(calibration))
+    count = len(chosen)
+    measured = [measured_bytes(runs.rows[row]) or (None, "total") for row in chosen]
+    kinds = [kind for _, kind in measured]
+    open_spread = np.array(
+        [_OPEN_SPREAD * min(len(variants[index].assumed), 2) for index in chosen.values()]
     )
-    total_spread = np.sqrt(
-        deviation(memory_of(job, ["total"] * len(rows)), calibration.memory, job) ** 2
-        + open_questions**2
-    )
-    seconds = np.broadcast_to(np.asarray(result.seconds, float), shape)
+
+    def spread(predict: Callable[[Any], Array], fitted: Fit) -> Array:
+        return np.sqrt(deviation(predict, fitted, job) ** 2 + open_spread**2)
+
+    time_margin = np.exp(NINETY * spread(time_of(job), calibration.time))
+    memory_margin = np.exp(NINETY * spread(memory_of(job, kinds), calibration.memory))
+    total_spread = spread(memory_of(job, ["total"] * count), calibration.memory)
+    seconds = column(result.seconds, count)
     memory = {
-        kind: np.broadcast_to(np.asarray(getattr(result.memory, kind), float), shape)
-        for kind in _KINDS
+        kind: column(getattr(result.memory, kind), count)
+        for kind in ("allocated", "reserved", "total")
     }
-    device = np.broadcast_to(np.asarray(job.device.memory_bytes, float), shape)
-    terms = {
-        name: np.broadcast_to(np.asarray(value, float), shape)
-        for name, value in result.step.terms.items()
-    }
-    memory_terms = {
-        name: np.broadcast_to(np.asarray(value, float), shape)
-        for name, value in result.memory.terms.items()
-    }
-    found = []
-    for i, row_index in enumerate(rows):
-        row, kind = runs.rows[row_index], measured_memory[i]
-        value = memory[kinds[i]][i]
-        margin = (np.log(device[i]) - np.log(memory["total"][i])) / total_spread[i]
-        found.append(
+    room = column(job.device.memory_bytes, count)
+    margins = (np.log(room) - np.log(memory["total"])) / total_spread
+    terms = {name: column(values, count) for name, values in result.step.terms.items()}
+    memory_terms = {name: column(values, count) for name, values in result.memory.terms.items()}
+    experts = np.asarray(job.model.experts)
+
+    predictions = []
+    for index, (row_index, variant_index) in enumerate(chosen.items()):
+        row = runs.rows[row_index]
+        gpu, framework = stack_of(variants[variant_index])
+        memory_bytes = memory[kinds[index]][index]
+        predictions.append(
             Prediction(
                 row=row_index,
                 source=source_of(row),
-                gpu=str(part.variants[picks[i]].device.name),
-                framework=str(part.variants[picks[i]].framework.name),
-                seconds=float(seconds[i]),
-                seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
-                seconds_high=float(seconds[i] * np.exp(NINETY * time_spread[i])),
-                allocated_bytes=float(memory["allocated"][i]),
-                reserved_bytes=float(memory["reserved"][i]),
-                total_bytes=float(memory["total"][i]),
-                memory_low=float(value * np.exp(-NINETY * memory_spread[i])),
-                memory_high=float(value * np.exp(NINETY * memory_spread[i])),
-                fit_probability=0.5 * (1 + erf(margin / sqrt(2))),
-                terms={name: float(values[i]) for name, values in terms.items()},
-                memory_terms={name: float(values[i]) for name, values in memory_terms.items()},
-                experts=bool(np.asarray(job.model.experts)[i] > 0),
+                gpu=gpu,
+                framework=framework,
+                seconds=float(seconds[index]),
+                seconds_low=float(seconds[index] / time_margin[index]),
+                seconds_high=float(seconds[index] * time_margin[index]),
+                total_bytes=float(memory["total"][index]),
+                memory_bytes=float(memory_bytes),
+                memory_low=float(memory_bytes / memory_margin[index]),
+                memory_high=float(memory_bytes * memory_margin[index]),
+                fit_probability=0.5 * (1 + erf(margins[index] / sqrt(2))),
+                terms={name: float(values[index]) for name, values in terms.items()},
+                memory_terms={name: float(values[index]) for name, values in memory_terms.items()},
+                experts=bool(experts[index] > 0),
                 measured_seconds=measured_seconds(row),
-                measured_bytes=kind[0] if kind else None,
-                measured_kind=kind[1] if kind else None,
+                measured_bytes=measured[index][0],
                 status=(row.get("status") or "ok").strip(),
             )
         )
-    return found
-
-
-_SAME = (
-    "n_layers",
-    "hidden",
-    "n_heads",
-    "ffn_hidden",
-    "vocab",
-    "gpu",
-    "gpus_total",
-    "seq_len",
-    "global_batch",
-    "precision",
-    "framework",
-)
-"""Columns that are equal in layouts that compete with each other."""
+    return predictions
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:
     """Return errors of time and memory by source, GPU and framework, ranking, fit, and reasons."""
-    dense = [p for p in evaluation.predictions if not p.experts]
-    experts = [p for p in evaluation.predictions if p.experts]
-    ran = [p for p in evaluation.predictions if p.status.lower() == "ok"]
-    fit = fit_of(evaluation.predictions)
-    ranked = ranking(_groups(evaluation))
+    predictions = evaluation.predictions
+    ranked = ranking(_competing(evaluation))
     return {
-        "rows": len(evaluation.rows),
-        "predicted": len(evaluation.predictions),
-        "used_to_calibrate": evaluation.used_to_calibrate,
-        "time": _errors(dense, interval_of_time),
-        "time_experts": _errors(experts, interval_of_time),
-        "memory": _errors(ran, interval_of_memory),
+        "time": _errors([p for p in predictions if not p.experts], interval_of_time),
+        "time_experts": _errors([p for p in predictions if p.experts], interval_of_time),
+        "memory": _errors([p for p in predictions if _ran(p)], _interval_of_memory),
         "ranking": asdict(ranked) if ranked else None,
-        "fit": asdict(fit) | {"false_fits": fit.false_fits, "false_alarms": fit.false_alarms},
-        "not_priced": _count(evaluation.reasons.values()),
+        "fit": fit_of(predictions),
+        "not_priced": dict(Counter(evaluation.reasons.values()).most_common()),
     }
 
 
-def fit_of(predictions: Sequence[Prediction]) -> Confusion:
+def _ran(prediction: Prediction) -> bool:
+    return prediction.status.lower() == "ok"
+
+
+def fit_of(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Count fit and no fit of rows that ran or ran out of memory. Crashes may have other causes."""
     certain = [p for p in predictions if p.status in ("OOM", "ok")]
-    return confusion(
-        np.array([p.fits for p in certain], dtype=bool),
-        np.array([p.status == "ok" for p in certain], dtype=bool),
-    )
+    fits = np.array([p.fit_probability >= LIKELY for p in certain], dtype=bool)
+    return asdict(confusion(fits, np.array([p.status == "ok" for p in certain], dtype=bool)))
 
 
-def interval_of_time(p: Prediction) -> tuple[float, float, float, float] | None:
-    """Return (predicted, measured, low, high) if seconds were measured."""
-    return (
-        None
-        if p.measured_seconds is None
-        else (p.seconds, p.measured_seconds, p.seconds_low, p.seconds_high)
-    )
+def interval_of_time(p: Prediction) -> Interval | None:
+    if p.measured_seconds is None:
+        return None
+    return p.seconds, p.measured_seconds, p.seconds_low, p.seconds_high
 
 
-def interval_of_memory(p: Prediction) -> tuple[float, float, float, float] | None:
-    """Return (predicted, measured, low, high) if bytes were measured."""
-    return (
-        None
-        if p.measured_bytes is None
-        else (p.memory_bytes, p.measured_bytes, p.memory_low, p.memory_high)
-    )
+def _interval_of_memory(p: Prediction) -> Interval | None:
+    if p.measured_bytes is None:
+        return None
+    return p.memory_bytes, p.measured_bytes, p.memory_low, p.memory_high
 
 
 def _errors(
-    predictions: Sequence[Prediction],
-    values: Callable[[Prediction], tuple[float, float, float, float] | None],
+    predictions: Sequence[Prediction], values: Callable[[Prediction], Interval | None]
 ) -> dict[str, Any]:
-    tables: dict[str, Any] = {}
-    for title, key in (
-        ("all", lambda p: "all"),
-        ("source", lambda p: p.source),
-        ("gpu", lambda p: p.gpu),
-        ("framework", lambda p: p.framework),
-    ):
-        by: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
-        for prediction in predictions:
-            found = values(prediction)
-            if found is not None:
-                by[key(prediction)].append(found)
-        tables[title] = {
-            name: asdict(errors(*(np.array(column) for column in zip(*rows, strict=True))))
-            for name, rows in sorted(by.items())
+    groups: dict[str, dict[str, list[Interval]]] = {
+        key: defaultdict(list) for key in ("all", "source", "gpu", "framework")
+    }
+    for prediction in predictions:
+        interval = values(prediction)
+        if interval is not None:
+            for key, group in groups.items():
+                group["all" if key == "all" else getattr(prediction, key)].append(interval)
+    return {
+        key: {
+            name: asdict(errors(*(np.array(numbers) for numbers in zip(*rows, strict=True))))
+            for name, rows in sorted(group.items())
         }
-    return tables
+        for key, group in groups.items()
+    }
 
 
-def _groups(evaluation: Evaluation) -> list[tuple[Array, Array]]:
-    by: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+def _competing(evaluation: Evaluation) -> list[tuple[Array, Array]]:
+    """Return predicted and measured seconds of runs that differ in their layout only."""
+    groups: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for p in evaluation.predictions:
-        if p.measured_seconds is not None and p.status.lower() == "ok":
+        if p.measured_seconds is not None and _ran(p):
             row = evaluation.rows[p.row]
-            by[(p.source, *(row.get(name) or "" for name in _SAME))].append(
-                (p.seconds, p.measured_seconds)
-            )
-    return [
-        (np.array([x for x, _ in rows]), np.array([y for _, y in rows])) for rows in by.values()
-    ]
-
-
-def _count(reasons: Any) -> dict[str, int]:
-    counted: dict[str, int] = defaultdict(int)
-    for reason in reasons:
-        counted[reason] += 1
-    return dict(sorted(counted.items(), key=lambda item: -item[1]))
+            key = (p.source, *(row.get(name) or "" for name in _SAME))
+            groups[key].append((p.seconds, p.measured_seconds))
+    arrays = (np.array(pairs).T for pairs in groups.values())
+    return [(predicted, measured) for predicted, measured in arrays]

@@ -1,20 +1,19 @@
 """Layouts that experts trained with, compared with the plan for the same model and cluster.
 
 Two questions are answered. Is the published time in the interval that is predicted for that layout
-and framework, with constants that were learned without its source? Which layout does the plan select
-for Plait's kernels instead, and which terms of the step decide?
+and framework, with constants that were learned without its source? Which layout does the plan
+select for Plait's kernels instead, and which terms of the step decide?
+
+A run of data/published.json names the id of a row of `data`, or has the columns of one. `tflops`
+are those per GPU, if the source has no seconds.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.report import read
-from benchmarks.planner_accuracy.frameworks import DATA, fitted_priors
+from benchmarks.planner_accuracy.frameworks import DATA
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.predict import evaluate
@@ -29,75 +28,59 @@ from plait.planner.step_time import STEP_TERMS
 from plait.sizes import GIB
 
 
-@dataclass(frozen=True)
-class Published:
-    """A run of a source: the id of a row of `data`, or its columns. It may have no time."""
-
-    model: str
-    gpu: str
-    row: str | Mapping[str, str]
-    source: str
-    tflops: float | None = None
-    """TFLOPS per GPU, if the source has no seconds."""
-
-
-def published() -> list[Published]:
-    """Return the runs of data/published.json."""
-    return [Published(**entry) for entry in read(DATA / "published.json")]
-
-
 def rows() -> list[dict[str, Any]]:
-    """Compare every published layout with the plan."""
     table = {row["id"]: row for row in rows_of("runs", "unseen_2")}
-    return [
-        _beside(one, table[one.row] if isinstance(one.row, str) else dict(one.row))
-        for one in published()
-    ]
+    compared = []
+    for run in read(DATA / "published.json"):
+        row = run["row"]
+        if isinstance(row, str):
+            row = table[row]
+        compared.append(_compare(run, row))
+    return compared
 
 
-def _beside(one: Published, row: Row) -> dict[str, Any]:
+def _compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
     gpus, batch, sequence = (int(row[name]) for name in ("gpus_total", "global_batch", "seq_len"))
-    model = find_model(one.model, sequence=sequence)
-    flops = float(model.architecture.model_flops(sequence)) * batch * sequence
-    if one.tflops is not None:
-        row = {**row, "step_time_s": f"{flops / gpus / one.tflops / 1e12:.3f}"}
+    model = find_model(run["model"], sequence=sequence)
+    if run.get("tflops"):
+        flops = float(model.architecture.model_flops(sequence)) * batch * sequence
+        row = {**row, "step_time_s": f"{flops / gpus / run['tflops'] / 1e12:.3f}"}
     # No constant was learned from the sources of other rows.
-    found = (
-        left_out([row], calibrated=False)
-        if row.get("id")
-        else evaluate([row], priors=fitted_priors())
-    )
-    (predicted,) = found.predictions
+    evaluation = left_out([row], calibrated=False) if row.get("id") else evaluate([row])
+    (predicted,) = evaluation.predictions
     layout = Layouts.of([read_runs([row]).variants[0].layout]).at(0)
     precision = "fp16" if row["precision"] == "fp16" else "bf16"
-    request = Request(model, cluster(one.gpu, gpus), batch, sequence, precision)
+    request = Request(model, cluster(run["gpu"], gpus), batch, sequence, precision)
     (theirs,) = price(request, [layout])
     ours = plan(request, best=1).best[0]
-    faster = float(np.sign(theirs.seconds - ours.seconds))
-    saved = {name: (theirs.terms[name] - ours.terms[name]) * faster for name in STEP_TERMS}
-    reasons = sorted(
-        (name for name in STEP_TERMS if saved[name] > 0), key=lambda name: -saved[name]
-    )
-    reasons = [name for name in reasons if saved[name] >= saved[reasons[0]] / 4][:3]
+
+    # The terms that make the slower layout slower, if they are at least a quarter of the largest.
+    sign = float(np.sign(theirs.seconds - ours.seconds))
+    saved = {name: (theirs.terms[name] - ours.terms[name]) * sign for name in STEP_TERMS}
+    largest = max(saved.values())
+    terms = [name for name in STEP_TERMS if saved[name] > 0 and saved[name] >= largest / 4]
+    terms.sort(key=lambda name: -saved[name])
+
     measured = predicted.measured_seconds
+    is_inside = None
+    if measured is not None:
+        is_inside = predicted.seconds_low <= measured <= predicted.seconds_high
     return {
-        "model": one.model,
+        "model": run["model"],
         "gpus": gpus,
-        "gpu": one.gpu,
+        "gpu": run["gpu"],
         "sequence": sequence,
-        "source": one.source,
+        "source": run["source"],
         "published": describe(layout),
         "measured_seconds": measured,
         "predicted_seconds": predicted.seconds,
         "low_90": predicted.seconds_low,
         "high_90": predicted.seconds_high,
-        "inside": None
-        if measured is None
-        else predicted.seconds_low <= measured <= predicted.seconds_high,
+        "inside": is_inside,
         "plan": describe(ours.layout),
         "plan_seconds": ours.seconds,
         "theirs_seconds": theirs.seconds,
         "theirs_gib": theirs.needed_bytes / GIB,
         "theirs_fits": theirs.fit_probability,
-        "reasons": {STEP_TERMS[name]: saved[name] * faster for name in reasons},
+        "reasons": {STEP_TERMS[name]: saved[name] * sign for name in terms[:3]},
     }

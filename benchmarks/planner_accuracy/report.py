@@ -1,7 +1,5 @@
 """The sections of docs/explanation/planner_accuracy.md."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,25 +10,28 @@ from benchmarks.planner_accuracy.predict import LIKELY
 
 PAGE = ROOT / "docs/explanation/planner_accuracy.md"
 _SHARES = ("median", "mean", "p90", "bias", "coverage")
-_PARTS = {"time": "step time", "time_experts": "step time with experts", "memory": "peak memory"}
-_INSIDE = {True: "yes", False: "**no**", None: ""}
+_SHARE_TITLES = ("rows", "median", "mean", "P90", "bias", "in the 90 % interval")
+_TITLES = {"time": "step time", "time_experts": "step time with experts", "memory": "peak memory"}
+_SCORED = (
+    *(("time", "tier A"), ("time", "tier B"), ("time", "tier A, framework not named")),
+    *(("time_experts", "tier A"), ("memory", "tier A")),
+)
+_FIT = ("out_of_memory", "called_fits", "ran", "called_out_of_memory")
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the page with the sections of a result."""
     unnamed = result["not named"]["time"]
-    reasons = {**result["left out"]["runs"]["not_priced"], **result["experts"]["not_priced"]}
+    experts = result["experts"]
+    reasons = {**result["left out"]["runs"]["not_priced"], **experts["not_priced"]}
+    title = "Step time, runs of models with experts, sources left out"
     sections = {
         "left out": _errors(result["left out"]),
         "not named": _table(
             {key: unnamed[key] for key in ("all", "source")},
-            "step time, runs of tier A, the framework not named",
+            "Step time, runs of tier A, the framework not named",
         ),
         "12 rows": _errors(result["12 rows"]),
-        "experts": _table(
-            result["experts"]["time_experts"],
-            "step time, runs of models with experts, sources left out",
-        ),
+        "experts": _table(experts["time_experts"], title),
         "unseen": _unseen(result["unseen"], result["again"]),
         "published": _published(result["published"]),
         "constants": _constants(),
@@ -43,47 +44,41 @@ def _errors(part: dict[str, Any]) -> str:
     runs = part["runs"]
     sweep = part["sweep"]
     fit = part["fit"]
-    return "\n".join(
-        [
-            _table(runs["time"], "step time, runs of tier A, models without experts"),
-            _table(sweep["time"], "step time, the nanotron sweep"),
-            _table(runs["memory"], "peak memory, runs of tier A"),
-            _table(sweep["memory"], "peak memory, the nanotron sweep"),
-            _ranking(part),
-            f"""### Fit and no fit
-
-Of {fit["out_of_memory"]} rows that ran out of memory {fit["called_fits"]} were predicted to fit ({fit["false_fits"]:.1%});
-of {fit["ran"]} rows that ran {fit["called_out_of_memory"]} were predicted not to fit ({fit["false_alarms"]:.1%}). A row counts as predicted to
-fit if that is at least {LIKELY:.0%} likely.
-""",
-        ]
+    failed, called, ran, alarms = (fit[key] for key in _FIT)
+    fit_text = (
+        f"### Fit and no fit\n\nOf {failed} rows that ran out of memory {called} were predicted to "
+        f"fit ({fit['false_fits']:.1%});\nof {ran} rows that ran {alarms} were predicted not to "
+        f"fit ({fit['false_alarms']:.1%}). A row counts as predicted to\nfit if that is at least "
+        f"{LIKELY:.0%} likely.\n"
     )
+    sections = [
+        _table(runs["time"], "Step time, runs of tier A, models without experts"),
+        _table(sweep["time"], "Step time, the nanotron sweep"),
+        _table(runs["memory"], "Peak memory, runs of tier A"),
+        _table(sweep["memory"], "Peak memory, the nanotron sweep"),
+        _ranking(part),
+        fit_text,
+    ]
+    return "\n".join(sections)
 
 
 def _table(tables: dict[str, Any], title: str) -> str:
-    header = ("", "", "rows", "median", "mean", "P90", "bias", "in the 90 % interval")
     rows = [
-        (group, name, str(row["rows"]), *_shares(row), f"{row['interval_score']:.2f}")
+        (group, name, *_shares(row), f"{row['interval_score']:.2f}")
         for group, entries in tables.items()
         for name, row in entries.items()
     ]
-    table = markdown_table((*header, "interval score"), rows, right=())
-    return f"### {title[0].upper()}{title[1:]}\n\n{table}"
+    table = markdown_table(("", "", *_SHARE_TITLES, "interval score"), rows, right=())
+    return f"### {title}\n\n{table}"
 
 
 def _shares(row: dict[str, Any]) -> list[str]:
-    return [f"{row[key]:.1%}" for key in _SHARES]
+    return [str(row["rows"]), *(f"{row[key]:.1%}" for key in _SHARES)]
 
 
 def _ranking(part: dict[str, Any]) -> str:
-    header = (
-        "",
-        "groups",
-        "best of the predicted top 3 within 5 % of the best",
-        "mean regret, first",
-        "first three",
-        "rank correlation",
-    )
+    top = "best of the predicted top 3 within 5 % of the best"
+    header = ("", "groups", top, "mean regret, first", "first three", "rank correlation")
     rows = []
     for table in ("runs", "sweep"):
         row = part[table]["ranking"]
@@ -97,94 +92,75 @@ def _ranking(part: dict[str, Any]) -> str:
 
 def _published(rows: list[dict[str, Any]]) -> str:
     """Return the layouts that experts trained with, compared with the plan."""
-    timed = [r for r in rows if r["inside"] is not None]
-    inside = sum(row["inside"] for row in timed)
-    text = f"{inside} of {len(timed)} published times lie in the interval.\n\n"
+    timed = [row["inside"] for row in rows if row["inside"] is not None]
+    text = f"{sum(timed)} of {len(timed)} published times lie in the interval.\n\n"
     header = "model|GPUs|tokens|published layout|measured|predicted (90 %)|inside|plan|plan's"
     header += "|theirs in Plait|reasons|source"
     cells = []
-    for r in rows:
-        fits = "" if r["theirs_fits"] >= 0.5 else f", needs {r['theirs_gib']:.0f} GiB"
-        measured = "" if r["measured_seconds"] is None else f"{r['measured_seconds']:.3g} s"
-        reasons = ", ".join(f"{name} ({seconds:+.3g} s)" for name, seconds in r["reasons"].items())
-        interval = f"({r['low_90']:.3g} to {r['high_90']:.3g})"
-        predicted = f"{r['predicted_seconds']:.3g} s {interval}"
-        cells.append(
-            (
-                r["model"],
-                f"{r['gpus']:,} x {r['gpu']}",
-                f"{r['sequence']:,}",
-                r["published"],
-                measured,
-                predicted,
-                _INSIDE[r["inside"]],
-                r["plan"],
-                f"{r['plan_seconds']:.3g} s",
-                f"{r['theirs_seconds']:.3g} s{fits}",
-                reasons,
-                r["source"],
-            )
-        )
+    for row in rows:
+        fits = "" if row["theirs_fits"] >= 0.5 else f", needs {row['theirs_gib']:.0f} GiB"
+        measured = row["measured_seconds"]
+        reasons = (f"{name} ({seconds:+.3g} s)" for name, seconds in row["reasons"].items())
+        interval = f"({row['low_90']:.3g} to {row['high_90']:.3g})"
+        cells.append([
+            row["model"],
+            f"{row['gpus']:,} x {row['gpu']}",
+            f"{row['sequence']:,}",
+            row["published"],
+            "" if measured is None else f"{measured:.3g} s",
+            f"{row['predicted_seconds']:.3g} s {interval}",
+            {True: "yes", False: "**no**", None: ""}[row["inside"]],
+            row["plan"],
+            f"{row['plan_seconds']:.3g} s",
+            f"{row['theirs_seconds']:.3g} s{fits}",
+            ", ".join(reasons),
+            row["source"],
+        ])  # fmt: skip
     return text + markdown_table(header.split("|"), cells, right=())
 
 
 def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> str:
     """Return the score of each set of unseen rows, and that of later sets `again` today."""
-    header = ("set, commit", "rows of", "rows", "median", "mean", "P90", "bias")
     rows = []
-    parts = (
-        ("tier A", "time"),
-        ("tier B", "time"),
-        ("tier A, framework not named", "time"),
-        ("tier A", "time_experts"),
-        ("tier A", "memory"),
-    )
-    for number, found in enumerate(scores, 1):
-        for tier, key in parts:
-            row = found[tier][key]["all"].get("all")
-            if row:
-                title = f"{_PARTS[key]}, {tier}"
-                rows.append(
-                    (f"{number}, {found['commit']}", title, str(row["rows"]), *_shares(row))
-                )
-        for key in ("time", "memory") if str(number) in again else ():
-            row = again[str(number)][key]["all"]["all"]
-            title = f"{_PARTS[key]}, tier A"
-            rows.append((f"{number}, today", title, str(row["rows"]), *_shares(row)))
-    table = markdown_table((*header, "in the 90 % interval"), rows, right=())
-    last = {
-        name: entry
-        for found in scores[-4:]
-        for name, entry in found["tier A"]["time"]["source"].items()
-    }
-    fits = [found["tier A"]["fit"] for found in scores[-4:]]
-    out, called, ran, alarms = (
-        sum(fit[key] for fit in fits)
-        for key in ("out_of_memory", "called_fits", "ran", "called_out_of_memory")
-    )
-    by_source = _table({"source": last}, "step time by source, tier A of the last four sets")
+    for number, score in enumerate(scores, 1):
+        entries = [
+            (f"{number}, {score['commit']}", key, tier, score[tier][key]) for key, tier in _SCORED
+        ]
+        today = again.get(str(number), {})
+        entries += [(f"{number}, today", key, "tier A", tables) for key, tables in today.items()]
+        for label, key, tier, tables in entries:
+            errors = tables["all"].get("all")
+            if errors:
+                rows.append((label, f"{_TITLES[key]}, {tier}", *_shares(errors)))
+    table = markdown_table(("set, commit", "rows of", *_SHARE_TITLES), rows, right=())
+    last = [score["tier A"] for score in scores[-4:]]
+    sources = {name: row for score in last for name, row in score["time"]["source"].items()}
+    by_source = _table({"source": sources}, "Step time by source, tier A of the last four sets")
+    failed, called, ran, alarms = (sum(score["fit"][key] for score in last) for key in _FIT)
     return (
-        f"{table}\n{by_source}\nOf {out} rows of tier A of these sets that ran out of memory "
-        f"{called} were predicted to fit, and of {ran} that ran {alarms} were predicted not to fit.\n"
+        f"{table}\n{by_source}\nOf {failed} rows of tier A of these sets that ran out of memory "
+        f"{called} were predicted to fit, and of {ran} that ran {alarms} were predicted not to "
+        "fit.\n"
     )
 
 
 def _constants() -> str:
     """Return the constants with their priors, and what the published runs changed."""
-    believed, found = datasheet_priors().constants, fitted_priors().constants
-    shipped = [name for name in believed if not name.startswith("stack.") or name == "stack.plait"]
-    text = (
-        f"{len(shipped)} constants ship, and {len(found) - len(shipped)} speeds of other frameworks' "
-        f"kernels are kept with these tables, of which {len(open_kernels())} are not learned.\n\n"
-    )
-    header = ("constant", "meaning", "range", "prior", "width", "learned", "width")
+    priors = datasheet_priors().constants
+    learned = fitted_priors().constants
+    shipped = [name for name in priors if not name.startswith("stack.") or name == "stack.plait"]
     rows = []
     for name in shipped:
-        a, b = believed[name], found[name]
-        most = "" if math.isinf(a.most) else f"{a.most:g}"
-        bounds = f"{a.least:g} to {most}" if most else "above 0"
-        values = (a.median, a.width, b.median, b.width)
-        formats = (".3g", ".2f", ".3g", ".2f")
-        cells = (format(value, form) for value, form in zip(values, formats, strict=True))
-        rows.append((name, a.meaning, bounds, *cells))
-    return text + markdown_table(header, rows, right=())
+        prior = priors[name]
+        bounds = f"{prior.least:g} to {prior.most:g}" if math.isfinite(prior.most) else "above 0"
+        row = [name, prior.meaning, bounds]
+        for constant in (prior, learned[name]):
+            row += [f"{constant.median:.3g}", f"{constant.width:.2f}"]
+        rows.append(row)
+    header = ("constant", "meaning", "range", "prior", "width", "learned", "width")
+    return (
+        f"{len(shipped)} constants ship, and {len(learned) - len(shipped)} speeds of other "
+        f"frameworks' kernels are kept with these tables, of which {len(open_kernels())} are not "
+        "learned.\n\n"
+        f"{markdown_table(header, rows, right=())}"
+    )

@@ -1,11 +1,10 @@
 """Score rows that nothing was learned from, once, by the constants that ship.
 
-    python -m benchmarks.planner_accuracy.unseen ROWS.csv --json benchmarks/results/planner_unseen_N.json
+    python -m benchmarks.planner_accuracy.unseen ROWS.csv --json RESULT.json
 
-The score has the commit of the constants and stays (see `docs/explanation/planner_accuracy.md`).
+RESULT.json is benchmarks/results/planner_unseen_N.json. The score has the commit of the constants
+and stays (see `docs/explanation/planner_accuracy.md`).
 """
-
-from __future__ import annotations
 
 import argparse
 import csv
@@ -28,26 +27,24 @@ def score(rows: Sequence[Row]) -> dict[str, Any]:
     tiers["tier A, framework not named"] = [
         {**row, "framework": without_name(row["framework"])} for row in tiers["tier A"]
     ]
-    found = {
-        name: {key: value for key, value in summary(evaluate(part)).items() if key in KEYS}
-        for name, part in tiers.items()
-    }
-    return {"rows": len(rows), "sources": len({source_of(row) for row in rows}), **found}
+    scores: dict[str, Any] = {"rows": len(rows), "sources": len({source_of(row) for row in rows})}
+    for name, members in tiers.items():
+        errors = summary(evaluate(members))
+        scores[name] = {key: errors[key] for key in KEYS}
+    return scores
 
 
-def held(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def interval_coverage(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the number of rows of tier A and the share in their intervals, for the planner."""
-    found: dict[str, tuple[int, float]] = {}
+    coverage = {}
     for key in KEYS[:3]:
-        entries = [entry for score in scores if (entry := score["tier A"][key]["all"].get("all"))]
-        rows = sum(entry["rows"] for entry in entries)
-        found[key] = (
-            rows,
-            round(sum(entry["rows"] * entry["coverage"] for entry in entries) / rows, 4),
-        )
+        entries = [score["tier A"][key]["all"].get("all") for score in scores]
+        pairs = [(entry["rows"], entry["coverage"]) for entry in entries if entry]
+        rows = sum(count for count, _ in pairs)
+        coverage[key] = (rows, round(sum(count * share for count, share in pairs) / rows, 4))
     return {
         "source": "benchmarks/results/planner_unseen_*.json: [rows, share in the 90 % interval]",
-        "held": found,
+        "held": coverage,
     }
 
 
@@ -61,9 +58,8 @@ def main() -> None:
     if options.json.exists():
         parser.error(f"{options.json} exists: a second score would not be of unseen rows")
     with options.rows.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = {"commit": revision(), **score(rows)}
-    options.json.write_text(dumps(packed_score(found)) + "\n", encoding="utf-8")
+        scores = {"commit": revision(), **score(list(csv.DictReader(file)))}
+    options.json.write_text(dumps(packed_score(scores)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

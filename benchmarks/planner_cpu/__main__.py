@@ -2,12 +2,10 @@
 
     python -m benchmarks.planner_cpu [--quick]    under eight minutes on a quiet machine, two cores
 
-Layouts take turns in rounds. A turn during which other programs used more than 5 % of the machine is
-repeated, and left out if it is disturbed again. The time of a layout is the median of its steps.
+Layouts take turns in rounds. A turn during which other programs used more than 5 % of the machine
+is repeated, and left out if it is disturbed again. The time of a layout is the median of its steps.
 Exit code 1 if a layout has no undisturbed turn.
 """
-
-from __future__ import annotations
 
 import sys
 import tempfile
@@ -20,8 +18,7 @@ from benchmarks.common.load import undisturbed
 from benchmarks.common.report import RESULTS, ROOT, facts, say, with_sections, write
 from benchmarks.common.workers import WorkerGroup
 from benchmarks.planner_cpu import report
-from benchmarks.planner_cpu.layouts import CASES, QUICK, Case
-from benchmarks.planner_cpu.worker import start
+from benchmarks.planner_cpu.layouts import CASES, QUICK, Case, start
 from benchmarks.steps.rounds import order
 
 PAGE = ROOT / "docs/explanation/planner_cpu.md"
@@ -29,7 +26,7 @@ ROUNDS = 5
 STEPS = 2
 """Steps of a turn, after one that is not counted."""
 BUDGET_SECONDS = 440.0
-"""No round begins that would end later."""
+"""Rounds that would end later do not begin."""
 FOREIGN_SHARE = 0.05
 REPEATS = 2
 WAIT_SECONDS = 5.0

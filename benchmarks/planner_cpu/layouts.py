@@ -4,12 +4,15 @@ They were selected before anything was measured. Every kind of traffic of a pred
 in a calibrated one with another micro-batch, stage or schedule.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from plait.engine.calibration import ON_CPU
+import torch
+
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import build_mesh
+from plait.engine.calibration import ON_CPU, time_layout
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import Model, from_config
@@ -20,13 +23,12 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One layout."""
+    """A layout, and whether the planner is calibrated on it."""
 
     name: str
     processes: int
     layout: dict[str, Any]
     seen: bool
-    """Whether the planner is calibrated on it."""
 
 
 def request(processes: int) -> Request:
@@ -41,24 +43,37 @@ def request(processes: int) -> Request:
     )
 
 
-def _case(processes: int, *, seen: bool = False, micro: int, stage: int = 0, tp: int = 1, sp: int = 0, pp: str = "none",
-          recompute: str = "none") -> Case:  # fmt: skip
+def _case(
+    processes: int,
+    *,
+    seen: bool = False,
+    micro: int,
+    stage: int = 0,
+    tp: int = 1,
+    sp: int = 0,
+    pp: str = "none",
+    recompute: str = "none",
+) -> Case:
     stages = 1 if pp == "none" else 2
     dp = processes // (tp * stages)
-    layout = {
-        "pp": stages, "schedule": SCHEDULES.index(pp), "tp": tp, "sp": sp, "stage": stage, "recompute": RECOMPUTE.index(recompute),
-        "dp_replicate": 1 if stage else dp, "dp_shard": dp if stage else 1, "micro_batch": micro, "accumulation": BATCH // dp // micro,
-    }  # fmt: skip
-    words = [
-        f"tp {tp}{' + sp' if sp else ''}" if tp > 1 else "",
-        f"pp 2 {pp}" if stages > 1 else "",
-        f"dp {dp} ZeRO {stage}" if dp > 1 else "",
-    ]
-    words += [
-        f"{micro} x {BATCH // dp // micro}",
-        {"none": "", "full": "recompute full", "operators": "recompute selective"}[recompute],
-    ]
-    return Case(", ".join(word for word in words if word), processes, layout, seen)
+    accumulation = BATCH // dp // micro
+    layout = {"pp": stages, "schedule": SCHEDULES.index(pp), "tp": tp, "sp": sp, "stage": stage}
+    layout |= {"recompute": RECOMPUTE.index(recompute), "dp_replicate": dp, "dp_shard": 1}
+    if stage:
+        layout |= {"dp_replicate": 1, "dp_shard": dp}
+    layout |= {"micro_batch": micro, "accumulation": accumulation}
+    # The configuration calls this mode `selective`.
+    mode = recompute.replace("operators", "selective")
+    techniques = {
+        f"tp {tp} + sp": sp,
+        f"tp {tp}": tp > 1 and not sp,
+        f"pp 2 {pp}": stages > 1,
+        f"dp {dp} ZeRO {stage}": dp > 1,
+        f"{micro} x {accumulation}": True,
+        f"recompute {mode}": mode != "none",
+    }
+    name = ", ".join(text for text, is_used in techniques.items() if is_used)
+    return Case(name, processes, layout, seen)
 
 
 CASES = (
@@ -87,3 +102,16 @@ CASES = (
 )
 QUICK = ("8 x 1", "1 x 8", "dp 2 ZeRO 0, 4 x 1", "dp 2 ZeRO 3, 4 x 1", "dp 2 ZeRO 1, 4 x 1")
 """Names that show that the benchmark runs."""
+
+
+def start(processes: int) -> Callable[[tuple[dict[str, Any], int]], list[float]]:
+    """Make the process group of all layouts, and return what answers (layout, steps)."""
+    torch.set_num_threads(1)
+    mesh = build_mesh(Layout(dp_replicate=processes))
+    assert mesh.device.type == "cpu", "this benchmark is about CPU cores"
+
+    def turn(message: tuple[dict[str, Any], int]) -> list[float]:
+        layout, steps = message
+        return list(time_layout(request(processes), layout, steps=steps).seconds)
+
+    return turn

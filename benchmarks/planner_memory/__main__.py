@@ -5,8 +5,6 @@
 All tensors are fake. Bytes are the same on every machine without a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.common.command import command
@@ -20,37 +18,26 @@ PAGE = ROOT / "docs/explanation/planner_memory.md"
 
 def main() -> None:
     quick = command("planner_memory", __doc__).parse_args().quick
-    result: dict[str, Any] = {
-        "small": [
-            {
-                "layout": describe(one.case),
-                "stage": one.run.stage,
-                "predicted": one.run.predicted["peak"],
-                "dry_run": one.run.measured.peak,
-            }
-            for case in (CASES[:2] if quick else CASES)
-            for one in compare(case)
-        ]
-    }
+    small = []
+    for case in CASES[:2] if quick else CASES:
+        for compared in compare(case):
+            run = compared.run
+            row = {"layout": describe(case), "stage": run.stage}
+            small.append(row | {"predicted": run.predicted["peak"], "dry_run": run.measured.peak})
     if quick:
-        print(small_section(result["small"]))
+        print(small_section(small))
         return
-    result["tried"] = tried()
+    result = {"small": small, "tried": tried()}
     write(RESULTS / "planner_memory.json", result, digits=12)
     PAGE.write_text(page(result), encoding="utf-8")
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return docs/explanation/planner_memory.md with these results."""
-    sections = {
-        "small": small_section(result["small"]),
-        "tried": tried_section(result["tried"]),
-    }
-    return with_sections(PAGE, sections)
+    small = small_section(result["small"])
+    return with_sections(PAGE, {"small": small, "tried": tried_section(result["tried"])})
 
 
 def small_section(rows: list[dict[str, Any]]) -> str:
-    """Return the sentence and the table for the small layouts."""
     cells = []
     errors = []
     for row in rows:
@@ -65,7 +52,6 @@ def small_section(rows: list[dict[str, Any]]) -> str:
 
 
 def tried_section(rows: list[dict[str, Any]]) -> str:
-    """Return the table for the selected layouts of large clusters."""
     header = ("model", "cluster", "layout", "rank", "micro-batches run", "predicted GiB")
     cells = [
         [

@@ -1,7 +1,5 @@
 """The layouts that the plan selects for published clusters, with a dry run of one rank."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any
@@ -25,8 +23,9 @@ TRIED = [
 
 
 def _request(model: str, gpu: str, gpus: int, batch: int, sequence: int) -> Request:
-    found = find_model(model, sequence=sequence)
-    section, architecture = dict(found.section), found.architecture
+    known = find_model(model, sequence=sequence)
+    section = dict(known.section)
+    architecture = known.architecture
     if section["config"]["model_type"] == "gpt2":
         # The kernels of the published runs keep no masks of attention in memory.
         dropouts = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
@@ -44,11 +43,13 @@ def tried() -> list[dict[str, Any]]:
         best = next(choice for choice in plan(request, best=50).best if choice.budget is None)
         began = time.perf_counter()
         run = dry_run(request, config_of(request, best))
-        row = {
-            "model": model, "gpus": gpus, "gpu": gpu, "layout": describe(best.layout), "rank": run.rank, "stage": run.stage,
-            "predicted": run.predicted["peak"], "dry_run": run.measured.peak, "ratio": run.predicted["peak"] / run.measured.peak,
-            "run": run.micro_batches_run, "accumulation": run.accumulation, "seconds": time.perf_counter() - began,
-        }  # fmt: skip
+        predicted = run.predicted["peak"]
+        row: dict[str, Any] = {"model": model, "gpus": gpus, "gpu": gpu}
+        row["layout"] = describe(best.layout)
+        row |= {"rank": run.rank, "stage": run.stage, "predicted": predicted}
+        row |= {"dry_run": run.measured.peak, "ratio": predicted / run.measured.peak}
+        row |= {"run": run.micro_batches_run, "accumulation": run.accumulation}
+        row["seconds"] = time.perf_counter() - began
         print(row, flush=True)
         rows.append(row)
     return rows

@@ -1,7 +1,5 @@
 """Layouts whose predicted peak is compared with a dry run: three families, and each technique."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,62 +11,23 @@ from plait.planner.request import Request
 LENGTH = 320
 """Tokens per sample. It equals no size of the models, so that no two tensors have equal bytes."""
 _LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096, "hidden_size": 512}
+_QWEN = {**_LLAMA, "intermediate_size": 1536, "num_key_value_heads": 4}
+_GPT2 = {"model_type": "gpt2", "n_embd": 512, "n_layer": 4, "n_head": 8, "n_inner": 2048}
+_GPT2 |= {"vocab_size": 4096, "n_positions": 512}
+_OPT = {"model_type": "opt", **_LLAMA, "ffn_dim": 2048, "word_embed_proj_dim": 512}
+_OPT |= {"max_position_embeddings": 512, "pad_token_id": 1}
+_DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA, "intermediate_size": 1792, "num_key_value_heads": 8},
-    "qwen3": {
-        "model_type": "qwen3",
-        **_LLAMA,
-        "intermediate_size": 1536,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-    "qwen2": {
-        "model_type": "qwen2",
-        **_LLAMA,
-        "intermediate_size": 1536,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 512,
-        "n_layer": 4,
-        "n_head": 8,
-        "n_inner": 2048,
-        "vocab_size": 4096,
-        "n_positions": 512,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-    },
+    "qwen3": {"model_type": "qwen3", **_QWEN, "head_dim": 128},
+    "qwen2": {"model_type": "qwen2", **_QWEN, "tie_word_embeddings": True},
+    "gpt2": _GPT2 | dict.fromkeys(_DROPOUTS, 0.0),
+    "gpt2 with dropout": _GPT2 | dict.fromkeys(_DROPOUTS, 0.1),
+    "opt": {**_OPT, "dropout": 0.0},
+    "opt with dropout": {**_OPT, "dropout": 0.1},
 }
-_OPT = {
-    "model_type": "opt",
-    "hidden_size": 512,
-    "ffn_dim": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "word_embed_proj_dim": 512,
-}
-MODELS |= {
-    "gpt2 with dropout": MODELS["gpt2"]
-    | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
-    "opt": {
-        **_OPT,
-        "vocab_size": 4096,
-        "max_position_embeddings": 512,
-        "pad_token_id": 1,
-        "dropout": 0.0,
-    },
-    "opt with dropout": {
-        **_OPT,
-        "vocab_size": 4096,
-        "max_position_embeddings": 512,
-        "pad_token_id": 1,
-        "dropout": 0.1,
-    },
-}
-"""The last ones are not in CASES: families with dropout, or with another activation function."""
+"""The last three are not in CASES: families with dropout, or with another activation function."""
+_ZERO_BUBBLE = "interleaved-zero-bubble"
 Case = tuple[str, dict[str, Any], bool]
 CASES: list[Case] = [
     # Model, differences to one process without accumulation, and whether its vocabulary is small,
@@ -79,11 +38,7 @@ CASES: list[Case] = [
     ("llama", {"micro": 2, "chunk": 128}, False),
     ("llama", {"micro": 2, "tp": 4, "sp": True, "steps": 2, "chunk": 64}, False),
     ("llama", {"micro": 4, "pp": 2, "steps": 4, "schedule": "gpipe", "chunk": 128}, False),
-    (
-        "llama",
-        {"micro": 4, "pp": 2, "steps": 6, "schedule": "interleaved-zero-bubble", "chunk": 128},
-        False,
-    ),
+    ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": _ZERO_BUBBLE, "chunk": 128}, False),
     ("qwen2", {"micro": 4, "shard": 4, "stage": 3, "chunk": 512}, False),
     ("llama", {"micro": 2, "tp": 2}, False),
     ("llama", {"micro": 2, "tp": 4, "sp": True}, False),
@@ -110,7 +65,7 @@ CASES: list[Case] = [
     ),
     ("llama", {"micro": 2, "pp": 2, "steps": 4, "schedule": "gpipe"}, False),
     ("llama", {"micro": 2, "pp": 2, "steps": 4, "schedule": "interleaved-1f1b"}, False),
-    ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": "interleaved-zero-bubble"}, True),
+    ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": _ZERO_BUBBLE}, True),
     ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": "dualpipev"}, True),
     ("llama", {"micro": 4, "pp": 2, "steps": 4, "schedule": "zbv"}, True),
     ("qwen3", {"micro": 2, "tp": 2}, False),
@@ -141,7 +96,7 @@ CASES: list[Case] = [
 
 @dataclass(frozen=True)
 class Compared:
-    """One rank of a case."""
+    """A rank of a case."""
 
     case: Case
     run: DryRun
@@ -154,46 +109,40 @@ class Compared:
 
 def compare(case: Case) -> list[Compared]:
     """Compare the only rank, or the first and the last of a pipeline."""
-    name, what, small = case
-    fields = MODELS[name] | ({"vocab_size": 512} if small else {})
-    pp, tp, dp = (
-        what.get("pp", 1),
-        what.get("tp", 1),
-        what.get("shard", 1) * what.get("replicate", 1),
-    )
-    cp, length = what.get("cp", 1), what.get("length", LENGTH)
-    world, micro, steps = pp * tp * cp * dp, what["micro"], what.get("steps", 1)
-    parallel: dict[str, Any] = {
-        "pp": pp,
-        "tp": tp,
-        "dp_shard": what.get("shard", 1),
-        "dp_replicate": what.get("replicate", 1),
+    name, changes, is_small = case
+    fields = MODELS[name] | ({"vocab_size": 512} if is_small else {})
+    usual = {"pp": 1, "tp": 1, "shard": 1, "replicate": 1, "cp": 1, "steps": 1, "stage": 0}
+    settings = usual | {"length": LENGTH, "sp": False, "chunk": 0} | changes
+    pp = settings["pp"]
+    dp = settings["shard"] * settings["replicate"]
+    world = pp * settings["tp"] * settings["cp"] * dp
+    parallel: dict[str, Any] = {key: settings[key] for key in ("pp", "tp", "cp")} | {
+        "dp_shard": settings["shard"],
+        "dp_replicate": settings["replicate"],
+        "context": settings.get("context", "all-gather-kv"),
+        "sequence_parallel": settings["sp"],
+        "loss_chunk_tokens": settings["chunk"],
     }
-    parallel |= {"cp": cp, "context": what.get("context", "all-gather-kv")}
-    parallel["sequence_parallel"] = what.get("sp", False)
     if pp > 1:
-        parallel["pipeline"] = {"schedule": what.get("schedule", "1f1b")}
-    if "recompute" in what:
-        parallel["recompute"] = {"mode": what["recompute"], "every": what.get("every", 1)}
-    parallel["loss_chunk_tokens"] = what.get("chunk", 0)
+        parallel["pipeline"] = {"schedule": settings.get("schedule", "1f1b")}
+    if "recompute" in settings:
+        every = settings.get("every", 1)
+        parallel["recompute"] = {"mode": settings["recompute"], "every": every}
     tree = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
+        "train_micro_batch_size_per_gpu": settings["micro"],
+        "gradient_accumulation_steps": settings["steps"],
         "bf16": {"enabled": True},
         "communication_data_type": "fp32",
-        "zero_optimization": {"stage": what.get("stage", 0)},
+        "zero_optimization": {"stage": settings["stage"]},
         "optimizer": {"type": "AdamW"},
         "parallel": parallel,
         "model": {"config": fields},
-        "data": {"sequence_length": length},
+        "data": {"sequence_length": settings["length"]},
     }
-    request = Request(
-        Model(from_config(fields), {"config": fields}),
-        cluster("cpu", world),
-        micro * steps * dp,
-        length,
-    )
-    ranks = [0] if pp == 1 else [0, world // pp * (pp - 1)]
+    batch = settings["micro"] * settings["steps"] * dp
+    model = Model(from_config(fields), {"config": fields})
+    request = Request(model, cluster("cpu", world), batch, settings["length"])
+    ranks = sorted({0, world // pp * (pp - 1)})
     return [
         Compared(case, dry_run(request, tree, rank=rank, full_step=True, quiet=True))
         for rank in ranks
@@ -201,9 +150,6 @@ def compare(case: Case) -> list[Compared]:
 
 
 def describe(case: Case) -> str:
-    """Return a description of a case."""
-    name, what, small = case
-    words = [
-        f"{key} {value}" if not isinstance(value, bool) else key for key, value in what.items()
-    ]
-    return f"{name}{', vocabulary 512' if small else ''}: {', '.join(words)}"
+    name, changes, is_small = case
+    texts = (key if value is True else f"{key} {value}" for key, value in changes.items())
+    return f"{name}{', vocabulary 512' if is_small else ''}: {', '.join(texts)}"

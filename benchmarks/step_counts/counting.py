@@ -14,8 +14,6 @@ Note [What is counted]
     sees them from below whatever code has made them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -26,21 +24,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.step_counts import peers
+from benchmarks.step_counts.layouts import Layout
+from benchmarks.step_counts.peers import Sharding, Step, units_of
+from benchmarks.steps.workload import batch, build_model
+
 _COLLECTIVES = ("c10d", "_c10d_functional")
-_WITHOUT_A_KERNEL = frozenset(
-    {
-        "_unsafe_view",
-        "_local_scalar_dense",  # a read by the program, counted as a wait
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "record_stream",
-        "resize_",
-        "set_",
-    }
+_WITHOUT_A_KERNEL = (
+    *("_unsafe_view", "record_stream", "resize_", "set_"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    "_local_scalar_dense",  # a read by the program, counted as a wait
 )
+WARM = 4
+"""Steps before the counted one: allocations, lazy states and schedules are settled by then."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +92,9 @@ def count_step(step: Callable[[], object]) -> StepCounts:
         step()
     after = _transfers(device)
 
-    return StepCounts(
-        kernels=counter.operators.total(),
-        copies=after["copies"] - before["copies"],
-        collectives=after["collectives"] - before["collectives"],
-        waits=after["waits"] - before["waits"],
-        operators=dict(counter.operators),
-    )
+    transfers = {name: after[name] - count for name, count in before.items()}
+    operators = counter.operators
+    return StepCounts(kernels=operators.total(), operators=dict(operators), **transfers)
 
 
 def _transfers(device: Any) -> dict[str, int]:
@@ -112,3 +104,29 @@ def _transfers(device: Any) -> dict[str, int]:
         "collectives": len(device.journal()),
         "waits": device.blocked()["all"],
     }
+
+
+def plait_step(rank: int, world: int, layout: Layout) -> tuple[StepCounts, Sharding]:
+    """Count a step of Plait, and return how it was sharded."""
+    import plait
+
+    engine = plait.initialize(
+        build_model(layout.workload), layout.configuration(), loss_fn=plait.causal_lm_loss
+    )
+    shard = engine.sharded.parts.shard
+    sharding = Sharding(units_of(engine.model), shard.compute_dtype, shard.reduce_dtype)
+    counts = _counted(engine.train_batch, layout, rank)
+    engine.close()
+    return counts, sharding
+
+
+def peer_step(rank: int, world: int, layout: Layout, sharding: Sharding) -> StepCounts:
+    step: Step = getattr(peers, layout.peer)(layout, sharding, torch.device("cuda", rank))
+    return _counted(step, layout, rank)
+
+
+def _counted(step: Any, layout: Layout, rank: int) -> StepCounts:
+    batches = [batch(layout.workload, step=number, rank=rank) for number in range(WARM + 1)]
+    for warm in batches[:WARM]:
+        step(warm)
+    return count_step(lambda: step(batches[WARM]))

@@ -1,7 +1,5 @@
 """The layouts, each as a configuration of Plait and as the name of its peer in plain torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +28,10 @@ class Layout:
 
     @property
     def workload(self) -> Workload:
-        """The model and the samples of a rank."""
+        sizes = {"layers": 4, "hidden": 64, "intermediate": 176, "heads": 4, "sequence": 32}
         return Workload(
-            layers=4,
-            hidden=64,
-            intermediate=176,
-            heads=4,
+            **sizes,
             vocabulary=256,
-            sequence=32,
             micro_batches=self.accumulation,
             ranks=self.ranks,
             ranks_per_slice=self.ranks // self.data_ranks,

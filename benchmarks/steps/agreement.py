@@ -1,11 +1,9 @@
-"""Whether all baselines trained: their losses and gradient norms compared with the reference's.
+"""Check that all baselines trained: compare their losses and gradient norms with the reference's.
 
 Equal losses in the first step show equal weights, data and forwards; in the second, equal updates.
 Equal norms show that gradients are complete means before clipping. Different orders of addition in
 float32 drift apart slowly, hence two limits for losses.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping
@@ -24,21 +22,19 @@ def compare(record: Record, reference: Record) -> dict[str, Any]:
     losses = [_distance(*pair) for pair in zip(record.losses, reference.losses, strict=False)]
     pairs = zip(record.norms[:EARLY_STEPS], reference.norms[:EARLY_STEPS], strict=False)
     norms = [_distance(a, b) / b for a, b in pairs if a is not None and b]
-    found = {
+    differences = {
         "early_loss": max(losses[:EARLY_STEPS], default=0.0),
         "late_loss": max(losses, default=0.0),
         "early_norm": max(norms, default=0.0),
     }
-    holds = bool(losses) and all(found[name] <= limit for name, limit in LIMITS.items())
-    return {"steps": len(losses), **found, "holds": holds}
+    holds = bool(losses) and all(differences[name] <= limit for name, limit in LIMITS.items())
+    return {"steps": len(losses), **differences, "holds": holds}
 
 
 def _distance(a: float, b: float) -> float:
-    difference = abs(a - b)
-    return math.inf if math.isnan(difference) else difference
+    return abs(a - b) if math.isfinite(a - b) else math.inf
 
 
 def check(records: Mapping[str, Record], *, reference: str) -> dict[str, dict[str, Any]]:
-    """Compare every baseline that ran with the reference."""
     ran = {name: record for name, record in records.items() if record.losses}
     return {name: compare(record, records[reference]) for name, record in ran.items()}

@@ -1,7 +1,5 @@
 """An engine as data: its name, what it is compared with, and the function that builds its step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,35 +11,33 @@ from torch import Tensor
 from benchmarks.steps.workload import Workload
 
 Step = Callable[[dict[str, Tensor]], tuple[float, float | None]]
-"""One optimizer step on the samples of this rank. Returns the loss and the global gradient norm
+"""Runs an optimizer step on the samples of this rank. Returns the loss and the global gradient norm
 before clipping, or None for a norm that the engine does not report."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """One way to do the step."""
+    """An engine that does the step."""
 
     name: str
     title: str
     builder: str
-    """`module:function` with the signature `(workload, **options) -> Step`, imported by the worker."""
+    """`module:function`, imported by the worker and called as `function(workload, **options)`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     against: Mapping[str, str] = field(default_factory=dict)
     """Column of the report to the baseline whose time divides this one's."""
     requires: str | None = None
     """Package that the machine may lack."""
     loss_is_global: bool = False
-    """Whether the loss of a step is already the mean over ranks."""
+    """True if the loss of a step is already the mean over ranks."""
     floor: bool = False
-    """Whether its ranks train alone. Its losses are not compared."""
+    """True if its ranks train alone. Its losses are not compared."""
 
     @property
     def is_missing(self) -> bool:
-        """Whether the required package is not installed."""
         return self.requires is not None and find_spec(self.requires) is None
 
     def build(self, workload: Workload) -> Step:
-        """Import the builder and call it."""
         module, function = self.builder.split(":")
         step: Step = getattr(import_module(module), function)(workload, **self.options)
         return step

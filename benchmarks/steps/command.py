@@ -6,10 +6,7 @@ undisturbed turn, 2 for a wrong argument. A ratio above the target is reported a
 scene that is measured alone replaces its own result only.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +16,7 @@ import psutil
 
 from benchmarks.common.command import command
 from benchmarks.common.load import wait_for_quiet
-from benchmarks.common.report import RESULTS, facts, say, write
+from benchmarks.common.report import RESULTS, facts, read, say, write
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.steps import deepspeed_peer, report, rounds
 from benchmarks.steps.baselines import Baseline, Benchmark, Scene
@@ -34,54 +31,45 @@ LIBRARIES_BYTES = 400 * 2**20
 COPIES = 7
 """Parameters, gradients, two moments, buckets or gathered parameters, and activations, in units of
 the parameters' bytes."""
-QUICK_SIZES = {
-    "layers": 2,
-    "hidden": 128,
-    "intermediate": 352,
-    "heads": 4,
-    "vocabulary": 512,
-    "sequence": 64,
-}
+QUICK_SIZES = {"layers": 2, "hidden": 128, "intermediate": 352, "heads": 4}
+QUICK_SIZES |= {"vocabulary": 512, "sequence": 64}
 QUICK_PACE = Pace(rounds=2, steps=1, foreign_share=1.0, wait_seconds=0.0)
 """Nothing waits for a quiet machine, because the numbers mean nothing."""
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Run the command of a benchmark and return its exit code."""
     options = _parse(benchmark, arguments)
-    pace = Pace(rounds=options.rounds, steps=options.steps)
-    if options.quick:
-        pace = QUICK_PACE
+    pace = QUICK_PACE if options.quick else Pace(rounds=options.rounds, steps=options.steps)
     scenes = [scene for scene in benchmark.scenes if scene.name in options.scenes]
     names = {*options.baselines, *(scene.baselines[0].name for scene in scenes)}
-    chosen = [[one for one in scene.baselines if one.name in names] for scene in scenes]
-    skipped = unavailable([one for baselines in chosen for one in baselines])
-    good = True
+    skipped = unavailable([b for scene in scenes for b in scene.baselines if b.name in names])
+    is_good = True
     with tempfile.TemporaryDirectory(prefix=f"{benchmark.name}_") as logs:
-        for scene, baselines in zip(scenes, chosen, strict=True):
+        for scene in scenes:
             sizes = {**scene.sizes, **(QUICK_SIZES if options.quick else {})}
-            found = measure(
+            selected = {b.name: b for b in scene.baselines if b.name in names}
+            document = measure(
                 benchmark,
                 scene,
-                [one for one in baselines if one.name not in skipped],
+                {name: b for name, b in selected.items() if name not in skipped},
                 workload=Workload(**sizes),
                 pace=pace,
                 logs=Path(logs),
-                skipped={one.name: skipped[one.name] for one in baselines if one.name in skipped},
+                skipped={name: skipped[name] for name in selected if name in skipped},
             )
-            good = good and found is not None and report.is_good(found)
-            if found is None:
+            is_good = is_good and document is not None and report.is_good(document)
+            if document is None:
                 continue
-            print(report.terminal(found), flush=True)
+            print(report.terminal(document), flush=True)
             if not options.quick:
-                _write(benchmark, options.output, found)
-    return 0 if good else 1
+                _write(benchmark, options.output, document)
+    return int(not is_good)
 
 
 def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Namespace:
     scenes = [scene.name for scene in benchmark.scenes]
     # A baseline may be in several scenes.
-    names = list(dict.fromkeys(one.name for scene in benchmark.scenes for one in scene.baselines))
+    names = list(dict.fromkeys(b.name for scene in benchmark.scenes for b in scene.baselines))
     parser = command(benchmark.name, __doc__)
     parser.add_argument("--scenes", nargs="+", choices=scenes, default=scenes)
     parser.add_argument("--baselines", nargs="+", choices=names, default=names, metavar="NAME")
@@ -94,13 +82,11 @@ def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Na
 def unavailable(baselines: Sequence[Baseline]) -> dict[str, str]:
     """Return the baselines that cannot run here, with the reason, and print them."""
     skipped = {
-        one.name: f"{one.requires} is not installed (pip install '.[bench]')"
-        for one in baselines
-        if one.is_missing
+        baseline.name: f"{baseline.requires} is not installed (pip install '.[bench]')"
+        for baseline in baselines
+        if baseline.is_missing
     }
-    deepspeed = [
-        one.name for one in baselines if one.requires == "deepspeed" and one.name not in skipped
-    ]
+    deepspeed = {b.name for b in baselines if b.requires == "deepspeed"} - set(skipped)
     if deepspeed:
         say("compiling DeepSpeed's operators (a minute the first time)")
         problem = deepspeed_peer.prepare()
@@ -114,7 +100,7 @@ def unavailable(baselines: Sequence[Baseline]) -> dict[str, str]:
 def measure(
     benchmark: Benchmark,
     scene: Scene,
-    baselines: Sequence[Baseline],
+    baselines: Mapping[str, Baseline],
     *,
     workload: Workload,
     pace: Pace,
@@ -122,19 +108,20 @@ def measure(
     skipped: Mapping[str, str],
 ) -> dict[str, Any] | None:
     """Run the rounds of a scene. Returns `report.document`, or None if nothing can be compared."""
-    by_name = {one.name: one for one in baselines}
-    say(f"{scene.title}: {', '.join(by_name)}")
-    problem = _too_large(len(by_name), workload)
-    if problem:
-        say(f"{scene.title} is left out: {problem}")
-        return None
+    say(f"{scene.title}: {', '.join(baselines)}")
+    problem = _too_large(len(baselines), workload)
     groups: dict[str, WorkerGroup] = {}
     try:
-        failures = start_groups(by_name, groups, workload=workload, logs=logs)
-        if baselines[0].name not in groups:
-            say(f"{scene.title} is left out: the reference, {baselines[0].name}, did not start")
+        failures = {}
+        if not problem:
+            failures = start_groups(baselines, groups, workload=workload, logs=logs)
+            reference = scene.baselines[0].name
+            if reference not in groups:
+                problem = f"the reference, {reference}, did not start"
+        if problem:
+            say(f"{scene.title} is left out: {problem}")
             return None
-        records = rounds.run(groups, by_name, pace=pace)
+        records = rounds.run(groups, baselines, pace=pace)
         records |= {name: Record(failure=reason) for name, reason in failures.items()}
         return report.document(
             benchmark,
@@ -172,7 +159,7 @@ def start_groups(
     failures = {}
     environment = {**deepspeed_peer.ENVIRONMENT, "OMP_NUM_THREADS": str(workload.threads)}
     for name, baseline in baselines.items():
-        group = WorkerGroup(
+        groups[name] = WorkerGroup(
             name,
             ranks=workload.ranks,
             start=start,
@@ -180,9 +167,8 @@ def start_groups(
             logs=logs,
             environment=environment,
         )
-        groups[name] = group
         try:
-            group.ready(timeout_seconds=START_SECONDS)
+            groups[name].ready(timeout_seconds=START_SECONDS)
         except WorkerGroupError as error:
             failures[name] = f"did not start: {error}"
             stop_groups({name: groups.pop(name)})
@@ -214,9 +200,9 @@ def _phases(
     return phases
 
 
-def _write(benchmark: Benchmark, folder: Path, found: dict[str, Any]) -> None:
+def _write(benchmark: Benchmark, folder: Path, document: dict[str, Any]) -> None:
     results = folder / benchmark.name
-    write(results / f"{found['scene']}.json", found, digits=7)
-    paths = [results / f"{scene.name}.json" for scene in benchmark.scenes]
-    measured = [json.loads(path.read_text()) for path in paths if path.exists()]
-    (folder / f"{benchmark.name}.md").write_text(report.page(benchmark, measured))
+    write(results / f"{document['scene']}.json", document, digits=7)
+    measured = [read(results / f"{scene.name}.json") for scene in benchmark.scenes]
+    text = report.page(benchmark, [scene for scene in measured if scene])
+    (folder / f"{benchmark.name}.md").write_text(text)

@@ -4,8 +4,6 @@ It compiles C++ operators when it starts. `prepare` does that before any worker 
 limit: a killed compilation leaves a lock for which every later start waits forever.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -35,9 +33,8 @@ def build(workload: Workload, *, stage: int) -> Step:
     deepspeed.init_distributed(dist_backend="gloo")
     model = build_model(workload)
     config = configuration(workload, stage=stage) | {"steps_per_print": 1_000_000}
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    parameters = model.parameters()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
 
     def step(batch: dict[str, Tensor]) -> tuple[float, float | None]:
         loss = engine(**batch).loss

@@ -1,11 +1,10 @@
 """Model parallelism in plain torch, written by hand for this one model.
 
-Both engines use the fused AdamW and clip in one foreach pass. The norm and the loss cross ranks in
-one all-reduce.
+Engines use the fused AdamW and clip in one foreach pass. The norm and the loss of a pipeline cross
+ranks in one all-reduce. `step_counts` counts the same functions on a simulated GPU.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -29,8 +29,38 @@ from benchmarks.steps.baselines import Step
 from benchmarks.steps.workload import Workload, build_model, optimizer_arguments
 
 
+def adamw(groups: Sequence[list[nn.Parameter]], workload: Workload) -> torch.optim.Optimizer:
+    parameters = [{"params": group} for group in groups]
+    return torch.optim.AdamW(parameters, fused=True, **optimizer_arguments(workload))
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the norm of gradients of one kind, of which DTensors are summed over their mesh."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm(gradients, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def update(
+    optimizer: torch.optim.Optimizer, clip: float, groups: Sequence[list[nn.Parameter]]
+) -> Tensor:
+    """Clip the gradients, do a step, and return the norm before clipping.
+
+    A foreach operator takes tensors of one mesh, so each mesh has its own group.
+    """
+    norms = [gradient_norm(group) for group in groups]
+    norm = norms[0]
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in groups:
+        clip_grads_with_norm_(group, clip, norm, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
 class LlamaStage(nn.Module):
-    """Consecutive blocks of a Llama, with the embedding before its first and the head after its last."""
+    """Consecutive blocks of a Llama. The first stage has the embedding, and the last the head."""
 
     def __init__(self, model: nn.Module, *, blocks: range, layers: int) -> None:
         super().__init__()
@@ -65,51 +95,78 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def one_f_one_b(workload: Workload) -> Step:
-    """Build torch's 1F1B schedule over two stages."""
-    dist.init_process_group("gloo")
+def pipeline_step(
+    workload: Workload, device: torch.device
+) -> Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]:
+    """Build torch's 1F1B schedule over two stages. A step returns the loss and the norm."""
     rank = dist.get_rank()
     blocks = (range(workload.first_stage), range(workload.first_stage, workload.layers))[rank]
-    module = LlamaStage(build_model(workload), blocks=blocks, layers=workload.layers)
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    module = LlamaStage(build_model(workload), blocks=blocks, layers=workload.layers).to(device)
+    stage = PipelineStage(module, rank, 2, device)
     schedule = Schedule1F1B(stage, workload.micro_batches, loss_fn=next_token_loss)
     parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(parameters, fused=True, **optimizer_arguments(workload))
+    optimizer = adamw([parameters], workload)
 
-    def step(batch: dict[str, Tensor]) -> tuple[float, float]:
+    def step(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(batch["input_ids"], return_outputs=False)
         else:
             schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
-        loss = torch.stack(losses).mean() if losses else torch.zeros(())
-        totals = torch.stack([norm**2, loss])
+        square = gradient_norm(parameters) ** 2
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+        totals = torch.stack([square, loss.detach()])
         dist.all_reduce(totals)
         norm = totals[0].sqrt()
         clip_grads_with_norm_(parameters, workload.clip, norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
-        return totals[1].item(), norm.item()
+        return totals[1], norm
 
     return step
 
 
-TP_PLAN = {
-    # Without these two, every column-split layer would all-reduce the gradient of its input.
-    "self_attn": PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Replicate()},
-        desired_input_kwarg_layouts={"hidden_states": Replicate()},
-    ),
-    "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
-}
+def one_f_one_b(workload: Workload) -> Step:
+    dist.init_process_group("gloo")
+    step_on_tensors = pipeline_step(workload, torch.device("cpu"))
+
+    def step(batch: dict[str, Tensor]) -> tuple[float, float]:
+        loss, norm = step_on_tensors(batch)
+        return loss.item(), norm.item()
+
+    return step
+
+
+def tensor_plan(layers: int, *, sequence: bool = False) -> dict[str, Any]:
+    """Return the plan for a Llama of Transformers. Logits stay split over the vocabulary."""
+    tokens = Shard(1) if sequence else Replicate()
+    row = RowwiseParallel(output_layouts=tokens)
+    block: dict[str, Any] = {
+        # Without these two, every column-split layer would all-reduce the gradient of its input.
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": tokens},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
+        "self_attn.o_proj": row,
+        "mlp.down_proj": row,
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        block[name] = ColwiseParallel()
+    block |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        "lm_head": ColwiseParallel(
+            input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    if sequence:
+        norms = ("input_layernorm", "post_attention_layernorm")
+        block |= dict.fromkeys(norms, SequenceParallel(use_local_output=True))
+        plan["model.norm"] = SequenceParallel(use_local_output=True)
+    for layer in range(layers):
+        plan |= {f"model.layers.{layer}.{name}": style for name, style in block.items()}
+    return plan
 
 
 def two_dimensional(workload: Workload) -> Step:
@@ -118,43 +175,24 @@ def two_dimensional(workload: Workload) -> Step:
     pairs = (workload.ranks // workload.ranks_per_slice, workload.ranks_per_slice)
     mesh = init_device_mesh("cpu", pairs, mesh_dim_names=("dp", "tp"))
     model = build_model(workload)
-    blocks = list(model.get_submodule("model.layers").children())
-    ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(model, mesh["tp"], ends)
-    for block in blocks:
-        parallelize_module(block, mesh["tp"], TP_PLAN)
-        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
-    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
-    # Norm weights are split over dp only. A foreach or fused operator takes tensors of one mesh.
+    parallelize_module(model, mesh["tp"], tensor_plan(workload.layers))
+    for module in (*model.get_submodule("model.layers").children(), model):
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+    # Norm weights are split over dp only.
     groups: dict[int, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         groups.setdefault(parameter.device_mesh.ndim, []).append(parameter)
-    parameter_groups = [{"params": members} for members in groups.values()]
-    arguments = optimizer_arguments(workload)
-    optimizer = torch.optim.AdamW(parameter_groups, fused=True, **arguments)
-
-    def total_norm() -> Tensor:
-        norms = []
-        for members in groups.values():
-            norm = get_total_norm([p.grad for p in members if p.grad is not None], foreach=True)
-            assert isinstance(norm, DTensor)
-            norms.append(norm.full_tensor())
-        return torch.linalg.vector_norm(torch.stack(norms))
+    by_mesh = list(groups.values())
+    optimizer = adamw(by_mesh, workload)
 
     def step(batch: dict[str, Tensor]) -> tuple[float, float]:
         with loss_parallel():
             loss = next_token_loss(model(batch["input_ids"]).logits, batch["labels"])
             loss.backward()
-        norm = total_norm()
-        for members in groups.values():
-            clip_grads_with_norm_(members, workload.clip, norm, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        value = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        return value.item(), norm.item()
+        norm = update(optimizer, workload.clip, by_mesh)
+        if isinstance(loss, DTensor):
+            loss = loss.full_tensor()
+        return loss.item(), norm.item()
 
     return step

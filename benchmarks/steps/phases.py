@@ -1,11 +1,9 @@
-"""Where the time of a step goes, measured from outside in the same way for every baseline.
+"""Phases of a step, measured from outside in the same way for every baseline.
 
 Forward is the call of the model, backward the call into autograd, and optimizer the step of the
 innermost `torch.optim.Optimizer`. The rest of the step is `other`. The main thread is busy, or it
 waits for a collective or for a core. The clock is not attached in timed rounds.
 """
-
-from __future__ import annotations
 
 import time
 from collections import defaultdict
@@ -35,7 +33,6 @@ class Clock:
         self._open.append((phase, time.perf_counter(), time.thread_time()))
 
     def end(self) -> None:
-        """Leave the innermost phase."""
         self._settle()
         self._open.pop()
         if self._open:

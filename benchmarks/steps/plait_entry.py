@@ -1,7 +1,5 @@
 """Plait as a user writes it: `plait.initialize` with a configuration, then `train_batch`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -4,8 +4,6 @@ A turn during which other programs used more of the machine than allowed is repe
 disturbed every time, it is counted and left out of the statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
@@ -51,46 +49,40 @@ class Record:
 
     @property
     def clean(self) -> list[float]:
-        """Seconds per step of the undisturbed turns."""
         return [value for value in self.seconds if value is not None]
 
 
 def order(names: Sequence[str], *, index: int) -> list[str]:
     """Return the order of round `index`: rotated, and reversed in every other round."""
     shift = (index // 2) % len(names)
-    rotated = [*names[shift:], *names[:shift]]
-    return rotated[::-1] if index % 2 else rotated
+    direction = (1, -1)[index % 2]
+    return [*names[shift:], *names[:shift]][::direction]
 
 
 def run(
-    worker_groups: Mapping[str, WorkerGroup],
-    baselines: Mapping[str, Baseline],
-    *,
-    pace: Pace,
+    groups: Mapping[str, WorkerGroup], baselines: Mapping[str, Baseline], *, pace: Pace
 ) -> dict[str, Record]:
     """Run all rounds. A worker group that fails is stopped, and the others continue."""
-    records = {name: Record() for name in worker_groups}
+    records = {name: Record() for name in groups}
     for index in range(pace.rounds):
-        for name in order(list(worker_groups), index=index):
+        for name in order(list(groups), index=index):
             if records[name].failure:
                 continue
             try:
-                _turn(worker_groups[name], baselines[name], records[name], pace=pace)
+                _turn(groups[name], baselines[name], records[name], pace=pace)
             except WorkerGroupError as error:
                 records[name].failure = str(error)
-                worker_groups[name].stop()
+                groups[name].stop()
                 say(f"{name}: failed in round {index + 1}; the others go on\n{error}")
-        say(
-            f"round {index + 1}/{pace.rounds}: "
-            + ", ".join(_latest(name, record) for name, record in records.items())
-        )
+        latest = ", ".join(_latest(name, record) for name, record in records.items())
+        say(f"round {index + 1}/{pace.rounds}: {latest}")
     return records
 
 
-def _turn(worker_group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace) -> None:
+def _turn(group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace) -> None:
     value = None
     for share, answers in undisturbed(
-        worker_group,
+        group,
         ("turn", {"warm": pace.warm, "steps": pace.steps}),
         share=pace.foreign_share,
         repeats=pace.repeats,
@@ -115,4 +107,6 @@ def _latest(name: str, record: Record) -> str:
     if record.failure:
         return f"{name} failed"
     value = record.seconds[-1]
-    return f"{name} disturbed" if value is None else f"{name} {1000 * value:.0f}"
+    if value is None:
+        return f"{name} disturbed"
+    return f"{name} {1000 * value:.0f}"

@@ -3,24 +3,20 @@
 Every engine uses the fused AdamW and clips in one foreach pass.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.steps.baselines import Step
+from benchmarks.steps.model_parallel_peers import adamw, update
 from benchmarks.steps.workload import Workload, build_model, optimizer_arguments
 
 
 def ddp(workload: Workload) -> Step:
-    """Build DistributedDataParallel."""
     return _step(_replicated(workload), workload)
 
 
@@ -67,30 +63,21 @@ def alone(workload: Workload) -> Step:
 
 def _replicated(workload: Workload) -> nn.Module:
     dist.init_process_group("gloo")
-    return DistributedDataParallel(
-        build_model(workload),
-        gradient_as_bucket_view=True,
-        static_graph=True,
-        broadcast_buffers=False,
-    )
+    model = build_model(workload)
+    settings = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
+    return DistributedDataParallel(model, **settings)
 
 
 def _step(
     model: nn.Module, workload: Workload, optimizer: torch.optim.Optimizer | None = None
 ) -> Step:
-    parameters = list(model.parameters())
-    if optimizer is None:
-        optimizer = torch.optim.AdamW(parameters, fused=True, **optimizer_arguments(workload))
+    groups = [list(model.parameters())]
+    optimizer = optimizer or adamw(groups, workload)
 
     def step(batch: dict[str, Tensor]) -> tuple[float, float]:
         loss = model(**batch).loss
         loss.backward()
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        clip_grads_with_norm_(parameters, workload.clip, norm, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
+        norm = update(optimizer, workload.clip, groups)
         return loss.item(), norm.item()
 
     return step

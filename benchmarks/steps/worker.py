@@ -4,8 +4,6 @@ Messages are (method of `Runner`, arguments). Batches are made before the clock 
 clock runs between two barriers, so that a turn lasts until its slowest rank is done.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import resource
@@ -70,7 +68,6 @@ class Runner:
         }
 
     def phases(self, *, warm: int, steps: int) -> dict[str, float]:
-        """Return milliseconds per step and phase (`phases.measure`)."""
         batches = iter(self._next_batches(warm + steps))
         for _ in range(warm):
             self._step(next(batches))

@@ -1,10 +1,8 @@
-"""What every engine trains: a Llama of Transformers, its initial weights, its batches and its optimizer.
+"""Workload of every engine: a Llama of Transformers, its weights, batches and optimizer.
 
 Tokens follow a noisy successor rule that a model learns. With random tokens the loss would stay at
 ln(vocabulary) even if nothing is updated, and a comparison of losses would prove nothing.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +41,6 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Samples of one rank per optimizer step."""
         return self.micro_batch * self.micro_batches
 
     @property
@@ -64,7 +61,7 @@ class Workload:
 
 
 def build_model(workload: Workload) -> nn.Module:
-    """Return a float32 model on the CPU in training mode, with the same weights in every process."""
+    """Return a float32 model on the CPU in training mode, with equal weights in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(workload.seed)

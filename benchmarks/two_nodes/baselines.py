@@ -3,8 +3,6 @@
 Workers import it: what they run cannot be in `__main__` of a package.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +12,10 @@ from benchmarks.steps.baselines import Baseline
 from benchmarks.steps.workload import Workload
 from benchmarks.two_nodes.network import ADDRESSES, INTERFACE, enter
 
-SIZES: dict[str, Any] = {
-    "layers": 4,
-    "hidden": 256,
-    "intermediate": 704,
-    "heads": 4,
-    "vocabulary": 2048,
-    "sequence": 128,
-}
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "intermediate": 704, "heads": 4}
+SIZES |= {"vocabulary": 2048, "sequence": 128}
 PEERS = "benchmarks.steps.torch_peers"
+ANY = ["int8", "int4", "powersgd"]
 
 
 def _plait(name: str, title: str, **options: Any) -> Baseline:
@@ -44,11 +37,7 @@ BASELINES = (
     ),
     _plait("plait-0", "ZeRO 0, defaults"),
     _plait("plait-0-auto", "ZeRO 0, compresses where it pays", compress_gradients="auto"),
-    _plait(
-        "plait-0-any",
-        "ZeRO 0, PowerSGD allowed too",
-        compress_gradients=["int8", "int4", "powersgd"],
-    ),
+    _plait("plait-0-any", "ZeRO 0, PowerSGD allowed too", compress_gradients=ANY),
     _plait("plait-2", "ZeRO 2, defaults", stage=2),
     _plait("plait-2-auto", "ZeRO 2, compresses where it pays", stage=2, compress_gradients="auto"),
     _plait("plait-tp", "tensor parallel, no overlap", tp=2),
@@ -58,10 +47,10 @@ BASELINES = (
     _plait("plait-0-int4", "ZeRO 0, int4", compress_gradients="int4"),
     _plait("plait-0-powersgd", "ZeRO 0, PowerSGD of rank 4", compress_gradients="powersgd"),
 )
-BY_NAME = {one.name: one for one in BASELINES}
+BY_NAME = {baseline.name: baseline for baseline in BASELINES}
 ADAPTIVE = ("plait-0", "plait-0-auto", "plait-0-any", "plait-2-auto")
 """They measure the links at their start, so they start again at every rate."""
-USUAL = [one.name for one in BASELINES if "tp" not in one.options]
+USUAL = [baseline.name for baseline in BASELINES if "tp" not in baseline.options]
 
 
 def start(argument: tuple[Baseline, Workload, tuple[str, str]]) -> Callable[[Any], Any]:
@@ -70,9 +59,11 @@ def start(argument: tuple[Baseline, Workload, tuple[str, str]]) -> Callable[[Any
     rank = int(os.environ["RANK"])
     enter(nodes[rank])
     # Tensor parallelism across machines is refused, so its ranks say that they share one.
-    shared = "tp" in baseline.options
-    local_size = len(nodes) if shared else 1
-    local_rank = rank if shared else 0
+    local_size = 1
+    local_rank = 0
+    if "tp" in baseline.options:
+        local_size = len(nodes)
+        local_rank = rank
     os.environ.update(
         MASTER_ADDR=ADDRESSES[0],
         GLOO_SOCKET_IFNAME=INTERFACE,

@@ -4,8 +4,6 @@ Their names contain the id of this process. Those that a killed process left are
 worker enters its namespace before it opens a socket.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -97,8 +95,8 @@ def _remove_stale() -> None:
 
 
 def _sent(node: str) -> int:
-    found = json.loads(_ip("-n", node, "-s", "-j", "link", "show", "dev", INTERFACE))
-    return int(found[0]["stats64"]["tx"]["bytes"])
+    (link,) = json.loads(_ip("-n", node, "-s", "-j", "link", "show", "dev", INTERFACE))
+    return int(link["stats64"]["tx"]["bytes"])
 
 
 def _ip(*arguments: str, check: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""The list of planted defects stays a list of defects: each still applies to the sources, and a probe finds its place."""
+"""Planted defects still apply to the sources, and probes stand where they change them."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ from tools.mutants.reach import probed
 
 @pytest.fixture(scope="module")
 def mutants():
-    """All planted defects. Reading the lists takes a second."""
+    """Read all planted defects once, which takes a second."""
     return load()
 
 
@@ -56,7 +56,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
     outcomes = {
         "first": {"caught_by": test},
         "second": {"caught_by": "(hangs)"},
-        "third": {"caught_by": "", "ran": "everything", "verify": True},
+        "third": {"caught_by": "", "ran": "everything"},
         "fourth": {"caught_by": "tests/unit/test_b.py"},
     }
     report.store(outcomes, file, "2026-11-27")

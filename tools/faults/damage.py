@@ -1,7 +1,5 @@
 """Damaged files of a checkpoint, and a file system that fails in a save, in one process."""
 
-from __future__ import annotations
-
 import errno
 import random
 import shutil
@@ -11,7 +9,7 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.folder import candidates
+from plait.checkpoint.folder import CheckpointFolder, candidates
 from plait.checkpoint.format import RankManifest, read_json
 from plait.checkpoint.load import Reader
 from plait.checkpoint.save import Snapshot, write
@@ -27,43 +25,71 @@ SAVE_ERRORS = {
     "input/output error (EIO)": errno.EIO,
     "read-only (EROFS)": errno.EROFS,
 }
+DAMAGES = ("bit flip", "truncation", "512 zeros", "deletion", "swap with an older one's file")
+
+
+def newest(folder: Path) -> tuple[CheckpointFolder | None, str]:
+    """Return the newest checkpoint that can be loaded, and why a newer one cannot be."""
+    reason = ""
+    for candidate in candidates(folder):
+        try:
+            Reader(candidate).verify("full")
+            return candidate, reason
+        except CheckpointError as error:
+            reason = str(error)
+    return None, reason
 
 
 def damaged_files(folder: Path, count: int) -> list[Row]:
     """Damage a file `count` times. The previous checkpoint must be loaded instead."""
     chance = random.Random(0)
-    for step, tag in ((1, "old"), (2, "new")):
-        save(folder, step, tag)
+    save(folder, 1, "old")
+    save(folder, 2, "new")
     files = sorted((folder / "new").iterdir())
     rows = {kind: _row(kind) for kind in DAMAGES}
     for number in range(count):
-        kind = list(DAMAGES)[number % len(DAMAGES)]
+        kind = DAMAGES[number % len(DAMAGES)]
         path = chance.choice(files)
-        before = path.read_bytes()
-        tensor = DAMAGES[kind](chance, path, folder / "old" / path.name)
-        if not path.exists() or path.read_bytes() != before:
-            _check_damage(rows[kind], folder, path, tensor)
-        path.write_bytes(before)
+        content = path.read_bytes()
+        tensor = _damage(kind, chance, path, folder / "old" / path.name)
+        if not path.exists() or path.read_bytes() != content:
+            message = ""
+            try:
+                Reader(candidates(folder, "new")[0]).verify("full")
+            except CheckpointError as error:
+                message = str(error)
+            loaded, _ = newest(folder)
+            tag = loaded and loaded.manifest.tag
+            is_named = path.stem in message and tensor in message
+            where = f"{kind} of {path.name} {tensor}"
+            _count(rows[kind], bool(message) and tag == "old", is_named, where, message, tag)
+        path.write_bytes(content)
     Reader(candidates(folder)[0]).verify("full")
     return list(rows.values())
 
 
-def _check_damage(row: Row, folder: Path, path: Path, tensor: str) -> None:
-    message = ""
-    try:
-        Reader(candidates(folder, "new")[0]).verify("full")
-    except CheckpointError as error:
-        message = str(error)
-    loaded = next(iter(_usable(folder)), None)
-    tag = loaded.manifest.tag if loaded else ""
-    is_named = path.stem in message and (not tensor or tensor in message)
-    row["count"] += 1
-    row["noticed"] += bool(message) and tag == "old"
-    row["named"] += is_named
-    if not message or tag != "old" or not is_named:
-        row["wrong"].append(
-            f"{row['kind']} of {path.name} {tensor}: message {message[:200]!r}, loaded {tag!r}"
-        )
+def _damage(kind: str, chance: random.Random, path: Path, older: Path) -> str:
+    """Damage a file, and return the name of the tensor that is hit, if it is known."""
+    content = bytearray(path.read_bytes())
+    position = chance.randrange(len(content))
+    tensor = ""
+    if kind == "bit flip":
+        content[position] ^= 1 << chance.randrange(8)
+        if path.suffix == ".safetensors":
+            entries = read_json(RankManifest, path.with_suffix(".json")).shards.entries
+            for name, entry in entries.items():
+                if entry.offset <= position < entry.offset + entry.size:
+                    tensor = name
+    elif kind == "truncation":
+        del content[position:]
+    elif kind == "512 zeros":
+        content[position : position + 512] = bytes(len(content[position : position + 512]))
+    elif kind != "deletion":
+        content[:] = older.read_bytes()
+    path.write_bytes(content)
+    if kind == "deletion":
+        path.unlink()
+    return tensor
 
 
 def failing_saves(folder: Path) -> list[Row]:
@@ -98,17 +124,14 @@ def _check_save(
             save(folder, 2, tag)
         except CheckpointError as error:
             message = str(error)
-    steps = [one.manifest.metadata["global_steps"] for one in _usable(folder)[:1]]
-    is_right = steps in ([1], [2]) if message else steps == [2]
-    row["count"] += 1
-    row["noticed"] += is_right
-    row["named"] += is_right and (not message or str(folder) in message)
-    if not is_right:
-        row["wrong"].append(f"{tag}, {where}: message {message[:200]!r}, loaded {steps}")
+    loaded, _ = newest(folder)
+    step = loaded and loaded.manifest.metadata["global_steps"]
+    is_right = step == 2 or (step == 1 and bool(message))
+    is_named = is_right and (not message or str(folder) in message)
+    _count(row, is_right, is_named, f"{tag}, {where}", message, step)
 
 
 def save(folder: Path, step: int, tag: str) -> None:
-    """Write a checkpoint of one process."""
     chance = torch.Generator().manual_seed(step)
     names = [f"model.layers.{index}.weight" for index in range(6)] + ["model.norm.bias"]
     tensors = {name: torch.randn(16, 24, generator=chance) for name in names}
@@ -122,62 +145,16 @@ def _row(kind: str) -> Row:
     return {"kind": kind, "count": 0, "noticed": 0, "named": 0, "wrong": []}
 
 
-def _usable(folder: Path) -> list[Any]:
-    """Return the first checkpoint of a folder that can be loaded, if there is one."""
-    for candidate in candidates(folder):
-        try:
-            Reader(candidate).verify("full")
-        except CheckpointError:
-            continue
-        return [candidate]
-    return []
+def _count(
+    row: Row, is_right: bool, is_named: bool, where: str, message: str, loaded: object
+) -> None:
+    row["count"] += 1
+    row["noticed"] += is_right
+    row["named"] += is_named
+    if not is_right or not is_named:
+        row["wrong"].append(f"{where}: message {message[:200]!r}, loaded {loaded!r}")
 
 
 def _start_again(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     save(folder, 1, "old")
-
-
-def _flip(chance: random.Random, path: Path, other: Path) -> str:
-    raw = bytearray(path.read_bytes())
-    at = chance.randrange(len(raw))
-    raw[at] ^= 1 << chance.randrange(8)
-    path.write_bytes(raw)
-    if path.suffix != ".safetensors":
-        return ""
-    entries = read_json(RankManifest, path.with_suffix(".json")).shards.entries
-    hit = [name for name, one in entries.items() if one.offset <= at < one.offset + one.size]
-    return hit[0] if hit else ""
-
-
-def _cut(chance: random.Random, path: Path, other: Path) -> str:
-    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
-    return ""
-
-
-def _zeros(chance: random.Random, path: Path, other: Path) -> str:
-    raw = bytearray(path.read_bytes())
-    start = chance.randrange(len(raw))
-    raw[start : start + 512] = bytes(len(raw[start : start + 512]))
-    path.write_bytes(raw)
-    return ""
-
-
-def _delete(chance: random.Random, path: Path, other: Path) -> str:
-    path.unlink()
-    return ""
-
-
-def _swap(chance: random.Random, path: Path, other: Path) -> str:
-    path.write_bytes(other.read_bytes())
-    return ""
-
-
-DAMAGES: dict[str, Callable[[random.Random, Path, Path], str]] = {
-    "bit flip": _flip,
-    "truncation": _cut,
-    "512 zeros": _zeros,
-    "deletion": _delete,
-    "swap with an older one's file": _swap,
-}
-"""Each damages a file, and returns the name of the tensor that was hit, if it is known."""

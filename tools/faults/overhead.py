@@ -5,12 +5,11 @@ differ by 3 % in where their memory lies. torch's record of collectives, which t
 is on in both: it is by default, and cannot be switched while a process runs.
 """
 
-from __future__ import annotations
-
-import os
+import multiprocessing
 import statistics
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,20 @@ def measure(rounds: int) -> dict[str, Any]:
     `wall` is a ratio of times. `cpu` is one of processor time, which other programs disturb less.
     """
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    pipes = [multiprocessing.Pipe() for _ in range(WORLD)]
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [(os.pipe(), os.pipe()) for _ in range(WORLD)]
-        ends = [(go[0], done[1]) for go, done in pipes]
-        log = Path(folder) / "log"
+        log = Path(folder, "log")
         variables = {"PLAIT_WATCH_FOLDER": folder, "TORCH_FR_BUFFER_SIZE": "64"}
+        ends = [end for _, end in pipes]
         ranks = Ranks(_run_rounds, WORLD, ends, log=log, environment=variables)
 
         def run_round(checked: bool) -> tuple[float, float]:
-            for go, _ in pipes:
-                os.write(go[1], b"1" if checked else b"0")
-            answers = []
-            for _, done in pipes:
-                text = os.read(done[0], 100).decode()
-                if not text or len(ranks.poll()) < WORLD:
+            for pipe, _ in pipes:
+                pipe.send(checked)
+            while not all(pipe.poll(0.1) for pipe, _ in pipes):
+                if len(ranks.running()) < WORLD:
                     raise SystemExit(f"a rank ended:\n{log.read_text()[-2000:]}")
-                answers.append([float(number) for number in text.split()])
+            answers = [pipe.recv() for pipe, _ in pipes]
             return max(wall for wall, _ in answers), sum(cpu for _, cpu in answers)
 
         for number in range(-2, rounds):  # two rounds are not counted
@@ -54,8 +51,8 @@ def measure(rounds: int) -> dict[str, Any]:
                 seconds = run_round(checked)
                 if number >= 0:
                     times[checked].append(seconds)
-        for go, _ in pipes:
-            os.write(go[1], b".")
+        for pipe, _ in pipes:
+            pipe.send(None)
         ranks.wait(20)
 
     pairs = list(zip(times[True], times[False], strict=True))
@@ -67,7 +64,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "step_milliseconds": step, "wall": wall, "cpu": cpu}
 
 
-def _run_rounds(rank: int, ends: list[tuple[int, int]]) -> None:
+def _run_rounds(rank: int, ends: list[Connection]) -> None:
     import plait
     from plait.comm.watch import WATCH
 
@@ -78,17 +75,13 @@ def _run_rounds(rank: int, ends: list[tuple[int, int]]) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {"stage": 2},
     }
-    engine = plait.initialize(
-        model,
-        config,
-        loss_fn=plait.WeightedLoss(lambda output, batch: (output.square().sum(), len(output)), len),
-    )
+    loss_fn = plait.WeightedLoss(lambda output, batch: (output.square().sum(), len(output)), len)
+    engine = plait.initialize(model, config, loss_fn=loss_fn)
     batch = torch.randn(SAMPLES, HIDDEN)
-    go, done = ends[rank]
-    while (order := os.read(go, 1)) != b".":
-        engine.stepper.checks_finite = order == b"1"
+    while (checked := ends[rank].recv()) is not None:
+        engine.stepper.checks_finite = checked
         WATCH.disarm()
-        if order == b"1":
+        if checked:
             WATCH.arm()
         engine.train_batch(batch)
         dist.barrier()
@@ -96,6 +89,5 @@ def _run_rounds(rank: int, ends: list[tuple[int, int]]) -> None:
         used = time.process_time()
         for _ in range(STEPS):
             engine.train_batch(batch)
-        text = f"{time.perf_counter() - began} {time.process_time() - used}"
-        os.write(done, text.encode())
+        ends[rank].send((time.perf_counter() - began, time.process_time() - used))
     engine.close()

@@ -1,7 +1,5 @@
 """A fault of one rank under `plait launch`, and healthy runs that must not be stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,15 +11,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from plait.comm import stacks
 from tools.faults.forks import Notes
 from tools.mutants.project import ROOT, environment
 
 Row = dict[str, Any]
-WORKER = Path(__file__).with_name("worker.py")
 TRANSPORTS = ("shared-memory", "torch")
 STEP = 3
 TIMEOUT_SECONDS = 5.0
@@ -33,18 +30,20 @@ STALL_SECONDS = 4.0
 LIMIT_SECONDS = 240.0
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A fault, and what must be reported. {rank}, {step} and {other} are filled in."""
+class Kind(NamedTuple):
+    """A fault, and what must be reported. {rank}, {step} and {other} are filled in.
 
-    name: str
+    Attributes:
+        first_line: Pattern of the first line.
+        exit_code: Exit code of the launcher.
+        later_line: Pattern in some line.
+        small: Rank and transport of the fault in the small size.
+    """
+
     first_line: str
-    """Pattern of the first line."""
     exit_code: int
-    hangs: bool = False
-    """Whether only the timeout can find it."""
     later_line: str = ""
-    """Pattern in some line."""
+    small: tuple[int, str] | None = None
 
 
 _RAISED = r"plait: rank {rank} \(node .*, process \d+\) failed with exit code 1. Its traceback:"
@@ -55,110 +54,83 @@ _STUCK = (
 )
 _KILLED = r"plait: rank {rank} \(node .*\) was killed by signal "
 _SLEEPS = r"rank {rank} .*at .*worker\.py:\d+ in happen; the stacks"
+_STOPPED = r"rank {rank} .*its process is stopped.*stacks of its threads are in"
+_LOCKED = r"rank {rank} .*holds the interpreter's lock; the stacks"
 _EXITED = r"plait: rank {rank} .*ended with exit code "
-KINDS = (
-    Kind("exception", _RAISED, 1, later_line="ValueError: a planted exception"),
-    Kind("out of memory", _RAISED, 1, later_line="MemoryError: a planted lack"),
-    Kind("disk full", _RAISED, 1, later_line="No space left on device"),
-    Kind("bad batch", _RAISED, 1, later_line="RuntimeError: mat1 and mat2"),
-    Kind("exit 0", f"{_EXITED}0 before the others", 5),
-    Kind("exit 7", f"{_EXITED}7", 7),
-    Kind("segmentation fault", f"{_KILLED}11 SIGSEGV", 139),
-    Kind("abort", f"{_KILLED}6 SIGABRT", 134),
-    Kind("SIGKILL", f"{_KILLED}9 SIGKILL", 137),
-    Kind(
-        "SIGSTOP",
-        _STUCK,
-        5,
-        hangs=True,
-        later_line=r"rank {rank} .*its process is stopped.*stacks of its threads are in",
-    ),
-    Kind("sleep", _STUCK, 5, hangs=True, later_line=_SLEEPS),
-    Kind(
-        "interpreter's lock",
-        _STUCK,
-        5,
-        hangs=True,
-        later_line=r"rank {rank} .*holds the interpreter's lock; the stacks",
-    ),
-    Kind("blocked read", _STUCK, 5, hangs=True, later_line=_SLEEPS),
-    Kind("failed and does not end", _RAISED, 1, later_line="ValueError: a planted exception"),
-)
-SMALL = {
-    "exception": (1, "torch"),
-    "exit 0": (1, "shared-memory"),
-    "segmentation fault": (0, "torch"),
-    "SIGKILL": (0, "shared-memory"),
-    "SIGSTOP": (1, "torch"),
-    "interpreter's lock": (0, "shared-memory"),
-    "sleep": (1, "shared-memory"),
+_PLANTED = "ValueError: a planted exception"
+KINDS = {
+    "exception": Kind(_RAISED, 1, _PLANTED, (1, "torch")),
+    "out of memory": Kind(_RAISED, 1, "MemoryError: a planted lack"),
+    "disk full": Kind(_RAISED, 1, "No space left on device"),
+    "bad batch": Kind(_RAISED, 1, "RuntimeError: mat1 and mat2"),
+    "exit 0": Kind(f"{_EXITED}0 before the others", 5, small=(1, "shared-memory")),
+    "exit 7": Kind(f"{_EXITED}7", 7),
+    "segmentation fault": Kind(f"{_KILLED}11 SIGSEGV", 139, small=(0, "torch")),
+    "abort": Kind(f"{_KILLED}6 SIGABRT", 134),
+    "SIGKILL": Kind(f"{_KILLED}9 SIGKILL", 137, small=(0, "shared-memory")),
+    "SIGSTOP": Kind(_STUCK, 5, _STOPPED, (1, "torch")),
+    "sleep": Kind(_STUCK, 5, _SLEEPS, (1, "shared-memory")),
+    "interpreter's lock": Kind(_STUCK, 5, _LOCKED, (0, "shared-memory")),
+    "blocked read": Kind(_STUCK, 5, _SLEEPS),
+    "failed and does not end": Kind(_RAISED, 1, _PLANTED),
 }
-"""Rank and transport of the faults of the small size."""
 
 
-def faults(size: str, only: str = "") -> Iterator[Row]:
-    """Run the faults whose name contains `only`, on each rank with each transport."""
-    for kind in KINDS:
-        if only not in kind.name:
-            continue
+def faults(size: str) -> Iterator[Row]:
+    """Run each fault on each rank with each transport."""
+    for name, kind in KINDS.items():
+        places = [(rank, transport) for transport in TRANSPORTS for rank in range(2)]
         if size == "small":
-            if kind.name in SMALL:
-                yield fault(kind, *SMALL[kind.name])
-            continue
-        for transport in TRANSPORTS:
-            for rank in range(2):
-                for _ in range(5 if size == "release" else 1):
-                    yield fault(kind, rank, transport)
+            places = list(filter(None, [kind.small]))
+        elif size == "release":
+            places *= 5
+        for rank, transport in places:
+            yield fault(name, rank, transport)
 
 
-def fault(kind: Kind, rank: int, transport: str) -> Row:
+def fault(name: str, rank: int, transport: str) -> Row:
     """Run two ranks, of which one has the fault in its loss."""
-    row: Row = {"kind": kind.name, "rank": rank, "transport": transport, "wrong": []}
-    row |= {"told_seconds": None, "ended_seconds": None, "exit_code": None}
-    plan = {"kind": kind.name, "rank": rank, "transport": transport, "steps": 6, "step": STEP}
-    with tempfile.TemporaryDirectory() as folder:
-        run = _Run(plan, 2, Path(folder))
-    faults = [note for note in run.notes if note[0] == "fault"]
-    if not faults:
-        row["wrong"].append(f"no fault happened; the run printed {run.lines[-5:]}")
-        return row
+    kind = KINDS[name]
+    row: Row = {"kind": name, "told_seconds": None, "ended_seconds": None, "exit_code": None}
+    plan = {"kind": name, "rank": rank, "transport": transport, "steps": 6, "step": STEP}
+    run = _Run(plan, 2)
+    began = next((note[1] for note in run.notes if note[0] == "fault"), None)
+    if began is None:
+        return row | {"wrong": [f"no fault happened; the run printed {run.lines[-5:]}"]}
 
-    began = faults[0][1]
-    later = [one for one in run.lines if one[0] >= began and not one[1].startswith("[")]
-    reports = [when for when, text in later if text.startswith("plait:")]
     row["exit_code"] = run.exit_code
-    if not reports:
-        row["wrong"].append("nothing was reported")
-        return row
+    later = [line for line in run.lines if line[0] >= began and not line[1].startswith("[")]
+    reported = next((when for when, text in later if text.startswith("plait:")), None)
+    if reported is None:
+        return row | {"wrong": [f"rank {rank}, {transport}: nothing was reported"]}
     first_line = later[0][1]
-    told = row["told_seconds"] = reports[0] - began
-    ended = row["ended_seconds"] = run.ended - reports[0]
-    limit = REPORT_SECONDS + (TIMEOUT_SECONDS if kind.hangs else 0)
+    seconds = row["told_seconds"] = reported - began
+    ended = row["ended_seconds"] = run.ended - reported
+    # Only the timeout can find a rank that hangs.
+    least = TIMEOUT_SECONDS * (kind.first_line == _STUCK)
+    limit = least + REPORT_SECONDS
 
     def matches(pattern: str, text: str) -> bool:
-        for name, value in {"rank": rank, "step": STEP, "other": 1 - rank}.items():
-            pattern = pattern.replace("{" + name + "}", str(value))
+        for field, value in {"rank": rank, "step": STEP, "other": 1 - rank}.items():
+            pattern = pattern.replace("{" + field + "}", str(value))
         return re.search(pattern, text) is not None
 
+    has_later_line = any(matches(kind.later_line, text) for _, text in later)
+    processes = [note[2] for note in run.notes if note[0] == "start"]
+    left = [process for process in processes if stacks.state(process) not in stacks.ENDED]
     promises = {
-        f"reported after {told:.1f} s, allowed are {limit:g} s": told <= limit,
+        f"reported after {seconds:.1f} s, not {least:g} to {limit:g} s": least <= seconds <= limit,
         f"ended {ended:.1f} s later, allowed are {EXIT_SECONDS:g} s": ended <= EXIT_SECONDS,
         f"exit code {run.exit_code}, not {kind.exit_code}": run.exit_code == kind.exit_code,
         f"the first line is {first_line!r}": matches("^" + kind.first_line, first_line),
-        f"no line has {kind.later_line!r}": any(
-            matches(kind.later_line, text) for _, text in later
-        ),
-        f"reported {told:.1f} s after the fault, too early": not kind.hangs
-        or told >= TIMEOUT_SECONDS,
+        f"no line has {kind.later_line!r}": has_later_line,
+        f"processes {left} are left": not left,
     }
-    row["wrong"] += [text for text, holds in promises.items() if not holds]
-    left = [note[2] for note in run.notes if note[0] == "start" and _is_alive(note[2])]
-    if left:
-        row["wrong"].append(f"processes left: {left}")
     for process in left:
         with suppress(ProcessLookupError):
             os.kill(process, 9)
-    return row
+    wrong = [text for text, holds in promises.items() if not holds]
+    return row | {"wrong": [f"rank {rank}, {transport}: {text}" for text in wrong]}
 
 
 def healthy(size: str) -> Iterator[Row]:
@@ -169,14 +141,13 @@ def healthy(size: str) -> Iterator[Row]:
     def run(seed: int) -> Row:
         plan = {"kind": "slow", "rank": -1, "step": -1, "steps": steps, "seed": seed}
         plan |= {"transport": TRANSPORTS[seed % 2], "stall": STALL_SECONDS}
-        with tempfile.TemporaryDirectory() as folder:
-            found = _Run(plan, 4, Path(folder))
-        ended = sum(note[0] == "end" for note in found.notes)
-        alarms = [text for _, text in found.lines if text.startswith("plait:")]
+        run = _Run(plan, 4)
+        ended = sum(note[0] == "end" for note in run.notes)
+        alarms = [text for _, text in run.lines if text.startswith("plait:")]
         wrong = []
-        if alarms or found.exit_code or ended != 4:
-            code = found.exit_code
-            wrong = [f"exit code {code}, {ended} ranks ended, reported: {alarms[:2]}"]
+        if alarms or run.exit_code or ended != 4:
+            text = f"exit code {run.exit_code}, {ended} ranks ended, reported: {alarms[:2]}"
+            wrong.append(text)
         return {"kind": "slow but healthy", "wrong": wrong}
 
     with ThreadPoolExecutor(6) as pool:
@@ -186,40 +157,34 @@ def healthy(size: str) -> Iterator[Row]:
 class _Run:
     """A `plait launch` of the worker that has ended."""
 
-    def __init__(self, plan: dict[str, Any], ranks: int, folder: Path) -> None:
-        notes = Notes(folder / "notes")
-        plan = {**plan, "timeout": TIMEOUT_SECONDS, "notes": str(notes.path)}
-        command = [sys.executable, "-m", "plait", "launch", "--nproc-per-node", str(ranks)]
-        command += ["--log-dir", str(folder / "logs"), str(WORKER), json.dumps(plan)]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-            cwd=ROOT,
-        )
+    def __init__(self, plan: dict[str, Any], ranks: int) -> None:
         self.lines: list[tuple[float, str]] = []
         """Lines of standard error with the times at which they came."""
-        reader = threading.Thread(target=self._read, args=(process.stderr,), daemon=True)
-        reader.start()
-        try:
-            self.exit_code = process.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            self.exit_code = process.wait()
-        self.ended = time.monotonic()
-        reader.join(2)
-        self.notes = notes.read()
+        with tempfile.TemporaryDirectory() as folder:
+            notes = Notes(Path(folder, "notes"))
+            plan = {**plan, "timeout": TIMEOUT_SECONDS, "notes": str(notes.path)}
+            command = [sys.executable, "-m", "plait", "launch", "--nproc-per-node", str(ranks)]
+            command += [
+                "--log-dir",
+                f"{folder}/logs",
+                "-m",
+                "tools.faults.worker",
+                json.dumps(plan),
+            ]
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            process = subprocess.Popen(command, text=True, env=environment(), cwd=ROOT, **pipes)
+            reader = threading.Thread(target=self._read, args=(process.stderr,), daemon=True)
+            reader.start()
+            try:
+                self.exit_code = process.wait(LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                self.exit_code = process.wait()
+            self.ended = time.monotonic()
+            reader.join(2)
+            self.notes = notes.read()
 
     def _read(self, stream: Any) -> None:
         for text in stream:
             if text.strip():
                 self.lines.append((time.monotonic(), text.rstrip()))
-
-
-def _is_alive(process: int) -> bool:
-    with suppress(OSError):
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in ("Z", "X")
-    return False

@@ -1,7 +1,5 @@
 """Results of the last runs in benchmarks/results/faults.json, and docs/development/faults.md."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
@@ -11,24 +9,10 @@ from tools.mutants.project import ROOT
 
 RESULTS = FOLDER / "faults.json"
 PAGE = ROOT / "docs/development/faults.md"
-FIELDS = {
-    "ranks": ("kind", "told_seconds", "ended_seconds", "exit_code", "wrong"),
-    "slow": ("kind", "wrong"),
-}
-"""Fields that are stored of parts with many similar rows. Of the other parts all are."""
 Part = dict[str, Any]
 
 
-def stored(name: str, part: Part) -> Part:
-    """Return what is stored of a part."""
-    fields = FIELDS.get(name)
-    if fields is None:
-        return part
-    return {**part, "rows": [{field: row[field] for field in fields} for row in part["rows"]]}
-
-
 def page(parts: dict[str, Part]) -> str:
-    """Return the page with the sections of the parts that have run."""
     sections = {}
     for name, part in parts.items():
         run = f"{part['size']}, {part['at'][:10]}, torch {part['torch']}, {part['seconds']} s"
@@ -36,21 +20,20 @@ def page(parts: dict[str, Part]) -> str:
     return with_sections(PAGE, sections)
 
 
-def _table(header: tuple[str, ...], rows: list[list[Any]]) -> str:
-    return markdown(header, [[str(cell) for cell in row] for row in rows], right=())
+def _table(header: str, rows: list[list[Any]]) -> str:
+    return markdown(header.split("; "), [[str(cell) for cell in row] for row in rows], right=())
 
 
 def _ranks(rows: list[Part]) -> str:
-    header = ("fault", "runs", "passed", "reported within", "all ended within", "exit code")
-    by_kind: dict[str, list[Part]] = defaultdict(list)
+    runs_of: dict[str, list[Part]] = defaultdict(list)
     for row in rows:
-        by_kind[row["kind"]].append(row)
+        runs_of[row["kind"]].append(row)
     cells = []
-    for kind, runs in by_kind.items():
+    for kind, runs in runs_of.items():
         codes = ", ".join(sorted({str(run["exit_code"]) for run in runs}))
-        times = [_most(runs, "told_seconds"), _most(runs, "ended_seconds")]
+        times = [_longest(runs, name) for name in ("told_seconds", "ended_seconds")]
         cells.append([kind, len(runs), _passed(runs), *times, codes])
-    return _table(header, cells)
+    return _table("fault; runs; passed; reported within; all ended within; exit code", cells)
 
 
 def _slow(rows: list[Part]) -> str:
@@ -58,33 +41,32 @@ def _slow(rows: list[Part]) -> str:
 
 
 def _restarts(rows: list[Part]) -> str:
-    header = ("what happened", "exit code", "SIGKILL to the next finished step")
-    header += ("signal to the end", "losses and last state, bitwise", "passed")
+    header = "what happened; exit code; SIGKILL to the next finished step; signal to the end; "
     cells = []
     for row in rows:
         seconds = row["next_step_seconds"]
-        again = f"{min(seconds):.1f} to {max(seconds):.1f} s" if seconds else ""
-        ended = "" if row["ended_seconds"] is None else f"{row['ended_seconds']:.1f} s"
-        same = "equal" if row["same_losses"] and row["same_state"] else "differ"
-        cells.append([row["what"], row["exit_code"], again, ended, same, _word(row)])
-    return _table(header, cells)
+        restarted = f"{min(seconds):.1f} to {max(seconds):.1f} s" if seconds else ""
+        ended = _longest([row], "ended_seconds")
+        same = ("differ", "equal")[row["same_losses"] and row["same_state"]]
+        cells.append([row["what"], row["exit_code"], restarted, ended, same, _word(row)])
+    return _table(f"{header}losses and last state, bitwise; passed", cells)
 
 
 def _saves(rows: list[Part]) -> str:
-    header = ("kills", "at a call of the save", "different calls", "rank 0, rank 1", "lost")
-    header += ("mixed", "runs to their end", "with other losses or state", "passed")
+    header = "kills; at a call of the save; different calls; rank 0, rank 1; lost; mixed; "
     cells = []
     for row in rows:
         by_rank = ", ".join(str(count) for _, count in sorted(row["by_rank"].items()))
         counts = [row["kills"], row["at_calls"], len(row["names"]), by_rank, row["lost"]]
         cells.append([*counts, row["mixed"], row["runs"], row["other_ends"], _word(row)])
-    return _table(header, cells)
+    return _table(f"{header}runs to their end; with other losses or state; passed", cells)
 
 
 def _damage(rows: list[Part]) -> str:
-    header = ("what", "times", "noticed, and the previous one loaded", "file and tensor named")
-    numbers = [[f"{row[key]:,}" for key in ("count", "noticed", "named")] for row in rows]
-    return _table(header, [[row["kind"], *own] for row, own in zip(rows, numbers, strict=True)])
+    cells = [
+        [row["kind"], *(f"{row[key]:,}" for key in ("count", "noticed", "named"))] for row in rows
+    ]
+    return _table("what; times; noticed, and the previous one loaded; file and tensor named", cells)
 
 
 def _overhead(rows: list[Part]) -> str:
@@ -101,10 +83,10 @@ def _passed(rows: list[Part]) -> int:
 
 
 def _word(row: Part) -> str:
-    return "no" if row["wrong"] else "yes"
+    return ("yes", "no")[bool(row["wrong"])]
 
 
-def _most(rows: list[Part], name: str) -> str:
+def _longest(rows: list[Part], name: str) -> str:
     seconds = [row[name] for row in rows if row[name] is not None]
     return f"{max(seconds):.1f} s" if seconds else ""
 

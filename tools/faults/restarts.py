@@ -1,7 +1,5 @@
 """Runs of `plait train` that restart after kills, end by a signal, or roll back from NaN."""
 
-from __future__ import annotations
-
 import email
 import json
 import os
@@ -12,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,16 @@ MARK = "PLAIT_FAULTS"
 """Environment variable by which the processes of a command are found."""
 GRACE_SECONDS = 30.0
 LIMIT_SECONDS = 300.0
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.1,
+}
 
 
 def all_restarts(size: str, folder: Path) -> Iterator[Row]:
@@ -45,49 +53,38 @@ def all_restarts(size: str, folder: Path) -> Iterator[Row]:
     signals = [signal.SIGTERM]
     if size != "small":
         longer = undisturbed(folder, STANDBY_STEPS)
-        yield killed(folder, longer, kills=kills, seed=0, standby=True)
+        yield killed(folder, longer, kills=kills, seed=0, steps=STANDBY_STEPS)
         signals += [signal.SIGUSR1, signal.SIGINT]
     for number in signals:
         yield signalled(folder, reference, number)
-    yield signalled(folder, reference, signal.SIGUSR1, one_rank=True, restarts=2)
+    restarts = ("--max-restarts", "2")
+    yield signalled(folder, reference, signal.SIGUSR1, *restarts, one_rank=True)
 
 
-def _row(what: str) -> Row:
-    return {"what": what, "exit_code": None, "next_step_seconds": [], "ended_seconds": None}
-
-
-def configuration(folder: Path, **run: Any) -> Row:
-    """Return the file of a tiny Llama with dropout on two processes."""
-    model = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "attention_dropout": 0.1,
-    }
+def write_configuration(folder: Path, **run: Any) -> Path:
+    """Write the file of a tiny Llama with dropout on two processes."""
     data = {"source": "files", "vocab_size": 300, "sequence_length": 24}
     usual = {"steps": STEPS, "checkpoint_every": EVERY, "keep": 2, "processes": 2}
-    return {
+    config = {
         "train_batch_size": 4,
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "model": {"config": model},
+        "model": {"config": MODEL},
         "data": {**data, "paths": [f"{Path(email.__file__).parent}/*.py"]},
         "faults": {"timeout_seconds": 30},
         "run": {**usual, "validate_sequences": 4, "folder": str(folder / "run"), **run},
     }
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.json"
+    file.write_text(json.dumps(config))
+    return file
 
 
 class Train:
     """A running `plait train`, which is watched by its metrics."""
 
     def __init__(self, folder: Path, *options: str, **run: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "run.json"
-        file.write_text(json.dumps(configuration(folder, **run)))
+        file = write_configuration(folder, **run)
         self.folder = folder
         self.log = folder / "log"
         variables = {MARK: str(folder), "PLAIT_CACHE": str(folder.parent / "cache")}
@@ -105,8 +102,8 @@ class Train:
         """Return the processes that train, by rank."""
         ranks = {}
         for process, variables in self.processes().items():
-            folder = variables.get(WATCH_FOLDER)
-            reading = hang.read_board(Path(folder, f"{process}.board")) if folder else None
+            folder = variables.get(WATCH_FOLDER, "")
+            reading = hang.read_board(Path(folder, f"{process}.board"))
             if reading is not None and stacks.state(process) not in stacks.ENDED:
                 ranks[reading.rank] = process
         return ranks
@@ -131,27 +128,30 @@ class Train:
 
     def wait_for_steps(self, *, after: int = 0, steps: int = 1) -> bool:
         """Wait until a start other than `after` has done some steps. False if the run ends."""
+
+        def has_steps() -> bool:
+            events = [row["event"] for row in metrics(self.folder)]
+            is_started = self.start() not in (0, after) and "start" in events
+            return is_started and events[::-1].index("start") >= steps
+
+        return self._wait_for(has_steps)
+
+    def wait_for_standby(self, times: int) -> bool:
+        """Wait until processes stand by for the `times`-th time. False if the run ends."""
+        text = "standing by"
+        return self._wait_for(lambda: self.log.read_text(errors="replace").count(text) >= times)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + LIMIT_SECONDS
         while time.monotonic() < deadline:
-            if self.start() not in (0, after):
-                events = [row["event"] for row in metrics(self.folder)]
-                if "start" in events and events[::-1].index("start") >= steps:
-                    return True
+            if condition():
+                return True
             if self.process.poll() is not None:
                 return False
             time.sleep(0.01)
         return False
 
-    def wait_for_standby(self, times: int) -> bool:
-        """Wait until processes stand by for the `times`-th time. False if the run ends."""
-        while self.process.poll() is None:
-            if self.log.read_text(errors="replace").count("standing by") >= times:
-                return True
-            time.sleep(0.05)
-        return False
-
     def end(self) -> int:
-        """Wait for the end, and return the exit code."""
         try:
             return self.process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -174,7 +174,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """Return the steps of a run and their losses."""
     return [(row["step"], row["loss"]) for row in metrics(folder) if row["event"] == "step"]
 
 
@@ -188,21 +187,21 @@ def state(folder: Path) -> tuple[str, str, str] | None:
 
 
 def undisturbed(folder: Path, steps: int) -> Path:
-    """Run without faults, and return the folder."""
     train = Train(folder / f"undisturbed-{steps}", steps=steps)
     if train.end():
         raise SystemExit(f"the undisturbed run failed:\n{train.log.read_text()[-3000:]}")
     return train.folder
 
 
-def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: bool = False) -> Row:
-    """Kill a rank at random times. With `standby`, after processes stand by."""
-    options = ["--max-restarts", str(kills), *(["--standby"] if standby else [])]
-    row = _row(f"plait train {' '.join(options)}, a rank killed {kills} times")
-    seconds = row["next_step_seconds"]
+def killed(folder: Path, reference: Path, *, kills: int, seed: int, steps: int = STEPS) -> Row:
+    """Kill a rank at random times. In runs of STANDBY_STEPS, after processes stand by."""
+    options = ["--max-restarts", str(kills)]
+    standby = steps == STANDBY_STEPS
+    if standby:
+        options.append("--standby")
+    seconds: list[float] = []
     chance = random.Random(seed)
-    steps = STANDBY_STEPS if standby else STEPS
-    train = Train(folder / f"killed-{seed}-{standby}", *options, steps=steps)
+    train = Train(folder / f"killed-{seed}-{steps}", *options, steps=steps)
     for kill in range(kills):
         if not train.wait_for_steps() or (standby and not train.wait_for_standby(kill + 1)):
             break
@@ -216,34 +215,30 @@ def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: boo
         if not train.wait_for_steps(after=before):
             break
         seconds.append(round(time.monotonic() - began, 2))
-    row["exit_code"] = train.end()
+    code = train.end()
     promises = {
-        f"exit code {row['exit_code']}": row["exit_code"] == 0,
+        f"exit code {code}": code == 0,
         f"only {len(seconds)} kills": len(seconds) == kills,
         "a restart took more than 3 s": not standby or max(seconds, default=0) <= 3,
     }
-    return _judged(row, promises, train, reference)
+    what = f"plait train {' '.join(options)}, a rank killed {kills} times"
+    row = _judged(what, code, promises, train.folder, reference, train.processes())
+    return row | {"next_step_seconds": seconds}
 
 
 def signalled(
-    folder: Path,
-    reference: Path,
-    number: signal.Signals,
-    *,
-    one_rank: bool = False,
-    restarts: int = 0,
+    folder: Path, reference: Path, number: signal.Signals, *options: str, one_rank: bool = False
 ) -> Row:
     """Send a signal to the launcher or to one rank, and run the same command again."""
-    options = ["--max-restarts", str(restarts)] if restarts else []
     target = "one rank" if one_rank else "the launcher"
-    row = _row(", ".join([f"{number.name} to {target}", *filter(None, [" ".join(options)])]))
-    train = Train(folder / re.sub(r"\W+", "-", row["what"]), *options)
+    what = ", ".join(filter(None, [f"{number.name} to {target}", " ".join(options)]))
+    train = Train(folder / re.sub(r"\W+", "-", what), *options)
     train.wait_for_steps(steps=3)
     ranks = train.ranks()
     os.kill(ranks[1] if one_rank and ranks else train.process.pid, number)
     began = time.monotonic()
-    code = row["exit_code"] = train.end()
-    seconds = row["ended_seconds"] = round(time.monotonic() - began, 2)
+    code = train.end()
+    seconds = round(time.monotonic() - began, 2)
     step = max((step for step, _ in losses(train.folder)), default=0)
     last = state(train.folder)
     log = train.log.read_text()
@@ -258,60 +253,56 @@ def signalled(
         f"it reported {failures}": not failures,
         f"the same command again ended with {again}": again == 0,
     }
-    return _judged(row, promises, train, reference)
+    row = _judged(what, code, promises, train.folder, reference, train.processes())
+    return row | {"ended_seconds": seconds}
 
 
-def _judged(row: Row, promises: dict[str, bool], train: Train, reference: Path) -> Row:
-    row["same_losses"] = losses(train.folder) == losses(reference)
-    row["same_state"] = state(train.folder) == state(reference)
-    promises["other losses"] = row["same_losses"]
-    promises["another state at the end"] = row["same_state"]
-    row["wrong"] = [text for text, holds in promises.items() if not holds]
-    left = list(train.processes())
-    if left:
-        row["wrong"].append(f"processes left: {left}")
-    if row["wrong"]:
-        row["wrong"].append(train.log.read_text()[-1500:])
+def _judged(
+    what: str,
+    code: int,
+    promises: dict[str, bool],
+    folder: Path,
+    reference: Path,
+    left: Collection[int] = (),
+) -> Row:
+    """Return the row of a run that must end like the reference."""
+    same_losses = losses(folder) == losses(reference)
+    same_state = state(folder) == state(reference) and state(folder) is not None
+    promises |= {"other losses": same_losses, "another state at the end": same_state}
+    promises[f"processes left: {[*left]}"] = not left
+    wrong = [text for text, holds in promises.items() if not holds]
+    if wrong:
+        wrong.append((folder / "log").read_text()[-1500:])
     else:
-        shutil.rmtree(train.folder)
-    return row
+        shutil.rmtree(folder)
+    row = {"what": what, "exit_code": code, "next_step_seconds": [], "ended_seconds": None}
+    return row | {"same_losses": same_losses, "same_state": same_state, "wrong": wrong}
 
 
 def roll_back(folder: Path, nan_rank: int) -> Row:
     """Let the loss of a batch be NaN on one rank, and compare with a run without that batch."""
-    row = _row(f"NaN in the loss of rank {nan_rank}, run.roll_backs = 1")
-    bad = 24 * 4  # sequences before step 25
-    codes = {}
-    folders = {name: folder / f"{name}-{nan_rank}" for name in ("rolled", "without")}
-    for name, place in folders.items():
-        place.mkdir(parents=True)
-        file = place / "run.json"
-        file.write_text(json.dumps(configuration(place, roll_backs=1, steps=40)))
-        arguments = (str(file), bad, nan_rank, name == "without")
+    samples = 24 * 4  # before step 25
+    codes = []
+    folders = [folder / f"{name}-{nan_rank}" for name in ("rolled", "without")]
+    for place in folders:
+        file = write_configuration(place, roll_backs=1, steps=40)
+        arguments = (str(file), samples, nan_rank, place is folders[1])
         variables = {"PLAIT_CACHE": str(folder / "cache")}
         ranks = Ranks(_train_with_nan, 2, *arguments, log=place / "log", environment=variables)
-        codes[name] = list(ranks.wait(LIMIT_SECONDS).values())
-    rolled, without = folders.values()
-    row["exit_code"] = max(codes["rolled"], key=abs)
-    row["same_losses"] = losses(rolled) == losses(without)
-    row["same_state"] = state(rolled) == state(without) and state(rolled) is not None
-    starts = [one for one in metrics(rolled) if one["event"] == "start"]
+        codes += ranks.wait(LIMIT_SECONDS)
+    starts = [row for row in metrics(folders[0]) if row["event"] == "start"]
     notes = " ".join(note for start in starts for note in start["resumed"])
     cause = f"the loss of rank {nan_rank} is not finite"
     promises = {
-        f"exit codes {codes}": not any(code for of in codes.values() for code in of),
+        f"exit codes {codes}": not any(codes),
         f"it reported {notes!r}": cause in notes and "went back to step 20" in notes,
-        "other losses than without the batch": row["same_losses"],
-        "another state than without the batch": row["same_state"],
     }
-    row["wrong"] = [text for text, holds in promises.items() if not holds]
-    if row["wrong"]:
-        row["wrong"].append((rolled / "log").read_text()[-1500:])
-    return row
+    what = f"NaN in the loss of rank {nan_rank}, run.roll_backs = 1"
+    return _judged(what, max(codes[:2], key=abs), promises, *folders)
 
 
-def _train_with_nan(rank: int, file: str, bad: int, nan_rank: int, leave_out: bool) -> None:
-    """Run one rank of `plait train`, with NaN or without the batch after `bad` sequences."""
+def _train_with_nan(rank: int, file: str, samples: int, nan_rank: int, leave_out: bool) -> None:
+    """Run one rank of `plait train`, with NaN in the batch after `samples` or without the batch."""
     import torch
 
     from plait.cli.main import main
@@ -324,17 +315,20 @@ def _train_with_nan(rank: int, file: str, bad: int, nan_rank: int, leave_out: bo
     training_context = session._training_context
     position = [-1]
 
-    def at(loader: Any, samples: int) -> Any:
-        position[0] = samples
-        return read(loader, samples)
+    def at(loader: Any, start: int) -> Any:
+        position[0] = start
+        return read(loader, start)
 
     def loss(self: Any, output: Any, batch: Any) -> Any:
         total, weight = compute(self, output, batch)
-        is_bad = position[0] == bad and rank == nan_rank and torch.is_grad_enabled()
-        return (total * float("nan") if is_bad and not leave_out else total), weight
+        is_bad = position[0] == samples and rank == nan_rank and torch.is_grad_enabled()
+        if is_bad and not leave_out:
+            total = total * float("nan")
+        return total, weight
 
     def context(*args: Any) -> Any:
-        args[-1].update({bad} if leave_out else ())
+        if leave_out:
+            args[-1].add(samples)
         return training_context(*args)
 
     with (

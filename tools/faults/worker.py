@@ -1,4 +1,4 @@
-"""What `plait launch` runs in `ranks.py`: a small model, and a fault in the loss of one rank."""
+"""Script of `ranks.py` for `plait launch`: a small model with a fault in the loss of one rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import plait
+from tools.faults.forks import Notes
 
 HIDDEN = 64
 FOREVER = 10_000
@@ -72,25 +74,22 @@ def main(plan: dict[str, Any]) -> None:
     }
     step = 0
     chance = random.Random(plan.get("seed", 0))
+    notes = Notes(Path(plan["notes"]))
 
     def loss_fn(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
         if engine.rank == plan["rank"] and step == plan["step"]:
-            note("fault")
+            notes.add("fault")
             happen(plan["kind"])
         is_chosen = chance.randrange(engine.world_size) == engine.rank
         if plan["kind"] == "slow" and is_chosen and step % 2:
             time.sleep(plan["stall"])
         return output.square().sum(), len(output)
 
-    def note(event: str) -> None:
-        with open(plan["notes"], "a") as file:
-            file.write(f"{json.dumps([event, time.monotonic(), os.getpid()])}\n")
-
     engine = plait.initialize(model, config, loss_fn=plait.WeightedLoss(loss_fn, len))
-    note("start")
+    notes.add("start", os.getpid())
     for step in range(1, plan["steps"] + 1):  # noqa: B007 the loss reads it
         engine.train_batch(torch.randn(2, HIDDEN))
-    note("end")
+    notes.add("end")
     engine.close()
 
 

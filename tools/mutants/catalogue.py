@@ -1,8 +1,7 @@
 """The planted defects, `defects/*.yaml`. Each replaces text that occurs once in a source file."""
 
-from __future__ import annotations
-
 import ast
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +14,11 @@ LISTS = Path(__file__).parent / "defects"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted defect."""
+    """A planted defect."""
 
     id: str
     what: str
-    """What goes wrong for a user, in one line."""
+    """Effect on a user, in one line."""
     file: str
     """Relative to the root of the project."""
     old: str
@@ -66,8 +65,8 @@ def load(folder: Path = LISTS) -> list[Mutant]:
             values = {key: str(value) for key, value in entry.items()}
             values |= {key: values[key].strip("\n") for key in ("old", "new")}
             mutants.append(Mutant(**values, author=path.stem))
-    ids = [mutant.id for mutant in mutants]
-    repeated = sorted({name for name in ids if ids.count(name) > 1})
+    counts = Counter(mutant.id for mutant in mutants)
+    repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise ValueError(f"ids used twice: {', '.join(repeated)}")
     return mutants

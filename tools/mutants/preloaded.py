@@ -5,8 +5,6 @@ forked from. That is nine tenths of the time of a short test: imports take about
 the workers of `tests.pool` import the same packages once more.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -63,13 +61,9 @@ def _session(root: Path, arguments: tuple[str, ...], log: Path) -> None:
         if name.partition(".")[0] in ("tests", "tools", "benchmarks", "plait"):
             del sys.modules[name]
     forkserver._forkserver = _ForkedServer()
-    for name in (
-        "ensure_running",
-        "get_inherited_fds",
-        "connect_to_new_process",
-        "set_forkserver_preload",
-    ):
-        setattr(forkserver, name, getattr(forkserver._forkserver, name))
+    for method in ("ensure_running", "get_inherited_fds", "connect_to_new_process"):
+        setattr(forkserver, method, getattr(forkserver._forkserver, method))
+    forkserver.set_forkserver_preload = forkserver._forkserver.set_forkserver_preload
 
     import pytest
 

@@ -1,6 +1,4 @@
-"""Commands that run with a time limit, in the project or in a copy that holds a defect."""
-
-from __future__ import annotations
+"""Copies of the project that hold a defect, and commands that run in them with a time limit."""
 
 import os
 import shutil
@@ -20,35 +18,6 @@ def environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
     return {**os.environ, **paths, **variables}
 
 
-def run(
-    *arguments: str, root: Path = ROOT, limit_seconds: float, log: Path, **variables: str
-) -> tuple[int | None, str]:
-    """Run Python in `root` and write what it prints to `log`.
-
-    Returns:
-        The exit code, or None if the command was killed at the limit, and the text of the log. No
-        process of the command is left.
-    """
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=root,
-            env=environment(root, **variables),
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return code, log.read_text(encoding="utf-8", errors="replace")
-
-
 class ProjectCopy:
     """A new copy of the files of the project, without its history and what git ignores."""
 
@@ -63,7 +32,6 @@ class ProjectCopy:
                 shutil.copy2(ROOT / name, folder / name)
 
     def write(self, name: str, text: str) -> None:
-        """Replace the text of a file."""
         (self.folder / name).write_text(text, encoding="utf-8")
         # Python compares whole seconds and sizes, and would run the old compiled file.
         for compiled in (self.folder / name).parent.glob(f"__pycache__/{Path(name).stem}.*"):
@@ -78,8 +46,21 @@ class ProjectCopy:
         finally:
             self.write(name, (ROOT / name).read_text(encoding="utf-8"))
 
-    def run(
-        self, *arguments: str, limit_seconds: float, log: Path, **variables: str
-    ) -> tuple[int | None, str]:
-        """Run Python in the copy. See `run`."""
-        return run(*arguments, root=self.folder, limit_seconds=limit_seconds, log=log, **variables)
+    def run(self, *arguments: str, limit_seconds: float, log: Path, **variables: str) -> None:
+        """Run Python in the copy and write what it prints to `log`. No process of it is left."""
+        with log.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.folder,
+                env=environment(self.folder, **variables),
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(limit_seconds)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

@@ -1,11 +1,9 @@
-"""Which tests reach which mutant.
+"""Find the tests that reach each mutant.
 
 One run of all tests over a copy with a probe before each statement that a mutant changes answers
 for all mutants. A probe leaves a file, in all processes of a test. A test that reuses what an
 earlier test computed does not reach the code by itself, so survivors run against all tests.
 """
-
-from __future__ import annotations
 
 import ast
 import json
@@ -63,8 +61,9 @@ def tests_by_mutant(lines: Path) -> dict[str, list[str]]:
     passed: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for line in lines.read_text(encoding="utf-8").splitlines():
         row: dict[str, Any] = json.loads(line)
-        for mutant in [] if row["failed"] else row["reached"]:
-            passed[mutant].append((row["test"], row["seconds"]))
+        if not row["failed"]:
+            for mutant in row["reached"]:
+                passed[mutant].append((row["test"], row["seconds"]))
     ordered = {}
     for mutant, tests in passed.items():
         by_file: dict[str, float] = defaultdict(float)
@@ -99,19 +98,12 @@ def _statement(tree: ast.Module, line: int) -> tuple[list[ast.stmt], int]:
     """
     body: list[ast.stmt] = tree.body
     while True:
-        index = next(
-            (i for i, node in enumerate(body) if (node.end_lineno or node.lineno) >= line),
-            len(body) - 1,
-        )
+        ends = [node.end_lineno or node.lineno for node in body]
+        index = next((i for i, end in enumerate(ends) if end >= line), len(body) - 1)
         node = body[index]
-        blocks = (
-            block
-            for block in _blocks(node)
-            if block[0].lineno <= line <= (block[-1].end_lineno or 0)
-        )
-        inner = next(blocks, None)
-        if inner is not None:
-            body = inner
+        blocks = [b for b in _blocks(node) if b[0].lineno <= line <= (b[-1].end_lineno or 0)]
+        if blocks:
+            body = blocks[0]
         elif isinstance(node, ast.FunctionDef):
             # The signature changes, and whoever calls the function reaches it.
             documented = ast.get_docstring(node) is not None and len(node.body) > 1

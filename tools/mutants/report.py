@@ -2,24 +2,22 @@
 
 A JSON file has three entries. "date" is the date of the last run. "noticed" maps a test file
 below `tests` to its tests, and a test to the mutants that it was the first to notice. "missed" maps
-the other mutants to what ran, and whether `plait verify` notices them. Grouping by test keeps the
-file below 20 KB.
+the other mutants to what ran. Grouping by test keeps the file below 20 KB.
 """
 
-from __future__ import annotations
-
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common.report import RESULTS, ROOT, markdown, today, with_sections
 from tools.mutants.catalogue import Mutant
 
+Outcome = dict[str, Any]
+"""`caught_by` (empty if no test failed), `seconds`, and `ran`: `reaching` or `everything`."""
 
-@dataclass(frozen=True)
-class Record:
-    """Where the results of a catalogue are, and the page with their section."""
+
+class Record(NamedTuple):
+    """Files of a catalogue: its results, and the page with their section."""
 
     results: Path
     page: Path
@@ -41,8 +39,8 @@ TITLES = {
 }
 
 
-def load(path: Path = DEFECTS.results) -> tuple[dict[str, Any], str]:
-    """Return the results keyed by mutant, and the date of the last run. Empty if nothing has run."""
+def load(path: Path = DEFECTS.results) -> tuple[dict[str, Outcome], str]:
+    """Return the results keyed by mutant, and the date of the last run, or ({}, "")."""
     if not path.exists():
         return {}, ""
     recorded = json.loads(path.read_text(encoding="utf-8"))
@@ -53,12 +51,11 @@ def load(path: Path = DEFECTS.results) -> tuple[dict[str, Any], str]:
         for test, mutants in tests.items():
             # Without a test it is a file that did not start, or how the tests ended.
             caught_by = f"tests/{file}::{test}" if test else file
-            for mutant in mutants:
-                results[mutant] = {"caught_by": caught_by}
+            results |= {mutant: {"caught_by": caught_by} for mutant in mutants}
     return results, recorded["date"]
 
 
-def store(results: dict[str, Any], path: Path = DEFECTS.results, date: str | None = None) -> None:
+def store(results: dict[str, Outcome], path: Path, date: str | None = None) -> None:
     """Write results keyed by mutant, as of `date` (default: today)."""
     noticed: dict[str, dict[str, list[str]]] = {}
     missed = {}
@@ -68,8 +65,7 @@ def store(results: dict[str, Any], path: Path = DEFECTS.results, date: str | Non
             place = file.removeprefix("tests/") if test else file
             noticed.setdefault(place, {}).setdefault(test, []).append(mutant)
         else:
-            verify = outcome.get("verify", False)
-            missed[mutant] = {"ran": outcome["ran"], "verify": verify}
+            missed[mutant] = {"ran": outcome["ran"]}
 
     # One line per test file.
     lines = [f"  {json.dumps(file)}: {json.dumps(tests)}" for file, tests in noticed.items()]
@@ -79,41 +75,36 @@ def store(results: dict[str, Any], path: Path = DEFECTS.results, date: str | Non
 
 
 def page(
-    mutants: list[Mutant], results: dict[str, Any], date: str, record: Record = DEFECTS
+    mutants: list[Mutant], results: dict[str, Outcome], date: str, record: Record = DEFECTS
 ) -> str:
     """Return the page for results of which the newest are of `date`."""
     recorded = [mutant.id for mutant in mutants if mutant.id in results]
-    missed = {name: results[name] for name in recorded if not results[name]["caught_by"]}
-    by_verify = [name for name, outcome in missed.items() if outcome.get("verify")]
-    unfinished = [name for name, outcome in missed.items() if outcome["ran"] != "everything"]
-    survivors = missed.keys() - {*by_verify, *unfinished}
+    missed = [name for name in recorded if not results[name]["caught_by"]]
+    survivors = [name for name in missed if results[name]["ran"] == "everything"]
+    unfinished = [name for name in missed if name not in survivors]
     lines = [
         f"**{len(recorded) - len(missed)} of {len(recorded)} are noticed.** "
-        f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. "
-        f"Not noticed: {', '.join(name for name in missed if name in survivors) or 'none'}. "
+        f"Not noticed: {', '.join(survivors) or 'none'}. "
         "Not noticed by the tests that reach them, and not run against all tests yet: "
         f"{', '.join(unfinished) or 'none'}. "
-        f"Not run yet: {len(mutants) - len(recorded)} of {len(mutants)}. Last run: {date}.",
+        f"Not run yet: {len(mutants) - len(recorded)} of {len(mutants)}. Last run: {date}."
     ]
     for author, title in TITLES.items():
-        rows = [_row(one, results.get(one.id)) for one in mutants if one.author == author]
-        if not rows:
-            continue
-        table = markdown(("defect", "what goes wrong", "noticed by"), rows, right=())
-        lines += ["", f"## {title}", "", table.rstrip()]
+        rows = [_row(mutant, results) for mutant in mutants if mutant.author == author]
+        if rows:
+            table = markdown(("defect", "what goes wrong", "noticed by"), rows, right=())
+            lines += ["", f"## {title}", "", table.rstrip()]
     return with_sections(record.page, {"results": "\n".join(lines) + "\n"})
 
 
-def _row(mutant: Mutant, result: dict[str, Any] | None) -> tuple[str, ...]:
-    place = f"{mutant.what} (`{mutant.file}`)"
+def _row(mutant: Mutant, results: dict[str, Outcome]) -> tuple[str, ...]:
+    result = results.get(mutant.id)
     if result is None:
-        return mutant.id, place, "not run yet"
-    if result["caught_by"]:
+        by = "not run yet"
+    elif result["caught_by"]:
         by = f"`{result['caught_by']}`"
-    elif result.get("verify"):
-        by = "`plait verify` only"
     elif result["ran"] == "everything":
         by = "**nothing**"
     else:
         by = "no test that reaches it; not run against everything yet"
-    return mutant.id, place, by
+    return mutant.id, f"{mutant.what} (`{mutant.file}`)", by

@@ -4,8 +4,6 @@ it overlap, and is taken out.
 These are calls of `NAMES`, methods of these names that are passed on, and `non_blocking=True`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -15,13 +13,8 @@ from tools.mutants.project import ROOT
 
 PACKAGE = ROOT / "src" / "plait"
 NAMES = (
-    "wait",
-    "wait_event",
-    "wait_stream",
-    "synchronize",
-    "record",
-    "record_event",
-    "record_stream",
+    *("wait", "wait_event", "wait_stream", "synchronize"),
+    *("record", "record_event", "record_stream"),
 )
 TESTS = tuple(
     f"tests/simulated_device/test_{name}.py"
@@ -42,12 +35,11 @@ LEFT_OUT = {
     "hf/accelerator.py:": "a setting of Accelerate that is passed on",
     "comm/hang.py:": "a field: what a rank waits for",
 }
-"""What orders no work of a device, or only a measured time needs: part of a path, `:`, and the
-beginning of the code. The value is the reason."""
+"""Code that orders no work of a device, or that only a measured time needs: part of a path, `:`,
+and the beginning of the code. The value is the reason."""
 
 
 def waits() -> list[Mutant]:
-    """Return a mutant per wait, in the order of files and lines."""
     mutants: list[Mutant] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -59,9 +51,9 @@ def waits() -> list[Mutant]:
             old_start, old_end = _unique_lines(text, start, end)
             old = text[old_start:old_end]
             new = text[old_start:start] + replacement + text[end:old_end]
-            words = re.findall(r"\w+", f"{file.removesuffix('.py')} {label or code}")
-            name = "-".join(words)[:80].strip("-_")
-            number = sum(one.id.rpartition("-")[0] == name for one in mutants) + 1
+            place = f"{file.removesuffix('.py')} {label or code}"
+            name = "-".join(re.findall(r"\w+", place))[:80].strip("-_")
+            number = sum(mutant.id.rpartition("-")[0] == name for mutant in mutants) + 1
             what = f"`{label or code}` is taken out"
             source = path.relative_to(ROOT).as_posix()
             mutants.append(Mutant(f"{name}-{number}", what, source, old, new, "waits"))

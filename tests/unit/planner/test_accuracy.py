@@ -78,10 +78,12 @@ def test_the_page_is_that_of_the_result():
 
 
 def test_what_a_plan_says_of_its_intervals_is_what_was_scored():
-    from benchmarks.planner_accuracy.__main__ import HELD
-    from benchmarks.planner_accuracy.unseen import held
+    from benchmarks.planner_accuracy.__main__ import UNSEEN
+    from benchmarks.planner_accuracy.unseen import interval_coverage
 
-    assert json.loads(HELD.read_text()) == json.loads(json.dumps(held(recorded.scores())))
+    assert json.loads(UNSEEN.read_text()) == json.loads(
+        json.dumps(interval_coverage(recorded.scores()))
+    )
 
 
 def test_held_out_errors_of_the_page_are_no_worse_than_they_were():
