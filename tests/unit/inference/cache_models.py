@@ -1,0 +1,133 @@
+"""Tiny models of families whose layers cache different parts of earlier tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8}
+WINDOW = {**GROUPED, "sliding_window": 6}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    **SHAPE,
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LINEAR = {
+    **GROUPED,
+    **EXPERTS,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+}
+MAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", GROUPED),
+    "mistral": ("mistral", WINDOW),
+    "qwen2": ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3_next": ("qwen3_next", LINEAR),
+    "gemma2": ("gemma2", WINDOW),
+    "gpt_oss": ("gpt_oss", {**WINDOW, "num_local_experts": 4}),
+    "gpt2": ("gpt2", {"vocab_size": 40, "eos_token_id": None, **GPT2}),
+    "falcon": ("falcon", SHAPE),
+    "falcon, every head": ("falcon", {**SHAPE, "multi_query": False}),
+    "falcon, new": ("falcon", {**SHAPE, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "jamba": ("jamba", {**GROUPED, **MAMBA, "use_mamba_kernels": False}),
+}
+TWO_WIDTHS = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "initializer_range": 0.3,
+}
+PER_LAYER = {**TWO_WIDTHS, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40}
+FEWER_HEADS = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 32,
+}
+SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text": ("gemma4_text", PER_LAYER),
+    "gemma4_text, fewer heads": ("gemma4_text", {**PER_LAYER, **FEWER_HEADS}),
+    "gemma4_text, shared layers": ("gemma4_text", {**PER_LAYER, **SHARED}),
+    "gemma4_unified_text": ("gemma4_unified_text", TWO_WIDTHS),
+    "gemma4_unified": (
+        "gemma4_unified",
+        {
+            "text_config": {**TWO_WIDTHS, "model_type": "gemma4_unified_text"},
+            "vision_config": None,
+            "audio_config": None,
+            "initializer_range": 0.3,
+        },
+    ),
+}
+"""Models whose layers differ in the width or number of their heads."""
+
+
+def model_of(name, device="cpu"):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fields = (KINDS | GEMMA4)[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def cache_tensors(cache):
+    """Yield the tensors of all layers of a cache."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            candidates = value.values() if isinstance(value, dict) else [value]
+            for candidate in candidates:
+                if isinstance(candidate, torch.Tensor) and candidate.ndim:
+                    yield candidate
+
+
+def generated_cache_bytes(model, prompt_tokens, new_tokens):
+    """Return the bytes of the cache after Transformers' `generate` of two requests.
+
+    None if its `generate` does not return a cache.
+    """
+    ids = torch.arange(3, 3 + prompt_tokens).expand(2, -1)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    cache = output.past_key_values
+    return None if cache is None else sum(tensor.nbytes for tensor in cache_tensors(cache))
