@@ -6,22 +6,11 @@ from typing import Any
 
 import torch
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8}
-WINDOW = {**GROUPED, "sliding_window": 6}
+from tests.unit.model.families import family
+
+WINDOW = {"sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
-    **SHAPE,
     **EXPERTS,
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -35,7 +24,6 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 LINEAR = {
-    **GROUPED,
     **EXPERTS,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -45,62 +33,54 @@ LINEAR = {
     "shared_expert_intermediate_size": 16,
 }
 MAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
-GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", GROUPED),
-    "mistral": ("mistral", WINDOW),
-    "qwen2": ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
-    "qwen3_next": ("qwen3_next", LINEAR),
-    "gemma2": ("gemma2", WINDOW),
-    "gpt_oss": ("gpt_oss", {**WINDOW, "num_local_experts": 4}),
-    "gpt2": ("gpt2", {"vocab_size": 40, "eos_token_id": None, **GPT2}),
-    "falcon": ("falcon", SHAPE),
-    "falcon, every head": ("falcon", {**SHAPE, "multi_query": False}),
-    "falcon, new": ("falcon", {**SHAPE, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "deepseek_v3": ("deepseek_v3", LATENT),
-    "jamba": ("jamba", {**GROUPED, **MAMBA, "use_mamba_kernels": False}),
+FIRST_FALCON = {"new_decoder_architecture": False, "num_kv_heads": None}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": WINDOW,
+    "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    "qwen3_next": LINEAR,
+    "gemma2": WINDOW,
+    "gpt_oss": {**WINDOW, "num_local_experts": 4},
+    "gpt2": {},
+    "falcon": FIRST_FALCON,
+    "falcon, every head": {**FIRST_FALCON, "multi_query": False},
+    "falcon, new": {"num_kv_heads": 2},
+    "deepseek_v3": LATENT,
+    "jamba": {**MAMBA, "use_mamba_kernels": False},
 }
 TWO_WIDTHS = {
-    **SHAPE,
     "num_key_value_heads": 4,
     "head_dim": 8,
     "global_head_dim": 16,
     "sliding_window": 64,
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-    "initializer_range": 0.3,
 }
-PER_LAYER = {**TWO_WIDTHS, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40}
+PER_LAYER = {**TWO_WIDTHS, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 101}
 FEWER_HEADS = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 2,
     "global_head_dim": 32,
 }
 SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4_text": ("gemma4_text", PER_LAYER),
-    "gemma4_text, fewer heads": ("gemma4_text", {**PER_LAYER, **FEWER_HEADS}),
-    "gemma4_text, shared layers": ("gemma4_text", {**PER_LAYER, **SHARED}),
-    "gemma4_unified_text": ("gemma4_unified_text", TWO_WIDTHS),
-    "gemma4_unified": (
-        "gemma4_unified",
-        {
-            "text_config": {**TWO_WIDTHS, "model_type": "gemma4_unified_text"},
-            "vision_config": None,
-            "audio_config": None,
-            "initializer_range": 0.3,
-        },
-    ),
+GEMMA4: dict[str, dict[str, Any]] = {
+    "gemma4_text": PER_LAYER,
+    "gemma4_text, fewer heads": {**PER_LAYER, **FEWER_HEADS},
+    "gemma4_text, shared layers": {**PER_LAYER, **SHARED},
+    "gemma4_unified_text": TWO_WIDTHS,
+    "gemma4_unified": {"vision_config": None, "audio_config": None},
 }
 """Models whose layers differ in the width or number of their heads."""
 
 
 def model_of(name, device="cpu"):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind, fields = (KINDS | GEMMA4)[name]
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
+    fields = (KINDS | GEMMA4)[name]
+    if name == "gemma4_unified":
+        text = model_of("gemma4_unified_text", "meta").config.to_dict()
+        fields = {**fields, "text_config": text}
+    else:
+        # torch's grouped product needs even widths of experts.
+        fields = {"num_hidden_layers": 4, "intermediate_size": 48, **fields}
+    model = family(name.split(",")[0], device=device, **fields).float()
     model.generation_config.eos_token_id = None
     return model
 

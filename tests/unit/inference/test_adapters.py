@@ -157,8 +157,6 @@ def test_the_budget_includes_the_adapter(base, tmp_path):
 def test_an_adapter_folder_names_its_base_model(base, lora, tmp_path):
     adapter = Path(shutil.copytree(lora, tmp_path / "adapter"))
     assert plait_answers(load_model(open_source(adapter)))[0] == peft_answers(base, adapter)[0]
-    with pytest.raises(InputError, match="is an adapter itself"):
-        open_source(adapter, adapter)
     change_config(adapter, base_model_name_or_path="someone/model")
     message = "its base model 'someone/model' is not a folder on this machine; pass --model BASE"
     with pytest.raises(InputError, match=message):
@@ -168,23 +166,12 @@ def test_an_adapter_folder_names_its_base_model(base, lora, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peft_type": "IA3"}, "is of the kind IA3; only LORA is supported"),
-        (
-            {"alora_invocation_tokens": [3, 4]},
-            r"alora_invocation_tokens = \[3, 4\] is not supported",
-        ),
+        ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens = \[3, 4\] is not sup"),
         ({"layer_replication": [[0, 4], [2, 6]]}, "layer_replication"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
         ({"a_later_field": {"x": 1}}, "a_later_field"),
-        (
-            {"init_lora_weights": "pissa"},
-            "init_lora_weights = 'pissa' has also changed the base model's weights",
-        ),
         ({"target_modules": ["no_such"]}, "PEFT cannot add it to the model"),
-        (
-            {"target_modules": ["q_proj"]},
-            "which the model does not have; pass an adapter of this model",
-        ),
+        ({"target_modules": ["q_proj"]}, "does not have; pass an adapter of this model"),
         ({"r": 5}, r"the model's is \[5, 64\]"),
         ({"lora_bias": True}, "lacks .* tensors of the adapter, first model.layers.0"),
     ],
@@ -197,15 +184,9 @@ def test_unsupported_adapters_are_refused(fields, message, base, lora, tmp_path)
 
 
 def test_damaged_folders_are_refused(base, lora, tmp_path):
-    with pytest.raises(InputError, match=r"has no adapter_config\.json"):
-        open_source(base, tmp_path)
-
     adapter = Path(shutil.copytree(lora, tmp_path / "adapter"))
     (adapter / "adapter_model.safetensors").write_bytes(b"no such file")
     with pytest.raises(CheckpointError, match="is not a readable safetensors file"):
-        open_source(base, adapter)
-    (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"has no adapter_model\.safetensors"):
         open_source(base, adapter)
     (adapter / "adapter_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="is not a configuration of PEFT"):

@@ -37,15 +37,20 @@ def case_of(advice, mistake, *remedies, call=generated):
     return Case((advice,), mistaken_call, each(lambda arguments: call(**arguments), *remedies))
 
 
-def neutral_cases(name, unsupported, neutral):
-    """Return the cases of a setting of which only one value is supported."""
-    yield case_of(f"leave it out, or pass {neutral}", {name: unsupported}, {name: neutral}, {})
-    yield case_of(
-        f"set it to {neutral} there, or pass {name}={neutral} to generate",
-        {"saved": {name: unsupported}},
-        {"saved": {name: neutral}},
-        {"saved": {name: unsupported}, name: neutral},
-    )
+def neutral_rows(name, unsupported, neutral):
+    """Return the rows of a setting of which only one value is supported."""
+    return {
+        f"{name} = {unsupported} is not supported by generate; leave it out, or pass {neutral}": [
+            {name: unsupported},
+            {name: neutral},
+            {},
+        ],
+        f"set it to {neutral} there, or pass {name}={neutral} to generate": [
+            {"saved": {name: unsupported}},
+            {"saved": {name: neutral}},
+            {"saved": {name: unsupported}, name: neutral},
+        ],
+    }
 
 
 def test_calls(monkeypatch):
@@ -61,94 +66,85 @@ def test_calls(monkeypatch):
             changed.setattr(generate, "free_bytes", lambda *_: 5000)
             return generated(([1, 2], [3, 4]), **settings)
 
-    rows = [
-        case_of(
-            "pass tokenizer=, or token ids",
+    memory_advice = (
+        "ask for fewer new tokens (max_new_tokens), or fewer requests at once (batch_size)"
+    )
+    # A mistake, and then remedies.
+    rows = {
+        "pass tokenizer=, or token ids": [
             {"prompts": "a"},
             {"prompts": "a", "tokenizer": text},
             {"prompts": [1]},
-        ),
-        case_of(
-            "pass a string, or token ids",
+        ],
+        "pass a string, or token ids": [
             {"prompts": TURNS, "tokenizer": no_template},
             {"prompts": "a", "tokenizer": no_template},
             {"prompts": [1]},
-        ),
-        case_of(
-            "pass a tokenizer's `input_ids` as lists without padding",
+        ],
+        "pass a tokenizer's `input_ids` as lists without padding": [
             {"prompts": text("ab")},
             {"prompts": text("ab")["input_ids"]},
-        ),
-        case_of(
-            "pass for example its beginning-of-text token",
+        ],
+        "pass for example its beginning-of-text token": [
             {"prompts": [[]]},
             {"prompts": [[text.bos_token_id or 0]]},
-        ),
-        case_of(
-            "pass max_new_tokens, raise max_length, or shorten the prompt",
+        ],
+        "pass max_new_tokens, raise max_length, or shorten the prompt": [
             {"prompts": long, **limit},
             {"prompts": long, "saved": {"max_length": 8}},
             {"prompts": long, **limit, "max_length": 12},
             {"prompts": [long[0][:4]], **limit},
-        ),
-        case_of(
-            "stop_strings requires tokenizer=",
+        ],
+        "stop_strings requires tokenizer=": [
             {"stop_strings": "a"},
             {"stop_strings": "a", "tokenizer": text},
-        ),
-        case_of(
-            "pass one for each, or one number",
+        ],
+        "pass one for each, or one number": [
             {"prompts": two, "seed": [1], "do_sample": True},
             {"prompts": two, "seed": [1, 2], "do_sample": True},
             {"prompts": two, "seed": 1, "do_sample": True},
-        ),
-        case_of(
-            "must be a whole number from 0 to 2**63 - 1, or a list of them",
+        ],
+        "must be a whole number from 0 to 2**63 - 1, or a list of them": [
             {"seed": -1},
             {"seed": 2**63 - 1},
             {"seed": [0]},
-        ),
-        case_of(
-            "pass one list per word, such as [[5, 7], [9]]",
+        ],
+        "pass one list per word, such as [[5, 7], [9]]": [
             {"bad_words_ids": [["a"]]},
             {"bad_words_ids": [[5, 7], [9]]},
-        ),
-        case_of(
-            "leave it out, or use tokens of the model",
+        ],
+        "leave it out, or use tokens of the model": [
             {"suppress_tokens": [10**6]},
             {},
             {"suppress_tokens": [3]},
-        ),
-        case_of(
-            "must be Transformers' GenerationConfig, or a dictionary of its settings",
+        ],
+        "must be Transformers' GenerationConfig, or a dictionary of its settings": [
             {"generation_config": 3},
             {"generation_config": {"top_k": 3}},
-        ),
-        case_of(
-            "temperature = 1e-31 must be 0 (greedy), or at least 1e-30",
+        ],
+        "temperature = 1e-31 must be 0 (greedy), or at least 1e-30": [
             {"temperature": 1e-31, "do_sample": True},
             {"temperature": 0},
             {"temperature": 1e-30},
-        ),
-        case_of("load its ...ForCausalLM class", {"model": headless}, {}),
-        case_of("are in host memory already; leave it out", {"offload_cache": True}, {}),
-        case_of(
-            "ask for fewer new tokens (max_new_tokens), or fewer requests at once (batch_size)",
-            {"max_new_tokens": 8},
-            {"max_new_tokens": 8, "batch_size": 1},
-            {"max_new_tokens": 2},
-            call=with_little_memory,
-        ),
-        case_of(
-            "ask for fewer new tokens, or shorten the prompt",
+        ],
+        "load its ...ForCausalLM class": [{"model": headless}, {}],
+        "are in host memory already; leave it out": [{"offload_cache": True}, {}],
+        "ask for fewer new tokens, or shorten the prompt": [
             {"max_new_tokens": 10**6},
             {"max_new_tokens": 3},
-        ),
-        *neutral_cases("num_beams", 2, 1),
-        *neutral_cases("guidance_scale", 2.0, 1),
-        *neutral_cases("renormalize_logits", True, False),
-    ]
-    check(rows)
+        ],
+        **neutral_rows("num_beams", 2, 1),
+        **neutral_rows("guidance_scale", 2.0, 1),
+        **neutral_rows("renormalize_logits", True, False),
+    }
+    cases = [case_of(advice, *arguments) for advice, arguments in rows.items()]
+    many_tokens = {"max_new_tokens": 8}
+    fewer_requests = {**many_tokens, "batch_size": 1}
+    fewer_tokens = {"max_new_tokens": 2}
+    cases.append(
+        case_of(memory_advice, many_tokens, fewer_requests, fewer_tokens, call=with_little_memory)
+    )
+    check(cases)
 
 
 ABBREVIATIONS = {

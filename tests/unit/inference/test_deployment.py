@@ -82,8 +82,6 @@ def test_a_guessed_cache_is_reported(work, monkeypatch):
 
 
 def test_budgets_decide_what_is_streamed(work, monkeypatch):
-    with pytest.raises(InputError, match="--gpu-budget: this machine has no visible GPU"):
-        deploy_streamed(work, gpu_budget=4 * MIB)
     resident = "5.7 MiB of weights stay in memory, all of them fit; "
     assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith(resident)
 

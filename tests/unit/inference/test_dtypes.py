@@ -48,7 +48,7 @@ def test_the_files_decide_without_a_configured_dtype(stored, tmp_path):
 
 
 def test_parameters_that_stay_in_float32(tmp_path):
-    """GPT-OSS keeps norms if it is in float16, and GLM 4 MoE a router's correction in bfloat16 too."""
+    """A float16 GPT-OSS keeps norms, and GLM 4 MoE a router's correction, also in bfloat16."""
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     saved(tmp_path / "norms", "gpt_oss", layers=1, head_dim=16, **experts)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):

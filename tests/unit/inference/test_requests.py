@@ -16,7 +16,7 @@ TURNS = [{"role": "user", "content": "a"}]
 class CodeTokenizer:
     """A tokenizer whose token ids are code points."""
 
-    chat_template: str | None = "x"
+    chat_template = "x"
 
     def __call__(self, text):
         return {"input_ids": [ord(letter) for letter in text]}
@@ -46,33 +46,19 @@ def test_one_prompt_or_several():
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("a", "prompt 0 is text, which requires a tokenizer"),
         ([[1], []], "prompt 1 has no token"),
         ([1.5], "prompt 0 is a float"),
         ([[True, False]], "prompt 0 is a list; pass a string"),
         (torch.tensor([[True]]), "prompt 0 is a list; pass a string"),
         ([torch.tensor([1.5])], "prompt 0 is a Tensor; pass a string"),
-        (
-            [{"role": "user"}],
-            r"prompt 0 is a dict; pass a string, a conversation \(role and content\)",
-        ),
-        (
-            {"input_ids": [1]},
-            "takes strings, conversations or token ids, one or a list, not dict",
-        ),
+        ([{"role": "user"}], r"is a dict; pass a string, a conversation \(role and content\)"),
+        ({"input_ids": [1]}, "takes strings, conversations or token ids, .* not dict"),
         (torch.zeros(1, 1, 1), "not Tensor"),
     ],
 )
 def test_other_values_are_refused(prompts, message):
     with pytest.raises(InputError, match=message):
         token_ids(prompts, None)
-
-
-def test_a_conversation_requires_a_template():
-    codes = CodeTokenizer()
-    codes.chat_template = None
-    with pytest.raises(InputError, match="has no chat template"):
-        token_ids(TURNS, codes)
 
 
 @pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])

@@ -100,19 +100,7 @@ def test_min_new_tokens_replaces_min_length():
     assert settings_of(Model(min_new_tokens=2), {"min_length": 9}).min_length == 0
 
 
-def test_another_generation_config_is_refused():
-    message = "generation_config = 'greedy' must be Transformers' GenerationConfig, or a dictionary"
-    with pytest.raises(InputError, match=message):
-        settings_of(Model(), {}, "greedy")
-
-
 def test_unsupported_settings_are_refused_unless_neutral():
-    message = "the model's generation_config: num_beams = 4 is not supported"
-    with pytest.raises(InputError, match=message):
-        settings_of(Model(num_beams=4), {})
-    message = "num_beams = 4 is not supported by generate; leave it out, or pass 1"
-    with pytest.raises(InputError, match=message):
-        settings_of(Model(), {"num_beams": 4})
     with pytest.raises(InputError, match="generation_config: guidance_scale = 2.0"):
         settings_of(Model(), {}, {"guidance_scale": 2.0})
     for name in ("forced_eos_token_id", "forced_bos_token_id", "max_time"):

@@ -47,7 +47,7 @@ def saved(tmp_path):
 
 @pytest.fixture
 def streamed(saved):
-    """The same model with three streamed blocks, and the stream."""
+    """A copy of the model with three streamed blocks, and its stream."""
     reference, file = saved
     model = copy.deepcopy(reference).requires_grad_(False)
     stream = WeightStream(model, ["layers.0", "layers.2", "layers.4"], stored_tensors(file))

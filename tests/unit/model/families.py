@@ -15,7 +15,7 @@ VOCABULARY = 101
 TOKENS = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
 """[batch, seq]: a sequence that no tested degree divides."""
 
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -60,8 +60,9 @@ def family(kind, *, device="cpu", **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     defaults = AutoConfig.for_model(kind)
-    general = {**_SMALL, **dict.fromkeys(_DROPOUTS, 0.0)}
-    fields = {name: value for name, value in general.items() if hasattr(defaults, name)}
+    known = {*defaults.to_dict(), *defaults.attribute_map}
+    general = {**SMALL, **dict.fromkeys(_DROPOUTS, 0.0)}
+    fields = {name: value for name, value in general.items() if name in known}
     fields |= _SPECIAL.get(kind, {}) | changes
     config = AutoConfig.for_model(
         kind, **{name: value for name, value in fields.items() if value is not None}

@@ -11,16 +11,11 @@ from transformers import (
 
 import plait
 from plait.model.experts import balance_coefficient, enables_balance_loss
+from tests.unit.model.families import SMALL
 
 TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **SMALL,
     "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.7,

@@ -8,6 +8,7 @@ from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.layers import tied_names
+from tests.unit.model.families import SMALL
 
 
 def encoder_decoder():
@@ -37,15 +38,7 @@ def test_outermost_lists_of_one_class_are_blocks():
     assert find_blocks(nn.Linear(2, 2)) == ()
 
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 50,
-}
+TEXT = {**SMALL, "num_hidden_layers": 3}
 LARGE_TOWER = {
     "hidden_size": 256,
     "intermediate_size": 1024,

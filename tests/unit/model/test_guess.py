@@ -1,5 +1,7 @@
 """Guessed rules are right for transformers of several styles, and cautious about others."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,8 +55,9 @@ class FusedAttention(nn.Module):
         self.c_proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        q, k, v = (heads_of(part, self.n_head) for part in self.c_attn(x).chunk(3, -1))
-        return self.c_proj(attend(q, k, v))
+        q, k, v = self.c_attn(x).chunk(3, -1)
+        heads = self.n_head
+        return self.c_proj(attend(heads_of(q, heads), heads_of(k, heads), heads_of(v, heads)))
 
 
 class GatedMLP(nn.Module):
@@ -122,7 +125,7 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(16, WIDTH)
-        self.blocks = nn.ModuleList(Block(attention, mlp) for _ in range(2))
+        self.blocks = nn.ModuleList([Block(attention, mlp), Block(attention, mlp)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -207,11 +210,11 @@ def test_families_without_any_plan(kind):
 
 def test_a_trial_changes_nothing_and_needs_no_weights():
     model = Model(SeparateAttention, GatedMLP)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     random_state = torch.random.get_rng_state()
     rules = guess_rules(model, find_blocks(model))
     assert torch.equal(torch.random.get_rng_state(), random_state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.blocks[0].attn.n_heads == HEADS and model.training
     with torch.device("meta"):
         assert guess_rules(Model(SeparateAttention, GatedMLP), find_blocks(model)) == rules
@@ -246,8 +249,8 @@ def test_a_vocabulary_with_two_possible_embeddings_is_not_split():
 
 
 def test_layers_that_torch_computes_without_modules_are_refused():
-    layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, HEADS, 32) for _ in range(2))
-    model = nn.ModuleDict({"layers": layers})
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32)
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer, copy.deepcopy(layer)])})
     message = r"no plan is known for ModuleDict, and in layers.0 to layers.1 there is no nn.Linear"
     with pytest.raises(ModelError, match=message):
         make_plan(model, tp=2, blocks=("layers.0", "layers.1"))

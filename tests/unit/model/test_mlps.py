@@ -24,7 +24,7 @@ def tiled_modules(model):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", *SIZES])
 def test_mlps_and_experts_of_families(family):
     model = build(Case(family)) if family in SIZES else cases.build(family, tied=False)
-    names = [name for name, _ in model.named_modules()]
+    names = list(dict(model.named_modules()))
     tiled = tiled_modules(model)
     assert tiled.experts == tuple(name for name in names if name.endswith(".mlp.experts"))
     shared = {name for name in names if name.endswith(("shared_expert", "shared_experts"))}
@@ -70,9 +70,8 @@ class Block(nn.Module):
 
 
 def two_blocks(make_mlp, width=8):
-    return nn.ModuleDict(
-        {"blocks": nn.ModuleList(Block(width, make_mlp()) for _ in range(2))},
-    )
+    blocks = [Block(width, make_mlp()), Block(width, make_mlp())]
+    return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
 
 
 def test_many_narrow_layers():
@@ -130,7 +129,7 @@ MIXES = r"because of blocks.0.mlp \(Mlp\): a token's output depends on other tok
     ],
 )
 def test_mlps_that_tiles_would_change_are_refused(between, message):
-    """Their outputs depend on other tokens, or an attribute would be that of the last tile."""
+    """Outputs would change, or attributes would be those of the last tile."""
     with pytest.raises(ModelError, match=f"{SETTING}: blocks.0.mlp.*{message}"):
         tiled_modules(two_blocks(lambda: Mlp(between)))
 

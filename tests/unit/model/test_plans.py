@@ -55,6 +55,15 @@ FAMILIES = [
 CASES = [(kind, changes, tp) for kind, changes in FAMILIES for tp in (2, 4)]
 
 
+def names_of(model):
+    return list(dict(model.named_parameters(remove_duplicate=False)))
+
+
+def described(plan, model):
+    """Return the rows of a plan by the name of their parameter."""
+    return {row.parameter: row for row in describe(plan, model)}
+
+
 def plan_of(model, tp, user=None):
     return make_plan(model, tp=tp, user=user, blocks=find_blocks(model))
 
@@ -75,9 +84,10 @@ def test_the_plan_of_a_family_computes_the_unsplit_model(kind, changes, tp):
     model = family(kind, **changes)
     blocks = find_blocks(model)
     plan = make_plan(model, tp=tp, blocks=blocks)
-    assert set(plan.dims) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert set(plan.dims) == set(names_of(model))
+    total = sum(parameter.numel() for parameter in model.parameters())
     split = sum(p.numel() for name, p in model.named_parameters() if plan.dims[name] is not None)
-    assert split >= 0.55 * sum(p.numel() for p in model.parameters())
+    assert split >= 0.55 * total
     check(model, plan, logits, blocks=blocks)
     if plan.sequence_parallel is True:
         check(model, plan, logits, blocks=blocks, sequence=True)
@@ -92,7 +102,9 @@ def test_the_plan_of_llama_in_full():
     plan = plan_of(family("llama", num_hidden_layers=1, tie_word_embeddings=False), 2)
     assert plan.dims == {
         "model.embed_tokens.weight": 0,
-        **{f"model.layers.0.self_attn.{name}_proj.weight": 0 for name in "qkv"},
+        "model.layers.0.self_attn.q_proj.weight": 0,
+        "model.layers.0.self_attn.k_proj.weight": 0,
+        "model.layers.0.self_attn.v_proj.weight": 0,
         "model.layers.0.self_attn.o_proj.weight": 1,
         "model.layers.0.mlp.gate_proj.weight": 0,
         "model.layers.0.mlp.up_proj.weight": 0,
@@ -123,19 +135,17 @@ def test_fewer_key_heads_than_ranks_are_replicated():
 def test_shapes_of_linear_layers_by_columns_and_by_rows():
     with torch.device("meta"):
         model = nn.ModuleDict({"columns": nn.Linear(4096, 4096), "rows": nn.Linear(4096, 4096)})
-    rows = describe(plan_of(model, 4, {"columns": "colwise", "rows": "rowwise"}), model)
-    assert {row.parameter: row.local_shape for row in rows} == {
-        "columns.weight": (1024, 4096),
-        "columns.bias": (1024,),
-        "rows.weight": (4096, 1024),
-        "rows.bias": (4096,),
-    }
+    rows = described(plan_of(model, 4, {"columns": "colwise", "rows": "rowwise"}), model)
+    assert rows["columns.weight"].local_shape == (1024, 4096)
+    assert rows["columns.bias"].local_shape == (1024,)
+    assert rows["rows.weight"].local_shape == (4096, 1024)
+    assert rows["rows.bias"].local_shape == (4096,)
 
 
 def test_every_parameter_is_described():
     model = family("llama", tie_word_embeddings=True)
-    rows = {row.parameter: row for row in describe(plan_of(model, 4), model)}
-    assert list(rows) == [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    rows = described(plan_of(model, 4), model)
+    assert list(rows) == names_of(model)
     down = rows["model.layers.0.mlp.down_proj.weight"]
     assert (down.style, down.local_shape) == ("rowwise", (32, 14))
     assert down.note == "uneven: 14 to 11 of 53, 5.7 % above an equal share"
@@ -169,7 +179,7 @@ def test_a_module_in_two_places_has_one_split():
     model = nn.ModuleDict({"first": shared, "second": shared, "down": nn.Linear(8, 4)})
     plan = plan_of(model, 2, {"first": "colwise", "down": "rowwise"})
     assert plan.dims["first.weight"] == plan.dims["second.weight"] == 0
-    assert {row.parameter: row.style for row in describe(plan, model)}["second.weight"] == "colwise"
+    assert described(plan, model)["second.weight"].style == "colwise"
 
 
 def test_the_style_of_a_container_goes_to_owners_of_parameters():
@@ -228,8 +238,8 @@ class PlainModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.head = nn.Linear(16, VOCABULARY)
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
-        self.layers = nn.ModuleList(PlainAttention() for _ in range(2))
+        self.norms = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)])
+        self.layers = nn.ModuleList([PlainAttention(), PlainAttention()])
 
     def forward(self, ids):
         hidden = self.embed(ids)
@@ -241,7 +251,7 @@ class PlainModel(nn.Module):
 
 def test_a_custom_plan_for_a_plain_model():
     model = randomise(PlainModel().double())
-    user = {f"layers.*.w{name}": "colwise" for name in "qkv"}
+    user = dict.fromkeys(("layers.*.wq", "layers.*.wk", "layers.*.wv"), "colwise")
     user |= {"layers.*.wo": "rowwise", "embed": "embedding_rowwise", "head": "vocab_head"}
     ids = torch.randint(0, VOCABULARY, (2, 5))
     for tp in (2, 4):
@@ -335,20 +345,23 @@ def test_sequence_parallelism_needs_known_parts_of_blocks():
     model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
     user = {"up": "colwise", "down": "rowwise"}
     assert "no list of repeated blocks" in str(plan_of(model, 2, user).sequence_parallel)
-    mixed = nn.ModuleList(nn.ModuleDict({**model, "mixer": nn.Conv1d(4, 4, 3)}) for _ in range(2))
-    user = {f"*.{name}": style for name, style in user.items()}
-    plan = make_plan(mixed, tp=2, user=user, blocks=("0", "1"))
+    block = nn.ModuleDict({**model, "mixer": nn.Conv1d(4, 4, 3)})
+    user = {"*.up": "colwise", "*.down": "rowwise"}
+    plan = make_plan(nn.ModuleList([block]), tp=2, user=user, blocks=("0",))
     assert plan.sequence_parallel == "0.mixer (Conv1d) is neither a norm nor split over tp"
 
 
 def with_styles(plan, styles):
-    """Return a plan with other styles for modules, by the ends of their names. None removes them."""
-    changed = [
-        (entry, styles.get(entry.name.split(".")[-1], entry.style)) for entry in plan.modules
-    ]
-    return replace(
-        plan, modules=tuple(replace(entry, style=style) for entry, style in changed if style)
-    )
+    """Return a plan with other styles for modules, by the last part of their names.
+
+    None removes a module from the plan.
+    """
+    modules = []
+    for entry in plan.modules:
+        style = styles.get(entry.name.split(".")[-1], entry.style)
+        if style is not None:
+            modules.append(replace(entry, style=style))
+    return replace(plan, modules=tuple(modules))
 
 
 def test_the_reference_notices_wrong_plans():
