@@ -113,7 +113,8 @@ def test_reads_into_an_image_are_large_and_even():
     memory = zeros(size)
     parts = [part_of("a", PAGE + low, memory[low:high]) for low, high in ((16, size), (0, 16))]
     blocks = list(blocks_of(parts, FileImage(PAGE, memory)))
-    assert all(block.low % PAGE == 0 for block in blocks)
+    for block in blocks:
+        assert block.low % PAGE == 0
     sizes = [block.size for block in blocks]
     assert len(sizes) == 3 and sum(sizes) == size and blocks[0].low == PAGE
     assert max(sizes) <= MAX_IMAGE_READ_BYTES and max(sizes) - min(sizes) <= 3 * PAGE

@@ -48,7 +48,8 @@ def test_tensors_are_aligned_for_direct_reads(tmp_path):
         tensors = {"x" * length: torch.arange(8.0), "codes": torch.arange(32, dtype=torch.int8)}
         written, shift = _save_aligned(tensors, file, shift)
         shifts.append(shift)
-        assert not any(tensor.offset % WEIGHT_ALIGNMENT for tensor in written.values())
+        for tensor in written.values():
+            assert tensor.offset % WEIGHT_ALIGNMENT == 0
         assert all(map(torch.equal, load_file(file).values(), tensors.values()))
     assert set(shifts) == {0, 8} and sum(map(int.__ne__, shifts, shifts[1:])) < 8
 

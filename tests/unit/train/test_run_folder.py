@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from plait import exact
-from plait.errors import CheckpointError, ConfigError, InputError
+from plait.errors import CheckpointError, InputError
 from plait.train.loop import Position
 from plait.train.run_folder import RunFolder
 from tests.checkpoints import put
@@ -39,15 +39,6 @@ def test_the_same_run_is_resumed(tmp_path):
 def test_fields_of_another_version_do_not_matter(tmp_path):
     put_run(tmp_path, **{"model.removed": 1})
     assert RunFolder(tmp_path).position({**IDENTITY, "model.new": None}) == Position(7, 56)
-
-
-def test_each_difference_is_named(tmp_path):
-    put_run(tmp_path)
-    with pytest.raises(ConfigError) as error:
-        RunFolder(tmp_path).position({**IDENTITY, "model.hidden_size": 32, "run.seed": 1})
-    first, second = str(error.value).splitlines()
-    assert first.startswith("model.hidden_size = 32:") and second.startswith("run.seed = 1:")
-    assert "was created with 64" in first and "--fresh" in first
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):

@@ -200,8 +200,8 @@ def test_rounding_that_adam_makes_large_is_no_difference():
     """The gradient of a key's bias is 0 up to rounding, and Adam divides it by its size."""
 
     def full(bias, weight):
-        ones = torch.ones(3, dtype=torch.float64)
-        return {"bias": bias * ones, "weight": weight * ones}
+        unit = torch.ones(3, dtype=torch.float64)
+        return {"bias": bias * unit, "weight": weight * unit}
 
     gradients = (full(1e-18, 1.0), full(1e-18, 1.0))
     expected = Trace((1.0, 1.0), (1.0, 1.0), gradients, full(1e-6, 1.0))
