@@ -92,7 +92,7 @@ def test_layers_that_differ_in_size(name):
     assert offloaded.device == sum(sorted(sizes)[-LAYERS_ON_DEVICE:])
     assert offloaded.pinned >= total + max(sizes) and offloaded.copied == total
     facts = attention_facts(model)
-    global_dim = model.config.get_text_config().to_dict()["global_head_dim"]
+    global_dim = 32 if name == "gemma4_text, fewer heads" else 16
     assert facts is None or facts.head_dim == facts.value_dim == global_dim
 
 
