@@ -19,7 +19,7 @@ from tests.covers import proof_after
 from tests.parity import cases, generation
 from tests.parity.generation import PROMPTS, engine_on
 from tests.parity.layouts import FOUR, TWO
-from tests.unit.inference import recurrent
+from tests.unit.inference import recurrent_models as recurrent
 
 NEW = 5
 IN_FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}

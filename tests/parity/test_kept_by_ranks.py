@@ -13,7 +13,7 @@ from plait.inference.deployment import load_model
 from plait.inference.generate import generate
 from plait.inference.source import open_source
 from plait.parallel.pipeline.stage import StageCaches
-from tests.unit.inference.kept_models import model_of
+from tests.unit.inference.cache_models import model_of
 
 PROMPTS, NEW = [[5, 17, 33, 2, 30, 31, 7, 9, 11], [8, 3, 6, 20, 21, 22, 23, 24, 25]], 4
 

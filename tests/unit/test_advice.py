@@ -395,7 +395,7 @@ FOLLOWED = {
     "pass model.config, or a folder with a config.json": "fake/test_dry_run.py::test_what_it_advises_works",
     # checkpoints and generation
     "was written by DeepSpeed; convert it with `plait import": "unit/checkpoint/test_import.py::test_advice",
-    "{remedy}; or use_cache=False": "unit/inference/test_rope_by_length.py::test_without_a_cache_that_transformers_has",
+    "{remedy}; or use_cache=False": "unit/inference/test_rope_by_length.py::test_a_class_without_a_cache_of_transformers",
 }  # fmt: skip
 """Test that follows an advice, by words of the message, where it is not one of the tests of advice."""
 

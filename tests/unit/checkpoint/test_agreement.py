@@ -1,4 +1,4 @@
-"""What one rank fails at, whatever it raises, becomes an error that all ranks can be told."""
+"""An error on one rank becomes one that can be raised on all ranks."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from plait.comm.failures import run_on_all_ranks
 from plait.errors import CheckpointError
 
 
-def test_every_error_is_told():
-    for error, said in (
+def test_every_error_becomes_a_message():
+    for error, message in (
         (RuntimeError("no memory"), "RuntimeError: no memory"),
         (MemoryError(), "MemoryError"),
         (KeyError("step"), "KeyError: 'step'"),
@@ -16,9 +16,9 @@ def test_every_error_is_told():
         (OSError(28, "No space left on device", "a/b"), "a/b: No space left on device"),
     ):
 
-        def work(error=error):
+        def fail(error=error):
             raise error
 
-        with pytest.raises(CheckpointError) as caught:
-            run_on_all_ranks(work, device=torch.device("cpu"), activity="saving")
-        assert str(caught.value) == f"saving: {said}" and caught.value.__cause__ is error
+        with pytest.raises(CheckpointError) as raised:
+            run_on_all_ranks(fail, device=torch.device("cpu"), activity="saving")
+        assert str(raised.value) == f"saving: {message}" and raised.value.__cause__ is error

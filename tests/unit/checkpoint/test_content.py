@@ -1,4 +1,4 @@
-"""The content hash: equal however a tensor is cut, another one for every change."""
+"""The content hash is equal however a tensor is cut, and another one after every change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from plait.checkpoint import windows as content
 from plait.checkpoint.windows import (
     ContentHash,
     TensorRecord,
-    Window,
-    overlap,
     record_of,
     slices_within,
     tensor_blocks,
@@ -33,82 +31,79 @@ DTYPES = (
 )
 
 
-def noise(shape, dtype):
-    """All bits at random."""
-    raw = torch.randint(
-        0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8
-    )
+def random_bits(shape, dtype):
+    limit = 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, limit, (*shape, dtype.itemsize), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)
 
 
-def hashed(name, tensor, cuts):
-    """As ranks would that hold the parts between the cuts, of every dimension at the same places."""
-    found, record = ContentHash(), record_of(tensor)
-    full = window_of(tensor)
-    edges = [sorted({0, size, *(cut for cut in cuts if cut < size)}) for size in tensor.shape]
-    windows = [
-        tuple((a, b - a) for a, b in part) for part in product(*(pairwise(e) for e in edges))
-    ]
-    for window in windows or [full]:
-        observe = found.observer(
-            name, record, window, is_first=all(start == 0 for start, _ in window)
-        )
-        for piece in tensor_blocks(name, tensor[slices_within(window, full)]):
-            observe(piece)
-    return str(found)
+def add_window(content_hash, name, tensor, record, window, *, is_first):
+    """Add the window of a tensor to a hash, as the rank that holds it does."""
+    observe = content_hash.observer(name, record, window, is_first=is_first)
+    for block in tensor_blocks(name, tensor[slices_within(window, window_of(tensor))]):
+        observe(block)
+
+
+def hash_of(name, tensor, cuts=()):
+    """Return the hash of a tensor that ranks hold in windows, cut alike in all dimensions."""
+    content_hash = ContentHash()
+    ranges = []
+    for size in tensor.shape:
+        edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
+        ranges.append([(start, end - start) for start, end in pairwise(edges)])
+    for window in list(product(*ranges)) or [window_of(tensor)]:
+        is_first = all(start == 0 for start, _ in window)
+        add_window(content_hash, name, tensor, record_of(tensor), window, is_first=is_first)
+    return str(content_hash)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 6), (3, 4, 5), (4, 1), (1, 9)])
-def test_equal_however_it_is_cut(monkeypatch, shape):
-    """In parts of ranks, and in pieces of a file, of every dtype; other code finds the same."""
+def test_the_hash_is_equal_however_a_tensor_is_cut(monkeypatch, shape):
+    """Cuts are windows of ranks and blocks of a file. The reference is other code."""
     for dtype in DTYPES:
-        tensor = noise(shape, dtype)
-        wanted = total({"x": lanes_of("x", tensor)})
+        tensor = random_bits(shape, dtype)
+        expected = total({"x": lanes_of("x", tensor)})
         for cuts in ([], [2], [1, 3]):
-            assert hashed("x", tensor, cuts) == wanted, (dtype, cuts)
-        with monkeypatch.context() as small:
-            small.setattr(content, "_BLOCK_BYTES", 8)
-            small.setattr(content, "_WORDS_AT_ONCE", 4)
-            assert hashed("x", tensor, [3]) == wanted, dtype
+            assert hash_of("x", tensor, cuts) == expected, (dtype, cuts)
+        with monkeypatch.context() as small_blocks:
+            small_blocks.setattr(content, "_BLOCK_BYTES", 8)
+            small_blocks.setattr(content, "_WORDS_AT_ONCE", 4)
+            assert hash_of("x", tensor, [3]) == expected, dtype
 
 
-def test_what_is_in_it():
-    """Every bit, its place, the name, the shape and the dtype; a tensor of zeros counts, and one without elements."""
-    chance = random.Random(3)
-    tensor = noise((6, 5), torch.float32)
-    seen = {hashed("x", tensor, [])}
+def test_every_bit_place_name_shape_and_dtype_count():
+    generator = random.Random(3)
+    tensor = random_bits((6, 5), torch.float32)
+    original = hash_of("x", tensor)
     for _ in range(200):
-        changed = tensor.clone().view(torch.int32)
-        changed[chance.randrange(6), chance.randrange(5)] ^= (
-            -(2**31) if (bit := chance.randrange(32)) == 31 else 1 << bit
-        )
-        assert hashed("x", changed.view(torch.float32), []) not in seen
-    swapped = tensor.clone()
-    swapped[0], swapped[1] = tensor[1], tensor[0]
+        changed = tensor.clone().view(torch.uint8)
+        row = changed[generator.randrange(6)]
+        row[generator.randrange(20)] ^= 1 << generator.randrange(8)
+        assert hash_of("x", changed.view(torch.float32)) != original
+
     others = [
-        hashed("x", swapped, []),
-        hashed("x", tensor.roll(1, 1), []),
-        hashed("x", -tensor, []),
-        hashed("y", tensor, []),
-        hashed("x", tensor.reshape(5, 6), []),
-        hashed("x", tensor.view(torch.int32), []),
-        hashed("x", torch.zeros(6, 5), []),
-        hashed("x", torch.zeros(0), []),
+        hash_of("x", tensor[[1, 0, 2, 3, 4, 5]]),
+        hash_of("x", tensor.roll(1, 1)),
+        hash_of("x", -tensor),
+        hash_of("y", tensor),
+        hash_of("x", tensor.reshape(5, 6)),
+        hash_of("x", tensor.view(torch.int32)),
+        hash_of("x", torch.zeros(6, 5)),
+        hash_of("x", torch.zeros(0)),
         str(ContentHash()),
     ]
-    assert len({*others, *seen}) == len(others) + 1
+    assert len({original, *others}) == len(others) + 1
 
 
-def test_sums_of_ranks_add_up():
-    tensor = noise((4, 4), torch.float32)
-    record, halves = TensorRecord(dtype="float32", shape=(4, 4), cuts=(("tp", 1),)), ContentHash()
+def test_hashes_of_ranks_add_up():
+    tensor = random_bits((4, 4), torch.float32)
+    record = TensorRecord(dtype="float32", shape=(4, 4), cuts=(("tp", 1),))
+    total_hash = ContentHash()
     for rank in range(2):
-        at, one = {"tp": rank}, ContentHash()
-        window: Window = record.window(at, {"tp": 2})
-        observe = one.observer("x", record, window, is_first=record.begins_at(at))
-        part = overlap(window, window_of(tensor))
-        assert part is not None
-        for piece in tensor_blocks("x", tensor[slices_within(part, window_of(tensor))]):
-            observe(piece)
-        halves.add(bytes(one))
-    assert str(halves) == hashed("x", tensor, [])
+        coordinates = {"tp": rank}
+        window = record.window(coordinates, {"tp": 2})
+        rank_hash = ContentHash()
+        is_first = record.begins_at(coordinates)
+        add_window(rank_hash, "x", tensor, record, window, is_first=is_first)
+        total_hash.add(bytes(rank_hash))
+    assert str(total_hash) == hash_of("x", tensor)

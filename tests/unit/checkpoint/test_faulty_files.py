@@ -1,4 +1,7 @@
-"""A file system that is full, read-only, slow, or fails at any call of a save or a load: never a false success, nothing lost or mixed."""
+"""A file system that is full, read-only, slow, or fails at any call of a save or a load.
+
+No failed save is reported as a success, and no checkpoint is lost or mixed with another one.
+"""
 
 import errno
 import os
@@ -30,154 +33,158 @@ def mesh():
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def _no_fsync(monkeypatch):
     """Thousands of files are written, and no power is lost here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def of(mesh, folder, value, tag):
-    """A checkpoint whose tensors have one value."""
+@pytest.fixture
+def save(mesh, tmp_path):
+    """Return a function that saves a checkpoint whose tensors have one value."""
+
+    def save_value(value, tag, folder=tmp_path):
+        write(snapshot_of(mesh, folder, value, tag))
+
+    return save_value
+
+
+def snapshot_of(mesh, folder, value, tag):
     tensors = {f"model.{name}": torch.full((3, 5), value) for name in ("a", "b")}
     records = {name: record_of(tensor) for name, tensor in tensors.items()}
     return Snapshot(folder, tag, mesh, tensors, records, records, {}, {})
 
 
-def verified(found):
-    """The tensors of a checkpoint whose every byte is verified."""
-    reader = Reader(found)
+def verified_tensors(checkpoint):
+    reader = Reader(checkpoint)
     reader.verify("full")
     return list(map(reader.read, reader.tensors))
 
 
-def loaded(folder):
-    """The value of the one to go on from, whose every byte is verified; falls back as `load_checkpoint` does."""
-    for one in candidates(folder):
-        try:
-            tensors = verified(one)
-        except CheckpointError:
-            continue
-        found = {float(value) for tensor in tensors for value in tensor.unique()}
-        assert len(found) == 1, f"mixed: {found}"
-        return found.pop()
-    raise AssertionError("lost")
+def loaded_value(folder):
+    """Return the value of the checkpoint that a load takes, and check every byte of it."""
+    for checkpoint in candidates(folder):
+        with suppress(CheckpointError):
+            values = {float(v) for tensor in verified_tensors(checkpoint) for v in tensor.unique()}
+            assert len(values) == 1, f"mixed: {values}"
+            return values.pop()
+    raise AssertionError("no checkpoint can be loaded")
 
 
-def cases(calls):
-    """(call, errno, whether only that call fails). The errors take turns."""
-    return (
-        (call, CODES[(call + once) % len(CODES)], once)
-        for call in range(calls)
-        for once in (True, False)
-    )
+def faults(calls):
+    """Yield the number of a call, its error, and whether later calls succeed."""
+    for call in range(calls):
+        for once in (True, False):
+            yield call, CODES[(call + once) % len(CODES)], once
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
-def test_a_save_never_succeeds_falsely(mesh, tmp_path, tag):
-    """Whichever call fails, under a tag that is there and under a new one: an error that names what could not be written, and the state
-    before stays; or the new one is there."""
-    counted = Planted()
-    write(of(mesh, tmp_path / "counted" / "run", 1.0, "one"))
-    with planted(counted):
-        write(of(mesh, tmp_path / "counted" / "run", 2.0, tag))
-    assert len(counted.calls) > 20, counted.calls
-    failed = 0
-    for number, (call, code, once) in enumerate(cases(len(counted.calls))):
+def test_a_failed_save_is_an_error_and_keeps_the_old_one(save, tmp_path, tag):
+    """Each call of a save fails in turn. The tag is that of the old checkpoint, or a new one."""
+    recorder = Planted()
+    folder = tmp_path / "recorded" / "run"
+    save(1.0, "one", folder)
+    with planted(recorder):
+        save(2.0, tag, folder)
+    calls = recorder.calls
+    assert len(calls) > 20, calls
+
+    errors = 0
+    for number, (call, code, once) in enumerate(faults(len(calls))):
         folder = tmp_path / str(number) / "run"
-        write(of(mesh, folder, 1.0, "one"))
-        said = ""
+        case = (calls[call], errno.errorcode[code], once)
+        save(1.0, "one", folder)
+        message = ""
         with planted(Planted(failing(call, code, once=once))):
             try:
-                write(of(mesh, folder, 2.0, tag))
+                save(2.0, tag, folder)
             except CheckpointError as error:
-                said = str(error)
-        where = (counted.calls[call], errno.errorcode[code], once)
-        found = loaded(folder)
-        assert found in ((1.0, 2.0) if said else (2.0,)), where
-        if said:
-            failed += 1
-            name = counted.calls[call].partition(" ")[2].partition(",")[0]
-            assert f"planted error {code}" in said and re.sub("LATEST.*", "LATEST", name) in said, (
-                where,
-                said,
-            )
-        write(of(mesh, folder, 3.0, tag))  # on a disk that is well again
-        assert loaded(folder) == 3.0, where
-        left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
-        assert not left if once else all(name.startswith(".LATEST.") for name in left), (
-            where
-        )  # a disk that deletes nothing
-    assert failed > 0.8 * number
+                message = str(error)
+                errors += 1
+
+        # An error after the new checkpoint has its name is possible.
+        assert loaded_value(folder) in ((1.0, 2.0) if message else (2.0,)), case
+        if message:
+            file = calls[call].partition(" ")[2].partition(",")[0]
+            assert f"planted error {code}" in message, (case, message)
+            assert re.sub("LATEST.*", "LATEST", file) in message, (case, message)
+
+        # The disk is well again.
+        save(3.0, tag, folder)
+        assert loaded_value(folder) == 3.0, case
+        leftovers = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        if once:
+            assert not leftovers, case
+        else:
+            # A disk that failed could not delete this file either.
+            assert all(name.startswith(".LATEST.") for name in leftovers), case
+    assert errors > 0.8 * number
 
 
-def test_every_call_of_a_load(mesh, tmp_path):
-    """A read that fails is an error that names the file, or the checkpoint before it is taken."""
-    for value, tag in ((1.0, "one"), (2.0, "two")):
-        write(of(mesh, tmp_path, value, tag))
-    counted = Planted(reading=True)
-    with planted(counted):
-        assert loaded(tmp_path) == 2.0
-    for call in range(len(counted.calls)):
+def test_a_failed_read_is_an_error_or_loads_an_older_one(save, tmp_path):
+    save(1.0, "one")
+    save(2.0, "two")
+    recorder = Planted(reading=True)
+    with planted(recorder):
+        assert loaded_value(tmp_path) == 2.0
+    for call in range(len(recorder.calls)):
+        once = Planted(failing(call, errno.EIO, once=True), reading=True)
+        with planted(once), suppress(CheckpointError):
+            assert loaded_value(tmp_path) in (1.0, 2.0)
+        always = Planted(failing(call, errno.EIO, once=False), reading=True)
         with (
-            planted(Planted(failing(call, errno.EIO, once=True), reading=True)),
-            suppress(CheckpointError),
+            planted(always),
+            pytest.raises(CheckpointError, match="planted error 5|cannot be read"),
         ):
-            assert loaded(tmp_path) in (1.0, 2.0)
-        with (
-            planted(Planted(failing(call, errno.EIO, once=False), reading=True)),
-            pytest.raises(CheckpointError) as caught,
-        ):
-            verified(candidates(tmp_path)[0])
-        assert "planted error 5" in str(caught.value) or "cannot be read" in str(caught.value), (
-            counted.calls[call]
-        )
+            verified_tensors(candidates(tmp_path)[0])
 
 
-def test_old_ones_that_cannot_be_deleted(mesh, tmp_path):
-    """Deleting stops where it fails, is told, and leaves whole checkpoints."""
+def test_old_checkpoints_that_cannot_be_deleted(save, tmp_path):
+    """Deletion stops at an error, is reported, and leaves complete checkpoints."""
     for number in range(4):
-        write(of(mesh, tmp_path, float(number), f"step-{number}"))
-    counted = Planted()
-    with planted(counted):
+        save(float(number), f"step-{number}")
+    recorder = Planted()
+    with planted(recorder):
         remove_old(tmp_path, keep=3)
-    for call in range(len(counted.calls)):
-        write(of(mesh, tmp_path, 9.0, "more"))
+    for call in range(len(recorder.calls)):
+        save(9.0, "newest")
         with (
             planted(Planted(failing(call, errno.EIO, once=False))),
             pytest.warns(UserWarning, match="could not be deleted"),
         ):
             remove_old(tmp_path, keep=2)
-        for one in candidates(tmp_path):
-            Reader(one).verify("full")
-        assert loaded(tmp_path) == 9.0
+        for checkpoint in candidates(tmp_path):
+            Reader(checkpoint).verify("full")
+        assert loaded_value(tmp_path) == 9.0
         remove_old(tmp_path, keep=2)
-        write(of(mesh, tmp_path, float(call), f"again-{call}"))
+        save(float(call), f"next-{call}")
 
 
 @pytest.mark.parametrize("file", ["00000.safetensors", "00000.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_pruning_keeps_an_undamaged_one(mesh, tmp_path, file, damage):
-    """A checkpoint with a good manifest and a damaged file does not count as one that is kept."""
+def test_pruning_keeps_an_undamaged_checkpoint(save, tmp_path, file, damage):
+    """A checkpoint with a good manifest and a damaged file does not count."""
     for number in range(3):
-        write(of(mesh, tmp_path, float(number), f"step-{number}"))
+        save(float(number), f"step-{number}")
     path = tmp_path / "step-2" / file
     content = path.read_bytes()
     path.unlink()
     if damage == "cut":
         path.write_bytes(content[:-1])
     assert prune(tmp_path, keep=1) == ["step-0"]
-    assert loaded(tmp_path) == 1.0
+    assert loaded_value(tmp_path) == 1.0
 
 
-def test_a_slow_disk_does_not_keep_the_training(mesh, tmp_path):
-    """A save beside the training returns before it is on the disk, and nothing is named before it is whole."""
-    write(of(mesh, tmp_path, 1.0, "one"))
-    writer, layer = Writer(mesh), Planted(slow(0.01))
+def test_an_asynchronous_save_does_not_wait_for_the_disk(mesh, save, tmp_path):
+    """The new checkpoint has its name when it is complete."""
+    save(1.0, "one")
+    writer = Writer(mesh)
+    layer = Planted(slow(0.01))
     with planted(layer):
-        began = time.monotonic()
-        writer.begin(of(mesh, tmp_path, 2.0, "two"))
+        start = time.monotonic()
+        writer.begin(snapshot_of(mesh, tmp_path, 2.0, "two"))
         calls = len(layer.calls)
-        assert writer.finished() is None and loaded(tmp_path) == 1.0
+        assert writer.finished() is None and loaded_value(tmp_path) == 1.0
         assert writer.wait() == tmp_path / "two"
-        assert len(layer.calls) > calls + 10 and time.monotonic() - began > 0.1
-    assert loaded(tmp_path) == 2.0 and os.listdir(tmp_path)
+        assert len(layer.calls) > calls + 10 and time.monotonic() - start > 0.1
+    assert loaded_value(tmp_path) == 2.0
     writer.close()

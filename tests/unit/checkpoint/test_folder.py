@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from: the one that LATEST names, else the newest that is good, never none in silence."""
+"""A load takes the checkpoint that LATEST names, or else the newest good one, and says so."""
 
 import errno
 import shutil
@@ -14,7 +14,7 @@ from tests.checkpoints import put
 
 
 def tags(folder, tag=None):
-    return [one.manifest.tag for one in candidates(folder, tag)]
+    return [checkpoint.manifest.tag for checkpoint in candidates(folder, tag)]
 
 
 @pytest.fixture
@@ -24,21 +24,21 @@ def three(tmp_path):
     return tmp_path
 
 
-def test_nothing(tmp_path):
+def test_a_folder_without_checkpoints(tmp_path):
     assert find_checkpoint(tmp_path) is None and find_checkpoint(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="holds none"):
         find_checkpoint(tmp_path, "a")
 
 
-def test_the_newest_and_then_older_ones(three):
+def test_the_newest_comes_first(three):
     assert tags(three) == ["c", "b", "a"]
     assert tags(three, "a") == ["a"]
     with pytest.raises(CheckpointError, match="holds c, b, a"):
         candidates(three, "d")
 
 
-def test_latest_that_was_put_back_by_hand(three):
-    """A user returns to an older checkpoint. Later ones are not loaded."""
+def test_a_latest_file_that_a_user_has_restored(three):
+    """A user returns to an older checkpoint. Newer ones are not loaded."""
     put(three, "d", {}, sequence=4)
     older = (three / "LATEST").read_text()
     put(three, "e", {}, sequence=5)
@@ -48,8 +48,8 @@ def test_latest_that_was_put_back_by_hand(three):
     assert "names d, which is loaded, although e is newer and complete" in note
 
 
-@pytest.mark.parametrize("damage", ["gone", "empty", "no JSON", "another tag", "another hash"])
-def test_a_bad_latest(three, damage):
+@pytest.mark.parametrize("damage", ["missing", "empty", "no JSON", "another tag", "another hash"])
+def test_a_damaged_latest_file_is_reported(three, damage):
     latest = three / "LATEST"
     text = latest.read_text()
     latest.unlink()
@@ -61,12 +61,12 @@ def test_a_bad_latest(three, damage):
     }
     if damage in contents:
         latest.write_text(contents[damage])
-    found = candidates(three)
-    assert found[0].manifest.tag == "c"
-    assert found[0].notes and "loaded" in found[0].notes[0]
+    newest = candidates(three)[0]
+    assert newest.manifest.tag == "c"
+    assert newest.notes and "loaded" in newest.notes[0]
 
 
-def test_a_bad_newest(three):
+def test_a_damaged_newest_checkpoint_is_reported(three):
     manifest = three / "c" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sequence":3', '"sequence":9'))
     assert tags(three) == ["b", "a"] and "damaged" in candidates(three)[0].notes[0]
@@ -76,7 +76,7 @@ def test_a_bad_newest(three):
     assert tags(three) == ["b", "a"] and "incomplete" in candidates(three)[0].notes[0]
 
 
-def test_where_nothing_is_left(tmp_path):
+def test_a_folder_whose_only_checkpoint_is_damaged(tmp_path):
     put(tmp_path, "a", {})
     (tmp_path / "a" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no other one is complete; restore one"):
@@ -86,8 +86,21 @@ def test_where_nothing_is_left(tmp_path):
         find_checkpoint(tmp_path)
 
 
-def test_one_that_was_being_replaced(three):
-    """The process died between the two renames. The old one counts until the new one is in place."""
+def test_damaged_checkpoints_without_latest_are_not_ignored(tmp_path):
+    """A run would start at the beginning."""
+    path = put(tmp_path, "a", {}, named=False)
+    (path / "manifest.json").unlink()
+    (path / "manifest.sha256").unlink()
+    message = "LATEST is missing, and no checkpoint there is complete; a cannot be read"
+    for name in ("manifest.json", "manifest.sha256", "00000.json", "00000.safetensors"):
+        (path / name).write_text("x")
+        with pytest.raises(CheckpointError, match=message):
+            find_checkpoint(tmp_path)
+        (path / name).unlink()
+
+
+def test_a_save_that_ended_between_its_two_renames(three):
+    """The old checkpoint counts until the new one has its name."""
     (three / "c").rename(three / ".c.replaced")
     put(three, ".c.tmp", {}, sequence=4, named=False)
     assert tags(three) == ["c", "b", "a"] and not candidates(three)[0].notes
@@ -95,28 +108,17 @@ def test_one_that_was_being_replaced(three):
     assert tags(three) == ["c", "b", "a"] and candidates(three)[0].manifest.sequence == 4
 
 
-def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three):
+def test_the_checkpoint_that_latest_names_is_not_deleted(three):
     put(three, "d", {}, sequence=4, named=False)
     put(three, "e", {}, sequence=5, named=False)
     (three / ".a.deleted").mkdir()
     remove_old(three, keep=2)
-    assert [one.manifest.tag for one in list_complete(three)] == ["e", "d", "c"]
+    assert [checkpoint.manifest.tag for checkpoint in list_complete(three)] == ["e", "d", "c"]
     assert not list(three.glob(".*"))
 
 
-def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path):
-    path = put(tmp_path, "a", {}, named=False)
-    (path / "manifest.json").unlink()
-    (path / "manifest.sha256").unlink()
-    words = "LATEST is missing, and no checkpoint there is complete; a cannot be read"
-    for name in ("manifest.json", "manifest.sha256", "00000.json", "00000.safetensors"):
-        (path / name).write_text("x")
-        with pytest.raises(CheckpointError, match=words):
-            find_checkpoint(tmp_path)
-        (path / name).unlink()
-
-
-def test_files_and_links_that_a_kill_left_are_deleted_too(three):
+def test_leftovers_of_a_killed_process_are_deleted(three):
+    """Links are deleted, and not the folders to which they point."""
     (three / ".LATEST.7.tmp").write_text("")
     (three / ".x.tmp").symlink_to(three / "c", target_is_directory=True)
     (three / "elsewhere").mkdir()
@@ -136,8 +138,7 @@ def test_pruning_keeps_one_whose_successor_is_incomplete(three):
     assert tags(three) == ["c", "b"]
 
 
-def test_the_users_copies_and_notes_are_kept(three):
-    """These are a copy under another name, a copy of the newest, and a checkpoint with a file of the user's."""
+def test_copies_and_notes_of_a_user_are_kept(three):
     shutil.copytree(three / "a", three / "best-model-do-not-delete")
     shutil.copytree(three / "c", three / "c-copy")
     (three / "b" / "notes.txt").write_text("the good one")
@@ -148,11 +149,12 @@ def test_the_users_copies_and_notes_are_kept(three):
     assert tags(three)[0] == "d"
 
 
-def test_a_folder_that_may_not_be_opened_is_passed_over(three, monkeypatch):
+def test_a_folder_that_may_not_be_opened_is_ignored(three, monkeypatch):
     """`lost+found` at the root of a disk belongs to another user."""
     (three / "lost+found").mkdir()
     exists = Path.exists
 
+    # Tests may run as root, who may open every folder.
     def refuse(path, **settings):
         if path.parent.name == "lost+found":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -166,13 +168,13 @@ def test_a_folder_that_may_not_be_opened_is_passed_over(three, monkeypatch):
     assert tags(three) == ["c", "b"]
 
 
-def test_pruning_waits_for_the_end_of_a_run(three):
+def test_pruning_refuses_the_folder_of_an_active_run(three):
     """A run holds its lock in the folder above its checkpoints."""
     folder = three.parent / "run" / "checkpoints"
     folder.parent.mkdir()
     three.rename(folder)
-    stream = RunFolder(folder.parent).claim()
+    lock = RunFolder(folder.parent).claim()
     with pytest.raises(CheckpointError, match="plait train is running in"):
         prune(folder, keep=1)
-    stream.close()
+    lock.close()
     assert prune(folder, keep=1) == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Which entries of a model's state are tensors, and which are what a module keeps besides."""
+"""The state of a model is divided into tensors and the extra state of its modules."""
 
 from pathlib import Path
 from unittest import mock
@@ -12,33 +12,32 @@ from plait.checkpoint.states import model_content, put_values
 from plait.errors import InputError
 
 
-class Keeps(nn.Module):
-    """With a name that ends as torch's entry does."""
+class ExtraState(nn.Module):
+    """A module with a tensor as extra state, and a parameter whose name ends like its entry."""
 
     def __init__(self):
         super().__init__()
         self.my_extra_state = nn.Parameter(torch.ones(2))
-        self.seen = torch.zeros(())
+        self.count = torch.zeros(())
 
     def get_extra_state(self):
-        """A tensor, which is still no parameter."""
-        return self.seen
+        return self.count
 
     def set_extra_state(self, state):
-        self.seen = state
+        self.count = state
 
 
 def test_a_parameter_is_no_extra_state_whatever_its_name():
-    model = nn.ModuleDict({"ä/b": Keeps()})
+    model = nn.ModuleDict({"ä/b": ExtraState()})
     tensors, values = model_content(model)
     assert list(tensors) == ["model.ä/b.my_extra_state"] and list(values) == ["ä/b._extra_state"]
-    other = nn.ModuleDict({"ä/b": Keeps()})
-    model["ä/b"].seen = torch.tensor(3.0)
+    model["ä/b"].count = torch.tensor(3.0)
+    other = nn.ModuleDict({"ä/b": ExtraState()})
     put_values(other, model_content(model)[1])
-    assert other["ä/b"].seen == 3
+    assert other["ä/b"].count == 3
 
 
-def test_a_model_without_memory_is_not_filled(monkeypatch):
+def test_a_model_on_meta_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr(load, "candidates", lambda folder, tag: [mock.Mock()])
     monkeypatch.setattr(load, "Reader", mock.Mock())
     with torch.device("meta"):

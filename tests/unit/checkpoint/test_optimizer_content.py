@@ -1,4 +1,4 @@
-"""The record of an optimizer, without processes."""
+"""The record of an optimizer in a checkpoint, without processes."""
 
 from unittest import mock
 
@@ -11,36 +11,32 @@ from plait.checkpoint.states import merge_stages, optimizer_content
 from plait.errors import CheckpointError
 
 
-def record(names):
-    """Of a pipeline's stage with these layers: weights decay, biases do not."""
+def stage_record(names):
+    """Return the record of a pipeline stage with these layers, whose weights decay."""
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+    weights = [layer.weight for layer in model.values()]
+    biases = [layer.bias for layer in model.values()]
     groups = [
-        {
-            "params": [p for name, p in model.named_parameters() if name.endswith(kind)],
-            "weight_decay": decay,
-        }
-        for kind, decay in (("weight", 0.1), ("bias", 0.0))
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     return optimizer_content(model, optimizer, configured=optimizer.param_groups).record
 
 
-def test_a_pipelines_record_names_the_parameters_of_every_stage(monkeypatch):
-    """Each in its group, one that is tied between stages once."""
-    stages = [record(["first", "tied"]), record(["tied", "last"])]
-
+def test_the_record_of_a_pipeline_has_all_stages(monkeypatch):
+    """A parameter that is tied between stages is named once."""
+    stages = [stage_record(["first", "tied"]), stage_record(["tied", "last"])]
     # One process has no other stage to gather from.
     monkeypatch.setattr(states, "all_gather_objects", lambda record, group: stages)
-    groups = merge_stages(stages[1], mock.Mock(size=lambda: 2))["groups"]
-    assert [group["params"] for group in groups] == [
-        ["first.weight", "tied.weight", "last.weight"],
-        ["first.bias", "tied.bias", "last.bias"],
-    ]
-    assert [group["now"]["weight_decay"] for group in groups] == [0.1, 0.0]
+    weights, biases = merge_stages(stages[1], mock.Mock(size=lambda: 2))["groups"]
+    assert weights["params"] == ["first.weight", "tied.weight", "last.weight"]
+    assert biases["params"] == ["first.bias", "tied.bias", "last.bias"]
+    assert weights["now"]["weight_decay"] == 0.1 and biases["now"]["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize("key", ["a.b", 0])
-def test_a_state_that_no_name_would_find_again(key):
+def test_a_state_with_an_ambiguous_name_is_refused(key):
     """`a.b` of `w` would be read as `b` of `w.a`."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

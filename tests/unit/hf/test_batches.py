@@ -1,4 +1,6 @@
-"""Each sample once, whatever the number of ranks."""
+"""Every sample is read once, whatever the number of ranks."""
+
+from itertools import chain
 
 import pytest
 from torch.utils.data import (
@@ -12,37 +14,41 @@ from torch.utils.data import (
 from plait.data.split_rows import StreamPart
 from plait.hf.batches import EpochOrder, Rounds
 
-
-def rounds(samples, size, ranks, index, *, drop_last=False):
-    inner = BatchSampler(SequentialSampler(range(samples)), size, drop_last)
-    return Rounds(inner, ranks=ranks, index=index, drop_last=drop_last)
-
-
+SIZE = 2
+# Fewer than a batch, full and partial batches, full and partial rounds.
 SAMPLES = pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 6, 7, 12, 13])
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3])
 
 
+def rounds_of_ranks(samples, ranks, *, drop_last=False):
+    batches = BatchSampler(SequentialSampler(range(samples)), SIZE, drop_last)
+    return [Rounds(batches, ranks=ranks, index=i, drop_last=drop_last) for i in range(ranks)]
+
+
+def in_order(batches, rounds):
+    """Return the batches of all ranks, in the order in which one process has them."""
+    ordered = []
+    for position in range(len(batches[0])):
+        ordered += [rank_batches[position] for rank_batches in batches[: rounds.present(position)]]
+    return ordered
+
+
 @SAMPLES
 @RANKS
-def test_every_sample_once(samples, ranks):
-    """And as one process has them; every rank has the same number of batches."""
-    every = [rounds(samples, 2, ranks, index) for index in range(ranks)]
-    read = [list(one) for one in every]
-    assert {len(one) for one in read} == {len(every[0])}
-    own = [
-        read[index][position]
-        for position in range(len(read[0]))
-        for index in range(every[0].present(position))
-    ]
-    assert own == list(BatchSampler(SequentialSampler(range(samples)), 2, False))
+def test_ranks_read_the_batches_of_one_process(samples, ranks):
+    rounds = rounds_of_ranks(samples, ranks)
+    batches = list(map(list, rounds))
+    assert set(map(len, batches)) == {len(rounds[0])}
+    expected = list(BatchSampler(SequentialSampler(range(samples)), SIZE, False))
+    assert in_order(batches, rounds[0]) == expected
 
 
 @SAMPLES
-def test_what_fills_no_round_is_dropped(samples):
-    every = [rounds(samples, 2, 2, index, drop_last=True) for index in range(2)]
-    read = [list(one) for one in every]
-    assert [len(one) for one in read] == [len(every[0])] * 2 == [samples // 4] * 2
-    assert all(every[0].present(position) == 2 for position in range(5))
+def test_an_incomplete_round_is_dropped(samples):
+    rounds = rounds_of_ranks(samples, 2, drop_last=True)
+    batches = list(map(list, rounds))
+    assert list(map(len, batches)) == [len(rounds[0])] * 2 == [samples // (2 * SIZE)] * 2
+    assert all(rounds[0].present(position) == 2 for position in range(5))
 
 
 class Numbers(IterableDataset[int]):
@@ -55,33 +61,23 @@ class Numbers(IterableDataset[int]):
 
 @SAMPLES
 @RANKS
-def test_every_sample_of_a_stream_once(samples, ranks):
-    size = 2
+def test_ranks_read_the_samples_of_a_stream(samples, ranks):
     parts = [
-        StreamPart(Numbers(samples), batch_size=size, ranks=ranks, index=index, drop_last=False)
+        StreamPart(Numbers(samples), batch_size=SIZE, ranks=ranks, index=index, drop_last=False)
         for index in range(ranks)
     ]
-    read = [list(part) for part in parts]
-    batches = [[one[begin : begin + size] for begin in range(0, len(one), size)] for one in read]
-    assert len({len(one) for one in batches}) == 1
-    own = [
-        batches[index][position]
-        for position in range(len(batches[0]))
-        for index in range(parts[0].present(position))
-    ]
-    assert [number for batch in own for number in batch] == list(range(samples))
+    batches = [list(BatchSampler(part, SIZE, False)) for part in parts]
+    assert len(set(map(len, batches))) == 1
+    assert list(chain.from_iterable(in_order(batches, parts[0]))) == list(range(samples))
 
 
 def test_a_worker_of_the_only_rank_repeats_nothing():
-    part = StreamPart(Numbers(7), batch_size=2, ranks=1, index=0, drop_last=False)
-    assert [
-        number
-        for batch in DataLoader(part, batch_size=2, num_workers=1)
-        for number in batch.tolist()
-    ] == list(range(7))
+    part = StreamPart(Numbers(7), batch_size=SIZE, ranks=1, index=0, drop_last=False)
+    batches = list(DataLoader(part, batch_size=SIZE, num_workers=1))
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
-def test_an_order_for_every_epoch():
+def test_every_epoch_has_an_order():
     def order(epoch):
         sampler = EpochOrder(RandomSampler(range(20)), 7)
         sampler.set_epoch(epoch)

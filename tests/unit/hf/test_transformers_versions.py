@@ -1,4 +1,4 @@
-"""What the Trainer of Plait asks of the installed release of Transformers."""
+"""Requirements of Plait's Trainer on the installed release of Transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from plait.hf import Trainer, TrainerMixin
 from plait.hf.transformers_trainer import OLDEST_TRAINER, loss_is_scaled
 
 OVERRIDDEN = """
-    _build_accelerator_args _clip_grad_norm _get_dataloader _get_grad_norm _get_num_items_in_batch _get_train_sampler _init_training_state
-    _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _move_model_to_device _prepare_for_training
+    _build_accelerator_args _clip_grad_norm _get_dataloader _get_grad_norm _get_num_items_in_batch
+    _get_train_sampler _init_training_state _load_best_model _load_from_checkpoint
+    _load_optimizer_and_scheduler _load_rng_state _move_model_to_device _prepare_for_training
     _run_epoch _save_optimizer_and_scheduler _save_rng_state _track_num_input_tokens
 """
-"""Private methods of Transformers' Trainer. One that is renamed would never be called, in silence."""
+"""Private methods of Transformers' Trainer. Nothing would call the override of a renamed one."""
 
 
 def test_overridden_methods_exist():
@@ -30,45 +31,46 @@ def test_overridden_methods_exist():
 @pytest.mark.parametrize("installed", ["5.0.0", "5.16.1"])
 def test_an_older_trainer_is_refused(installed, monkeypatch):
     monkeypatch.setattr("plait.hf.transformers_trainer.version", lambda name: installed)
-    words = rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'"
-    with pytest.raises(InputError, match=words):
+    message = rf"Transformers {installed} .*pip install 'transformers>={OLDEST_TRAINER}'"
+    with pytest.raises(InputError, match=message):
         Trainer()
 
 
 def test_an_older_trainer_keeps_its_arguments(monkeypatch):
-    """Plait takes `deepspeed=` and `fsdp=` from TrainingArguments only where its Trainer can train."""
+    """Plait reroutes `deepspeed=` and `fsdp=` only if its Trainer can train."""
     changes: list[str] = []
     monkeypatch.setattr("plait.hf.arguments.patch_transformers", lambda: changes.append("rerouted"))
     with monkeypatch.context() as older:
         older.setattr("plait.hf.transformers_trainer.version", lambda name: "5.16.1")
-        execute_mixin(older)
+        import_trainer_again(older)
         assert not changes
-    execute_mixin(monkeypatch)
+    import_trainer_again(monkeypatch)
     assert changes == ["rerouted"]
 
 
-def execute_mixin(monkeypatch):
-    """Execute plait.hf.trainer, which changes Transformers, as a process that imports it first does."""
+def import_trainer_again(monkeypatch):
+    """Execute plait.hf.trainer, which changes Transformers when it is imported."""
     spec = importlib.util.find_spec("plait.hf.trainer")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look names up
+    # Dataclasses look their names up in sys.modules.
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
 
 
 def test_a_loss_is_divided_once(monkeypatch):
-    """By the rule of the installed release: before 5.19 it reads no `loss_is_scaled_for_ga`."""
-    rule = SimpleNamespace(
+    """The installed release decides. Before 5.19 it reads no `loss_is_scaled_for_ga`."""
+    trainer = SimpleNamespace(
         loss_is_scaled_for_ga=None, model_accepts_loss_kwargs=True, compute_loss_func=None
     )
-    assert loss_is_scaled(rule, 3) and not loss_is_scaled(rule, None)
-    rule.model_accepts_loss_kwargs = False
-    assert not loss_is_scaled(rule, 3)
-    rule.compute_loss_func = max
-    assert loss_is_scaled(rule, None)
+    assert loss_is_scaled(trainer, 3) and not loss_is_scaled(trainer, None)
+    trainer.model_accepts_loss_kwargs = False
+    assert not loss_is_scaled(trainer, 3)
+    trainer.compute_loss_func = max
+    assert loss_is_scaled(trainer, None)
 
-    rule.loss_is_scaled_for_ga = False
+    trainer.loss_is_scaled_for_ga = False
     monkeypatch.setattr(transformers.Trainer, "loss_is_scaled_for_ga", None, raising=False)
-    assert not loss_is_scaled(rule, None)
+    assert not loss_is_scaled(trainer, None)
     monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
-    assert loss_is_scaled(rule, None)
+    assert loss_is_scaled(trainer, None)

@@ -1,5 +1,9 @@
-"""A family whose files Transformers converts while it loads them (PhiMoE): loaded in full by Transformers, and refused where each rank
-would read its slices, with words that lead there."""
+"""A family whose files Transformers converts while it loads them (PhiMoE).
+
+Python loads it in full. Commands, whose ranks read slices of the files, refuse it with a remedy.
+"""
+
+from contextlib import closing
 
 import pytest
 import torch
@@ -9,59 +13,34 @@ from plait.errors import CheckpointError
 from plait.inference.deployment import load_model
 from plait.inference.generate import generate
 from plait.inference.source import open_source
-
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+from tests.unit.inference.models import saved, transformers_tokens
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    made = tmp_path_factory.mktemp("phimoe")
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("phimoe", **SIZES)).save_pretrained(made)
-    return made
+    path = tmp_path_factory.mktemp("phimoe")
+    saved(path, "phimoe", layers=2, num_local_experts=4, pad_token_id=0)
+    return path
 
 
-def test_python_loads_it(folder):
+def test_python_loads_it_in_full(folder):
     from transformers import AutoModelForCausalLM
 
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with pytest.warns(
-        UserWarning, match="in full in every process, because it converts or adds weights"
-    ):
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    warning = "in full in every process, because it converts or adds weights"
+    with pytest.warns(UserWarning, match=warning):
         model = plait.from_pretrained(folder).eval()
-    assert all(
-        torch.equal(model.get_parameter(name), parameter)
-        for name, parameter in own.named_parameters()
-    )
-    ids = torch.tensor([[5, 6, 7]])
-    expected = own.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False
-    )[0, 3:].tolist()
-    sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 1})
-    try:
-        assert (
-            generate(sharded, [[5, 6, 7]], max_new_tokens=5, temperature=0)[0].token_ids == expected
-        )
-    finally:
-        sharded.close()
+    for name, expected in reference.named_parameters():
+        assert torch.equal(model.get_parameter(name), expected), name
+
+    prompt = [5, 6, 7]
+    expected = transformers_tokens(reference, prompt, 5)
+    with closing(plait.parallelize(model, {"train_micro_batch_size_per_gpu": 1})) as sharded:
+        (answer,) = generate(sharded, [prompt], max_new_tokens=5, temperature=0)
+    assert answer.token_ids == expected
 
 
-def test_the_command_says_how_to_load_it(folder):
-    words = (
-        r'check "model_type" in its config.json; if Transformers converts .* plait.from_pretrained'
-    )
-    with pytest.raises(CheckpointError, match=words):
+def test_the_refusal_says_how_to_load_it(folder):
+    remedy = 'check "model_type" .*; if Transformers converts .* with plait.from_pretrained'
+    with pytest.raises(CheckpointError, match=remedy):
         load_model(open_source(folder))

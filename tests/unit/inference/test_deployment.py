@@ -1,6 +1,7 @@
-"""Where a model is put: a layout that holds it, or streamed within budgets."""
+"""A model is placed on a layout that holds it, or streamed within budgets."""
 
 import re
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,159 +30,163 @@ from plait.inference.weight_stream import HostMemory, pinned_bytes
 from plait.sizes import parse_bytes
 
 MIB = 1 << 20
+AUTOMATIC = {"tp": None, "pp": None, "devices": None}
+ONE_DEVICE = {"tp": 1, "pp": 1, "devices": None}
 
 
-def llama(**sizes):
-    shape = {"hidden_size": 128, "num_attention_heads": 4, **sizes}
-    return LlamaForCausalLM(LlamaConfig(**shape))
+def save_llama(folder, **sizes):
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=128, num_attention_heads=4, **sizes))
+    model.save_pretrained(folder)
+    return model
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": 64, "intermediate_size": 512, "num_hidden_layers": 6}
-    llama(num_key_value_heads=2, **sizes).save_pretrained(folder)
+    save_llama(folder, num_key_value_heads=2, **sizes)
     source = open_source(folder)
     return InferenceWork(source, source.model(), 32, 1)
 
 
-OPEN = {"tp": None, "pp": None, "devices": None}
-ONE = {"tp": 1, "pp": 1, "devices": None}
+def test_a_model_that_no_layout_holds_is_streamed(work, monkeypatch):
+    assert deploy(work, **AUTOMATIC).budget_bytes is None
 
-
-def test_what_no_layout_holds_is_streamed(work, monkeypatch):
-    assert deploy(work, **OPEN).budget_bytes is None
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
-    found = deploy(work, **OPEN)
-    assert found.why.startswith("no layout of these devices holds it: ")
-    assert found.budget_bytes == int(0.92 * 5 * MIB)
-    assert found.tp == found.pp == 1 and found.host_bytes == 0
-    assert 0 < found.other_bytes < found.budget_bytes
-    words = "the model does not fit: at tp = 1, pp = 1 a device would hold"
-    for chosen in ({"tp": 1}, {"pp": 1}, {"devices": 1}):
-        with pytest.raises(DoesNotFit, match=words):
-            deploy(work, **OPEN | chosen)
+    streamed = deploy(work, **AUTOMATIC)
+    assert streamed.why.startswith("no layout of these devices holds it: ")
+    assert streamed.budget_bytes == int(0.92 * 5 * MIB)
+    assert streamed.tp == streamed.pp == 1 and streamed.host_bytes == 0
+    assert 0 < streamed.other_bytes < streamed.budget_bytes
+
+    message = "the model does not fit: at tp = 1, pp = 1 a device would hold"
+    for requested in ({"tp": 1}, {"pp": 1}, {"devices": 1}):
+        with pytest.raises(DoesNotFit, match=message):
+            deploy(work, **AUTOMATIC | requested)
 
 
-def test_a_cache_that_is_guessed_is_told(work, monkeypatch):
+def test_a_guessed_cache_is_reported(work, monkeypatch):
     """The note is in the line that `plait generate` and `plait plan infer` print."""
     by_heads = replace(cache_layout_of(work.model), guessed="ValueError: no")
-    for guess, words in (
+    for layout, reason in (
         (by_heads, "is computed from the heads in the configuration, and may take more"),
         (
             CacheLayout(guessed="ValueError: no"),
             "is not counted, because the configuration defines no heads",
         ),
     ):
-        monkeypatch.setattr(deployment, "cache_layout_of", lambda *_, guess=guess: guess)
-        note = (
-            f"; the KV cache {words}: the model could not be run without weights (ValueError: no)"
-        )
-        for found in (deploy(work, **OPEN), deploy_streamed(work, cpu_budget=1 << 30)):
-            assert found.why.endswith(note)
+        monkeypatch.setattr(deployment, "cache_layout_of", lambda *_, layout=layout: layout)
+        failure = "the model could not be run without weights (ValueError: no)"
+        for placement in (deploy(work, **AUTOMATIC), deploy_streamed(work, cpu_budget=1 << 30)):
+            assert placement.why.endswith(f"; the KV cache {reason}: {failure}")
 
 
-def test_budgets(work, monkeypatch):
-    with pytest.raises(InputError, match="--gpu-budget: this machine has no visible GPU"):
-        deploy_streamed(work, gpu_budget=4 * MIB)
+def test_budgets_decide_what_is_streamed(work, monkeypatch):
     resident = "5.7 MiB of weights stay in memory, all of them fit; "
     assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith(resident)
+
+    # From here on, a machine with a GPU.
     monkeypatch.setattr(deployment, "device_count", lambda: 1)
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
-    found = deploy_streamed(work, gpu_budget=4 * MIB, cpu_budget=3 * MIB)
-    assert (found.budget_bytes, found.host_bytes) == (4 * MIB, 3 * MIB)
-    assert "on the GPU, 5 layers" in found.why and "of them from files" in found.why
+    placement = deploy_streamed(work, gpu_budget=4 * MIB, cpu_budget=3 * MIB)
+    assert (placement.budget_bytes, placement.host_bytes) == (4 * MIB, 3 * MIB)
+    assert "on the GPU, 5 layers" in placement.why and "of them from files" in placement.why
     assert deploy_streamed(work, cpu_budget=9 * MIB).budget_bytes == int(0.92 * 5 * MIB)
+
     monkeypatch.setattr(deployment, "free_host_bytes", lambda: 100 * MIB)
-    found = deploy_streamed(work, gpu_budget=4 * MIB)
-    assert found.host_bytes == 80 * MIB
-    assert "are copied to it for every token, 0 B of them from files" in found.why
+    placement = deploy_streamed(work, gpu_budget=4 * MIB)
+    assert placement.host_bytes == 80 * MIB
+    assert "are copied to it for every token, 0 B of them from files" in placement.why
 
 
 def test_the_least_budget_suffices(work):
-    """The number in the message is enough for one request. Fewer simultaneous requests are tried before the refusal."""
-    several = replace(work, requests=3)
-    with pytest.raises(InputError) as raised:
-        deploy_in_budget(several, cpu_budget=MIB)
+    """Fewer simultaneous requests are tried first, and one request fits the advised budget."""
+    requests = replace(work, requests=3)
+    with pytest.raises(InputError) as error:
+        deploy_in_budget(requests, cpu_budget=MIB)
     pattern = r"a budget of 1.0 MiB is too small: .*; pass at least (\S+ MiB)"
-    least = parse_bytes(re.search(pattern, str(raised.value))[1], "--cpu-budget")
+    least = parse_bytes(re.search(pattern, str(error.value))[1], "--cpu-budget")
     with pytest.raises(InputError, match="too small"):
-        deploy_in_budget(several, cpu_budget=least - MIB // 5)
-    assert deploy_in_budget(several, cpu_budget=least)[1] == 1
+        deploy_in_budget(requests, cpu_budget=least - MIB // 5)
+    assert deploy_in_budget(requests, cpu_budget=least)[1] == 1
     with pytest.raises(InputError, match="too small"):
-        deploy_streamed(several, cpu_budget=least)
-    assert deploy_in_budget(several, cpu_budget=1 << 30)[1] == 3
+        deploy_streamed(requests, cpu_budget=least)
+    assert deploy_in_budget(requests, cpu_budget=1 << 30)[1] == 3
 
 
-def test_keys_and_values_on_the_host(work):
+def test_a_kv_cache_on_the_host(work):
     machine = Devices(on_gpu=True, count=2, memory_bytes=7 * MIB, host_bytes=1 << 30)
     # 6 layers x 2 x 2 heads x 32 x 4 bytes for each of 2,048 tokens are 6 MiB.
-    many = replace(work, requests=64)
-    kept = replace(many, offload_cache=True)
+    requests = replace(work, requests=64)
     with pytest.raises(InputError, match="does not fit"):
-        deploy(many, **ONE, machine=machine)
-    found = deploy(kept, **ONE, machine=replace(machine, memory_bytes=10 * MIB)).estimate
-    assert (found.cache, found.cache_copied, found.cache_on_host) == (3 * MIB, 6 * MIB, 7 * MIB)
-    streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, machine=machine)
-    assert streamed.estimate.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
-    words = "for the KV cache and activations; 7.0 MiB of KV cache in host memory"
-    assert streamed.why.endswith(words)
-    small = {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "machine": machine}
-    for wrong, words in (
-        (small, "the KV cache takes 7.0 MiB of pinned host memory, but 6.0 MiB may be"),
-        ({"cpu_budget": 1 << 30}, "--offload-cache: on the CPU the KV cache is in host memory"),
-    ):
-        with pytest.raises(InputError, match=words):
-            deploy_streamed(kept, **wrong)
+        deploy(requests, **ONE_DEVICE, machine=machine)
+
+    offloaded = replace(requests, offload_cache=True)
+    larger = replace(machine, memory_bytes=10 * MIB)
+    estimate = deploy(offloaded, **ONE_DEVICE, machine=larger).estimate
+    cache = (estimate.cache, estimate.cache_copied, estimate.cache_on_host)
+    assert cache == (3 * MIB, 6 * MIB, 7 * MIB)
+
+    streamed = partial(deploy_streamed, offloaded, gpu_budget=24 * MIB, machine=machine)
+    placement = streamed(cpu_budget=20 * MIB)
+    assert placement.estimate.cache == 3 * MIB and placement.host_bytes == 13 * MIB
+    note = "for the KV cache and activations; 7.0 MiB of KV cache in host memory"
+    assert placement.why.endswith(note)
+
+    message = "the KV cache takes 7.0 MiB of pinned host memory, but 6.0 MiB may be"
+    with pytest.raises(InputError, match=message):
+        streamed(cpu_budget=6 * MIB)
+    message = "--offload-cache: on the CPU the KV cache is in host memory"
+    with pytest.raises(InputError, match=message):
+        deploy_streamed(offloaded, cpu_budget=1 << 30)
     with pytest.raises(InputError, match="needs 2 pipeline stages, which cannot prefetch"):
-        deploy(kept, **ONE | {"pp": 2}, machine=replace(machine, memory_bytes=20 * MIB))
+        deploy(offloaded, **ONE_DEVICE | {"pp": 2}, machine=replace(machine, memory_bytes=20 * MIB))
 
 
-def test_how_much_is_kept_on_the_host(work):
+def test_the_host_budget_decides_what_is_read_from_files(work):
     stored = {
         name: StoredTensor(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape))
         for name, p in work.model.named_parameters()
     }
-    planned = partial(plan_streaming, work.model, stored, budget_bytes=2 * MIB, other_bytes=0)
-    every = planned(host_bytes=1 << 30)
-    assert every.on_host == every.streamed and every.read_bytes == 0 and len(every.streamed) == 6
-    one = pinned_bytes(every.slot_bytes // 2)
-    assert one == MIB
-    assert planned(host_bytes=6 * one).on_host == every.streamed
-    # Two places are for reading the other layers.
-    some = planned(host_bytes=6 * one - 1)
-    assert len(some.on_host) == 3 and set(some.on_host) < set(every.streamed)
-    assert some.read_bytes == every.streamed_bytes // 2
-    assert planned(host_bytes=2 * one).on_host == ()
-    words = "1.0 MiB of host memory are too little: 2 layers that are read from files take 2.0 MiB"
-    with pytest.raises(InputError, match=words):
-        planned(host_bytes=one)
+    plan = partial(plan_streaming, work.model, stored, budget_bytes=2 * MIB, other_bytes=0)
+    unlimited = plan(host_bytes=1 << 30)
+    assert len(unlimited.streamed) == 6
+    assert unlimited.on_host == unlimited.streamed and unlimited.read_bytes == 0
+
+    layer = pinned_bytes(unlimited.slot_bytes // 2)
+    assert layer == MIB
+    assert plan(host_bytes=6 * layer).on_host == unlimited.streamed
+    # Two slots are for reading the other layers.
+    limited = plan(host_bytes=6 * layer - 1)
+    assert len(limited.on_host) == 3 and set(limited.on_host) < set(unlimited.streamed)
+    assert limited.read_bytes == unlimited.streamed_bytes // 2
+    assert plan(host_bytes=2 * layer).on_host == ()
+    message = "1.0 MiB of host memory are too little: 2 layers that are read from files take 2.0"
+    with pytest.raises(InputError, match=message):
+        plan(host_bytes=layer)
 
 
-def test_memory_in_stretches():
-    numbers = torch.arange(12, dtype=torch.uint8)
-    memory = HostMemory([numbers[:4], numbers[4:]])
+def test_host_memory_of_several_allocations():
+    values = torch.arange(12, dtype=torch.uint8)
+    memory = HostMemory([values[:4], values[4:]])
     assert memory.size == 12
     for start, size, expected in (
         (2, 5, [(2, [2, 3]), (4, [4, 5, 6])]),
         (5, 2, [(5, [5, 6])]),
         (4, 0, []),
     ):
-        pieces = [(at, piece.tolist()) for at, piece in memory.overlaps(start, size)]
-        assert pieces == expected
+        overlaps = memory.overlaps(start, size)
+        assert [(offset, part.tolist()) for offset, part in overlaps] == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_large_weights_are_on_huge_pages(tmp_path, tied):
     torch.manual_seed(0)
     sizes = {"intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 4096}
-    saved = llama(tie_word_embeddings=tied, **sizes)
-    saved.save_pretrained(tmp_path)
-    sharded = load_model(open_source(tmp_path))
-    try:
+    model = save_llama(tmp_path, tie_word_embeddings=tied, **sizes)
+    with closing(load_model(open_source(tmp_path))) as sharded:
         large = [p for p in sharded.model.parameters() if p.nbytes >= HUGE_PAGE]
         assert len(large) == 2 - tied and all(p.data_ptr() % HUGE_PAGE == 0 for p in large)
-        for name, wanted in saved.state_dict().items():
-            assert torch.equal(sharded.model.state_dict()[name], wanted), name
-    finally:
-        sharded.close()
+        loaded = sharded.model.state_dict()
+        for name, expected in model.state_dict().items():
+            assert torch.equal(loaded[name], expected), name

@@ -1,4 +1,4 @@
-"""Which layout a model for inference gets."""
+"""The layout that a model for inference gets."""
 
 from dataclasses import replace
 
@@ -10,15 +10,15 @@ from plait.inference.deployment import MemoryNeeds, place_model
 GIB = 2**30
 
 
-def shared(size, heads):
-    """Keys and values of layers that are alike: tp divides their heads."""
+def cache_of(size, heads):
+    """Return the cache of layers that are alike, whose heads tensor parallelism divides."""
     return lambda tp, pp: -(-size // (min(tp, heads) * pp))
 
 
 LLAMA_70B = MemoryNeeds(
     weight_bytes=131 * GIB,
     split_bytes=131 * GIB,
-    cache=shared(10 * GIB, 8),
+    cache=cache_of(10 * GIB, 8),
     heads=64,
     key_value_heads=8,
     layers=80,
@@ -33,46 +33,38 @@ LLAMA_70B = MemoryNeeds(
         (8, 80, 8, (2, 1)),
         (8, 40, 8, (4, 1)),
         (8, 24, 8, (8, 1)),
-        (16, 12, 8, (16, 1)),  # two ranks have one key and value head
+        (16, 12, 8, (16, 1)),  # two ranks share a key and value head
         (6, 32, 8, (1, 5)),  # six ranks cannot split 64 heads
         (4, 40, 1, (4, 1)),
         (6, 40, 3, (6, 1)),
         (6, 60, 3, (3, 1)),
     ],
 )
-def test_a_layout(devices, memory, key_value_heads, expected):
-    cache = shared(10 * GIB * key_value_heads // 8, key_value_heads)
+def test_the_smallest_layout_that_fits(devices, memory, key_value_heads, expected):
     needs = replace(
         LLAMA_70B,
         key_value_heads=key_value_heads,
         heads=48 if key_value_heads == 3 else 64,
-        cache=cache,
+        cache=cache_of(10 * GIB * key_value_heads // 8, key_value_heads),
     )
-    found = place_model(needs, devices=devices, device_bytes=memory * GIB)
-    assert (found.tp, found.pp) == expected
-    assert found.weight_bytes + found.cache_bytes <= memory * GIB
+    placement = place_model(needs, devices=devices, device_bytes=memory * GIB)
+    assert (placement.tp, placement.pp) == expected
+    assert placement.weight_bytes + placement.cache_bytes <= memory * GIB
 
 
-def test_what_does_not_fit_is_refused_with_its_numbers():
-    words = r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 devices"
-    with pytest.raises(InputError, match=words):
+def test_a_model_that_does_not_fit_is_refused_with_numbers():
+    message = r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 dev"
+    with pytest.raises(InputError, match=message):
         place_model(LLAMA_70B, devices=8, device_bytes=16 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "words"),
-    [
-        (3, None, "--tp 3: must divide the model's 64 attention heads"),
+def test_requested_degrees():
+    placement = place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=2, pp=2)
+    assert (placement.tp, placement.pp, placement.why) == (2, 2, "as requested")
+
+    for tp, pp, message in (
         (16, None, "--tp 16: a machine has 8 devices"),
-        (None, 81, "--pp 81: must be between 1 and the model's 80 layers"),
         (8, 2, "16 devices, but there are 8"),
-    ],
-)
-def test_a_choice_that_cannot_be(tp, pp, words):
-    with pytest.raises(InputError, match=words):
-        place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=tp, pp=pp)
-
-
-def test_a_users_choice():
-    found = place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=2, pp=2)
-    assert (found.tp, found.pp, found.why) == (2, 2, "as requested")
+    ):
+        with pytest.raises(InputError, match=message):
+            place_model(LLAMA_70B, devices=8, device_bytes=80 * GIB, tp=tp, pp=pp)

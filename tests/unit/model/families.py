@@ -1,4 +1,7 @@
-"""Tiny models of Transformers' families, by name, with widths that the tested degrees do not divide: random float64 weights, no dropout."""
+"""Tiny models of Transformers' families by name, with random float64 weights and no dropout.
+
+The tested degrees do not divide their widths.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ VOCABULARY = 101
 TOKENS = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
 """[batch, seq]: a sequence that no tested degree divides."""
 
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -25,8 +28,8 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
-_NO_DROPOUT = [
+}
+_DROPOUTS = [
     "attention_dropout",
     "hidden_dropout",
     "resid_pdrop",
@@ -38,8 +41,9 @@ _NO_DROPOUT = [
     "embed_dropout",
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
-]  # fmt: skip
-_OWN: dict[str, dict[str, Any]] = {
+]
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+_SPECIAL: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 53, "word_embed_proj_dim": 32},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
@@ -47,23 +51,21 @@ _OWN: dict[str, dict[str, Any]] = {
     "mpt": {"n_heads": 4, "d_model": 32, "n_layers": 2, "max_seq_len": 64},
     "falcon": {"head_dim": None, "num_kv_heads": 4, "new_decoder_architecture": True},
     "mixtral": {"num_local_experts": 2},
-    "deepseek_v2": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
-}  # fmt: skip
+    "deepseek_v2": {**_LATENT, "v_head_dim": 8},
+}
 
 
 def family(kind, *, device="cpu", **changes):
-    """A causal language model of type `kind`; `changes` are fields of its configuration."""
+    """Return a causal language model of a type. `changes` are fields of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {**_SMALL, **dict.fromkeys(_NO_DROPOUT, 0.0)}
-    known = AutoConfig.for_model(kind)
-    wanted = (
-        {name: value for name, value in fields.items() if hasattr(known, name)}
-        | _OWN.get(kind, {})
-        | changes
-    )
+    defaults = AutoConfig.for_model(kind)
+    known = {*defaults.to_dict(), *defaults.attribute_map}
+    general = {**SMALL, **dict.fromkeys(_DROPOUTS, 0.0)}
+    fields = {name: value for name, value in general.items() if name in known}
+    fields |= _SPECIAL.get(kind, {}) | changes
     config = AutoConfig.for_model(
-        kind, **{name: value for name, value in wanted.items() if value is not None}
+        kind, **{name: value for name, value in fields.items() if value is not None}
     )
     config._attn_implementation = "eager"
     with torch.device(device):
@@ -72,5 +74,5 @@ def family(kind, *, device="cpu", **changes):
 
 
 def logits(model):
-    """What `model` says about TOKENS [batch, seq, vocab]."""
+    """Return the logits of TOKENS, [batch, seq, vocab]."""
     return model(input_ids=TOKENS, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""The plan of a model with low-rank adapters, which are built here as PEFT names them."""
+"""Plans of models with low-rank adapters, which are built here as PEFT names them."""
 
 import pytest
 import torch
@@ -21,87 +21,78 @@ class Lora(nn.Module):
             self.add_module(extra, nn.ModuleDict({"default": nn.Linear(2, 2)}))
 
 
-def adapted(names=("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"), **given):
+LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+BLOCKS = ("model.layers.0", "model.layers.1")
+
+
+def base_model():
     with torch.device("meta"):
         model = trainers.model()
-    for layer in model.model.layers:
-        for name in names:
-            parent, _, leaf = name.rpartition(".")
-            setattr(layer.get_submodule(parent), leaf, Lora(layer.get_submodule(name), **given))
-    return model, [f"model.layers.{index}" for index in range(len(model.model.layers))]
+    assert len(model.model.layers) == len(BLOCKS)
+    return model
 
 
-def test_the_sides_of_an_adapter():
-    """B with the columns of its layer, A with its rows; everything else as without."""
+def adapted(layers=LAYERS, **options):
+    model = base_model()
     with torch.device("meta"):
-        bare = trainers.model()
-    model, blocks = adapted()
-    wanted, found = make_plan(bare, tp=2, blocks=blocks), make_plan(model, tp=2, blocks=blocks)
-    assert (
-        set(found.dims) == {name for name, _ in model.named_parameters()}
-        and len(adapted_layers(model)) == 6
-    )
-    here = "model.layers.1.self_attn"
-    assert (
-        found.dims[f"{here}.q_proj.lora_A.default.weight"],
-        found.dims[f"{here}.q_proj.lora_B.default.weight"],
-    ) == (None, 0)
-    assert (
-        found.dims[f"{here}.o_proj.lora_A.default.weight"],
-        found.dims[f"{here}.o_proj.lora_B.default.weight"],
-    ) == (1, None)
-    for name, dim in wanted.dims.items():
+        for block in BLOCKS:
+            for layer in layers:
+                parent, _, leaf = f"{block}.{layer}".rpartition(".")
+                owner = model.get_submodule(parent)
+                setattr(owner, leaf, Lora(owner.get_submodule(leaf), **options))
+    return model
+
+
+def test_an_adapter_is_split_along_one_side():
+    """B has the columns of its layer, and A its rows. Everything else stays as without adapters."""
+    model = adapted()
+    expected = make_plan(base_model(), tp=2, blocks=BLOCKS)
+    plan = make_plan(model, tp=2, blocks=BLOCKS)
+    assert set(plan.dims) == {name for name, _ in model.named_parameters()}
+    assert len(adapted_layers(model)) == 6
+
+    attention = "model.layers.1.self_attn"
+    assert plan.dims[f"{attention}.q_proj.lora_A.default.weight"] is None
+    assert plan.dims[f"{attention}.q_proj.lora_B.default.weight"] == 0
+    assert plan.dims[f"{attention}.o_proj.lora_A.default.weight"] == 1
+    assert plan.dims[f"{attention}.o_proj.lora_B.default.weight"] is None
+    assert plan.styles[f"{attention}.q_proj.base_layer"] == "colwise"
+    assert f"{attention}.q_proj" not in plan.styles
+
+    for name, dim in expected.dims.items():
         owner, _, leaf = name.rpartition(".")
-        assert found.dims.get(name, found.dims.get(f"{owner}.base_layer.{leaf}")) == dim
-    assert (
-        found.styles[f"{here}.q_proj.base_layer"] == "colwise"
-        and f"{here}.q_proj" not in found.styles
-    )
-    assert (found.heads, found.attributes, found.kv_heads) == (
-        wanted.heads,
-        wanted.attributes,
-        wanted.kv_heads,
-    )
-    assert isinstance(model.get_submodule(f"{here}.q_proj"), Lora)  # it is as it was
+        assert plan.dims.get(name, plan.dims.get(f"{owner}.base_layer.{leaf}")) == dim
+    assert plan.heads == expected.heads and plan.kv_heads == expected.kv_heads
+    assert plan.attributes == expected.attributes
+    assert isinstance(model.get_submodule(f"{attention}.q_proj"), Lora), "planning changed it"
+
     user = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
-    assert (
-        make_plan(model, tp=2, user=user, blocks=blocks).dims[
-            "model.layers.0.mlp.down_proj.lora_A.default.weight"
-        ]
-        == 1
-    )
+    custom = make_plan(model, tp=2, user=user, blocks=BLOCKS)
+    assert custom.dims["model.layers.0.mlp.down_proj.lora_A.default.weight"] == 1
 
 
-def test_summed_matrices():
-    """Under sequence parallelism A of a column-split layer and B of a row-split one are summed."""
-    model, blocks = adapted()
-    plan = make_plan(model, tp=2, blocks=blocks)
+def test_sequence_parallelism_sums_replicated_sides():
+    plan = make_plan(adapted(), tp=2, blocks=BLOCKS)
     assert plan.sequence_parallel is True
-    assert plan.adapters == tuple(
-        f"{block}.{layer}.default"
-        for block in blocks
-        for layer in ("mlp.down_proj.lora_B", "self_attn.o_proj.lora_B", "self_attn.q_proj.lora_A")
-    )
+    sides = ("mlp.down_proj.lora_B", "self_attn.o_proj.lora_B", "self_attn.q_proj.lora_A")
+    assert plan.adapters == tuple(f"{block}.{side}.default" for block in BLOCKS for side in sides)
 
 
-def test_refused():
-    for given, says in (
-        ({"dropout": 0.1}, "use lora_dropout=0"),
-        ({"extra": "lora_magnitude_vector"}, "lora_magnitude_vector"),
+def test_unsupported_adapters_are_refused():
+    with_head = adapted(())
+    with_head.lm_head = Lora(with_head.lm_head)
+    for model, tp, message in (
+        (adapted(dropout=0.1), 2, "use lora_dropout=0"),
+        (adapted(extra="lora_magnitude_vector"), 2, "lora_magnitude_vector"),
+        # There are more ranks than heads of keys.
+        (adapted(("self_attn.k_proj",)), 4, "kv_replicated"),
+        (with_head, 2, "split over the vocabulary.*modules_to_save"),
     ):
-        model, blocks = adapted(**given)
-        with pytest.raises(ModelError, match=says):
-            make_plan(model, tp=2, blocks=blocks)
-    model, blocks = adapted(("self_attn.k_proj",))
-    with pytest.raises(ModelError, match="kv_replicated"):  # more ranks than heads of keys
-        make_plan(model, tp=4, blocks=blocks)
-    model, blocks = adapted(())
-    model.lm_head = Lora(model.lm_head)
-    with pytest.raises(ModelError, match="split over the vocabulary.*modules_to_save"):
-        make_plan(model, tp=2, blocks=blocks)
+        with pytest.raises(ModelError, match=message):
+            make_plan(model, tp=tp, blocks=BLOCKS)
 
 
-def test_model_inside_of_a_wrapper():
+def test_the_model_inside_of_a_wrapper():
     """A model of Transformers with `add_adapter` has a `peft_config` and no wrapper."""
     model = nn.Linear(2, 2)
     assert without_wrapper(model) is model

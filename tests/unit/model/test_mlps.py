@@ -1,4 +1,7 @@
-"""Which modules' tokens are computed in parts is found by trying them, and what mixes tokens is refused by name."""
+"""Modules that may be computed in tiles of tokens are found by trials.
+
+Modules that mix tokens are refused by name.
+"""
 
 import pytest
 import torch
@@ -14,23 +17,22 @@ from tests.parity.experts import SIZES, Case, build
 SETTING = "parallel.mlp_tile_tokens = 4"
 
 
-def found(model):
+def tiled_modules(model):
     return find_mlps(model, find_blocks(model), setting=SETTING)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", *SIZES])
-def test_families(family):
-    """Every MLP and every layer of experts is found, and the shared experts of a layer."""
+def test_mlps_and_experts_of_families(family):
     model = build(Case(family)) if family in SIZES else cases.build(family, tied=False)
-    names = [name for name, _ in model.named_modules()]
-    one = found(model)
-    assert one.experts == tuple(name for name in names if name.endswith(".mlp.experts"))
+    names = list(dict(model.named_modules()))
+    tiled = tiled_modules(model)
+    assert tiled.experts == tuple(name for name in names if name.endswith(".mlp.experts"))
     shared = {name for name in names if name.endswith(("shared_expert", "shared_experts"))}
     mlps = {name for name in names if name.endswith(".mlp") and f"{name}.experts" not in names}
-    assert set(one.mlps) == shared | mlps
+    assert set(tiled.mlps) == shared | mlps
 
 
-def test_a_wide_one_is_tried_narrower():
+def test_a_wide_mlp_is_tried_narrower():
     """8192 x 28672 take 5 GiB in float64, but no memory on meta."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,28 +40,19 @@ def test_a_wide_one_is_tried_narrower():
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=64, **sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    assert found(model).mlps == ("model.layers.0.mlp", "model.layers.1.mlp")
-
-
-def test_many_narrow_layers():
-    """The model has more than a million parameters, of which no size is large."""
-    model = nn.Module()
-    model.blocks = nn.ModuleList()
-    for _ in range(2):
-        block = nn.Module()
-        block.norm = nn.LayerNorm(40)
-        block.mlp = nn.Sequential(*(nn.Linear(40, 40) for _ in range(660)))
-        model.blocks.append(block)
-    assert found(model).mlps == ("blocks.0.mlp", "blocks.1.mlp")
+    assert tiled_modules(model).mlps == ("model.layers.0.mlp", "model.layers.1.mlp")
 
 
 class Mlp(nn.Module):
-    """One up and one down projection with a function between them."""
+    """An up and a down projection with a function between them."""
 
     def __init__(self, between):
         super().__init__()
-        self.up, self.down, self.between = nn.Linear(8, 32), nn.Linear(32, 8), between
-        self.calls, self.seen, self.lengths = 0, None, []
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+        self.between = between
+        self.last = None
+        self.lengths = []
         self.up.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x):
@@ -67,94 +60,96 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, between):
+    def __init__(self, width, mlp):
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(8), Mlp(between)
+        self.norm = nn.LayerNorm(width)
+        self.mlp = mlp
 
     def forward(self, x):
         return x + self.mlp(self.norm(x))
 
 
-class Model(nn.Module):
-    def __init__(self, between):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(between), Block(between)])
+def two_blocks(make_mlp, width=8):
+    blocks = [Block(width, make_mlp()), Block(width, make_mlp())]
+    return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
 
 
-def capacity(_, x):
-    """Of every eight tokens that would go to one place, four are dropped: the first eight alike."""
+def test_many_narrow_layers():
+    """The model has more than a million parameters, but no large layer."""
+    model = two_blocks(lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(660))), width=40)
+    assert tiled_modules(model).mlps == ("blocks.0.mlp", "blocks.1.mlp")
+
+
+def per_token(_, x):
+    return F.gelu(x) * x.square().mean(-1, keepdim=True)
+
+
+def subtract_sequence_mean(_, x):
+    return x - x.mean(-2, keepdim=True)
+
+
+def add_previous_token(_, x):
+    return x + F.pad(x, (0, 0, 1, 0))[..., :-1, :]
+
+
+def drop_over_capacity(_, x):
+    """Keep four of eight equal tokens, as a router with a capacity does."""
     flat = x.flatten(0, -2)
     earlier = (flat[:, None] == flat[None]).all(-1).tril().long().sum(1, keepdim=True)
     return torch.where(torch.cumsum(earlier > 4, 0) > 0, 0, flat).view_as(x)
 
 
-def counting(module, x):
-    module.seen = x
+def keep_input(module, x):
+    module.last = x
     return x
 
 
-def averaging(module, x):
+def average_in_a_buffer(module, x):
     module.up.mean.add_(x.mean())
     return x
 
 
-def listing(module, x):
+def append_length(module, x):
     module.lengths.append(x.shape[-2])
     return x
 
 
-def over_the_sequence(_, x):
-    return x - x.mean(-2, keepdim=True)
-
-
-def of_the_token_before(_, x):
-    return x + F.pad(x, (0, 0, 1, 0))[..., :-1, :]
-
-
-def alone(_, x):
-    return F.gelu(x) * x.square().mean(-1, keepdim=True)
-
-
-MIXED = r"blocks.0.mlp.up is not computed in tiles, because of blocks.0.mlp \(Mlp\): a token's output depends on other tokens"
+MIXES = r"because of blocks.0.mlp \(Mlp\): a token's output depends on other tokens"
 
 
 @pytest.mark.parametrize(
     ("between", "message"),
     [
-        (over_the_sequence, MIXED),
-        (of_the_token_before, MIXED),
-        (capacity, MIXED),
-        (counting, "a call changes its seen"),
-        (averaging, "a call changes its up.mean"),
-        (listing, "a call changes its lengths"),
+        (subtract_sequence_mean, MIXES),
+        (add_previous_token, MIXES),
+        (drop_over_capacity, MIXES),
+        (keep_input, "a call changes its last"),
+        (average_in_a_buffer, "a call changes its up.mean"),
+        (append_length, "a call changes its lengths"),
     ],
 )
-def test_what_is_refused(between, message):
-    """Outputs that depend on other tokens are refused, and attributes that only the last tile would leave."""
-    with pytest.raises(ModelError, match=f"{SETTING}.*{message}"):
-        found(Model(between))
+def test_mlps_that_tiles_would_change_are_refused(between, message):
+    """Outputs would change, or attributes would be those of the last tile."""
+    with pytest.raises(ModelError, match=f"{SETTING}: blocks.0.mlp.*{message}"):
+        tiled_modules(two_blocks(lambda: Mlp(between)))
 
 
-def test_what_is_not():
-    assert found(Model(alone)).mlps == ("blocks.0.mlp", "blocks.1.mlp")
-
-
-def test_a_block_without_one():
+def test_a_block_without_an_mlp_is_refused():
     from transformers import OPTConfig, OPTForCausalLM
 
     sizes = {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32, "vocab_size": 64}
     config = OPTConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)
-    words = r"model.decoder.layers.0.fc1 is not computed in tiles, .* \(OPTDecoderLayer\): the block computes"
-    with pytest.raises(ModelError, match=words):
-        found(OPTForCausalLM(config))
+    message = r"layers.0.fc1 is not computed in tiles, .* \(OPTDecoderLayer\): the block computes"
+    with pytest.raises(ModelError, match=message):
+        tiled_modules(OPTForCausalLM(config))
 
 
-def test_hooks_inside():
-    """A hook inside would receive tiles. The module's hook receives all tokens."""
-    model = Model(alone)
-    model.blocks[1].mlp.register_forward_hook(lambda *_: None)
-    found(model)
-    model.blocks[1].mlp.up.register_forward_hook(lambda *_: None)
-    words = "blocks.1.mlp.up has a hook, which would receive a tile of the tokens; register it on blocks.1.mlp"
-    with pytest.raises(ModelError, match=words):
-        found(model)
+def test_a_hook_inside_would_receive_tiles():
+    """A hook of the MLP itself receives all tokens."""
+    model = two_blocks(lambda: Mlp(per_token))
+    model["blocks"][1].mlp.register_forward_hook(lambda *_: None)
+    assert tiled_modules(model).mlps == ("blocks.0.mlp", "blocks.1.mlp")
+    model["blocks"][1].mlp.up.register_forward_hook(lambda *_: None)
+    message = "mlp.up has a hook, which would receive a tile of .*; register it on blocks.1.mlp"
+    with pytest.raises(ModelError, match=message):
+        tiled_modules(model)

@@ -1,4 +1,4 @@
-"""A tokenizer of 300 tokens, trained once, for the tests of this folder."""
+"""A tokenizer of 300 tokens, trained once for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from plait.data.tokenizer import load_tokenizer, train_tokenizer
 def tokenizer(tmp_path_factory):
     pytest.importorskip("tokenizers")
     cache: Path = tmp_path_factory.mktemp("tokenizer")
-    corpus = Corpus(
-        "made up",
-        "1",
-        "data.paths",
-        lambda: iter([f"def add_{n}(a, b):\n    return a + b\n" * 3 for n in range(50)]),
-    )
-    return load_tokenizer(
-        train_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, report=lambda text: None)
-    )
+    texts = [f"def add_{number}(a, b):\n    return a + b\n" * 3 for number in range(50)]
+    corpus = Corpus("made up", "1", "data.paths", lambda: iter(texts))
+    section = DataSection(vocab_size=300)
+    return load_tokenizer(train_tokenizer(corpus, section, cache=cache, report=lambda text: None))

@@ -1,4 +1,4 @@
-"""`run.callbacks`: what is named is found before anything starts, or refused with the rule."""
+"""Names in `run.callbacks` are found before a run starts, or refused with the rule."""
 
 import pytest
 
@@ -6,28 +6,28 @@ from plait.errors import ConfigError
 from plait.train.callbacks import check_callbacks, load_callbacks
 
 MODULE = """
-made = []
+instances = []
 
-def heard(event, engine):
+def listener(event, engine):
     return event
 
-def alone(event):
+def one_argument(event):
     pass
 
 class Counter:
     def __init__(self):
-        made.append(self)
+        instances.append(self)
         self.count = 0
 
     def __call__(self, event, engine):
         self.count += 1
         return self.count
 
-class Needs:
+class NeedsPath:
     def __init__(self, path):
         pass
 
-class Silent:
+class NotCallable:
     pass
 
 number = 3
@@ -36,38 +36,38 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def module(tmp_path, monkeypatch):
-    (tmp_path / "heard_here.py").write_text(MODULE)
+    (tmp_path / "user_callbacks.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
 
 
 def test_functions_and_instances():
-    """A check makes no instance; a run makes one."""
-    import heard_here
+    """A check creates no instance, and a run creates one."""
+    import user_callbacks
 
-    heard_here.made.clear()
-    names = ["heard_here:heard", "heard_here:Counter"]
+    user_callbacks.instances.clear()
+    names = ["user_callbacks:listener", "user_callbacks:Counter"]
     check_callbacks(names)
-    assert not heard_here.made
-    heard, counter = load_callbacks(names)
-    assert heard("event", None) == "event" and len(heard_here.made) == 1
+    assert not user_callbacks.instances
+    listener, counter = load_callbacks(names)
+    assert listener("event", None) == "event" and len(user_callbacks.instances) == 1
     assert [counter("event", None) for _ in range(2)] == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("heard_here", "it is not package.module:name"),
-        (":heard", "it is not package.module:name"),
-        ("nowhere.at_all:heard", "there is no module 'nowhere' here"),
-        ("heard_here:other", "heard_here has no 'other'"),
-        ("heard_here:number", "it is called with (event, engine)"),
-        ("heard_here:alone", "it is called with (event, engine)"),
-        ("heard_here:Needs", "the class is created without arguments"),
-        ("heard_here:Silent", "an instance is called with (event, engine)"),
+        ("user_callbacks", "it is not package.module:name"),
+        (":listener", "it is not package.module:name"),
+        ("nowhere.at_all:listener", "there is no module 'nowhere' here"),
+        ("user_callbacks:other", "user_callbacks has no 'other'"),
+        ("user_callbacks:number", "it is called with (event, engine)"),
+        ("user_callbacks:one_argument", "it is called with (event, engine)"),
+        ("user_callbacks:NeedsPath", "the class is created without arguments"),
+        ("user_callbacks:NotCallable", "an instance is called with (event, engine)"),
     ],
 )
-def test_what_is_refused(name, rule):
-    with pytest.raises(ConfigError) as caught:
+def test_other_names_are_refused(name, rule):
+    with pytest.raises(ConfigError) as error:
         check_callbacks([name])
-    assert "run.callbacks" in str(caught.value) and rule in str(caught.value)
+    assert "run.callbacks" in str(error.value) and rule in str(error.value)

@@ -1,4 +1,4 @@
-"""One rank on the CPU, as the checks receive it."""
+"""A single rank on the CPU, in the form in which checks receive it."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from plait.validation.context import Context
 
 @pytest.fixture
 def context():
-    """A rank alone, without a launcher. Its group ends with the test."""
+    """A rank without a launcher. Its process group ends with the test."""
     rank = Context(rank=0, world=1, shares_gpu=False, simulated=False)
     yield rank
     rank.close()

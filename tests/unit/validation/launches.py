@@ -1,4 +1,7 @@
-"""A machine, and launches that do what their rows say: one process without torch in place of ranks."""
+"""A machine with GPUs, and launches that do what their rows say.
+
+One process without torch stands for the ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ from typing import Any
 
 from plait.validation.rows import Row
 
-GPU = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * 2**30, "compute_capability": "9.0", "multiprocessors": 132}  # fmt: skip
+GPU = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "memory_bytes": 80 * 2**30,
+    "compute_capability": "9.0",
+    "multiprocessors": 132,
+}
 FACTS: dict[str, Any] = {
     "plait": {"version": "0.1.0", "from": "a wheel", "revision": None, "changed": None},
     "versions": {"torch": "2.13.0+cu130", "plait": "0.1.0"},
@@ -22,7 +30,6 @@ FACTS: dict[str, Any] = {
     "installed": {"transformers": True, "deepspeed": False, "liger_kernel": False},
     "variables": {},
 }
-
 SCRIPT = """
 import json, os, sys, time
 folder = sys.argv[1]
@@ -46,7 +53,7 @@ while True:
     write(event="began", row=row["name"])
     write(event="progress", row=row["name"], numbers={"rounds": 1})
     if action == "raise":
-        print("[rank0]:[W1123 03:08:48.709 ProcessGroupGloo.cpp:749] Warning: of no interest", flush=True)
+        print("[rank0]:[W1123 03:08:48.709 ProcessGroupGloo.cpp:7] Warning: none", flush=True)
         raise ValueError("a tensor was wrong")
     if action == "hang":
         time.sleep(100)
@@ -66,16 +73,7 @@ def command(ranks, folder):
     return [sys.executable, "-c", SCRIPT, str(folder)]
 
 
-def row(
-    name,
-    action="pass",
-    *,
-    planned=1.0,
-    ranks=1,
-    own_process=False,
-    unavailable="",
-    least_limit=60.0,
-):
+def row(name, action="pass", *, planned=1.0, ranks=1, own_process=False, least_limit=60.0):
     """Return a row whose process takes this action."""
     return Row(
         name,
@@ -85,6 +83,9 @@ def row(
         planned,
         {"action": action},
         own_process,
-        unavailable=unavailable,
         least_limit_seconds=least_limit,
     )
+
+
+def unavailable_row(name, reason):
+    return Row(name, f"what {name} shows", "none:none", 1, 1.0, {}, unavailable=reason)

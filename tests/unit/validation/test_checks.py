@@ -1,4 +1,4 @@
-"""Verdicts of the checks: planted differences fail a row."""
+"""Verdicts of the checks: a planted difference fails the row."""
 
 import math
 import sys
@@ -26,8 +26,7 @@ from plait.validation.rows import NotRun, summary_of
 from plait.verify.parity import Trace
 
 
-def test_a_prediction_of_memory():
-    """A prediction is allowed to be 2 % off, either way."""
+def test_predicted_memory_may_be_2_percent_off():
     for predicted in (1000, 1019, 981):
         assert device_memory.difference(predicted, 1000) == ""
     assert "+5.0%, allowed 2%" in device_memory.difference(1050, 1000)
@@ -35,21 +34,21 @@ def test_a_prediction_of_memory():
     assert device_memory.difference(1, 0)
 
 
-def test_the_shape_of_the_largest_model():
-    """Its layers take about a twentieth of the memory each."""
+def test_a_layer_takes_about_a_twentieth_of_the_memory():
     shape = device_memory.shape_of(24 * GIB)
+    # A layer has 12.25 x hidden^2 parameters of 16 bytes.
     assert 0.03 < 16 * 12.25 * shape.hidden**2 / (24 * GIB) < 0.06
     assert shape.hidden % shape.heads == 0
 
 
-def test_rates():
-    """Less than half of the datasheet's rate has failed; an unknown figure is not compared."""
+def test_half_of_the_datasheet_rate_is_required():
     assert ceilings.too_slow("to_host", 25e9, 50e9) == ""
     assert "12.0 G per second" in ceilings.too_slow("to_host", 12e9, 25e9)
+    # An unknown rate is not compared.
     assert ceilings.too_slow("product", 1.0, math.nan) == ""
 
 
-def test_rows_in_bfloat16_do_not_run_on_devices_without_it(context, monkeypatch):
+def test_devices_without_bfloat16_do_not_run_its_rows(context, monkeypatch):
     """The catalogue has no rate of bfloat16 for a V100. Ranks must not fail with a KeyError."""
     for module, check, settings in (
         (throughput, throughput.compare, {"contenders": ["plait"]}),
@@ -60,8 +59,7 @@ def test_rows_in_bfloat16_do_not_run_on_devices_without_it(context, monkeypatch)
             check(context, settings)
 
 
-def test_waits_beyond_the_expected_ones():
-    """float16 may wait once per step. The places with the most waits are reported first."""
+def test_places_with_the_most_waits_are_reported_first():
     places = Counter({"plait/sharded/step.py:97": 5})
     assert profile.judge(places, 5, 1).outcome == "passed"
     places["plait/train/loop.py:7"] = 10
@@ -71,9 +69,7 @@ def test_waits_beyond_the_expected_ones():
     assert summary_of("waits/fp16", result.numbers) == "3 per step, 1 expected"
 
 
-def test_compressed_gradients():
-    """A loss that is 3 % off, or not a number, has failed."""
-
+def test_a_compressed_loss_may_be_2_percent_off():
     def trace(*losses):
         return Trace(losses, tuple(1.0 for _ in losses), (), {})
 
@@ -82,30 +78,30 @@ def test_compressed_gradients():
     assert parity.judge_compressed(trace(float("nan")), trace(2.0)).outcome == "failed"
 
 
-def test_a_rank_of_a_planned_layout():
-    """The time may be 1.5 times the plan's, either way."""
+def test_a_planned_step_may_take_1_5_times_as_long():
     for measured, prediction in ((1.4, 1.0), (1.0, 1.4)):
         assert kernels.judge(measured, prediction).outcome == "passed"
     for measured, prediction in ((1.6, 1.0), (1.0, 1.6), (1.0, 0.0)):
         assert kernels.judge(measured, prediction).outcome == "failed"
 
 
-def test_a_float64_reference_is_computed_once(context, monkeypatch):
-    """Two configurations of one rank share the references, which do not depend on the layout."""
-    computed = []
+def test_a_reference_is_computed_once(context, monkeypatch):
+    """Two layouts of one rank share the references, which do not depend on the layout."""
+    passes = []
     references = parity.references
 
-    def counting(plan, name, trace):
-        computed.append(name)
+    def recorded(plan, name, trace):
+        passes.append(name)
         return references(plan, name, trace)
 
-    monkeypatch.setattr(parity, "references", counting)  # Counts calls of another package.
+    # The saved time shows nowhere else.
+    monkeypatch.setattr(parity, "references", recorded)
     bf16 = {"bf16": {"enabled": True}}
     for config in (bf16, {**bf16, "parallel": {"recompute": {"mode": "full"}}}):
         result = parity.layout(context, {"config": config})
         assert result.outcome == "passed", result.reason
         assert result.numbers["float64"]["largest_error"] <= 1e-10
-    assert computed == ["float64", "configured"]
+    assert passes == ["float64", "configured"]
 
 
 H100_KERNELS = {
@@ -116,31 +112,28 @@ H100_KERNELS = {
 }
 
 
-def test_constants_of_the_planner(tmp_path_factory):
-    """Measured kernels replace the shipped constants, and the file has them after a load."""
-    figures = device_of("h100")
-    calibration = kernels.calibration_of(H100_KERNELS, figures)
+def test_measured_kernels_replace_constants_of_the_planner(tmp_path):
+    calibration = kernels.calibration_of(H100_KERNELS, device_of("h100"))
     constants = kernels.constants_of(calibration)
     shares = {"gemm.hopper": 700 / 989, "attention.hopper": 400 / 989, "memory": 2.9 / 3.35}
     assert constants == pytest.approx(shares | {"ramp": 4e-6})
-    path = tmp_path_factory.mktemp("calibration") / "h100.json"
-    save_calibration(path, calibration, CalibrationOrigin("h100"))
-    loaded, origin = load_calibration(path)
+    save_calibration(tmp_path / "h100.json", calibration, CalibrationOrigin("h100"))
+    loaded, origin = load_calibration(tmp_path / "h100.json")
     assert origin.gpu == "h100"
     assert kernels.constants_of(loaded) == pytest.approx(constants)
 
 
 def test_flops_of_llama_3_8b():
-    """32 layers of this width and the ends have 8.03 B parameters, as the model card says."""
-    whole = WIDE.with_layers(32)
-    assert whole.parameters == pytest.approx(8.03e9, rel=1e-3)
-    products = 32 * whole.layer_parameters + whole.vocabulary * whole.hidden
-    attention = 6 * 32 * 4096 * 8192 * 8192
-    assert whole.flops == pytest.approx(6 * products * 8192 + attention)
+    """The model card has 8.03 B parameters for 32 layers of this width and the ends."""
+    llama = WIDE.with_layers(32)
+    assert llama.parameters == pytest.approx(8.03e9, rel=1e-3)
+    products = 32 * llama.layer_parameters + llama.vocabulary * llama.hidden
+    attention_flops = 6 * 32 * 4096 * 8192 * 8192
+    assert llama.flops == pytest.approx(6 * products * 8192 + attention_flops)
 
 
-def test_kernels_on_a_cpu(context):
-    """Every kernel that is timed runs; a CPU writes no calibration of a GPU."""
+def test_timed_kernels_run_on_a_cpu(context):
+    """A CPU writes no calibration of a GPU."""
     result = kernels.calibrate(context, {})
     assert result.outcome == "passed"
     assert set(result.numbers["attention"]) == {"16", "32"}
@@ -148,12 +141,13 @@ def test_kernels_on_a_cpu(context):
 
 
 def test_attention_kernels(context):
-    """On a CPU the row compares its kernels too; a kernel that is off is named."""
+    """The row compares the kernels of a CPU too, and names one that is wrong."""
     result = attention.kernels(context, {})
     assert result.outcome == "passed", result.reason
     assert result.numbers["float32"]["kernel"] == "cpu"
     error = result.numbers["bfloat16, documents"]["largest_error"]
     assert 0 < error < attention.ALLOWED[torch.bfloat16]
+
     errors = {"output": 1.0, "gradient of key": float("nan")}
     problems = attention.problems_of(attention.Case(torch.float16), "flash", errors)
     assert problems == [
@@ -162,8 +156,8 @@ def test_attention_kernels(context):
     ]
 
 
-def test_liger_replaces_nothing_for_later_models(monkeypatch):
-    """Liger exchanges classes of Transformers' module. They are back when its contender has ended."""
+def test_liger_changes_no_later_models(monkeypatch):
+    """Liger replaces classes in Transformers' module, which are restored after its contender."""
     from transformers.models.llama import modeling_llama
 
     def apply(*, fused_linear_cross_entropy, model):

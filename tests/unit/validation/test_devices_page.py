@@ -1,4 +1,4 @@
-"""docs/reference/devices.md is generated from documents of real machines, and says so if there are none."""
+"""docs/reference/devices.md is generated from documents of real machines."""
 
 import json
 
@@ -34,39 +34,42 @@ RESULTS = [
 ]
 
 
-def sent_in(**changed):
-    found = document(
-        {**FACTS, "gpus_used": 2}, RESULTS, at="2026-12-01T10:00:00+00:00", seconds=840, only=()
-    )
-    return {**found, **changed}
+def document_of(*more_results):
+    facts = {**FACTS, "gpus_used": 2}
+    results = [*RESULTS, *more_results]
+    return document(facts, results, at="2026-12-01T10:00:00+00:00", seconds=840, only=())
 
 
-def test_the_page():
-    text = devices.page({"2xh100.json": sent_in()})
-    assert (
-        "| 2 x NVIDIA H100 80GB HBM3, 80.0 GiB | 2026-12-01 | 0.1.0 | 2.13.0+cu130 | 3 | 1 | 1 |"
-        in text
-    )
-    assert "float64: 3e-15, bfloat16 with float32 parameters: 70% of what is allowed" in text
-    assert "measured 100.0 GiB, prediction +1.0%" in text
-    assert "| 61 of 100 | plait 16,384 tokens/s, MFU 40.0%; fsdp2 20,480 tokens/s" in text
-    assert "step of plait / fsdp2 1.250 (1.200 to 1.300)" in text
-    assert f"**failed** | 70 of 80 | {REASON}" in text
-    assert "not run | 0 of 12 | there is one GPU" in text
+def test_the_page_has_every_result():
+    text = devices.page({"2xh100.json": document_of()})
+    for line in (
+        "| 2 x NVIDIA H100 80GB HBM3, 80.0 GiB | 2026-12-01 | 0.1.0 | 2.13.0+cu130 | 3 | 1 | 1 |",
+        "float64: 3e-15, bfloat16 with float32 parameters: 70% of what is allowed",
+        "measured 100.0 GiB, prediction +1.0%",
+        "| 61 of 100 | plait 16,384 tokens/s, MFU 40.0%; fsdp2 20,480 tokens/s",
+        "step of plait / fsdp2 1.250 (1.200 to 1.300)",
+        f"**failed** | 70 of 80 | {REASON}",
+        "not run | 0 of 12 | there is one GPU",
+    ):
+        assert line in text
     assert devices.NONE not in text
 
 
-def test_without_a_file():
+def test_a_page_without_documents_says_so():
     assert "**There is no result of a real device yet.**" in devices.page({})
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
-    [("{", "not JSON"), (json.dumps({"rows": []}), "not a document of format 2"), (json.dumps(sent_in(simulated=True)), "a simulated device")],
-)  # fmt: skip
-def test_wrong_files(content, told, tmp_path):
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        (json.dumps({"rows": []}), "not a document of format 2"),
+        (json.dumps({**document_of(), "simulated": True}), "a simulated device"),
+    ],
+)
+def test_other_files_are_refused(content, message, tmp_path):
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(devices.WrongFile, match=told):
+    with pytest.raises(devices.WrongFile, match=message):
         devices.read(tmp_path)
 
 
@@ -75,37 +78,27 @@ def test_an_added_document_is_shorter_and_gives_the_same_page(monkeypatch, tmp_p
     monkeypatch.setattr(devices, "FOLDER", tmp_path / "devices")
     monkeypatch.setattr(devices, "PAGE", tmp_path / "devices.md")
     devices.FOLDER.mkdir()
-    kernels = [
-        {"name": f"kernel {number}", "per_step": 1.0, "seconds_per_step": 1 / 3}
-        for number in range(10)
-    ]
-    profile = {
-        "name": "profile/plait",
-        "title": "kernels",
-        "outcome": "passed",
-        "reason": "",
-        "seconds": 1.0,
-        "planned_seconds": 2,
-        "numbers": {
-            "kernels_per_step": 2382.0,
-            "idle_share": 0.25,
-            "idle_seconds_between_steps": None,
-            "median_gap_seconds": 2e-6,
-            "longest_kernels": kernels,
-        },
+    numbers = {
+        "kernels_per_step": 2382.0,
+        "idle_share": 0.25,
+        "idle_seconds_between_steps": None,
+        "median_gap_seconds": 2e-6,
+        "longest_kernels": [
+            {"name": f"kernel {number}", "per_step": 1.0, "seconds_per_step": 1 / 3}
+            for number in range(10)
+        ],
     }
-    sent = sent_in()
-    sent["rows"].append(profile)
+    profile = Result("profile/plait", "kernels", "passed", "", 1.0, 2, numbers)
+    sent = document_of(profile)
     (tmp_path / "validation.json").write_text(json.dumps(sent, indent=1))
 
     assert devices.main(["--add", str(tmp_path / "validation.json"), "2xh100"]) == 0
 
     added = json.loads((devices.FOLDER / "2xh100.json").read_text())
-    assert [kernel["name"] for kernel in added["rows"][-1]["numbers"]["longest_kernels"]] == [
-        f"kernel {number}" for number in range(5)
-    ]
+    kernels = added["rows"][-1]["numbers"]["longest_kernels"]
+    assert [kernel["name"] for kernel in kernels] == [f"kernel {number}" for number in range(5)]
     assert devices.PAGE.read_text() == devices.page({"2xh100.json": sent})
 
 
-def test_the_page_in_the_repository():
+def test_the_page_in_the_repository_is_current():
     assert devices.main(["--check"]) == 0

@@ -1,4 +1,4 @@
-"""Analysis of a trace: a stored one with known answers, and the profiler's own events."""
+"""Analysis of a stored trace with known answers, and of the profiler's own events."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,10 @@ TRACE = Path(__file__).parent / "trace.json"
 """Two steps with names as CUPTI gives them. Times are round numbers, in microseconds."""
 
 
-def stored():
-    rows = json.loads(TRACE.read_text())
-    return [Event(name, begin / 1e6, end / 1e6, place) for name, begin, end, place in rows]
-
-
 def test_a_stored_trace():
-    numbers = analyse(stored(), 2)
+    rows = json.loads(TRACE.read_text())
+    events = [Event(name, start / 1e6, end / 1e6, place) for name, start, end, place in rows]
+    numbers = analyse(events, 2)
     assert numbers["kernels_per_step"] == 5
     assert numbers["launches_per_step"] == 4
     assert numbers["host_waits_per_step"] == {"cudaStreamSynchronize": 0.5}
@@ -54,18 +51,19 @@ def test_kinds_of_kernels():
         "Memcpy DtoD (Device -> Device)": "other",
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>": "other",
     }
-    assert {name: kind_of(name) for name in kinds} == kinds
+    for name, kind in kinds.items():
+        assert kind_of(name) == kind
 
 
-def test_intervals():
+def test_unions_and_differences_of_intervals():
     assert union([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
     assert outside([(0, 10)], [(1, 2), (4, 5), (9, 12)]) == [(0, 1), (2, 4), (5, 9)]
     assert outside([(0, 1), (5, 6)], []) == [(0, 1), (5, 6)]
     assert outside([(0, 2), (3, 6)], [(1, 4)]) == [(0, 1), (4, 6)]
 
 
-def test_events_of_torchs_profiler():
-    """A profile of the CPU has no kernels, and its fields are those that are read."""
+def test_a_cpu_profile_has_no_kernels():
+    """The fields of torch's events are those that are read."""
     with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function(STEP_MARK):
         torch.ones(8).sum()
     assert recorded.events()

@@ -1,4 +1,4 @@
-"""No row takes the command or another row down, and the budget goes to the most valuable rows."""
+"""A row ends neither the command nor another row. The budget goes to the most valuable rows."""
 
 import time
 from types import SimpleNamespace
@@ -8,15 +8,18 @@ import pytest
 from plait.validation import runner
 from plait.validation.rows import exit_code
 from plait.validation.runner import LAUNCH_PLANNED_SECONDS, Interrupted, Runner, batches
-from tests.unit.validation.launches import command, row
+from tests.unit.validation.launches import command, row, unavailable_row
 
 
-def run(rows, *, budget=3600.0):
-    return list(Runner(command, budget_seconds=budget).run(rows, {}))
+def run(rows, *, budget=3600.0, **options):
+    return list(Runner(command, budget_seconds=budget, **options).run(rows, {}))
 
 
-def test_rows_after_one_that_ended_badly():
-    """A row that raises, is killed, leaves without a result or hangs has failed; the others passed."""
+def values(results, attribute):
+    return [getattr(result, attribute) for result in results]
+
+
+def test_other_rows_run_after_one_that_ended_badly():
     rows = [
         row("first"),
         row("raises", "raise"),
@@ -26,67 +29,66 @@ def test_rows_after_one_that_ended_badly():
         row("hangs", "hang", least_limit=3),
         row("fails", "fail"),
         row("refuses", "refuse"),
-        row("absent", unavailable="one GPU"),
+        unavailable_row("absent", "one GPU"),
         row("last"),
     ]
     results = run(rows)
-    assert [result.name for result in results] == [row.name for row in rows]
-    outcomes = {result.name: (result.outcome, result.reason) for result in results}
-    passed = {name for name, (outcome, _) in outcomes.items() if outcome == "passed"}
-    assert passed == {"first", "second", "last"}
-    assert outcomes["raises"][0] == "failed"
-    assert "ValueError: a tensor was wrong" in outcomes["raises"][1]
-    assert "of no interest" not in outcomes["raises"][1]
-    assert outcomes["dies"][0] == "failed" and "exit code -9" in outcomes["dies"][1]
-    assert outcomes["leaves"][0] == "failed" and "exit code 0" in outcomes["leaves"][1]
-    assert outcomes["hangs"] == ("failed", "ran for more than 3 s and was stopped")
-    assert outcomes["fails"] == ("failed", "too large")
-    assert outcomes["refuses"] == ("not run", "no links")
-    assert outcomes["absent"] == ("not run", "one GPU")
-    # Numbers that a row reported before its process died, or before its error, are in its result.
-    numbers = {result.name: result.numbers for result in results}
-    assert numbers["dies"] == {"rounds": 1} and numbers["fails"]["rounds"] == 1
+    names = values(rows, "name")
+    assert values(results, "name") == names
+    outcomes = dict(zip(names, values(results, "outcome"), strict=True))
+    assert outcomes == dict.fromkeys(names, "failed") | {
+        "first": "passed",
+        "second": "passed",
+        "last": "passed",
+        "refuses": "not run",
+        "absent": "not run",
+    }
+
+    by_name = dict(zip(names, results, strict=True))
+    assert by_name["refuses"].reason == "no links" and by_name["absent"].reason == "one GPU"
+    assert "ValueError: a tensor was wrong" in by_name["raises"].reason
+    assert "Warning" not in by_name["raises"].reason
+    assert "exit code -9" in by_name["dies"].reason
+    assert "exit code 0" in by_name["leaves"].reason
+    assert by_name["hangs"].reason == "ran for more than 3 s and was stopped"
+    assert by_name["fails"].reason == "too large"
+    # A result has the numbers that its row reported before its end.
+    assert by_name["dies"].numbers == {"rounds": 1} and by_name["fails"].numbers["rounds"] == 1
     assert exit_code(results) == 1
 
 
-def test_rows_share_a_launch():
-    """Rows of as many ranks run in one process, except those that need their own."""
-    results = run([row("a"), row("b"), row("c", ranks=2), row("d", own_process=True), row("e")])
-    processes = {result.name: result.numbers["process"] for result in results}
+def test_rows_with_as_many_ranks_share_a_launch():
+    rows = [row("a"), row("b"), row("c", ranks=2), row("d", own_process=True), row("e")]
+    processes = {result.name: result.numbers["process"] for result in run(rows)}
     assert processes["a"] == processes["b"] == processes["e"]
     assert len(set(processes.values())) == 3
 
 
-def test_a_launch_that_does_not_start(monkeypatch):
-    """It is stopped without the wait for processes that end by themselves."""
+def test_a_launch_that_does_not_start_is_stopped_at_once(monkeypatch):
     monkeypatch.setattr(runner, "LAUNCH_LIMIT_SECONDS", 0.3)
-    began = time.monotonic()
+    start = time.monotonic()
     (result,) = run([row("stuck", "never")])
     assert result.outcome == "failed" and "did not start" in result.reason
-    assert time.monotonic() - began < runner.GRACE_SECONDS
+    assert time.monotonic() - start < runner.GRACE_SECONDS
 
 
-def test_rows_of_low_value_are_left_out():
-    """Rows that do not fit are not run, with the numbers; a shorter row after them still fits."""
-    budget = LAUNCH_PLANNED_SECONDS + 100
+def test_rows_that_do_not_fit_into_the_budget():
+    """A shorter row after them still fits."""
     rows = [row("a", planned=40), row("b", planned=125), row("c", planned=30)]
-    results = run(rows, budget=budget)
-    assert [result.outcome for result in results] == ["passed", "not run", "passed"]
+    results = run(rows, budget=LAUNCH_PLANNED_SECONDS + 100)
+    assert values(results, "outcome") == ["passed", "not run", "passed"]
     assert "planned for 125 s" in results[1].reason and "raise --minutes" in results[1].reason
 
 
-def test_more_valuable_rows_of_a_later_launch_are_reserved():
-    """A row of one rank waits behind a more valuable row of two ranks, although that runs later."""
+def test_time_is_reserved_for_a_more_valuable_later_launch():
     rows = [row("a", planned=10), row("two", planned=50, ranks=2), row("b", planned=50)]
-    budget = 2 * LAUNCH_PLANNED_SECONDS + 70
-    results = {result.name: result for result in run(rows, budget=budget)}
-    outcomes = {name: result.outcome for name, result in results.items()}
+    results = run(rows, budget=2 * LAUNCH_PLANNED_SECONDS + 70)
+    outcomes = dict(zip(values(results, "name"), values(results, "outcome"), strict=True))
     assert outcomes == {"a": "passed", "b": "not run", "two": "passed"}
-    assert "70 s are reserved" in results["b"].reason
+    assert "70 s are reserved" in "".join(values(results, "reason"))
 
 
-def test_the_end_of_the_budget(monkeypatch):
-    """A row that runs when the budget ends is stopped and keeps its numbers."""
+def test_a_row_that_runs_when_the_budget_ends(monkeypatch):
     now = [0.0]
 
     def began(row):
@@ -95,50 +97,45 @@ def test_the_end_of_the_budget(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
     monkeypatch.setattr(runner, "time", clock)
     rows = [row("short"), row("long", "hang", planned=500), row("after")]
-    results = list(Runner(command, budget_seconds=900, began=began).run(rows, {}))
-    assert [result.outcome for result in results] == ["passed", "not run", "not run"]
+    results = run(rows, budget=900, began=began)
+    assert values(results, "outcome") == ["passed", "not run", "not run"]
     assert results[1].reason == "the budget of 15 minutes was used up while it ran"
     assert "0 s of 15 minutes are left" in results[2].reason
     assert exit_code(results) == 0 and exit_code(results[1:]) == 1
 
 
-def test_an_interruption(monkeypatch):
-    """Every row has its result, then the interruption continues."""
-    sleep = time.sleep
-    calls = []
+def test_an_interruption_gives_every_row_a_result(monkeypatch):
+    is_interrupted = []
 
-    def interrupt(seconds):
-        calls.append(seconds)
-        sleep(seconds)
-        if running:
+    def sleep(seconds):
+        time.sleep(seconds)
+        if is_interrupted:
             raise KeyboardInterrupt
-
-    running = []
 
     def began(row):
         if row.name == "long":
-            running.append(row)
+            is_interrupted.append(True)
 
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupt))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     rows = [row("done"), row("long", "hang"), row("after")]
-    generator = Runner(command, budget_seconds=600, began=began).run(rows, {})
     results = []
 
     def collect():
-        for result in generator:
-            running.clear()
-            results.append(result)
+        for result in Runner(command, budget_seconds=600, began=began).run(rows, {}):
+            is_interrupted.clear()
+            results.append((result.outcome, result.reason))
 
     with pytest.raises(Interrupted):
         collect()
-    assert [(result.outcome, result.reason) for result in results] == [
-        ("passed", ""),
-        ("not run", "interrupted"),
-        ("not run", "interrupted"),
+    assert results == [("passed", ""), ("not run", "interrupted"), ("not run", "interrupted")]
+
+
+def test_the_order_of_launches():
+    rows = [
+        row("a"),
+        row("b", ranks=2),
+        row("c", own_process=True),
+        unavailable_row("d", "no reason"),
     ]
-
-
-def test_order_of_launches():
-    rows = [row("a"), row("b", ranks=2), row("c", own_process=True), row("d", unavailable="x")]
-    names = [[row.name for row in batch] for batch in batches(rows)]
+    names = [values(batch, "name") for batch in batches(rows)]
     assert names == [["a", "d"], ["c"], ["b"]]

@@ -1,4 +1,4 @@
-"""What a rank reports of a row, in the process that runs it."""
+"""Reports of a rank on its rows, in the process that runs them."""
 
 import json
 import sys
@@ -19,19 +19,19 @@ def passes(context, settings):
 
 
 def runs_out(context, settings):
-    kept = torch.zeros(settings["kept"])
-    raise torch.OutOfMemoryError(f"CUDA out of memory beside {kept.numel()} elements\nmore lines")
+    elements = torch.zeros(settings["elements"]).numel()
+    raise torch.OutOfMemoryError(f"CUDA out of memory with {elements} elements\nmore lines")
 
 
-def cannot(context, settings):
+def cannot_run(context, settings):
     raise NotRun("no links")
 
 
 @pytest.fixture
 def checks():
-    """The functions above as a module of checks."""
+    """A module of checks that has the functions above."""
     module = types.ModuleType("plait.validation.of_this_test")
-    for function in (passes, runs_out, cannot):
+    for function in (passes, runs_out, cannot_run):
         setattr(module, function.__name__, function)
     sys.modules[module.__name__] = module
     yield
@@ -39,24 +39,22 @@ def checks():
 
 
 @pytest.mark.usefixtures("checks")
-def test_a_process_outlives_its_rows(context, tmp_path):
+def test_a_process_continues_after_a_failed_row(context, tmp_path):
     """A row that runs out of memory has failed with its stack, and the next row runs."""
-    events = _Events(tmp_path / "events.jsonl")
-    for name in ("runs_out", "cannot", "passes"):
-        row = {
-            "name": name,
-            "check": f"of_this_test:{name}",
-            "planned_seconds": 5,
-            "settings": {"kept": 3},
-        }
-        run_row(context, row, events)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    file = tmp_path / "events.jsonl"
+    events = _Events(file)
+    for name in ("runs_out", "cannot_run", "passes"):
+        row = {"name": name, "check": f"of_this_test:{name}", "planned_seconds": 5}
+        run_row(context, {**row, "settings": {"elements": 3}}, events)
+
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     ended = {line["row"]: line for line in lines if line["event"] == "ended"}
     failed = ended["runs_out"]
     assert failed["outcome"] == "failed"
-    assert failed["reason"] == "OutOfMemoryError: CUDA out of memory beside 3 elements"
+    assert failed["reason"] == "OutOfMemoryError: CUDA out of memory with 3 elements"
     assert failed["numbers"]["stack"][-1].endswith("runs_out")
     assert not any(frame.startswith("/") for frame in failed["numbers"]["stack"])
-    assert (ended["cannot"]["outcome"], ended["cannot"]["reason"]) == ("not run", "no links")
+    not_run = ended["cannot_run"]
+    assert (not_run["outcome"], not_run["reason"]) == ("not run", "no links")
     assert ended["passes"]["outcome"] == "passed"
     assert [line["event"] for line in lines[-3:]] == ["began", "progress", "ended"]

@@ -1,4 +1,4 @@
-"""Casts inside a float64 model are left out, elsewhere they stay."""
+"""Inside a float64 model, casts to narrower dtypes are left out. Elsewhere they stay."""
 
 import copy
 
@@ -10,95 +10,98 @@ from torch import nn
 from plait._torch.operators import function_modes
 from plait.verify.keep_float64 import keeping_float64, roundings
 
+DATA = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-class Islands(nn.Module):
+
+class Casting(nn.Module):
+    """Casts its hidden states in all ways that models use."""
+
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x):
-        kind = x.dtype
+        dtype = x.dtype
         x = self.inner(x)
-        x = x + x.to(torch.float32).pow(2).to(kind) + x.float().to(kind)
-        x = x + x.to(dtype=torch.bfloat16).to(kind)
-        x = x + F.softmax(x, dim=-1, dtype=torch.float32).to(kind)
+        x = x + x.to(torch.float32).pow(2).to(dtype) + x.float().to(dtype)
+        x = x + x.to(dtype=torch.bfloat16).to(dtype)
+        x = x + F.softmax(x, dim=-1, dtype=torch.float32).to(dtype)
         x = x + torch.softmax(x, -1, torch.float32)
         x = x + x.type(torch.float32) + x.to(torch.zeros((), dtype=torch.float32))
         return x + x.sum(-1, keepdim=True, dtype=torch.float32)
 
 
 def test_a_model_stays_in_float64():
-    model, data = Islands().double(), torch.randn(3, 4, dtype=torch.float64)
-    assert roundings(lambda: model(data))
+    model = Casting().double()
+    assert roundings(lambda: model(DATA))
     with keeping_float64(model):
-        assert not roundings(lambda: model(data))
-        # Copies, as techniques make them, stay in float64 too.
-        assert not roundings(lambda: copy.deepcopy(model)(data))
-        assert data.float().dtype == torch.float32, "outside the model's forward a cast is a cast"
-        model(data).sum().backward()
-    assert roundings(lambda: model(data)), "and afterwards it is as before"
+        assert not roundings(lambda: model(DATA))
+        # Techniques copy models.
+        assert not roundings(lambda: copy.deepcopy(model)(DATA))
+        assert DATA.float().dtype == torch.float32, "a cast outside of the model's forward"
+        model(DATA).sum().backward()
+    assert roundings(lambda: model(DATA)), "the model is as before"
 
 
-def test_modules_inside_of_others():
-    """One mode for the outermost module is enough, because each mode costs time at every operator."""
+def test_nested_modules_share_one_mode():
+    """Each mode costs time at every operator."""
+    depths = []
 
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.islands = Islands()
+            self.casting = Casting()
 
         def forward(self, x):
             depths.append(len(function_modes()))
-            out = self.islands(x)
+            x = self.casting(x)
             depths.append(len(function_modes()))
-            return out.float()
+            return x.float()
 
-    depths = []
-    model, data = nn.Sequential(Outer(), Outer()).double(), torch.randn(3, 4, dtype=torch.float64)
-    model[0].islands.register_forward_pre_hook(lambda *_: depths.append(len(function_modes())))
+    model = nn.Sequential(Outer(), Outer()).double()
+    model[0].casting.register_forward_pre_hook(lambda *_: depths.append(len(function_modes())))
     with keeping_float64(model):
-        assert not roundings(lambda: model(data))
+        assert not roundings(lambda: model(DATA))
     assert set(depths) == {1}
 
 
-class Kept(nn.Module):
-    """A subclass keeps the forward that its base has when it is made, as Transformers' layers do."""
+class ForwardOfBase(nn.Module):
+    """A subclass keeps the forward that its base has at its creation, as in Transformers."""
 
     def __init_subclass__(cls):
-        before = cls.forward
-        cls.forward = lambda self, x: before(self, x)
+        forward = cls.forward
+        cls.forward = lambda self, x: forward(self, x)
 
     def forward(self, x):
         return x * x.float().mean()
 
 
-class Layer(Kept):
+class Layer(ForwardOfBase):
     pass
 
 
-def test_a_class_that_was_made_meanwhile():
-    """torch's, of a sharded module: wide inside, and not afterwards. It made tests of bits depend on the tests before them."""
-    data = torch.randn(3, dtype=torch.float64)
+def test_a_class_that_is_created_inside():
+    """`fully_shard` creates one. It keeps float64 inside of the context, and not afterwards."""
     model = Layer()
     with keeping_float64(model):
-        sharded = type("Sharded", (Layer,), {})
-        model.__class__ = sharded
-        assert not roundings(lambda: model(data))
-    assert roundings(lambda: model(data))
+        model.__class__ = type("Sharded", (Layer,), {})
+        assert not roundings(lambda: model(DATA))
+    assert roundings(lambda: model(DATA))
+    # The next context must not depend on the class of this one.
     with keeping_float64(Layer()):
-        assert not roundings(lambda: model(data))
-    assert roundings(lambda: model(data))
+        assert not roundings(lambda: model(DATA))
+    assert roundings(lambda: model(DATA))
 
 
-def test_float32_models_are_left_alone():
-    model, data = Islands(), torch.randn(3, 4)
-    plain = model(data)
+def test_float32_models_do_not_change():
+    model = Casting()
+    expected = model(DATA.float())
     with keeping_float64(model):
-        assert torch.equal(model(data), plain)
+        assert torch.equal(model(DATA.float()), expected)
 
 
 class Rotary(nn.Linear):
-    """Computes its angles in float32, as the rotary embeddings of Transformers do."""
+    """Computes angles in float32, like the rotary embeddings of Transformers."""
 
     def forward(self, x):
         angles = torch.arange(x.shape[-1], dtype=torch.float32) * 0.7
@@ -107,17 +110,18 @@ class Rotary(nn.Linear):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_cosines_of_float32_angles(dtype):
-    """A float64 model has float64 cosines, because those of a CPU and of a GPU differ in float32."""
-    model, data = Rotary(4, 4).to(dtype), torch.randn(3, 4, dtype=dtype)
+    """A float64 model gets float64 cosines, because float32 cosines differ between CPU and GPU."""
+    model = Rotary(4, 4).to(dtype)
+    data = DATA.to(dtype)
     angles = torch.arange(4, dtype=torch.float32) * 0.7
     with keeping_float64(model):
-        result = model(data)
-    assert torch.equal(result, nn.Linear.forward(model, data * angles.to(dtype).cos()))
+        actual = model(data)
+    assert torch.equal(actual, nn.Linear.forward(model, data * angles.to(dtype).cos()))
 
 
 def test_optimizers_that_narrow():
     model = nn.Linear(4, 4).double()
-    model(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
+    model(DATA).sum().backward()
     optimizer = torch.optim.Muon([model.weight], lr=0.1)
     assert roundings(optimizer.step)
     with keeping_float64(model, torch.optim.Muon):

@@ -1,48 +1,61 @@
-"""Shrinking: small, and cut by a layout as the large one is."""
+"""Models for a verification are small, and cut by a layout as the large ones are."""
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.verify import shrink
 
+LLAMA_SIZES = {"vocab_size": 32001, "hidden_size": 4096, "intermediate_size": 11008}
+LLAMA_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 LLAMA = {
-    "model_type": "llama", "vocab_size": 32001, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02,
-    "attention_dropout": 0.1, "eos_token_id": [2, 32000],
-}  # fmt: skip
-
-degrees = st.lists(st.integers(2, 9), max_size=3)
-
-
-@given(value=st.integers(1, 100_000), target=st.integers(1, 200), degrees=degrees)
-def test_like_keeps_what_divides(value, target, degrees):
-    found = shrink.like(value, target, degrees)
-    assert [found % d == 0 for d in degrees] == [value % d == 0 for d in degrees]
-    assert found >= target or found == value
+    "model_type": "llama",
+    **LLAMA_SIZES,
+    **LLAMA_HEADS,
+    "num_hidden_layers": 32,
+    "attention_dropout": 0.1,
+    "eos_token_id": [2, 32000],
+}
+GEMMA_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+DEGREES = st.lists(st.integers(2, 9), max_size=3)
 
 
-@given(heads=st.integers(1, 71), groups=st.integers(1, 16), degrees=degrees)
+@hypothesis.given(value=st.integers(1, 100_000), target=st.integers(1, 200), degrees=DEGREES)
+def test_degrees_divide_a_small_size_as_the_large_one(value, target, degrees):
+    small = shrink.like(value, target, degrees)
+    for degree in degrees:
+        assert (small % degree == 0) == (value % degree == 0)
+    assert small >= target or small == value
+
+
+@hypothesis.given(heads=st.integers(1, 71), groups=st.integers(1, 16), degrees=DEGREES)
 def test_heads_are_cut_the_same_way(heads, groups, degrees):
-    kv = max(1, heads // groups)
-    h, k = shrink.shrink_heads(heads, kv, degrees)
-    assert h <= heads and k <= kv
-    assert (h == k, k == 1, h % k == 0) == (heads == kv, kv == 1, heads % kv == 0)
-    for d in degrees:
-        assert (h % d == 0, k % d == 0) == (heads % d == 0, kv % d == 0)
-        assert (k < d) == (kv < d), "key-value heads that had to be replicated still have to be"
-        assert min(h // d, 2) == min(heads // d, 2), "two heads on a rank, where there were two"
+    keys = max(1, heads // groups)
+    small, small_keys = shrink.shrink_heads(heads, keys, degrees)
+    assert small <= heads and small_keys <= keys
+    assert (small == small_keys) == (heads == keys)
+    assert (small_keys == 1) == (keys == 1)
+    assert (small % small_keys == 0) == (heads % keys == 0)
+    for degree in degrees:
+        assert (small % degree == 0) == (heads % degree == 0)
+        assert (small_keys % degree == 0) == (keys % degree == 0)
+        assert (small_keys < degree) == (keys < degree), "replication of key heads"
+        assert min(small // degree, 2) == min(heads // degree, 2), "several heads per rank"
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv", "degrees", "expected"),
-    [(32, 8, (), (4, 2)), (32, 8, (2,), (8, 4)), (32, 32, (2,), (4, 4)), (32, 1, (4,), (8, 1)), (71, 71, (2,), (5, 5)), (2, 2, (), (2, 2))],
-)  # fmt: skip
-def test_heads(heads, kv, degrees, expected):
-    assert shrink.shrink_heads(heads, kv, degrees) == expected
+def test_numbers_of_heads():
+    for heads, keys, degrees, expected in (
+        (32, 8, (), (4, 2)),
+        (32, 8, (2,), (8, 4)),
+        (32, 32, (2,), (4, 4)),
+        (32, 1, (4,), (8, 1)),
+        (71, 71, (2,), (5, 5)),
+        (2, 2, (), (2, 2)),
+    ):
+        assert shrink.shrink_heads(heads, keys, degrees) == expected
 
 
 def with_width(config, **degrees):
@@ -56,32 +69,31 @@ def test_llama():
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "attention_dropout": 0.0}
     assert small.items() >= (heads | sizes).items()
-    # 32001 rows are sharded unevenly, so the small vocabulary is too.
+    # 32,001 rows are sharded unevenly, so the small vocabulary is too.
     assert small["vocab_size"] % 2 == 1
     assert max(small["eos_token_id"]) < small["vocab_size"]
-    assert LLAMA["num_hidden_layers"] == 32, "the given configuration stays as it is"
-    changes = [str(change) for change in shrink.changes(LLAMA, small)]
+    assert LLAMA["num_hidden_layers"] == 32, "the given configuration changed"
+    changes = list(map(str, shrink.changes(LLAMA, small)))
     assert {"num_hidden_layers 32 -> 2", "attention_dropout 0.1 -> 0.0"} <= set(changes)
-    assert not any("model_type" in line for line in changes)
+    assert "model_type" not in "".join(changes)
 
 
-def test_every_kind_of_layer_stays():
+def test_every_kind_of_layer_remains():
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
     layers = {"layer_types": kinds, "mlp_only_layers": [0, 20], "first_k_dense_replace": 3}
     fields = {**LLAMA, "num_hidden_layers": 24, **layers}
-    small = shrink.with_depth(fields, 2)
-    assert small["num_hidden_layers"] == 2
-    assert small["layer_types"] == ["sliding_attention", "full_attention"]
-    assert small["mlp_only_layers"] == [0]
-    assert small["first_k_dense_replace"] == 1
+    two = shrink.with_depth(fields, 2)
+    assert two["num_hidden_layers"] == 2
+    assert two["layer_types"] == ["sliding_attention", "full_attention"]
+    assert two["mlp_only_layers"] == [0]
+    assert two["first_k_dense_replace"] == 1
     four = shrink.with_depth(fields, 4)
     assert four["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
 
 
-def test_a_hidden_size_of_its_own_stays_one():
-    """In Gemma, heads x head size is not the hidden size. A transposed weight must not fit."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-    small = with_width({**LLAMA, "hidden_size": 2304, **heads}, tp=2)
+def test_heads_that_are_not_the_hidden_size_stay_so():
+    """A transposed weight of Gemma must not fit."""
+    small = with_width({**LLAMA, "hidden_size": 2304, **GEMMA_HEADS}, tp=2)
     assert small["hidden_size"] != small["num_attention_heads"] * small["head_dim"]
 
 
@@ -97,12 +109,12 @@ def test_experts():
     assert with_width({**LLAMA, **experts, "n_group": 8})["num_local_experts"] == 128
 
 
-@given(layers=st.integers(1, 60), depth=st.integers(1, 8))
+@hypothesis.given(layers=st.integers(1, 60), depth=st.integers(1, 8))
 def test_depth(layers, depth):
     assert shrink.depth_of(shrink.with_depth({"n_layer": layers}, depth)) == min(layers, depth)
 
 
-def test_without_heads():
+def test_a_configuration_without_heads_is_refused():
     with pytest.raises(ValueError, match="hidden_size"):
         with_width({"vocab_size": 4})
 
@@ -117,15 +129,15 @@ class Model(nn.Module):
         self.p = 0.5
 
 
-def test_cut_blocks():
+def test_blocks_are_cut():
     model = Model()
-    assert shrink.cut_blocks(model, [f"layers.{i}" for i in range(5)], 2) == 5
+    assert shrink.cut_blocks(model, [f"layers.{index}" for index in range(5)], 2) == 5
     assert len(model.layers) == 2
     assert shrink.cut_blocks(model, ["layers.0", "layers.1"], 2) is None
     assert shrink.cut_blocks(model, ["layers.0", "final"], 1) is None
 
 
-def test_without_dropout():
+def test_dropout_is_switched_off():
     model = Model()
     shrink.without_dropout(model)
     assert model.attention_dropout == 0.0
@@ -134,36 +146,41 @@ def test_without_dropout():
     assert torch.equal(model.final(model.layers[0](data)), model.final(model.layers[0](data)))
 
 
-PARTS = {
+GEMMA_TEXT = {
+    "model_type": "gemma3_text",
+    **GEMMA_HEADS,
+    "hidden_size": 2304,
+    "num_hidden_layers": 12,
+    "vocab_size": 262208,
+    "layer_types": ["sliding"] * 11 + ["full"],
+}
+VISION = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+GEMMA = {
     "model_type": "gemma3",
-    "text_config": {
-        "model_type": "gemma3_text", "hidden_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "layer_types": ["sliding"] * 11 + ["full"],
-    },
-    "vision_config": {"model_type": "siglip", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "text_config": GEMMA_TEXT,
+    "vision_config": {"model_type": "siglip", **VISION},
     "image_token_index": 262144,
-}  # fmt: skip
+}
 
 
-def test_parts_are_made_small():
-    """A model of text and images keeps every kind of text layer."""
-    assert shrink.depth_of(PARTS) == 12
-    narrow = with_width(shrink.with_depth(PARTS, 3))
+def test_text_and_vision_parts_are_shrunk():
+    assert shrink.depth_of(GEMMA) == 12
+    narrow = with_width(shrink.with_depth(GEMMA, 3))
     small = shrink.with_small_vocabulary(narrow, Layout())
     text = small["text_config"]
     assert text["layer_types"] == ["sliding", "sliding", "full"] and text["num_hidden_layers"] == 3
     assert text["head_dim"] == 8 and text["hidden_size"] < 100 and text["vocab_size"] < 100
     assert small["vision_config"]["hidden_size"] < 100
-    changes = [str(change) for change in shrink.changes(PARTS, small)]
+    changes = list(map(str, shrink.changes(GEMMA, small)))
     assert "text_config.num_hidden_layers 12 -> 3" in changes
 
 
-def test_layers_that_differ_by_number():
-    """Sizes of single layers follow the layers that are kept, and their kinds count as kinds."""
+def test_sizes_of_single_layers_follow_them():
     sizes = {"num_hidden_layers": 6, "hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128}
     single = {"03": {"head_dim": 256}, "05": {"head_dim": 256}}
     shallow = shrink.with_depth({**sizes, "per_layer_config": single}, 2)
     assert shallow["num_hidden_layers"] == 2
+    # A layer with its own size is another kind of layer.
     assert shallow["per_layer_config"] == {"1": {"head_dim": 256}}
     assert with_width(shallow)["per_layer_config"] == {"1": {"head_dim": 16}}
 
@@ -180,8 +197,9 @@ def test_encoder_and_decoder():
 
 
 def test_state_space_layers():
-    """The heads' total size stays `expand` times the hidden size."""
-    fields = {"hidden_size": 4096, "num_hidden_layers": 4, "expand": 2, "num_heads": 128, "head_dim": 64, "n_groups": 8, "chunk_size": 256}  # fmt: skip
+    """The total size of the heads stays `expand` times the hidden size."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 4, "expand": 2, "chunk_size": 256}
+    fields = {**sizes, "num_heads": 128, "head_dim": 64, "n_groups": 8}
     small = shrink.with_small_vocabulary(with_width(fields, tp=2), Layout(tp=2))
     assert small["num_heads"] * small["head_dim"] == 2 * small["hidden_size"] < 200
     assert small["num_heads"] % small["n_groups"] == 0 and small["chunk_size"] == 8
