@@ -40,7 +40,7 @@ def trained(rank, world, config, folder, build_model=adapted.model):
             RecordedTrainer,
             TrainingArguments,
             folder,
-            build_model=build_model,
+            made=build_model,
             deepspeed=config,
             **SETTINGS,
         )
@@ -71,7 +71,7 @@ def test_adapters_equal_one_process(pool, tmp_path, name):
     from peft import PeftModel
 
     world, dp, config = LAYOUTS[name]
-    expected = trainers.native(dp, build_model=adapted.model, learning_rate=3e-2)
+    expected = trainers.native(dp, made=adapted.model, learning_rate=3e-2)
     actual, elements = pool.run(world, trained, config, str(tmp_path))[0]
     close(actual, expected)
     # Two layers, and A and B of each target.
@@ -96,7 +96,7 @@ def test_adapters_equal_one_process(pool, tmp_path, name):
 def test_layers_that_train_in_full_equal_one_process(pool, tmp_path, name):
     """Layers in `modules_to_save` are replicated under tensor parallelism."""
     _, dp, config = LAYOUTS[name]
-    expected = trainers.native(dp, build_model=adapted.with_copies, learning_rate=3e-2)
+    expected = trainers.native(dp, made=adapted.with_copies, learning_rate=3e-2)
     actual, _ = pool.run(2, trained, config, str(tmp_path), adapted.with_copies)[0]
     close(actual, expected)
     assert any("lm_head" in name for name in expected["weights"])
@@ -172,7 +172,7 @@ def resumed(rank, world, folder):
 
 
 def test_adapters_resume_under_tensor_parallelism(pool, tmp_path):
-    expected = trainers.native(2, build_model=adapted.model, learning_rate=3e-2)
+    expected = trainers.native(2, made=adapted.model, learning_rate=3e-2)
     for history, messages in pool.run(2, resumed, str(tmp_path)):
         for key in ("loss", "grad_norm", "learning_rate"):
             assert history[key] == pytest.approx(expected[key], rel=1e-5), key

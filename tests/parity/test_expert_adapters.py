@@ -69,7 +69,7 @@ def trainer(rank, world, config, folder):
             Trainer,
             TrainingArguments,
             folder,
-            build_model=adapted_experts,
+            made=adapted_experts,
             deepspeed=config,
             learning_rate=3e-2,
             save_strategy="steps",
@@ -84,7 +84,7 @@ def test_trainer(pool, tmp_path, config):
     """PEFT opens the saved adapters."""
     from peft import PeftModel
 
-    wanted = trainers.native(2, build_model=adapted_experts, learning_rate=3e-2)
+    wanted = trainers.native(2, made=adapted_experts, learning_rate=3e-2)
     for found in pool.run(2, trainer, config, str(tmp_path))[:1]:
         close(found, wanted)
     assert any("experts" in name for name in wanted["weights"])

@@ -198,7 +198,7 @@ def evaluated_first(kind, arguments, folder, **settings):
             return super().train(*args, **given)
 
     run = trainers.run(
-        Baseline, arguments, folder, build_model=adapted.model, learning_rate=3e-2, **settings
+        Baseline, arguments, folder, made=adapted.model, learning_rate=3e-2, **settings
     )
     return base[0], run
 

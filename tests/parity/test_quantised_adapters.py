@@ -57,7 +57,7 @@ def base(tmp_path):
 def test_it_is_one_process(pool, tmp_path, base, world, dp, config, bits):
     """Quantised weights are replicated on every rank, or on their stage's ranks; what else there is follows the ZeRO stage."""
     made = partial(model, folder=base, bits=bits)
-    wanted = trainers.native(dp, build_model=made, **SETTINGS)
+    wanted = trainers.native(dp, made=made, **SETTINGS)
     found = pool.run(
         world, trainers.on_plait, config, str(tmp_path / "out"), {"made": made, **SETTINGS}
     )
@@ -90,7 +90,7 @@ def goes_on(rank, world, config, folder, base, resume):
 
 def test_it_goes_on_in_a_pipeline(pool, tmp_path, base):
     made = partial(model, folder=base, bits=4)
-    wanted = trainers.native(2, build_model=made, **SETTINGS)
+    wanted = trainers.native(2, made=made, **SETTINGS)
     pool.run(2, trainers.on_plait, zero(2), str(tmp_path / "out"), {"made": made, **SETTINGS})
     resume = str(tmp_path / "out" / "checkpoint-2")
     for found in pool.run(
@@ -105,7 +105,7 @@ def test_in_bfloat16(pool, tmp_path, base, config):
     """Adapters are float32 and compute in bfloat16, as the loss of one process does to its rounding."""
     made = partial(model, folder=base, bits=4)
     dp = 1 if "parallel" in config else 2
-    wanted = trainers.native(dp, build_model=made, **SETTINGS)
+    wanted = trainers.native(dp, made=made, **SETTINGS)
     found = pool.run(
         2,
         trainers.on_plait,

@@ -89,7 +89,7 @@ def test_in_float64(pool, tmp_path, name):
 def test_experts_on_different_processes(pool, tmp_path, dp, config):
     """With Transformers' balance loss; a rank that has no batch exchanges another's tokens."""
     made = trainers.experts_alone if "pp" in config["parallel"] else trainers.experts
-    wanted = trainers.native(dp, build_model=made)
+    wanted = trainers.native(dp, made=made)
     world = dp * config["parallel"].get("pp", 1)
     close(pool.run(world, trainers.on_plait, config, str(tmp_path), {"made": made})[0], wanted)
 

@@ -188,12 +188,10 @@ def result(trainer, evaluated, folder):
     }
 
 
-def run(
-    trainer_kind, arguments_kind, folder, *, dtype=torch.float32, build_model=model, **settings
-):
-    """Train, evaluate, and save the model that `build_model(dtype)` returns."""
+def run(trainer_kind, arguments_kind, folder, *, dtype=torch.float32, made=model, **settings):
+    """Train, evaluate, and save the model that `made(dtype)` returns."""
     trainer = trainer_kind(
-        model=build_model(dtype),
+        model=made(dtype),
         args=arguments(arguments_kind, folder, **settings),
         train_dataset=samples(),
         eval_dataset=samples(),
