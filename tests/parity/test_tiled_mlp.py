@@ -45,7 +45,7 @@ def bytes_sent(rank, world, tokens):
         engine = cases.engine(model, configured(case))
         with count_traffic() as traffic:
             engine.train_batch(steps(case, 4)[0][:2])
-    # Both runs agree on their start, which is not part of the step.
+    # Small messages in which ranks agree on the step are not data of the layers.
     ignored = ("control", "broadcast")
     return {kind: count for kind, count in traffic.bytes().items() if kind not in ignored}
 
