@@ -19,6 +19,10 @@ def full_gradients(model):
     return gradients
 
 
+def shapes_of(tensors):
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def names_of_differences(tensors, others):
     """Return the names of the tensors that are not bitwise equal."""
     return [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])]

@@ -1,6 +1,6 @@
-"""What models and losses may do in a pipeline, against one process in float64.
+"""Models and losses with unusual forwards in a pipeline, against one process in float64.
 
-What they may not do is refused on every rank, before the first update.
+Others are refused on every rank, before the first update.
 """
 
 from __future__ import annotations

@@ -65,10 +65,11 @@ def test_fp16_skips_on_every_rank_and_halves_the_scale(pool, stage):
     (history, _, weights), (other_history, _, other_weights) = pool.run(2, train, config, 2, 6)
 
     assert history[0][:3] == other_history[0][:3]
-    assert [step.skipped for step in history] == [False, False, True, False, False, False]
-    assert [step.changed for step in history] == [True, True, False, True, True, True]
-    assert [step.scale for step in history] == [256, 256, 256, 128, 128, 128]
-    assert not math.isfinite(history[2].norm)
+    scales, skipped, changed, norms, _ = zip(*history, strict=True)
+    assert skipped == (False, False, True, False, False, False)
+    assert changed == (True, True, False, True, True, True)
+    assert scales == (256, 256, 256, 128, 128, 128)
+    assert not math.isfinite(norms[2])
     assert_equal(weights, other_weights)
 
 

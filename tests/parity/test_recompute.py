@@ -73,21 +73,18 @@ def assert_same_bits(pool, world, kind, config, modes, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "modes"),
+    ("kind", "tp", "stage", "modes"),
     [
-        ("gpt2", 0, ALL_MODES),
-        ("llama", 1, ALL_MODES[2:3]),
-        ("qwen3", 2, ALL_MODES[:1]),
-        ("gpt2", 3, ALL_MODES[1:3]),
+        pytest.param("gpt2", 1, 0, ALL_MODES, marks=pytest.mark.proof),
+        pytest.param("llama", 1, 1, [SELECTIVE], marks=pytest.mark.proof),
+        ("qwen3", 1, 2, [FULL]),
+        pytest.param("gpt2", 1, 3, ALL_MODES[1:3], marks=pytest.mark.proof),
+        ("llama", 2, 0, [*ALL_MODES[2:4], SLICED]),
+        pytest.param("gpt2", 2, 0, [*ALL_MODES[2:], SLICED], marks=pytest.mark.proof),
     ],
 )
-def test_with_zero(pool, kind, stage, modes):
-    assert_same_bits(pool, 2, kind, settings(2, 1, stage, 1, 2), modes)
-
-
-@pytest.mark.parametrize(("kind", "modes"), [("llama", ALL_MODES[2:4]), ("gpt2", ALL_MODES[2:])])
-def test_with_tensor_parallelism(pool, kind, modes):
-    assert_same_bits(pool, 2, kind, settings(2, 2, 0, 1, 2), [*modes, SLICED])
+def test_zero_and_tensor_parallelism(pool, kind, tp, stage, modes):
+    assert_same_bits(pool, 2, kind, settings(2, tp, stage, 1, 2), modes)
 
 
 def traces(rank, world, kind, config, modes):
@@ -138,36 +135,24 @@ def train_in_pipeline(rank, world, config, modes):
     return bits, block_modes
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    ("world", "config", "modes"),
-    [
-        pytest.param(world, config, modes, id=named(config))
-        for world, config, modes in (
-            (2, pipeline_settings(0, 4, "1f1b", pp=2), [BUDGET, SELECTIVE]),
-            (2, pipeline_settings(0, 4, "zbv", pp=2), [BUDGET, FULL]),
-            (4, pipeline_settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2), [BUDGET]),
-        )
-    ],
-)
-def test_in_a_pipeline(pool, world, config, modes):
-    """The budget covers all micro-batches in flight, and each rank decides for its blocks.
+PIPELINES = [
+    *(pipeline_settings(0, 4, schedule, pp=2, tp=2) for schedule in SCHEDULES),
+    pipeline_settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2),
+]
 
-    Embeddings are tied, and a backward in two halves (zbv) recomputes twice.
+
+@pytest.mark.proof
+@pytest.mark.parametrize("config", PIPELINES, ids=named)
+def test_in_a_pipeline(pool, config):
+    """The budget covers all micro-batches in flight, and each stage decides for its blocks.
+
+    Embeddings are tied, and backwards in two halves (zbv) recompute twice.
     """
-    ranks = pool.run(world, train_in_pipeline, config, modes)
+    ranks = pool.run(4, train_in_pipeline, config, [BUDGET, SELECTIVE, FULL])
     for bits, block_modes in ranks:
-        assert bits == [bits[0]] * (1 + len(modes))
+        assert bits == [bits[0]] * 4, block_modes
         assert set(block_modes[0]) == {"none"}
     assert any(set(block_modes[1]) != {"none"} for _, block_modes in ranks), ranks
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_every_pipeline(pool, schedule):
-    config = pipeline_settings(0, 4, schedule, pp=2, tp=2)
-    for bits, block_modes in pool.run(4, train_in_pipeline, config, [BUDGET, SELECTIVE, FULL]):
-        assert bits == [bits[0]] * 4, block_modes
 
 
 def decide_with_uneven_slices(rank, world, pp):

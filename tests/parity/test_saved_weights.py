@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from plait.checkpoint import states
 from plait.errors import CheckpointError
 from plait.hf.checkpoints import refuse_empty_files
 from tests.parity import adapted, trainers
-from tests.parity.full_tensors import assert_equal
+from tests.parity.full_tensors import assert_equal, shapes_of
 from tests.parity.refusals import message_of
 from tests.parity.trainers import zero
 
@@ -168,10 +169,8 @@ def test_scripts_cannot_save_shards_as_weights(pool, tmp_path, config):
         assert path.suffix not in (".pt", ".safetensors") or path.stat().st_size <= 2000, path
 
     full = results[0][1]
-    shapes = {name: tensor.shape for name, tensor in full.items()}
-    expected = trainers.model().state_dict()
-    assert shapes == {name: tensor.shape for name, tensor in expected.items()}
-    assert {type(tensor) for tensor in full.values()} == {torch.Tensor}
+    assert shapes_of(full) == shapes_of(trainers.model().state_dict())
+    assert set(map(type, full.values())) == {torch.Tensor}
     assert results[1][1] == {}
 
 
@@ -206,7 +205,8 @@ def test_saving_the_model_of_an_engine_is_refused(pool, tmp_path, axis):
             assert "plait.iterate_weights(engine.sharded)" in message
         of_the_model, *of_the_state_dict = messages
         assert of_the_model.startswith("LlamaForCausalLM cannot be pickled (by torch.save(model)")
-        assert all("each process holds a part" in message for message in of_the_state_dict)
+        for message in of_the_state_dict:
+            assert "each process holds a part" in message
         assert_equal(weights, dict(expected))
 
 
@@ -215,8 +215,10 @@ def merge_on_tensor_ranks(rank, world, folder):
     with trainers.launched(rank, world):
         trainer = trainers.trainer_of(folder, TP2, {"model": adapted.model()}, **SETTINGS)
         trainer.train()
-        merges = (trainer.model.merge_and_unload, trainer.model.merge_adapter)
-        messages = [message_of(merge) for merge in merges]
+        messages = [
+            message_of(trainer.model.merge_and_unload),
+            message_of(trainer.model.merge_adapter),
+        ]
         trainer.save_model(f"{folder}/adapter")
         trainer.engine.close()
         return messages
@@ -226,8 +228,8 @@ def test_merging_adapters_that_are_split_is_refused(pool, tmp_path):
     """The remedy merges them in one process."""
     peft = pytest.importorskip("peft")
     remedy = "merge it in one process: PeftModel.from_pretrained(model, folder)"
-    for messages in pool.run(2, merge_on_tensor_ranks, str(tmp_path)):
-        assert all(remedy in message for message in messages)
+    for for_unload, for_merge in pool.run(2, merge_on_tensor_ranks, str(tmp_path)):
+        assert remedy in for_unload and remedy in for_merge
 
     model = peft.PeftModel.from_pretrained(trainers.model(), str(tmp_path / "adapter"))
     merged = model.merge_and_unload().state_dict()
@@ -271,9 +273,9 @@ def save_image_model(rank, world, kind, folder):
         if rank == 0:
             model.save_pretrained(f"{folder}/native")
         trainer = trainers.trainer_of(folder, zero(3), {"model": model})
-        classes = [type(module) for module in trainer.begin().model.modules()]
+        classes = list(map(type, trainer.begin().model.modules()))
         trainer.save_model(f"{folder}/ours")
-        assert [type(module) for module in model.modules()] == classes
+        assert list(map(type, model.modules())) == classes
         trainer.engine.close()
 
 
@@ -304,7 +306,7 @@ def save_shards(rank, world, call, folder):
     """
     torch.manual_seed(1)
     model = TwoLayers()
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = copy.deepcopy(model.state_dict())
     config = {"train_micro_batch_size_per_gpu": 2, **zero(3)}
     sharded: Any = getattr(plait, call)(model, config)
     file = f"{folder}/{rank}.pt"

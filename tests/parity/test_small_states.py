@@ -66,7 +66,7 @@ LAYOUTS = [
     ),
 )
 def test_equals_one_process(pool, states, layout):
-    """No shard cuts a block of codes with one scale, so codes are those of one process."""
+    """Shards do not cut blocks of codes with one scale, so codes are those of one process."""
     world, tp, _, _, accumulation = layout
     config = {**settings(*layout), "optimizer": optimizer(states)}
     actual = pool.run(world, tensor_parallel.train, "wide", True, config)[0]

@@ -1,4 +1,4 @@
-"""What a step counts, drops and takes for a batch, against plain torch in one process, float64."""
+"""Norms, gradients and batches of a step, against plain torch in one process in float64."""
 
 import pytest
 import torch

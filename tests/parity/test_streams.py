@@ -45,7 +45,7 @@ def stream(kind):
 
 
 class SizedStream(torch.utils.data.IterableDataset[Any]):
-    """The same stream with a length, by which Transformers ends a step with the epoch."""
+    """A stream with a length, by which Transformers ends a step with the epoch."""
 
     def __init__(self, kind):
         self.data = stream(kind)

@@ -48,7 +48,7 @@ def train_gemma4(rank, world):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_gemma4(pool, tp):
-    """Its configuration raises an error for fields that differ between layers (B7).
+    """The configuration raises an error for fields that differ between layers (B7).
 
     With tp = 4 two ranks share a key head, also across layers.
     """

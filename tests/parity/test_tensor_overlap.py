@@ -71,11 +71,11 @@ def train(rank, world, config, frozen):
         engine = cases.engine(model, config)
         count = config["gradient_accumulation_steps"]
         start = engine.dp_rank * count
-        results = [
-            engine.train_batch(step[start : start + count])
-            for step in cases.steps_for("llama", engine.dp_size * count)
-        ]
-    return [(float(result.loss), float(result.grad_norm)) for result in results]
+        losses_and_norms = []
+        for step in cases.steps_for("llama", engine.dp_size * count):
+            result = engine.train_batch(step[start : start + count])
+            losses_and_norms.append((float(result.loss), float(result.grad_norm)))
+    return losses_and_norms
 
 
 def assert_equals_no_overlap(pool, world, config, frozen=None):

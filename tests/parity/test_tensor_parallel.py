@@ -14,7 +14,6 @@ from plait.verify.keep_float64 import keeping_float64
 from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import materialised as one_process_model
-from tests.parity.refusals import message_of
 from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
 
 
@@ -162,28 +161,3 @@ def test_dropout_is_shared_over_tp_and_differs_over_dp(pool, stage):
         assert losses == results[0][0]
         assert torch.equal(state, generators[dp_rank])
     assert not torch.equal(generators[0], generators[1])
-
-
-def refusal(rank, world, kind, config):
-    """Runs on every rank."""
-    return message_of(plait.initialize, cases.build(kind, tied=False), config)
-
-
-@pytest.mark.parametrize(
-    ("kind", "plan", "fragment"),
-    [
-        ("llama", {"model.layers.*.mlp.upproj": "colwise"}, "names no module"),
-        ("llama", {"model.layers.*.mlp": "colwise"}, "mlp"),
-        ("plain", {"blocks.*.norm": "colwise"}, "norm"),
-        ("plain", {"blocks.*.up": "columnwise"}, "columnwise"),
-    ],
-)
-def test_wrong_plans_are_refused(pool, kind, plan, fragment):
-    for message in pool.run(2, refusal, kind, settings(2, 2, 0, 1, 1, plan=plan)):
-        assert fragment in message, message
-
-
-def test_more_ranks_than_heads_divide_are_refused(pool):
-    """The message names the degrees that work."""
-    for message in pool.run(3, refusal, "llama", settings(3, 3, 0, 1, 1)):
-        assert message == "parallel.tp = 3: num_attention_heads is 4 and 4 % 3 != 0; use 1, 2 or 4"

@@ -51,7 +51,7 @@ def bytes_sent(rank, world, tokens):
 
 
 def test_tiles_add_no_traffic(pool):
-    """At stage 3 a block is gathered as often as without tiles, also for recomputed tiles."""
+    """A block of stage 3 is gathered as often as without tiles, also for recomputed tiles."""
     assert pool.run(4, bytes_sent, 4) == pool.run(4, bytes_sent, 0)
 
 

@@ -161,8 +161,8 @@ def test_a_run_continues_on_other_layouts(pool, tmp_path, name):
             order = micro_batches_of(epochs, epoch_steps, segment, rank, first_step)
             # A rank without a batch in the last round of an epoch collates another rank's, which
             # counts for nothing.
-            own = [indices for indices in actual["micro_batches"] if indices in order]
-            assert own == order
+            read = [indices for indices in actual["micro_batches"] if indices in order]
+            assert read == order
             assert actual["micro_batches"][: len(order) // 2] == order[: len(order) // 2]
             # A pipeline stage has some of the parameters, but both groups.
             assert len(actual["group_sizes"]) == 2

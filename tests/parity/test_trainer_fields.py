@@ -149,15 +149,16 @@ def on_plait(rank, world, config, folder, settings):
 
 def differences(actual, expected):
     """Return the keys whose values differ, numbers by more than 1e-5."""
-    return [key for key in actual if not _is_close(actual[key], expected[key])]
-
-
-def _is_close(actual, expected):
-    try:
-        return bool(actual == pytest.approx(expected, rel=1e-5))
-    except TypeError:
-        # pytest.approx refuses nested values.
-        return bool(actual == expected)
+    keys = []
+    for key, value in actual.items():
+        try:
+            is_equal = value == pytest.approx(expected[key], rel=1e-5)
+        except TypeError:
+            # pytest.approx refuses nested values.
+            is_equal = value == expected[key]
+        if not is_equal:
+            keys.append(key)
+    return keys
 
 
 @pytest.mark.parametrize(

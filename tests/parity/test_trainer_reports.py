@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.covers import proof_after
 from tests.parity import trainers
-from tests.parity.full_tensors import assert_equal, names_of_differences
+from tests.parity.full_tensors import assert_equal, names_of_differences, shapes_of
 from tests.parity.trainers import zero
 
 LOGGED = ("loss", "grad_norm", "learning_rate")
@@ -40,13 +42,15 @@ def train_with_a_tracker(rank, world, config, folder):
     ("dp", "config"), proof_after(1, [(2, zero(3)), (1, PP2)], name=lambda dp, _: f"dp{dp}")
 )
 def test_the_first_process_reports_what_one_process_does(pool, tmp_path, dp, config):
-    """In a pipeline the loss is on the last stage."""
+    """A pipeline has the loss on the last stage."""
     expected = trainers.native(dp)
-    first, second = pool.run(2, train_with_a_tracker, config, str(tmp_path))
-    assert second == []
-    assert [step for step, _ in first] == list(range(1, len(expected["loss"]) + 1))
-    for key in LOGGED:
-        assert [values[key] for _, values in first] == pytest.approx(expected[key], rel=1e-5)
+    rows, rows_of_the_second = pool.run(2, train_with_a_tracker, config, str(tmp_path))
+    assert rows_of_the_second == []
+    assert len(rows) == len(expected["loss"])
+    for index, (step, values) in enumerate(rows):
+        assert step == index + 1
+        for key in LOGGED:
+            assert values[key] == pytest.approx(expected[key][index], rel=1e-5), (step, key)
 
 
 def train_and_push(rank, world, config, folder):
@@ -57,9 +61,8 @@ def train_and_push(rank, world, config, folder):
         assert others["repo_id"] == "me/tiny" and others["revision"] == "draft"
         path = Path(folder_path)
         # The file is written again, so its tensors are copied.
-        tensors = load_file(path / "model.safetensors")
-        weights = {name: tensor.clone() for name, tensor in tensors.items()}
-        pushes.append((commit_message, weights, {file.name for file in path.iterdir()}))
+        weights = copy.deepcopy(load_file(path / "model.safetensors"))
+        pushes.append((commit_message, weights, set(os.listdir(path))))
         return SimpleNamespace(done=lambda: True, is_done=lambda: True)
 
     create = mock.Mock(return_value=SimpleNamespace(repo_id="me/tiny"))
@@ -94,19 +97,19 @@ def test_the_first_process_pushes_the_full_model(pool, tmp_path, config):
 
     pushes, pushes_of_the_second = pool.run(2, train_and_push, config, str(tmp_path))
     assert pushes_of_the_second == []
-    assert [message for message, _, _ in pushes] == [
+    messages, weights, files = zip(*pushes, strict=True)
+    assert messages == (
         "Training in progress, step 1",
         "Training in progress, step 2",
         "Model save",
         "End of training",
-    ]
-    shapes = {name: tensor.shape for name, tensor in trainers.model().state_dict().items()}
-    for _, weights, files in pushes:
-        assert {name: tensor.shape for name, tensor in weights.items()} == shapes
-        assert {"config.json", "training_args.bin"} <= files
+    )
+    for of_push, names in zip(weights, files, strict=True):
+        assert shapes_of(of_push) == shapes_of(trainers.model().state_dict())
+        assert {"config.json", "training_args.bin"} <= names
 
-    first, second, _, last = (weights for _, weights, _ in pushes)
+    first, second, _, last = weights
     assert names_of_differences(first, second), "nothing was learned"
     assert_equal(second, last)
-    assert "README.md" in pushes[-1][2]
+    assert "README.md" in files[-1]
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), last)

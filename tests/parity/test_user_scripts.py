@@ -63,7 +63,7 @@ WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "war
     ],
 )
 def test_curves_of_deepspeed(tmp_path, name, stage, section):
-    """With DeepSpeed's configuration file, losses and norms are those of DeepSpeed itself."""
+    """Losses and norms are those of DeepSpeed itself with the same configuration file."""
     file = tmp_path / "ds.json"
     config = {**CONFIG, "zero_optimization": {"stage": stage}, **section}
     file.write_text(json.dumps(config))

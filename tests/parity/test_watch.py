@@ -1,4 +1,4 @@
-"""What a rank publishes of its waits, and the hang that other ranks infer from it.
+"""Published waits of a rank, and the hang that other ranks infer from them.
 
 Waits are published through torch's record of collectives, and for shared memory by Plait itself.
 """
@@ -19,27 +19,27 @@ from plait.comm.transport import connect
 from plait.comm.watch import Watch
 
 
-def wait_for(look, words):
-    """Return the first result of `look` that contains the words, or is empty if they are.
+def wait_for(look, fragment):
+    """Return the first result of `look` that contains the fragment, or is empty if it is.
 
     torch records the end of a collective a moment later.
     """
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         text = look()
-        if text == words or (words and words in text):
+        if text == fragment or (fragment and fragment in text):
             break
         time.sleep(0.01)
     return text
 
 
-def description_of_the_hang(own):
+def description_of_the_hang(local):
     """Return what a rank would report if all timeouts were over, or an empty text."""
     # The interval between two looks has private names only. Without it a test would take minutes.
-    own._looked = 0.0
-    own.look(own.board)
+    local._looked = 0.0
+    local.look(local.board)
     readings = {}
-    for rank, peer in own._peers.items():
+    for rank, peer in local._peers.items():
         reading = read_board(peer.board)
         if reading is not None:
             readings[rank] = reading
@@ -59,20 +59,20 @@ def be_late(rank, world):
     # The group of the mesh is the default one, so barriers use another.
     barriers = dist.new_group()
     timeout = timeout_of(dist.group.WORLD)
-    own = Watch()
+    local = Watch()
     seen = {}
     with patch.object(watch, "_UNSEEN_SECONDS", 0.0), patch.object(watch, "LOOK_SECONDS", 3600.0):
-        own.arm()
+        local.arm()
         assert timeout_of(dist.group.WORLD) == timeout + watch.LATER_ALONE_SECONDS
-        assert own.board is not None and sorted(own._peers) == list(range(world))
-        own.name_axes(mesh)
-        own.progress(4, FORWARD)
+        assert local.board is not None and sorted(local._peers) == list(range(world))
+        local.name_axes(mesh)
+        local.progress(4, FORWARD)
         dist.barrier(group=barriers)
 
         if rank == 0:
             work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
             assert work is not None
-            seen["gloo"] = wait_for(lambda: description_of_the_hang(own), "all-reduce")
+            seen["gloo"] = wait_for(lambda: description_of_the_hang(local), "all-reduce")
             dist.barrier(group=barriers)
             work.wait()
         else:
@@ -80,7 +80,7 @@ def be_late(rank, world):
             dist.all_reduce(torch.ones(3), group=group)
         dist.barrier(group=barriers)
         if rank == 0:
-            seen["ended"] = wait_for(lambda: description_of_the_hang(own), "")
+            seen["ended"] = wait_for(lambda: description_of_the_hang(local), "")
         dist.barrier(group=barriers)
 
         transport = connect(
@@ -92,20 +92,20 @@ def be_late(rank, world):
 
         def missing_ranks():
             missing = next(answers, [])
-            if missing and own.board.waiting_since:
-                seen["shared memory"] = description_of_the_hang(own)
+            if missing and local.board.waiting_since:
+                seen["shared memory"] = description_of_the_hang(local)
             return missing
 
         # Rank 1 continues to the barrier, and is late for this wait.
         if rank == 0:
             host = "plait.comm.shared_memory.host"
-            with patch(f"{host}.WATCH", own), patch(f"{host}._YIELDING_SECONDS", 0.0):
+            with patch(f"{host}.WATCH", local), patch(f"{host}._YIELDING_SECONDS", 0.0):
                 transport.host.wait(
                     missing_ranks, operation="all-gather", sequence=7, shape="[8] float32"
                 )
         dist.barrier(group=barriers)
-        assert own.board.waiting_since == 0
-        own.disarm()
+        assert local.board.waiting_since == 0
+        local.disarm()
     return seen
 
 

@@ -20,11 +20,9 @@ def adamw_without_decay_of_vectors(parameters, *, decay=0.1):
 
     The learning rate is large, so that the rule changes the weights visibly.
     """
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [], "weight_decay": 0.0}, {"params": [], "weight_decay": decay}]
+    for parameter in parameters:
+        groups[parameter.ndim > 1]["params"].append(parameter)
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
@@ -40,12 +38,10 @@ def update_average(average, model):
 
 def train(rank, world, config):
     """Return the weights and their average. Runs on every rank."""
-    config = {key: value for key, value in config.items() if key != "optimizer"}
-    engine = plait.initialize(
-        cases.build("plain", tied=True),
-        config | {"gradient_clipping": 0},
-        optimizer=adamw_without_decay_of_vectors,
-    )
+    config = config | {"gradient_clipping": 0}
+    del config["optimizer"]
+    model = cases.build("plain", tied=True)
+    engine = plait.initialize(model, config, optimizer=adamw_without_decay_of_vectors)
     average = copies_of(engine.module)
     for step in cases.ragged_steps(engine.dp_size, steps=STEPS, keys=()):
         engine.backward(mean_loss(engine, step[engine.dp_rank])[0])
