@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from tests.parity import trainers
 
@@ -70,10 +71,6 @@ def build(encoder):
     return model
 
 
-def collate(rows):
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 def metrics_of(prediction):
     return {
         "samples": len(prediction.predictions),
@@ -87,7 +84,7 @@ def run(trainer_class, arguments_class, folder, encoder, **settings):
         model=build(encoder),
         args=trainers.arguments(arguments_class, folder, **SETTINGS, **settings),
         processing_class=TokenIds(),
-        data_collator=collate,
+        data_collator=default_collate,
         train_dataset=prompts(),
         eval_dataset=prompts(),
         compute_metrics=metrics_of,

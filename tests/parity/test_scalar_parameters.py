@@ -71,8 +71,8 @@ def train_in_a_pipeline(rank, world):
     config = settings(1, 0, 1, 2) | {"parallel": {"pp": 2, "dp_replicate": 2}}
     sharded = settings(1, 1, 1, 2) | {"parallel": {"pp": 2, "dp_shard": 2}}
     messages = [
-        message_of(cases.engine, build(), refused, error=ModelError)
-        for refused in (sharded, config | {"bf16": {"enabled": True}})
+        message_of(cases.engine, build(), sharded, error=ModelError),
+        message_of(cases.engine, build(), config | {"bf16": {"enabled": True}}, error=ModelError),
     ]
 
     # The remedy of the messages.

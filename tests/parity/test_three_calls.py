@@ -33,9 +33,8 @@ def mean_of_means(model, step):
 
 def weighted_mean(model, step):
     """Weigh each micro-batch by its number of targets."""
-    results = [mean_loss(model, micro_batch) for micro_batch in step]
-    total = sum(weight for _, weight in results)
-    return [loss * weight / total for loss, weight in results]
+    losses, weights = zip(*(mean_loss(model, micro_batch) for micro_batch in step), strict=True)
+    return [loss * weight / sum(weights) for loss, weight in zip(losses, weights, strict=True)]
 
 
 def micro_batches_of(rank, step):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from tests.covers import proof_after
 from tests.parity import trainers
@@ -66,7 +67,7 @@ class RecordingCollator:
     def __call__(self, rows):
         indices = [self.indices[tuple(row["input_ids"].tolist())] for row in rows]
         self.micro_batches.append(indices)
-        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        return default_collate(rows)
 
 
 def run(trainer_class, arguments_class, folder, *, count, last_step, resume=None, **settings):

@@ -5,6 +5,7 @@ The fields are those that docs/how-to/trainer.md calls honoured.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -108,8 +109,8 @@ def outcome(trainer_class, arguments_class, folder, **settings):
     has_optimizer = {}
     for checkpoint in Path(folder).glob("checkpoint-*"):
         if (checkpoint / "trainer_state.json").exists():
-            files = checkpoint / "plait", checkpoint / "optimizer.pt"
-            has_optimizer[checkpoint.name] = any(path.exists() for path in files)
+            files = set(os.listdir(checkpoint))
+            has_optimizer[checkpoint.name] = not files.isdisjoint({"plait", "optimizer.pt"})
     history = trainers.history(trainer)
     del history["epoch"]
     return {
