@@ -79,17 +79,7 @@ def build(
     make_scheduler=None,
     **sections,
 ):
-    """Return an engine with one micro-batch of two samples per rank and step, in float64.
-
-    Args:
-        world: Number of ranks.
-        stage: ZeRO stage.
-        kind: Kind of model.
-        layers: Number of blocks.
-        make_optimizer: Function that creates the optimizer, in place of AdamW of the configuration.
-        make_scheduler: Function that creates the LR scheduler.
-        sections: Further sections of the configuration.
-    """
+    """Return an engine with one micro-batch of two samples per rank and step, in float64."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},

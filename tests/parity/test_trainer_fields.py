@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +122,21 @@ def outcome(trainer_class, arguments_class, folder, **settings):
     }
 
 
-@cache
-def _native(items):
-    from transformers import Trainer, TrainingArguments
-
-    # The settings are written in this file, and dictionaries in them cannot be keys of the cache.
-    settings = {name: eval(text) for name, text in items}
-    accumulation = 2 * settings.pop("gradient_accumulation_steps", 2)
-    settings["gradient_accumulation_steps"] = accumulation
-    with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return outcome(Trainer, TrainingArguments, folder, **settings)
+NATIVE: dict[str, dict[str, Any]] = {}
+"""Outcomes of `native` by settings, which several tests use."""
 
 
 def native(settings):
     """Run Transformers' Trainer in one process, with the micro-batches of two ranks."""
-    return _native(tuple(sorted((name, repr(value)) for name, value in settings.items())))
+    from transformers import Trainer, TrainingArguments
+
+    key = repr(sorted(settings.items()))
+    if key not in NATIVE:
+        accumulation = 2 * settings.get("gradient_accumulation_steps", 2)
+        settings = settings | {"gradient_accumulation_steps": accumulation}
+        with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
+            NATIVE[key] = outcome(Trainer, TrainingArguments, folder, **settings)
+    return NATIVE[key]
 
 
 def on_plait(rank, world, config, folder, settings):
