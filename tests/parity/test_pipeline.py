@@ -313,7 +313,8 @@ def input_gradients_between_backward_halves(rank, world):
         gradients = 0
         for activations in gc.get_objects():
             if isinstance(activations, runtime._StageActivations):
-                deferred += activations.deferred is not None and len(activations.inputs)
+                if activations.deferred is not None:
+                    deferred += len(activations.inputs)
                 gradients += sum(tensor.grad is not None for tensor in activations.inputs)
         assert deferred
         counts.append(gradients)
