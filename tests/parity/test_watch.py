@@ -61,6 +61,7 @@ def be_late(rank, world):
     timeout = timeout_of(dist.group.WORLD)
     local = Watch()
     seen = {}
+    # The intervals have no setting. With them the thread of the watch would look at its own times.
     with patch.object(watch, "_UNSEEN_SECONDS", 0.0), patch.object(watch, "LOOK_SECONDS", 3600.0):
         local.arm()
         assert timeout_of(dist.group.WORLD) == timeout + watch.LATER_ALONE_SECONDS
@@ -96,7 +97,8 @@ def be_late(rank, world):
                 seen["shared memory"] = description_of_the_hang(local)
             return missing
 
-        # Rank 1 continues to the barrier, and is late for this wait.
+        # Rank 1 continues to the barrier, and is late for this wait. The wait publishes to the
+        # watch of the process, and only after a time for which it yields.
         if rank == 0:
             host = "plait.comm.shared_memory.host"
             with patch(f"{host}.WATCH", local), patch(f"{host}._YIELDING_SECONDS", 0.0):
