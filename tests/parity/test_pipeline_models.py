@@ -1,4 +1,7 @@
-"""What models and losses may do in a pipeline, against one process in float64; what they may not is refused on every rank."""
+"""Models and losses with unusual forwards in a pipeline, against one process in float64.
+
+Others are refused on every rank, before the first update.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,19 @@ from tests.parity.pipelines import dp_of, settings
 from tests.unit.model.families import family
 
 
-class Skip(cases.PlainModel):
-    """Reads its embedding again after the blocks."""
+class EmbeddingReadAgain(cases.PlainModel):
+    """Adds the embedding of the inputs to the output of the last block."""
 
     def forward(self, input_ids, side=False):
-        first = hidden = self.embed(input_ids)
+        embedded = self.embed(input_ids)
+        hidden = embedded
         for block in self.blocks:
             hidden = block(hidden, side)
-        return cases.Output(self.head(hidden + first))
+        return cases.Output(self.head(hidden + embedded))
 
 
-class Trims(cases.PlainModel):
-    """Leaves out what the mask leaves out of every row, so shapes between blocks follow from values."""
+class TrimmedToTheMask(cases.PlainModel):
+    """Cuts off positions that no row's mask has, so that shapes follow from values."""
 
     def length(self, attention_mask):
         return int(attention_mask.sum(1).max())
@@ -38,16 +42,16 @@ class Trims(cases.PlainModel):
         return cases.Output(F.pad(logits, (0, 0, 0, input_ids.shape[1] - length)))
 
 
-class Halves(Trims):
-    """Asks only whether the second half counts."""
+class TrimmedToHalf(TrimmedToTheMask):
+    """Cuts off the second half of the positions if no mask has any of it."""
 
     def length(self, attention_mask):
-        half = attention_mask.shape[1] // 2
-        return attention_mask.shape[1] if attention_mask[:, half:].any() else half
+        length = attention_mask.shape[1]
+        return length if attention_mask[:, length // 2 :].any() else length // 2
 
 
-class Twice(cases.PlainModel):
-    """Runs its blocks two times over."""
+class BlocksRunTwice(cases.PlainModel):
+    """Runs its blocks twice in one forward."""
 
     def forward(self, input_ids, side=False):
         hidden = self.embed(input_ids)
@@ -56,20 +60,19 @@ class Twice(cases.PlainModel):
         return cases.Output(self.head(hidden))
 
 
-class EarlierBlock(cases.PlainModel):
-    """A later block also reads what an earlier one returned."""
+class EarlierBlockRead(cases.PlainModel):
+    """The last block also reads the output of the first."""
 
     def forward(self, input_ids, side=False):
         outputs = [self.embed(input_ids)]
         for block in self.blocks:
-            outputs.append(
-                block(outputs[-1] + outputs[1] if len(outputs) > 2 else outputs[-1], side)
-            )
+            skip = outputs[1] if len(outputs) > 2 else 0
+            outputs.append(block(outputs[-1] + skip, side))
         return cases.Output(self.head(outputs[-1]))
 
 
-class Recorded(cases.PlainModel):
-    """Returns what its blocks returned, and a number of it, besides its logits."""
+class RecordedStates(cases.PlainModel):
+    """Returns the outputs of its blocks and a number computed from them along with its logits."""
 
     def forward(self, input_ids, side=False):
         states = [self.embed(input_ids)]
@@ -79,38 +82,38 @@ class Recorded(cases.PlainModel):
         return SimpleNamespace(logits=self.head(states[-1]), states=tuple(states), size=size)
 
 
-def padded(micro_batches):
-    """Steps of micro-batches of one shape, whose masks end at different places."""
-    generator = torch.Generator().manual_seed(2)
-    steps = []
-    for step in range(3):
-        pieces = []
-        for index in range(micro_batches):
-            ids = torch.randint(0, cases.VOCABULARY, (2, 8), generator=generator)
-            mask = (torch.arange(8) < (8, 4, 3, 7)[(index + step) % 4]).long().expand(2, 8)
-            pieces.append(
-                {
-                    "input_ids": ids,
-                    "attention_mask": mask,
-                    "labels": ids.masked_fill(mask == 0, -100),
-                }
-            )
-        steps.append(pieces)
-    return steps
-
-
 KINDS: dict[str, type[cases.PlainModel]] = {
-    "skip": Skip,
-    "trims": Trims,
-    "halves": Halves,
-    "twice": Twice,
-    "earlier": EarlierBlock,
-    "recorded": Recorded,
+    "skip": EmbeddingReadAgain,
+    "trims": TrimmedToTheMask,
+    "halves": TrimmedToHalf,
+    "twice": BlocksRunTwice,
+    "earlier": EarlierBlockRead,
+    "recorded": RecordedStates,
 }
 
 
-def model_of(kind):
-    """With the same weights everywhere. `early` and `late` are what is trained of a plain model."""
+def padded_steps(micro_batches):
+    """Return steps of micro-batches of one shape whose masks end at different positions."""
+    generator = torch.Generator().manual_seed(2)
+
+    def micro_batch(length):
+        ids = torch.randint(0, cases.VOCABULARY, (2, 8), generator=generator)
+        mask = (torch.arange(8) < length).long().expand(2, 8)
+        labels = ids.masked_fill(mask == 0, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    lengths = (8, 4, 3, 7)
+    return [
+        [micro_batch(lengths[(index + step) % 4]) for index in range(micro_batches)]
+        for step in range(3)
+    ]
+
+
+def build(kind):
+    """Return a model with the same weights on every call.
+
+    Of the kinds "early" and "late" only the first block or the head is trained.
+    """
     torch.manual_seed(7)
     if kind in ("mixtral", "bart"):
         return family(kind, num_hidden_layers=4, decoder_layers=4).train()
@@ -122,109 +125,106 @@ def model_of(kind):
     return model
 
 
-def data_of(kind, micro_batches):
-    """What the model takes."""
+def steps_for(kind, micro_batches):
     if kind in ("trims", "halves"):
-        return padded(micro_batches)
-    return cases.ragged_steps(
-        micro_batches, keys=("attention_mask",) if kind in ("mixtral", "bart") else ()
-    )
+        return padded_steps(micro_batches)
+    keys = ("attention_mask",) if kind in ("mixtral", "bart") else ()
+    return cases.ragged_steps(micro_batches, keys=keys)
 
 
 def train_all(rank, world, kinds, config, folder):
-    """Runs in a worker. The optimizer is an instance over all parameters."""
+    """Train each model with an optimizer instance over all parameters. Runs on every rank."""
     traces = {}
     for kind in kinds:
-        model = model_of(kind)
+        model = build(kind)
         engine = cases.engine(model, config, optimizer=cases.sgd(list(model.parameters())))
-        steps = data_of(kind, dp_of(config) * config["gradient_accumulation_steps"])
+        steps = steps_for(kind, dp_of(config) * config["gradient_accumulation_steps"])
         traces[kind] = engine_trace(engine, steps)
         engine.save_checkpoint(f"{folder}/{kind}")
         assert engine.load_checkpoint(f"{folder}/{kind}") is not None
     return traces if rank == 0 else {}
 
 
-def compared(pool, world, kinds, config, folder):
-    """Train each and compare with one process."""
-    found = pool.run(world, train_all, kinds, config, str(folder))[0]
+def check(pool, world, kinds, config, folder):
+    """Train each model on the layout and in one process, and compare."""
+    traces = pool.run(world, train_all, kinds, config, str(folder))[0]
     for kind in kinds:
-        steps = data_of(kind, dp_of(config) * config["gradient_accumulation_steps"])
-        wanted = plain_trace(model_of(kind), steps, optimizer=cases.sgd)
-        assert_same(wanted, found[kind], bar=1e-9, where=kind)
+        steps = steps_for(kind, dp_of(config) * config["gradient_accumulation_steps"])
+        expected = plain_trace(build(kind), steps, optimizer=cases.sgd)
+        assert_same(expected, traces[kind], bar=1e-9, where=kind)
 
 
-def test_what_models_may_do(pool, tmp_path):
-    """A3: a norm after the embedding that is registered after the blocks. A20: shapes that follow from a mask's values. B4: stages with
-    nothing to train. B6: an optimizer instance. And an embedding that is read again after the blocks, a router's aux loss not in the loss,
-    recorded states not in the loss."""
+def test_models_that_train_in_a_pipeline(pool, tmp_path):
+    """Covers defects A3, A20, B4 and B6.
+
+    A3 is a norm after the embedding that is registered after the blocks (Bart). A20 are shapes
+    that follow from values, B4 stages with nothing to train, and B6 an optimizer instance.
+    """
     kinds = ["bart", "trims", "halves", "early", "late", "skip", "recorded"]
-    compared(pool, 2, kinds, settings(0, 4, pp=2), tmp_path)
+    check(pool, 2, kinds, settings(0, 4, pp=2), tmp_path)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_stages_with_nothing_to_train_and_data_parallelism(pool, tmp_path, stage):
-    """B4: their ranks have no buckets, or sharded units without gradients."""
+def test_frozen_stages_with_data_parallelism(pool, tmp_path, stage):
+    """Ranks of frozen stages have no buckets, or sharded units without gradients (B4)."""
     axis = "dp_replicate" if stage == 0 else "dp_shard"
-    compared(pool, 4, ["early", "late", "skip"], settings(stage, 2, pp=2, **{axis: 2}), tmp_path)
+    check(pool, 4, ["early", "late", "skip"], settings(stage, 2, pp=2, **{axis: 2}), tmp_path)
 
 
-def reads_recorded(output, batch):
-    """A loss of more than the logits."""
+def loss_of_recorded_states(output, batch):
     total, weight = plait.causal_lm_loss(output, batch)
     return total + output.size, weight
 
 
-def reads_router(output, batch):
-    """The loss that balances experts."""
+def loss_of_routers(output, batch):
     total, weight = plait.causal_lm_loss(output, batch)
     return total + output.aux_loss, weight
 
 
-def told(rank, world):
-    """Runs in a worker: what is said on this rank."""
-    config = settings(0, 2, pp=2)
-    said = {}
-    for kind, loss in (
-        ("recorded", reads_recorded),
-        ("mixtral", reads_router),
-        ("twice", None),
-        ("earlier", None),
-    ):
-        model = model_of(kind)
-        if kind == "mixtral":
-            model.config.output_router_logits = True
-        try:
-            if loss is None:
-                used = plait.causal_lm_loss
-            else:
-                used = plait.WeightedLoss(loss, plait.causal_lm_loss.weight)
-            engine = plait.initialize(model, config, loss_fn=used)
-            said[kind] = "made"
-            engine.train_batch(data_of(kind, 2)[0])
-        except plait.PlaitError as error:
-            said[kind] = str(error)
-    engine = plait.initialize(model_of("recorded"), config, loss_fn=plait.causal_lm_loss)
-    output = engine.predict(data_of("recorded", 1)[0][0])
-    try:
-        said["predict"] = (
-            "" if output is None else f"{tuple(output.logits.shape)[-1]} {output.states[1]}"
-        )
-    except plait.PlaitError as error:
-        said["predict"] = str(error)
-    return said
+REFUSED = {
+    "recorded": (
+        loss_of_recorded_states,
+        "the model's output `size` follows from blocks before blocks.",
+    ),
+    "mixtral": (loss_of_routers, "the balance loss is a sum over ranks, which no output holds"),
+    "twice": (plait.causal_lm_loss, "4 of the 4 blocks run more than once"),
+    "earlier": (plait.causal_lm_loss, "does not pass through the chain of blocks"),
+}
 
 
-def test_what_they_may_not_do(pool):
-    """A4: a loss that reads what earlier stages' blocks recorded. Blocks that run more than once, or read what an earlier one returned.
-    Said alike on every rank, before the first update."""
-    first, second = pool.run(2, told)
-    outputs = first.pop("predict"), second.pop("predict")
+def train_one_step(kind, loss):
+    model = build(kind)
+    if kind == "mixtral":
+        model.config.output_router_logits = True
+    weighted = plait.WeightedLoss(loss, plait.causal_lm_loss.weight)
+    engine = plait.initialize(model, settings(0, 2, pp=2), loss_fn=weighted)
+    engine.train_batch(steps_for(kind, 2)[0])
+
+
+def refusals(rank, world):
+    """Return the message for each refused model, and try `predict`. Runs on every rank."""
+    messages = {}
+    for kind, (loss, _) in REFUSED.items():
+        with pytest.raises(plait.PlaitError) as error:
+            train_one_step(kind, loss)
+        messages[kind] = str(error.value)
+
+    # Outputs that the last stage does not compute may not be read either.
+    engine = cases.engine(build("recorded"), settings(0, 2, pp=2))
+    output = engine.predict(steps_for("recorded", 1)[0][0])
+    if rank == 0:
+        assert output is None
+    else:
+        assert output.logits.shape[-1] == cases.VOCABULARY
+        with pytest.raises(plait.PlaitError, match="the model's output `states` follows from"):
+            str(output.states[1])
+    return messages
+
+
+def test_models_and_losses_that_are_refused(pool):
+    """A loss may not read what earlier stages recorded (A4). Blocks must form a chain."""
+    first, second = pool.run(2, refusals)
     assert first == second
-    assert (
-        "the model's output `size` follows from blocks before blocks." in first["recorded"]
-        and "stage 1" in first["recorded"]
-    )
-    assert "the balance loss is a sum over ranks, which no output holds" in first["mixtral"]
-    assert "4 of the 4 blocks run more than once" in first["twice"]
-    assert "does not pass through the chain of blocks" in first["earlier"]
-    assert outputs[0] == "" and "the model's output `states` follows from" in outputs[1]
+    for kind, (_, fragment) in REFUSED.items():
+        assert fragment in first[kind], kind
+    assert "stage 1" in first["recorded"]

@@ -1,4 +1,4 @@
-"""Pipelines of models whose forward depends on more than its inputs and parameters: attributes, buffers, the loss's own reading."""
+"""Pipelines of models whose forward depends on more than its inputs and parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import plait
-from plait.errors import PlaitError
+from plait.errors import ModelError
 from plait.verify.parity import engine_trace
 from tests.parity import cases, pipelines
 from tests.parity.data_parallel import assert_same, plain_trace
@@ -26,7 +26,6 @@ class StatefulModel(cases.PlainModel):
         self.counts: str | None = None
         self.steps_seen = 0
         self.skips_around = False
-        self.aux: torch.Tensor | None = None
         self.register_buffer("temperature", torch.ones(()))
 
     def forward(self, input_ids):
@@ -35,13 +34,15 @@ class StatefulModel(cases.PlainModel):
             self.steps_seen += 1
         if self.counts == "buffer":
             hidden = hidden * self.temperature
-        recorded = []
+
+        outputs = []
         if not self.skip_blocks:
             for block in self.blocks:
                 hidden = block(hidden, False)
-                recorded.append(hidden)
+                outputs.append(hidden)
         if self.skips_around:
-            hidden = hidden + recorded[0]
+            hidden = hidden + outputs[0]
+
         if self.counts == "behind":
             self.steps_seen += 1
         if self.counts == "buffer":
@@ -50,7 +51,7 @@ class StatefulModel(cases.PlainModel):
 
 
 class AuxiliaryBlock(cases.Block):
-    """A block that keeps a loss of its own as an attribute."""
+    """A block that stores an auxiliary loss as an attribute."""
 
     def forward(self, hidden, use_side):
         output = super().forward(hidden, use_side)
@@ -59,53 +60,47 @@ class AuxiliaryBlock(cases.Block):
 
 
 def build():
-    """The model in float64, with the same weights on every call."""
     torch.manual_seed(7)
     return StatefulModel().to(torch.float64)
 
 
-def penalised(model):
-    """A loss with a penalty on all parameters."""
+def loss_with(term):
+    """Return the loss of a language model plus a term that reads the model."""
 
     def loss(output, batch):
         total, weight = plait.causal_lm_loss(output, batch)
-        return total + 0.01 * sum(p.square().sum() for p in model.parameters()), weight
+        return total + term(), weight
 
-    return loss
+    return plait.WeightedLoss(loss, plait.causal_lm_loss.weight)
 
 
 def error_of(rank, world, case):
-    """Runs in a worker. Returns the error of the first or second step."""
+    """Return the message of the first or second step. Runs on every rank."""
     model = build()
     loss: Any = plait.causal_lm_loss
     if case == "auxiliary":
         model.blocks = torch.nn.ModuleList(AuxiliaryBlock(12) for _ in range(4)).to(torch.float64)
-
-        def loss(output, batch):
-            total, weight = plait.causal_lm_loss(output, batch)
-            return total + sum(block.aux_loss for block in model.blocks), weight
-
+        loss = loss_with(lambda: sum(block.aux_loss for block in model.blocks))
     elif case == "penalty":
-        loss = penalised(model)
+        loss = loss_with(lambda: 0.01 * sum(p.square().sum() for p in model.parameters()))
     elif case == "around":
         model.skips_around = True
     elif case != "skip":
         model.counts = case
-    plan = cases.ragged_steps(2, steps=2, keys=())
-    try:
-        engine = plait.initialize(
-            model, CONFIG, loss_fn=plait.WeightedLoss(loss, plait.causal_lm_loss.weight)
-        )
-        engine.train_batch(plan[0])
-        model.skip_blocks = case == "skip"
-        engine.train_batch(plan[1])
-    except PlaitError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+    def train_two_steps():
+        engine = plait.initialize(model, CONFIG, loss_fn=loss)
+        for step in cases.ragged_steps(2, steps=2, keys=()):
+            engine.train_batch(step)
+            model.skip_blocks = case == "skip"
+
+    with pytest.raises(ModelError) as error:
+        train_two_steps()
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "fragment"),
     [
         ("skip", "which does not run in a forward of this batch"),
         ("behind", "sets model.steps_seen after blocks.3"),
@@ -115,15 +110,15 @@ def error_of(rank, world, case):
         ("around", "not only through the chain of blocks"),
     ],
 )
-def test_state_that_stages_cannot_share_is_refused(pool, case, words):
+def test_state_that_stages_cannot_share_is_refused(pool, case, fragment):
     for message in pool.run(2, error_of, case):
-        assert message.startswith("ModelError: parallel.pp"), message
-        assert words in message, message
+        assert message.startswith("parallel.pp"), message
+        assert fragment in message, message
         assert "parallel.pp = 1" in message, message
 
 
-class Rescaled:
-    """Steps between which an attribute of the model changes."""
+class RescaledSteps:
+    """Steps between which attributes of the model change."""
 
     def __init__(self, model):
         self._model = model
@@ -135,16 +130,15 @@ class Rescaled:
             yield step
 
 
-def rescaled(rank, world):
-    """Runs in a worker."""
+def train_rescaled(rank, world):
+    """Runs on every rank."""
     model = build()
     engine = plait.initialize(model, CONFIG, loss_fn=plait.causal_lm_loss)
-    trace = engine_trace(engine, Rescaled(model))  # type: ignore[arg-type]
+    trace = engine_trace(engine, RescaledSteps(model))  # type: ignore[arg-type]
     return trace if rank == 0 else None
 
 
 def test_attributes_that_all_stages_change(pool):
-    trace = pool.run(2, rescaled)[0]
+    actual = pool.run(2, train_rescaled)[0]
     model = build()
-    expected = plain_trace(model, Rescaled(model))
-    assert_same(expected, trace)
+    assert_same(plain_trace(model, RescaledSteps(model)), actual)

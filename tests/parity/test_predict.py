@@ -1,4 +1,4 @@
-"""Predictions token by token, with what the model keeps of earlier ones, are those of the full sequence."""
+"""Logits token by token with a KV cache are those of the full sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.sharded.misuse import refuse_cache, refuse_own_batches
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 
-CASES: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 3": {"zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}},
     "tp": {"parallel": {"tp": 2, "sequence_parallel": False}},
     "tp, sequence parallel": {"parallel": {"tp": 2, "sequence_parallel": True}},
@@ -24,79 +24,76 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def differences(rank, world):
-    """The largest one of a case. Runs in a worker."""
+def largest_differences(rank, world):
+    """Return the largest difference of logits by layout. Runs on every rank."""
     from transformers import DynamicCache
 
     ids = torch.randint(0, cases.VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(3))
-    found = {}
-    for name, settings in CASES.items():
+    differences = {}
+    for name, layout in LAYOUTS.items():
         model = cases.build("llama", tied=False)
         with keeping_float64(model):
-            engine = cases.engine(model, {"train_micro_batch_size_per_gpu": 2, **settings})
+            engine = cases.engine(model, {"train_micro_batch_size_per_gpu": 2, **layout})
             full = engine.predict({"input_ids": ids})
             cache = engine.new_cache()
             assert isinstance(cache, DynamicCache) or name == "pp"
             with engine.evaluating():
-                parts = [
-                    engine.predict({"input_ids": ids[:, at]}, cache=cache)
-                    for at in (slice(0, 4), slice(4, 5), slice(5, 7))
-                ]
+                outputs = []
+                for tokens in ids.split([4, 1, 2], dim=1):
+                    outputs.append(engine.predict({"input_ids": tokens}, cache=cache))
             assert cache.get_seq_length() == 7
             if engine.sharded.holds_output:
-                found[name] = float(
-                    (torch.cat([part.logits for part in parts], dim=1) - full.logits).abs().max()
-                )
-    return found
+                logits = torch.cat([output.logits for output in outputs], dim=1)
+                differences[name] = float((logits - full.logits).abs().max())
+    return differences
 
 
 def test_a_cache_gives_the_same_logits(pool):
-    for found in pool.run(2, differences):
-        assert max(found.values()) < 1e-12, found
+    for differences in pool.run(2, largest_differences):
+        assert max(differences.values()) < 1e-12, differences
 
 
-def modes(rank, world):
-    """Whether each module trains, before and after evaluations. Runs in a worker."""
+def training_modes(model):
+    return [module.training for module in model.modules()]
+
+
+def modes_around_evaluations(rank, world):
+    """Return the modes of all modules before and after evaluations. Runs on every rank."""
     engine = cases.engine(cases.build("plain", tied=True), {"train_micro_batch_size_per_gpu": 2})
     engine.model.blocks[1].eval()
-    before = [module.training for module in engine.model.modules()]
+    before = training_modes(engine.model)
     batch = cases.ragged_steps(1, steps=1, keys=())[0][0]
     engine.predict(batch)
     engine.eval_batch(batch)
     with pytest.raises(ZeroDivisionError), engine.evaluating():
         raise ZeroDivisionError
-    return before, [module.training for module in engine.model.modules()]
+    return before, training_modes(engine.model)
 
 
 def test_modules_in_evaluation_mode_stay_in_it(pool):
-    """A frozen BatchNorm would otherwise train from the first evaluation on."""
-    for before, after in pool.run(2, modes):
+    """A frozen BatchNorm would otherwise train after the first evaluation."""
+    for before, after in pool.run(2, modes_around_evaluations):
         assert before == after and not all(before)
 
 
-class Cuts(StepHook):
+class BatchTransform(StepHook):
+    """Returns batches unchanged. Having a `transform` is enough to be refused."""
+
     def transform(self, batch):
         return batch
 
 
-def test_where_there_is_no_place_for_a_cache():
-    """Refused by the layout."""
+def test_layouts_without_a_place_for_a_cache():
+    def parts_and_mesh(layout, *hooks):
+        parts = Parts(torch.nn.Linear(1, 1), (), hooks=Hooks(hooks))
+        return parts, Mesh(layout, torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
 
-    def at(layout, *hooks):
-        return Parts(torch.nn.Linear(1, 1), (), hooks=Hooks(hooks)), Mesh(
-            layout, torch.device("cpu"), 0, None, None
-        )  # type: ignore[arg-type]
+    refuse_cache(*parts_and_mesh(Layout(tp=2)), object())
+    with pytest.raises(InputError, match=r"parallel.pp = 2: .* pass what engine.new_cache"):
+        refuse_cache(*parts_and_mesh(Layout(pp=2)), object())
 
-    refuse_cache(*at(Layout(tp=2)), object())
-    with pytest.raises(
-        InputError,
-        match="parallel.pp = 2: predict.* got a object, but each of 2 stages .* pass what engine.new_cache",
-    ):
-        refuse_cache(*at(Layout(pp=2)), object())
-    with pytest.raises(
-        InputError,
-        match="passes a batch to the model unchanged, but Cuts must transform every micro-batch",
-    ):
-        refuse_cache(*at(Layout(), Cuts()), object())
+    parts, mesh = parts_and_mesh(Layout(), BatchTransform())
+    with pytest.raises(InputError, match="BatchTransform must transform every micro-batch"):
+        refuse_cache(parts, mesh, object())
     with pytest.raises(InputError, match=r"engine\(...\) passes a batch to the model"):
-        refuse_own_batches(at(Layout(), Cuts())[0], "engine(...)")
+        refuse_own_batches(parts, "engine(...)")

@@ -1,4 +1,4 @@
-"""`predict_with_generate` on Plait's layouts is Transformers' own Seq2SeqTrainer in one process."""
+"""`predict_with_generate` on layouts, against Transformers' Seq2SeqTrainer in one process."""
 
 from __future__ import annotations
 
@@ -8,53 +8,49 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from tests.parity import trainers
 
-NEW = 5
+NEW_TOKENS = 5
 SETTINGS: dict[str, Any] = {
     "predict_with_generate": True,
-    "generation_max_length": trainers.LENGTH + NEW,
+    "generation_max_length": trainers.LENGTH + NEW_TOKENS,
+    # Three full batches: Transformers gives the loss of a smaller last batch the same weight.
     "per_device_eval_batch_size": 7,
 }
-"""Three full batches: Transformers counts the loss of a last one that is not full as often as that of others."""
 
 
-class Words:
-    """As much of a tokenizer as a Trainer reads."""
+class TokenIds:
+    """The attributes of a tokenizer that a Trainer reads."""
 
-    pad_token_id, eos_token_id = 0, 2
+    pad_token_id = 0
+    eos_token_id = 2
 
 
 def prompts():
-    """Padded on the left."""
-    found = []
+    """Return the samples, padded on the left."""
+    rows = []
     for sample in trainers.samples():
-        length = int(sample["attention_mask"].sum())
-        found.append(
-            {name: tensor.roll(trainers.LENGTH - length) for name, tensor in sample.items()}
-        )
-    return found
+        padding = trainers.LENGTH - int(sample["attention_mask"].sum())
+        rows.append({name: tensor.roll(padding) for name, tensor in sample.items()})
+    return rows
 
 
-def small(**fields):
-    """A Bart: with an encoder and a decoder."""
+def bart():
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-    sizes = {
+    fields = {
+        "d_model": 16,
         "encoder_layers": 1,
         "decoder_layers": 1,
         "encoder_attention_heads": 2,
         "decoder_attention_heads": 2,
-    }
-    widths = {
-        "d_model": 16,
         "encoder_ffn_dim": 16,
         "decoder_ffn_dim": 16,
         "vocab_size": trainers.VOCABULARY,
+        "max_position_embeddings": 32,
         "dropout": 0.0,
-    }
-    marks = {
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -62,64 +58,57 @@ def small(**fields):
         "forced_eos_token_id": 2,
     }
     torch.manual_seed(3)
-    return AutoModelForSeq2SeqLM.from_config(
-        AutoConfig.for_model("bart", **sizes, **widths, **marks, max_position_embeddings=32)
-    )
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **fields))
 
 
-def made(encoder):
-    found = small() if encoder else trainers.model()
-    found.generation_config.eos_token_id, found.generation_config.pad_token_id = 2, 0
+def build(encoder):
+    """Return a decoder, or an encoder and decoder that generate with beams."""
+    model = bart() if encoder else trainers.model()
+    model.generation_config.pad_token_id = TokenIds.pad_token_id
+    model.generation_config.eos_token_id = TokenIds.eos_token_id
     if encoder:
-        found.generation_config.num_beams = 2
-    return found
+        model.generation_config.num_beams = 2
+    return model
 
 
-def run(trainer_kind, arguments_kind, folder, encoder, **settings):
-    """(tokens of all samples after training, metrics)."""
-    args = trainers.arguments(arguments_kind, folder, **SETTINGS, **settings)
-    trainer = trainer_kind(
-        model=made(encoder),
-        args=args,
-        processing_class=Words(),
-        data_collator=lambda rows: {
-            name: torch.stack([row[name] for row in rows]) for name in rows[0]
-        },
+def metrics_of(prediction):
+    return {
+        "samples": len(prediction.predictions),
+        "first": float(prediction.predictions[:, -NEW_TOKENS:].mean()),
+    }
+
+
+def run(trainer_class, arguments_class, folder, encoder, **settings):
+    """Train, and return the generated tokens of all samples and the metrics."""
+    trainer = trainer_class(
+        model=build(encoder),
+        args=trainers.arguments(arguments_class, folder, **SETTINGS, **settings),
+        processing_class=TokenIds(),
+        data_collator=default_collate,
         train_dataset=prompts(),
         eval_dataset=prompts(),
-        compute_metrics=lambda prediction: {
-            "samples": len(prediction.predictions),
-            "first": float(prediction.predictions[:, -NEW:].mean()),
-        },
+        compute_metrics=metrics_of,
     )
     trainer.train()
     metrics = trainer.evaluate()
-    found = trainer.predict(prompts())
-    kept = {
-        name: value
-        for name, value in metrics.items()
-        if name in ("eval_loss", "eval_samples", "eval_first")
-    }
-    assert found.label_ids.shape[0] == trainers.SAMPLES
-    return found.predictions.tolist(), kept
+    output = trainer.predict(prompts())
+    assert output.label_ids.shape[0] == trainers.SAMPLES
+    names = ("eval_loss", "eval_samples", "eval_first")
+    return output.predictions.tolist(), {name: metrics[name] for name in names}
 
 
 @cache
 def native(dp, encoder):
+    """Run Transformers' trainer in one process."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return run(
-            Seq2SeqTrainer,
-            Seq2SeqTrainingArguments,
-            folder,
-            encoder,
-            gradient_accumulation_steps=2 * dp,
-        )
+        arguments = (Seq2SeqTrainer, Seq2SeqTrainingArguments, folder, encoder)
+        return run(*arguments, gradient_accumulation_steps=2 * dp)
 
 
 def on_plait(rank, world, config, folder, encoder):
-    """Runs in a worker."""
+    """Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -138,9 +127,8 @@ def on_plait(rank, world, config, folder, encoder):
         pytest.param(2, trainers.zero(3), True, id="encoder-zero3"),
     ],
 )
-def test_it_is_one_process(pool, tmp_path, dp, config, encoder):
-    """All tokens of 21 samples, in three batches; an encoder with beams too."""
-    tokens, metrics = native(dp, encoder)
-    for found, scores in pool.run(2, on_plait, config, str(tmp_path), encoder):
-        assert found == tokens and scores["eval_samples"] == trainers.SAMPLES
-        assert scores == pytest.approx(metrics, rel=1e-5)
+def test_generated_tokens_equal_one_process(pool, tmp_path, dp, config, encoder):
+    expected_tokens, expected_metrics = native(dp, encoder)
+    for tokens, metrics in pool.run(2, on_plait, config, str(tmp_path), encoder):
+        assert tokens == expected_tokens and metrics["eval_samples"] == trainers.SAMPLES
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5)

@@ -1,7 +1,8 @@
-"""What a user saves of a sharded model has all of its weights, or is refused by name."""
+"""Saved weights of a sharded model are complete, or saving is refused with the right call."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,28 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import plait
 from plait.checkpoint import states
-from plait.errors import CheckpointError, InputError
+from plait.errors import CheckpointError
 from plait.hf.checkpoints import refuse_empty_files
 from tests.parity import adapted, trainers
+from tests.parity.full_tensors import assert_equal, shapes_of
+from tests.parity.refusals import message_of
 from tests.parity.trainers import zero
 
 SETTINGS = {"learning_rate": 3e-2, "max_steps": 2}
+TP2 = {"parallel": {"tp": 2}}
+PP2 = {"parallel": {"pp": 2}}
 
 
 def saved_in(folder):
-    """Every tensor of a folder's own files."""
-    return {
-        name: tensor
-        for path in Path(folder).glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
+    """Return the tensors of the files in a folder."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
 
 
-def merged_on_plait(rank, world, config, folder):
-    """Train adapters, merge them, and save. Runs in a worker."""
+def train_and_merge(rank, world, config, folder):
+    """Train adapters, merge them, and save. Runs on every rank."""
     with trainers.launched(rank, world):
         trainer = trainers.trainer_of(folder, config, {"model": adapted.model()}, **SETTINGS)
         trainer.train()
@@ -43,7 +47,7 @@ def merged_on_plait(rank, world, config, folder):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_merged_adapters(pool, tmp_path, stage):
-    """The weights of one process that merges its adapters, and no adapter file."""
+    """The folder has the merged weights of one process, and no adapter file."""
     pytest.importorskip("peft")
     from transformers import Trainer, TrainingArguments
 
@@ -51,21 +55,21 @@ def test_merged_adapters(pool, tmp_path, stage):
         arguments = trainers.arguments(
             TrainingArguments, str(tmp_path), gradient_accumulation_steps=4, **SETTINGS
         )
-        one = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
-        one.train()
-        wanted = one.model.merge_and_unload().state_dict()
+        native = Trainer(model=adapted.model(), args=arguments, train_dataset=trainers.samples())
+        native.train()
+        expected = native.model.merge_and_unload().state_dict()
 
-    pool.run(2, merged_on_plait, zero(stage), str(tmp_path))
-    found = saved_in(tmp_path / "merged")
-    assert found.keys() == wanted.keys() and not list(tmp_path.glob("merged/adapter*"))
-    for name, tensor in wanted.items():
+    pool.run(2, train_and_merge, zero(stage), str(tmp_path))
+    actual = saved_in(tmp_path / "merged")
+    assert actual.keys() == expected.keys() and not list(tmp_path.glob("merged/adapter*"))
+    for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
-def two_adapters(rank, world, config, folder):
-    """Save before and after another adapter is made the active one. Runs in a worker."""
+def train_two_adapters(rank, world, config, folder):
+    """Save before and after the second adapter becomes the active one. Runs on every rank."""
     from peft import LoraConfig
 
     with trainers.launched(rank, world):
@@ -80,84 +84,101 @@ def two_adapters(rank, world, config, folder):
         trainer.engine.close()
 
 
-@pytest.mark.parametrize("config", [zero(3), {"parallel": {"pp": 2}}], ids=["zero3", "pp2"])
+@pytest.mark.parametrize("config", [zero(3), PP2], ids=["zero3", "pp2"])
 def test_every_adapter_is_saved(pool, tmp_path, config):
-    """Each in its own folder, as PEFT does, whichever of them is active."""
+    """Each adapter has its own folder, as in PEFT, whichever of them is active."""
     pytest.importorskip("peft")
-    pool.run(2, two_adapters, config, str(tmp_path))
-    for where, count in (("", 2 * 2 * len(adapted.TARGETS)), ("other", 2 * 2)):
-        before, after = saved_in(tmp_path / "before" / where), saved_in(tmp_path / "after" / where)
-        assert len(before) == len(after) == count
-        for name, tensor in before.items():
-            assert torch.equal(tensor, after[name]), name
+    pool.run(2, train_two_adapters, config, str(tmp_path))
+    for subfolder, count in (("", 2 * 2 * len(adapted.TARGETS)), ("other", 2 * 2)):
+        before = saved_in(tmp_path / "before" / subfolder)
+        assert len(before) == count
+        assert_equal(saved_in(tmp_path / "after" / subfolder), before)
 
 
-def said(call):
-    """The words of a refusal."""
-    with pytest.raises(InputError) as raised:
-        call()
-    return str(raised.value)
+class QuantisedLinear(nn.Linear):
+    """A layer whose state dict has facts of its weight, as those of bitsandbytes."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if getattr(self.weight, "quant_state", None) is not None:
+            destination[f"{prefix}weight.quant_state"] = self.weight.quant_state
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
-def saved_by_scripts(rank, world, config, folder):
-    """Ways of scripts to save a Trainer's model. Runs in a worker."""
+def save_adapters_of_quantised_layers(rank, world, folder):
+    """Runs on every rank."""
+    with trainers.launched(rank, world):
+        model = adapted.model()
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = QuantisedLinear
+        trainer = trainers.trainer_of(folder, PP2, {"model": model}, **SETTINGS)
+        trainer.train()
+        trainer.save_model(f"{folder}/saved")
+        trainer.engine.close()
+
+
+def test_adapters_of_quantised_layers_are_saved_in_a_pipeline(pool, tmp_path):
+    """A rank has only placeholders for the quantised weights of other stages."""
+    pytest.importorskip("peft")
+    pool.run(2, save_adapters_of_quantised_layers, str(tmp_path))
+    assert len(saved_in(tmp_path / "saved")) == 2 * 2 * len(adapted.TARGETS)
+
+
+def save_as_scripts_do(rank, world, config, folder):
+    """Try the ways in which scripts save a Trainer's model. Runs on every rank.
+
+    Returns the messages, and the result of the call that they name.
+    """
     with trainers.launched(rank, world):
         trainer = trainers.trainer_of(folder, config, max_steps=1)
         trainer.train()
-        model, file = trainer.model, f"{folder}/{rank}.pt"
-        refusals = [said(lambda: torch.save(model.state_dict(), file))]
-        own = said(lambda: model.save_pretrained(f"{folder}/own"))
-        assert "call trainer.save_model(folder) on every process" in own
-        if config != {"parallel": {"pp": 2}}:
-            shards = {
-                name: parameter.detach().cpu() for name, parameter in model.named_parameters()
-            }
-            refusals += [
-                said(lambda: torch.save(shards, file)),
-                said(lambda: trainer._save(f"{folder}/alpaca", state_dict=shards)),
-                said(lambda: model.save_pretrained(f"{folder}/pretrained", state_dict=shards)),
+        model = trainer.model
+        file = f"{folder}/{rank}.pt"
+
+        messages = [message_of(lambda: torch.save(model.state_dict(), file))]
+        if config != PP2:
+            shards = {name: p.detach().cpu() for name, p in model.named_parameters()}
+            messages += [
+                message_of(torch.save, shards, file),
+                message_of(trainer._save, f"{folder}/alpaca", state_dict=shards),
+                message_of(model.save_pretrained, f"{folder}/pretrained", state_dict=shards),
             ]
-        resized = said(lambda: model.resize_token_embeddings(70))
-        assert (
-            "resize_token_embeddings(70)" in resized
-            and "load the model, resize it, and then train it" in resized
-        )
+
+        saving = message_of(model.save_pretrained, f"{folder}/own")
+        assert "call trainer.save_model(folder) on every process" in saving
+        resizing = message_of(model.resize_token_embeddings, 70)
+        assert "resize_token_embeddings(70)" in resizing
+        assert "load the model, resize it, and then train it" in resizing
+
         full = trainer.accelerator.get_state_dict(model)
         trainer.engine.close()
-        return refusals, full
+        return messages, full
 
 
-@pytest.mark.parametrize(
-    "config",
-    [zero(3), {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}],
-    ids=["zero3", "tp2", "pp2"],
-)
-def test_parts_are_no_weights(pool, tmp_path, config):
-    """The advised call returns every weight, in plain tensors, on the first process."""
-    found = pool.run(2, saved_by_scripts, config, str(tmp_path))
-    for refusals, _ in found:
-        assert "call trainer.save_model(folder)" in refusals[0]
-        assert all(
-            ("holds a part" in text or "shards of other processes" in text)
-            and "get_state_dict(model)" in text
-            for text in refusals
-        ), refusals
-    assert [
-        path.name
-        for path in tmp_path.rglob("*")
-        if path.suffix in (".pt", ".safetensors") and path.stat().st_size > 2000
-    ] == []
-    wanted = trainers.model().state_dict()
-    assert {name: tensor.shape for name, tensor in found[0][1].items()} == {
-        name: tensor.shape for name, tensor in wanted.items()
-    }
-    assert (
-        all(type(tensor) is torch.Tensor for tensor in found[0][1].values()) and found[1][1] == {}
-    )
+@pytest.mark.parametrize("config", [zero(3), TP2, PP2], ids=["zero3", "tp2", "pp2"])
+def test_scripts_cannot_save_shards_as_weights(pool, tmp_path, config):
+    """The named call returns all weights as plain tensors in the first process."""
+    results = pool.run(2, save_as_scripts_do, config, str(tmp_path))
+    for messages, _ in results:
+        assert "call trainer.save_model(folder)" in messages[0]
+        for message in messages:
+            assert "holds a part" in message or "shards of other processes" in message
+            assert "get_state_dict(model)" in message
+
+    for path in tmp_path.rglob("*"):
+        assert path.suffix not in (".pt", ".safetensors") or path.stat().st_size <= 2000, path
+
+    full = results[0][1]
+    assert shapes_of(full) == shapes_of(trainers.model().state_dict())
+    assert set(map(type, full.values())) == {torch.Tensor}
+    assert results[1][1] == {}
 
 
-def part_of_a_model(rank, world, axis, folder):
-    """What a script saves of an engine's model, and what the refusal advises. Runs in a worker."""
+def save_engine_model(rank, world, axis, folder):
+    """Return the messages of `torch.save`, and the weights from the call that they name.
+
+    Runs on every rank.
+    """
     config = {
         "train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -165,119 +186,108 @@ def part_of_a_model(rank, world, axis, folder):
         "parallel": {axis: 2},
     }
     engine = plait.initialize(trainers.model(), config, loss_fn=plait.causal_lm_loss)
-    refusals = [said(lambda: torch.save(engine.model, f"{folder}/{rank}.pt"))]
+    file = f"{folder}/{rank}.pt"
+    messages = [message_of(torch.save, engine.model, file)]
     if axis == "pp":
-        refusals.append(said(lambda: torch.save(engine.model.state_dict(), f"{folder}/{rank}.pt")))
+        messages.append(message_of(lambda: torch.save(engine.model.state_dict(), file)))
     weights = {}
     for bucket in plait.iterate_weights(engine.sharded):
         weights |= {name: tensor.clone() for name, tensor in bucket.items()}
     engine.close()
-    return refusals, weights
+    return messages, weights
 
 
 @pytest.mark.parametrize("axis", ["pp", "tp"])
-def test_a_part_is_not_the_model(pool, tmp_path, axis):
-    wanted = trainers.model().state_dict()
-    for (whole, *others), weights in pool.run(2, part_of_a_model, axis, str(tmp_path)):
-        assert whole.startswith("LlamaForCausalLM cannot be pickled (by torch.save(model), for")
-        for refusal in others:
-            assert "each process holds a part" in refusal
-        for refusal in (whole, *others):
-            assert "plait.iterate_weights(engine.sharded)" in refusal
-        assert weights.keys() == wanted.keys()
-        assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+def test_saving_the_model_of_an_engine_is_refused(pool, tmp_path, axis):
+    expected = trainers.model().state_dict()
+    for messages, weights in pool.run(2, save_engine_model, axis, str(tmp_path)):
+        for message in messages:
+            assert "plait.iterate_weights(engine.sharded)" in message
+        of_the_model, *of_the_state_dict = messages
+        assert of_the_model.startswith("LlamaForCausalLM cannot be pickled (by torch.save(model)")
+        for message in of_the_state_dict:
+            assert "each process holds a part" in message
+        assert_equal(weights, dict(expected))
 
 
-def merged_parts(rank, world, folder):
-    """Merge adapters of which each rank has a part, and save them as advised. Runs in a worker."""
+def merge_on_tensor_ranks(rank, world, folder):
+    """Try to merge adapters that are split over ranks, then save them. Runs on every rank."""
     with trainers.launched(rank, world):
-        trainer = trainers.trainer_of(
-            folder, {"parallel": {"tp": 2}}, {"model": adapted.model()}, **SETTINGS
-        )
+        trainer = trainers.trainer_of(folder, TP2, {"model": adapted.model()}, **SETTINGS)
         trainer.train()
-        refusals = [said(trainer.model.merge_and_unload), said(trainer.model.merge_adapter)]
+        messages = [
+            message_of(trainer.model.merge_and_unload),
+            message_of(trainer.model.merge_adapter),
+        ]
         trainer.save_model(f"{folder}/adapter")
         trainer.engine.close()
-        return refusals
+        return messages
 
 
-def test_adapters_of_which_ranks_have_parts(pool, tmp_path):
-    """The advised way merges them in one process."""
+def test_merging_adapters_that_are_split_is_refused(pool, tmp_path):
+    """The remedy merges them in one process."""
     peft = pytest.importorskip("peft")
-    for refusals in pool.run(2, merged_parts, str(tmp_path)):
-        assert all(
-            "merge it in one process: PeftModel.from_pretrained(model, folder)" in text
-            for text in refusals
-        )
+    remedy = "merge it in one process: PeftModel.from_pretrained(model, folder)"
+    for for_unload, for_merge in pool.run(2, merge_on_tensor_ranks, str(tmp_path)):
+        assert remedy in for_unload and remedy in for_merge
+
+    model = peft.PeftModel.from_pretrained(trainers.model(), str(tmp_path / "adapter"))
+    merged = model.merge_and_unload().state_dict()
     before = trainers.model().state_dict()
-    merged = (
-        peft.PeftModel.from_pretrained(trainers.model(), str(tmp_path / "adapter"))
-        .merge_and_unload()
-        .state_dict()
-    )
     assert merged.keys() == before.keys()
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(merged[name], before[name])
 
 
-def with_images(kind):
-    """A tiny model whose parameters have other names in files."""
+def image_model(kind):
+    """Return a tiny model whose parameters have other names in files."""
     import transformers
 
     torch.manual_seed(3)
     if kind == "llava":
-        vision = {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        }
-        vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 8}
-        parts = {
-            "vision_config": transformers.CLIPVisionConfig(**vision),
-            "text_config": transformers.LlamaConfig(**trainers.SHAPE),
-        }
-        config = transformers.LlavaConfig(**parts)
+        vision = transformers.CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+            projection_dim=8,
+        )
+        text = transformers.LlamaConfig(**trainers.SHAPE)
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text)
         return transformers.LlavaForConditionalGeneration(config)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    vision = {
-        "depth": 2,
-        "embed_dim": 16,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "mlp_ratio": 1,
-        "patch_size": 4,
-    }
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
     config = transformers.Qwen2VLConfig(
-        text_config={**trainers.SHAPE, "rope_parameters": rope}, vision_config=vision
+        text_config={**trainers.SHAPE, "rope_parameters": rope},
+        vision_config={**vision, "mlp_ratio": 1, "patch_size": 4},
     )
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
-def saved_with_images(rank, world, kind, folder):
-    """Runs in a worker: before and after the model is sharded."""
+def save_image_model(rank, world, kind, folder):
+    """Save before and after the model is sharded. Runs on every rank."""
     with trainers.launched(rank, world):
-        model = with_images(kind)
+        model = image_model(kind)
         if rank == 0:
             model.save_pretrained(f"{folder}/native")
         trainer = trainers.trainer_of(folder, zero(3), {"model": model})
-        kinds = [type(module) for module in trainer.begin().model.modules()]
+        classes = list(map(type, trainer.begin().model.modules()))
         trainer.save_model(f"{folder}/ours")
-        assert [type(module) for module in model.modules()] == kinds
+        assert list(map(type, model.modules())) == classes
         trainer.engine.close()
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
-def test_names_of_models_with_images(pool, tmp_path, kind):
-    """Those of `save_pretrained`, which follow from the class."""
-    pool.run(2, saved_with_images, kind, str(tmp_path))
-    wanted, found = saved_in(tmp_path / "native"), saved_in(tmp_path / "ours")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+def test_names_of_image_models_are_those_of_save_pretrained(pool, tmp_path, kind):
+    """`save_pretrained` renames by the class of the model, which sharding changes."""
+    pool.run(2, save_image_model, kind, str(tmp_path))
+    assert_equal(saved_in(tmp_path / "ours"), saved_in(tmp_path / "native"))
 
 
-class Net(nn.Module):
-    """Two layers."""
+class TwoLayers(nn.Module):
+    """A model without a library."""
 
     def __init__(self):
         super().__init__()
@@ -289,37 +299,36 @@ class Net(nn.Module):
         return x
 
 
-WHOLE_MODEL = "cannot be pickled (by torch.save(model), for example): it was split or wrapped"
+def save_shards(rank, world, call, folder):
+    """Return the message of `torch.save`, and whether its remedy gives the full weights.
 
-
-def saved_without_a_trainer(rank, world, which, folder):
-    """Runs in a worker: what torch.save says, and whether the advice gives the full weights."""
+    Runs on every rank.
+    """
     torch.manual_seed(1)
-    model = Net()
-    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = TwoLayers()
+    expected = copy.deepcopy(model.state_dict())
     config = {"train_micro_batch_size_per_gpu": 2, **zero(3)}
-    made: Any = (
-        plait.parallelize(model, config)
-        if which == "parallelize"
-        else plait.initialize(model, config)
-    )
+    sharded: Any = getattr(plait, call)(model, config)
     file = f"{folder}/{rank}.pt"
-    for call in (lambda: torch.save(model, file), lambda: pickle.dumps({"model": model})):
-        assert WHOLE_MODEL in said(call)
-    refusal = said(lambda: torch.save(model.state_dict(), file))
+    for message in (
+        message_of(torch.save, model, file),
+        message_of(pickle.dumps, {"model": model}),
+    ):
+        assert "cannot be pickled (by torch.save(model)" in message
+        assert "it was split or wrapped" in message
+
+    message = message_of(lambda: torch.save(model.state_dict(), file))
     torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), file)
-    found = torch.load(file)
-    made.close()
-    return refusal, all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    sharded.close()
+    assert_equal(torch.load(file), expected)
+    return message
 
 
-@pytest.mark.parametrize("which", ["initialize", "parallelize"])
-def test_torch_save_of_shards(pool, tmp_path, which):
-    for refusal, is_full in pool.run(2, saved_without_a_trainer, which, str(tmp_path)):
-        assert (
-            "this process has only its own shard" in refusal and "full_state_dict=True" in refusal
-        )
-        assert is_full
+@pytest.mark.parametrize("call", ["initialize", "parallelize"])
+def test_torch_save_of_shards_is_refused(pool, tmp_path, call):
+    for message in pool.run(2, save_shards, call, str(tmp_path)):
+        assert "this process has only its own shard" in message
+        assert "full_state_dict=True" in message
 
 
 def test_a_file_without_tensors_is_refused(tmp_path):
@@ -327,16 +336,15 @@ def test_a_file_without_tensors_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     save_file({}, tmp_path / "other" / "adapter_model.safetensors")
     refuse_empty_files(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"other/adapter_model.safetensors was written without a tensor"
-    ):
+    message = "other/adapter_model.safetensors was written without a tensor"
+    with pytest.raises(CheckpointError, match=message):
         refuse_empty_files(tmp_path, ["other"])
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_checkpoints_have_what_the_optimizer_holds():
-    """Of a model whose checkpoints leave out what was frozen: also what was unfrozen since."""
-    model = Net()
+def test_parameters_that_were_unfrozen_are_in_checkpoints():
+    """The optimizer has them, although the model's checkpoints leave out what was frozen."""
+    model = TwoLayers()
     model.layers[1].requires_grad_(False)
     states.save_trained_only(model)
     assert len(states.model_content(model)[0]) == 2

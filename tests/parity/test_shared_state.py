@@ -10,7 +10,7 @@ from tests.parity import cases
 
 
 class StatefulLayer(LlamaDecoderLayer):
-    """A layer with a counter, which is the same on all ranks, and a running mean and a number, which follow from the tokens."""
+    """A layer with a counter, which is the same on all ranks, and two averages over its tokens."""
 
     def forward(self, hidden_states, **kwargs):
         hidden = super().forward(hidden_states, **kwargs)
@@ -22,11 +22,12 @@ class StatefulLayer(LlamaDecoderLayer):
 
 
 def train(parallel, *, own_loop=False):
-    """The loss of the third step, and the warnings."""
+    """Return the loss of the third step, and the warnings about state."""
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
     for layer in model.model.layers:
         layer.__class__ = StatefulLayer
-        layer.calls, layer.level = 0, 0.0
+        layer.calls = 0
+        layer.level = 0.0
         layer.register_buffer("mean", torch.zeros(32))
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -35,48 +36,49 @@ def train(parallel, *, own_loop=False):
     }
     ids = torch.arange(16).reshape(2, 8)
     batch = {"input_ids": ids, "labels": ids}
-    loss = 0.0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if own_loop:
             sharded = plait.parallelize(model, config)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for _ in range(3):
-                model(**batch).loss.backward()
+                loss = model(**batch).loss
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             sharded.close()
         else:
-            engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+            engine = cases.engine(model, config)
             for _ in range(3):
                 loss = engine.train_batch(batch).loss
             engine.close()
     messages = [str(warning.message) for warning in caught]
-    return loss, [message for message in messages if "the forward sets" in message]
+    return float(loss), [message for message in messages if "the forward sets" in message]
 
 
-def trained(rank, world):
-    """Runs in a worker."""
+def train_on_layouts(rank, world):
+    """Runs on every rank."""
     return {
         "cp": train({"cp": 2, "context": "all-gather-kv"}),
         "sequence": train({"tp": 2, "sequence_parallel": True}),
-        "own": train({"tp": 2, "sequence_parallel": True}, own_loop=True),
+        "own loop": train({"tp": 2, "sequence_parallel": True}, own_loop=True),
         "tp": train({"tp": 2, "sequence_parallel": False}),
     }
 
 
 def test_state_of_a_part_of_the_tokens_is_named_once(pool):
-    """And what the warning advises, `sequence_parallel = false`, gives the numbers of one process."""
-    first, second = pool.run(2, trained)
+    """The remedy, `sequence_parallel = false`, gives the numbers of one process."""
+    first, second = pool.run(2, train_on_layouts)
     for name, remedy in (
         ("cp", "parallel.cp = 1"),
         ("sequence", "parallel.sequence_parallel = false"),
-        ("own", "parallel.sequence_parallel = false"),
+        ("own loop", "parallel.sequence_parallel = false"),
     ):
         (message,) = first[name][1]
         assert "model.layers.0.level, model.layers.0.mean and 2 more to another" in message
         assert message.endswith(f"or use {remedy}")
         assert not second[name][1]
-    expected, silent = train({})
-    assert not silent and not first["tp"][1]
+
+    expected, messages = train({})
+    assert not messages and not first["tp"][1]
     assert abs(first["tp"][0] - expected) < 1e-5 < abs(first["sequence"][0] - expected)

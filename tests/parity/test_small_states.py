@@ -1,4 +1,4 @@
-"""Optimizer states of fewer bytes: the same numbers on every layout, checkpoints that go anywhere, and what they cost in loss."""
+"""Optimizer states of 8 or 16 bits on every layout: numbers, checkpoints and the loss."""
 
 from __future__ import annotations
 
@@ -21,30 +21,26 @@ from tests.parity.data_parallel import assert_same, materialised, plain_trace
 from tests.parity.digests import digest
 from tests.parity.language import ADAMW, losses
 from tests.parity.optimizers import optimizer
+from tests.parity.refusals import message_of
 from tests.parity.tensor_parallel import settings
-
-STEPS, WIDTH = 200, 128
 
 
 @cache
 def reference(states, micro_batches, layers=None, steps=2):
-    """One plain process on the whole batch."""
-    model = materialised("wide", tied=True) if layers is None else pipeline_model(layers)
+    """Train in one process on all micro-batches. With `layers`, as the pipeline's model."""
+    if layers is None:
+        model = materialised("wide", tied=True)
+    else:
+        model = cases.build("wide", tied=True, layers=layers)
+        # The engine is only created for its initial weights.
+        config = {"train_micro_batch_size_per_gpu": 2, "run": {"seed": pipeline.SEED}}
+        plait.initialize(model, config).close()
+    spec = OptimizerSpec(**optimizer(states))
     return plain_trace(
         model,
         cases.steps_for("wide", micro_batches, steps=steps),
-        optimizer=lambda _: build_optimizer(
-            OptimizerSpec(**optimizer(states)), model.named_parameters()
-        ),
+        optimizer=lambda _: build_optimizer(spec, model.named_parameters()),
     )
-
-
-def pipeline_model(layers):
-    model = cases.build("wide", tied=True, layers=layers)
-    plait.initialize(
-        model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": pipeline.SEED}}
-    ).close()  # only for its initial weights
-    return model
 
 
 LAYOUTS = [
@@ -57,6 +53,7 @@ LAYOUTS = [
     (4, 2, 1, 1, 1),
     (4, 2, 3, 1, 2),
 ]
+"""(ranks, tp, ZeRO stage, replicas, accumulation)."""
 
 
 @pytest.mark.parametrize(
@@ -69,11 +66,11 @@ LAYOUTS = [
     ),
 )
 def test_equals_one_process(pool, states, layout):
-    """In float64, with accumulation and clipping: no shard cuts a block, so codes are those of one process."""
-    world, tp, stage, replicas, accumulation = layout
-    config = {**settings(world, tp, stage, replicas, accumulation), "optimizer": optimizer(states)}
-    found = pool.run(world, tensor_parallel.train, "wide", True, config)[0]
-    assert_same(reference(states, world // tp * accumulation), found)
+    """Shards do not cut blocks of codes with one scale, so codes are those of one process."""
+    world, tp, _, _, accumulation = layout
+    config = {**settings(*layout), "optimizer": optimizer(states)}
+    actual = pool.run(world, tensor_parallel.train, "wide", True, config)[0]
+    assert_same(reference(states, world // tp * accumulation), actual)
 
 
 @pytest.mark.parametrize(
@@ -85,24 +82,24 @@ def test_equals_one_process(pool, states, layout):
     ],
 )
 def test_in_a_pipeline(pool, stage, schedule):
-    """Embeddings tied between the first and the last stage."""
-    degrees = {"pp": 2, "dp_shard": 2} if stage else {"pp": 2, "dp_replicate": 2}
-    config = pipeline.settings(stage, 4, schedule, **degrees, optimizer=optimizer("int8"))
-    found = pool.run(4, pipeline.train, "wide", True, config)[0]
-    assert_same(reference("int8", 8, pipeline.layers_of(config), pipeline.STEPS), found)
+    """The first and last stage share embeddings."""
+    axis = "dp_shard" if stage else "dp_replicate"
+    config = pipeline.settings(stage, 4, schedule, pp=2, optimizer=optimizer("int8"), **{axis: 2})
+    actual = pool.run(4, pipeline.train, "wide", True, config)[0]
+    assert_same(reference("int8", 8, pipeline.layers_of(config), pipeline.STEPS), actual)
 
 
-def bits(rank, world, config, stages):
-    """Of a run at every stage. Runs in a worker."""
-    found = []
+def digests_of_stages(rank, world, config, stages):
+    """Runs on every rank."""
+    digests = []
     for stage in stages:
         model = cases.build("wide", tied=True, dtype=torch.float32)
         engine = cases.engine(model, {**config, "zero_optimization": {"stage": stage}})
-        found.append(digest(engine_trace(engine, cases.ragged_steps(world, steps=8))))
+        digests.append(digest(engine_trace(engine, cases.ragged_steps(world, steps=8))))
         assert (0 < engine.skipped_steps < 8) == ("fp16" in config)
-        states = {v.dtype for state in engine.optimizer.state.values() for v in state.values()}
-        assert torch.uint8 in states
-    return found
+        dtypes = {v.dtype for state in engine.optimizer.state.values() for v in state.values()}
+        assert torch.uint8 in dtypes
+    return digests
 
 
 MIXED = {
@@ -113,44 +110,50 @@ MIXED = {
 
 @pytest.mark.parametrize("precision", MIXED)
 def test_stages_agree_to_the_bit(pool, precision):
-    """Mixed precision; skipped steps of float16 change no state."""
-    config = {
-        **settings(2, 1, 1, 1, 1),
-        precision: MIXED[precision],
-        "optimizer": optimizer("int8"),
-    }
-    for found in pool.run(2, bits, config, [1, 3]):
-        assert found[0] == found[1]
+    """Skipped steps of float16 change no state."""
+    config = settings(2, 1, 1, 1, 1)
+    config |= {precision: MIXED[precision], "optimizer": optimizer("int8")}
+    for stage_1, stage_3 in pool.run(2, digests_of_stages, config, [1, 3]):
+        assert stage_1 == stage_3
 
 
-def resumed(rank, world, config, folder, first, last):
-    """Steps `first` to `last` of 12 micro-batches, from the checkpoint that a run from the beginning saves: parameters and states, whole.
-    Runs in a worker."""
+def full_state(engine):
+    """Return all parameters and optimizer states, unsharded. Collective."""
+    tensors = {}
+    for name, parameter in engine.model.named_parameters():
+        values = {"": parameter, **engine.optimizer.state.get(parameter, {})}
+        for key, value in values.items():
+            tensors[f"{name} {key}"] = full_tensor_on_cpu(value)
+    return tensors
+
+
+def train_and_save(rank, world, config, folder, steps):
+    """Train the first steps, save, and return the state. Runs on every rank."""
     model = cases.build("wide", tied=True)
-    found: dict[str, torch.Tensor] = {}
     with keeping_float64(model):
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        engine = cases.engine(model, config)
+        train(engine, 0, steps)
+        engine.save_checkpoint(folder)
+    return full_state(engine)
 
-        def note(when):
-            for name, parameter in engine.model.named_parameters():
-                values = {"": parameter, **engine.optimizer.state.get(parameter, {})}
-                found.update(
-                    {
-                        f"{when} {name} {key}": full_tensor_on_cpu(value)
-                        for key, value in values.items()
-                    }
-                )
 
-        if first:
-            assert engine.load_checkpoint(folder) is not None
-            note("loaded")
-        count = config["gradient_accumulation_steps"]
-        for step in cases.ragged_steps(12, steps=4)[first:last]:
-            engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
-        note("end" if first else "loaded")
-        if not first:
-            engine.save_checkpoint(folder)
-    return found
+def load_and_train(rank, world, config, folder, first, last):
+    """Load, and return the state before and after steps `first` to `last`. Runs on every rank."""
+    model = cases.build("wide", tied=True)
+    with keeping_float64(model):
+        engine = cases.engine(model, config)
+        assert engine.load_checkpoint(folder) is not None
+        loaded = full_state(engine)
+        train(engine, first, last)
+    return loaded, full_state(engine)
+
+
+def train(engine, first, last):
+    """Train on some of the steps of 12 micro-batches."""
+    count = engine.gradient_accumulation_steps()
+    start = engine.dp_rank * count
+    for step in cases.ragged_steps(12, steps=4)[first:last]:
+        engine.train_batch(step[start : start + count])
 
 
 MOVES = {
@@ -159,90 +162,96 @@ MOVES = {
     "tp 2 to 1": ((4, 2, 1), (2, 1, 3)),
     "1 to tp 2": ((1, 1, 0), (4, 2, 3)),
 }
+"""Two layouts, each with (ranks, tp, ZeRO stage)."""
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("states", "move"),
     [
-        ("int8", "tp 2 to 1"),
-        *(
-            pytest.param("int8", move, marks=pytest.mark.proof)
-            for move in ("2 to 1", "2 to 4", "1 to tp 2")
-        ),
-        pytest.param("float8", "2 to 4", marks=pytest.mark.proof),
-        pytest.param("bf16", "tp 2 to 1", marks=pytest.mark.proof),
+        *(("int8", move) for move in MOVES),
+        ("float8", "2 to 4"),
+        ("bf16", "tp 2 to 1"),
     ],
 )
 def test_checkpoints_on_any_layout(pool, tmp_path, states, move):
-    """(processes, tp, ZeRO stage): states are those that were saved, to the bit, and the run goes on as one that was not interrupted."""
+    """Loaded states have the saved bits, and the run continues as on the first layout."""
+
+    def config_of(world, tp, stage):
+        accumulation = 12 * tp // world
+        return {**settings(world, tp, stage, 1, accumulation), "optimizer": optimizer(states)}
+
     before, after = MOVES[move]
+    folder = str(tmp_path)
+    saved = pool.run(before[0], train_and_save, config_of(*before), folder, 2)[0]
+    loaded, actual = pool.run(after[0], load_and_train, config_of(*after), folder, 2, 4)[0]
+    dtype = torch.bfloat16 if states == "bf16" else torch.uint8
+    assert dtype in {tensor.dtype for tensor in loaded.values()}
+    assert loaded.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(loaded[name], tensor), name
 
-    def config(world, tp, stage):
-        return {**settings(world, tp, stage, 1, 12 * tp // world), "optimizer": optimizer(states)}
-
-    saved = pool.run(before[0], resumed, config(*before), str(tmp_path), 0, 2)[0]
-    found = pool.run(after[0], resumed, config(*after), str(tmp_path), 2, 4)[0]
-    loaded = {name: value for name, value in found.items() if name.startswith("loaded")}
-    assert set(loaded) == set(saved)
-    assert any(
-        value.dtype == (torch.bfloat16 if states == "bf16" else torch.uint8)
-        for value in loaded.values()
-    )
-    for name, value in saved.items():
-        assert torch.equal(loaded[name], value), name
-    straight = pool.run(before[0], resumed, config(*before), str(tmp_path), 2, 4)[0]
-    for name, value in straight.items():
-        torch.testing.assert_close(found[name].double(), value.double(), rtol=0, atol=1e-10)
+    _, expected = pool.run(before[0], load_and_train, config_of(*before), folder, 2, 4)[0]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name].double(), tensor.double(), rtol=0, atol=1e-10)
 
 
-def refused(rank, world, config, folder, forms):
-    """What loading says. Runs in a worker."""
-    said = []
-    for form in forms:
+def load_other_forms(rank, world, config, folder):
+    """Return the messages for other forms of states, and load the saved one.
+
+    Runs on every rank.
+    """
+    messages = []
+    for states in (None, "float8"):
         engine = cases.engine(
-            cases.build("wide", tied=True), {**config, "optimizer": optimizer(form)}
+            cases.build("wide", tied=True), {**config, "optimizer": optimizer(states)}
         )
-        try:
-            engine.load_checkpoint(folder)
-            said.append("loaded")
-        except plait.PlaitError as error:
-            said.append(str(error))
-    return said
+        messages.append(message_of(engine.load_checkpoint, folder))
+    engine = cases.engine(
+        cases.build("wide", tied=True), {**config, "optimizer": optimizer("int8")}
+    )
+    engine.load_checkpoint(folder)
+    return messages
 
 
 def test_a_checkpoint_of_another_form_is_refused(pool, tmp_path):
-    """Codes are never read as numbers, nor those of one form as those of another."""
+    """Codes are not read as numbers, and codes of one form not as those of another."""
     config = settings(1, 1, 0, 1, 12)
-    pool.run(1, resumed, {**config, "optimizer": optimizer("int8")}, str(tmp_path), 0, 1)
-    own, float8, int8 = pool.run(1, refused, config, str(tmp_path), [None, "float8", "int8"])[0]
-    assert "exp_avg_int8, exp_avg_int8_scale" in own and "set optimizer.states" in own
+    folder = str(tmp_path)
+    pool.run(1, train_and_save, {**config, "optimizer": optimizer("int8")}, folder, 1)
+    float64, float8 = pool.run(1, load_other_forms, config, folder)[0]
+    assert "exp_avg_int8, exp_avg_int8_scale" in float64 and "set optimizer.states" in float64
     assert "this run as exp_avg_float8" in float8
-    assert int8 == "loaded"
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "bf16"), ("bf16", None)])
-def test_own_and_bf16_load_each_others(pool, tmp_path, before, after):
-    """Rounded; squares are not."""
+def test_bf16_states_and_full_states_load_each_other(pool, tmp_path, before, after):
+    """First moments are rounded to bfloat16, second moments are not."""
     config = settings(1, 1, 0, 1, 12)
-    saved = pool.run(1, resumed, {**config, "optimizer": optimizer(before)}, str(tmp_path), 0, 2)[0]
-    found = pool.run(1, resumed, {**config, "optimizer": optimizer(after)}, str(tmp_path), 2, 3)[0]
-    for name in saved:
-        narrow = after == "bf16" and name.endswith(" exp_avg")
-        wanted = saved[name].bfloat16() if narrow else saved[name].to(found[name].dtype)
-        assert found[name].dtype == (torch.bfloat16 if narrow else wanted.dtype) and torch.equal(
-            found[name], wanted
-        ), name
+    folder = str(tmp_path)
+    saved_config = {**config, "optimizer": optimizer(before)}
+    loaded_config = {**config, "optimizer": optimizer(after)}
+    saved = pool.run(1, train_and_save, saved_config, folder, 2)[0]
+    loaded = pool.run(1, load_and_train, loaded_config, folder, 2, 3)[0][0]
+    for name, tensor in saved.items():
+        rounded = after == "bf16" and name.endswith(" exp_avg")
+        dtype = torch.bfloat16 if rounded else loaded[name].dtype
+        assert loaded[name].dtype == dtype, name
+        assert torch.equal(loaded[name], tensor.to(dtype)), name
+
+
+STEPS, WIDTH = 200, 128
 
 
 @cache
-def plain_loss(pool):
+def loss_of_full_states(pool):
     return mean(pool.run(2, losses, {}, 2, STEPS, ADAMW, WIDTH)[0][-40:])
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("states", ["int8", "float8", "bf16"])
 def test_a_language_model_loses_less_than_one_percent(pool, states):
-    """The last 40 of 200 steps, equal data; every matrix in blocks."""
-    found = pool.run(2, losses, {}, 2, STEPS, {**ADAMW, "states": states}, WIDTH)[0]
-    assert found[0] - mean(found[-40:]) > 2, "nothing was learnt"
-    assert mean(found[-40:]) == pytest.approx(plain_loss(pool), rel=0.01)
+    """Compares the mean of the last 40 of 200 steps. Every matrix is stored in blocks."""
+    actual = pool.run(2, losses, {}, 2, STEPS, {**ADAMW, "states": states}, WIDTH)[0]
+    assert actual[0] - mean(actual[-40:]) > 2, "nothing was learned"
+    assert mean(actual[-40:]) == pytest.approx(loss_of_full_states(pool), rel=0.01)

@@ -1,4 +1,4 @@
-"""Data that is split by rank before Plait sees it: every row is read once, or the split is refused by name."""
+"""Data that is split by rank before Plait sees it: rows are read once, or the split is refused."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from plait.errors import InputError
 from tests.parity import trainers
 
 ROWS = 16
+ALL_ROWS = list(range(ROWS))
 
 
 class Rows(Dataset[Any]):
-    """Some rows of the data; `noise` adds to a row what another reading does not."""
+    """Some rows. With `noise`, each reading of a row has another random number."""
 
     def __init__(self, rows, *, noise=False):
-        self.rows, self.noise = rows, random.Random() if noise else None
+        self.rows = rows
+        self.noise = random.Random() if noise else None
 
     def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, number):
-        row = {"row": torch.tensor(self.rows[number]), "drawn": torch.rand(())}
+    def __getitem__(self, index):
+        row = {"row": torch.tensor(self.rows[index]), "drawn": torch.rand(())}
         if self.noise is not None:
             row["noise"] = torch.tensor(self.noise.random())
         return row
 
 
 class Stream(IterableDataset[Any]):
-    """The same, in their order and without a length."""
+    """Rows without a length."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -44,17 +46,17 @@ class Stream(IterableDataset[Any]):
 
 
 class OnePass(IterableDataset[Any]):
-    """A stream that does not begin again."""
+    """A stream that can be read once."""
 
     def __init__(self, rows):
-        self.rows = iter([{"row": torch.tensor(row)} for row in rows])
+        self.iterator = iter([{"row": torch.tensor(row)} for row in rows])
 
     def __iter__(self):
-        return self.rows
+        return self.iterator
 
 
-class Mine(Sampler[int]):
-    """A sampler whose order depends on the rank, and does not say so."""
+class FixedOrder(Sampler[int]):
+    """A sampler with a given order, which can differ between ranks."""
 
     def __init__(self, order):
         self.order = order
@@ -66,71 +68,64 @@ class Mine(Sampler[int]):
         return iter(self.order)
 
 
-def stream_of_datasets(rows):
-    from datasets import Dataset as Rows_
+def dataset_of(kind, rank, world):
+    from datasets import Dataset as LibraryDataset
+    from datasets.distributed import split_dataset_by_node
 
-    return Rows_.from_dict({"row": rows}).to_iterable_dataset(num_shards=4)
+    rows_of_rank = ALL_ROWS[rank::world]
+    library_rows = LibraryDataset.from_dict({"row": ALL_ROWS})
+    match kind:
+        case "noise":
+            return Rows(ALL_ROWS, noise=True)
+        case "own rows":
+            return Rows(rows_of_rank)
+        case "fewer rows":
+            return Rows(ALL_ROWS[: ROWS // 2] if rank else ALL_ROWS)
+        case "stream":
+            return Stream(ALL_ROWS)
+        case "one pass":
+            return OnePass(ALL_ROWS)
+        case "own stream":
+            return Stream(rows_of_rank)
+        case "split stream":
+            return split_dataset_by_node(library_rows.to_iterable_dataset(4), rank, world)
+        case "split rows":
+            return split_dataset_by_node(library_rows, rank, world)
+    return Rows(ALL_ROWS)
 
 
 def loader_of(kind, rank, world, **settings):
-    from datasets.distributed import split_dataset_by_node
-
-    everything = list(range(ROWS))
-    own, half = everything[rank::world], everything[: ROWS // 2]
-    data: Any = Rows(everything)
-    if kind == "distributed sampler":
-        settings["sampler"] = DistributedSampler(data, world, rank, shuffle=False)
-    elif kind == "sampler of other ranks":
-        settings["sampler"] = DistributedSampler(data, 2 * world, rank, shuffle=False)
-    elif kind == "own sampler":
-        settings["sampler"] = Mine(own)
-    elif kind == "equal sampler":
-        settings["sampler"] = Mine(everything[::-1])
-    elif kind == "noise":
-        data = Rows(everything, noise=True)
-    elif kind == "own rows":
-        data = Rows(own)
-    elif kind == "fewer rows":
-        data = Rows(half if rank else everything)
-    elif kind == "stream":
-        data = Stream(everything)
-    elif kind == "one pass":
-        data = OnePass(everything)
-    elif kind == "own stream":
-        data = Stream(own)
-    elif kind == "split stream":
-        data = split_dataset_by_node(stream_of_datasets(everything), rank, world)
-    elif kind == "split rows":
-        from datasets import Dataset as OfDatasets
-
-        data = split_dataset_by_node(OfDatasets.from_dict({"row": everything}), rank, world)
-    return DataLoader(data, batch_size=2, **settings)
+    data: Any = dataset_of(kind, rank, world)
+    samplers = {
+        "distributed sampler": lambda: DistributedSampler(data, world, rank, shuffle=False),
+        "sampler of other ranks": lambda: DistributedSampler(data, 2 * world, rank, shuffle=False),
+        "own sampler": lambda: FixedOrder(ALL_ROWS[rank::world]),
+        "equal sampler": lambda: FixedOrder(ALL_ROWS[::-1]),
+    }
+    sampler = samplers[kind]() if kind in samplers else None
+    return DataLoader(data, batch_size=2, sampler=sampler, **settings)
 
 
-def rows_of(batches):
-    return [int(row) for batch in batches for row in batch["row"]]
-
-
-def in_a_loop(rank, world, kind):
-    """The rows that this rank reads. Runs in a worker."""
+def read_in_a_loop(rank, world, kind):
+    """Return the rows that this rank reads, or the message. Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
 
         torch.manual_seed(rank)
         accelerator = Accelerator(cpu=True)
         try:
-            return rows_of(accelerator.prepare(loader_of(kind, rank, world)))
+            batches = list(accelerator.prepare(loader_of(kind, rank, world)))
         except InputError as error:
             return str(error)
+        return torch.cat([batch["row"] for batch in batches]).tolist()
 
 
-USED = ["plain", "distributed sampler", "equal sampler", "noise", "stream", "one pass"]
-
-
-@pytest.mark.parametrize("kind", USED)
+@pytest.mark.parametrize(
+    "kind", ["plain", "distributed sampler", "equal sampler", "noise", "stream", "one pass"]
+)
 def test_a_loop_reads_every_row_once(pool, kind):
-    read = pool.run(2, in_a_loop, kind)
-    assert sorted(row for rows in read for row in rows) == list(range(ROWS)), read
+    first, second = pool.run(2, read_in_a_loop, kind)
+    assert sorted(first + second) == ALL_ROWS, (first, second)
 
 
 REFUSED = {
@@ -146,29 +141,31 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_another_split_is_refused(pool, kind):
-    said = pool.run(2, in_a_loop, kind)
-    assert REFUSED[kind] in said[0] and all(isinstance(words, str) for words in said)
+    first, second = pool.run(2, read_in_a_loop, kind)
+    assert REFUSED[kind] in first
+    assert isinstance(second, str)
 
 
-def in_the_trainer(rank, world, kind, workers):
-    """The rows that this rank trains on. Runs in a worker."""
+def read_in_the_trainer(rank, world, kind, workers):
+    """Return the rows that this rank trains on, or the message. Runs on every rank."""
     with trainers.launched(rank, world), tempfile.TemporaryDirectory() as folder:
         from plait.hf import Trainer, TrainingArguments
 
-        seen: list[int] = []
+        rows: list[int] = []
 
-        class Reading(Trainer):
+        class ReadingTrainer(Trainer):
             def get_train_dataloader(self):
                 return self.accelerator.prepare(loader_of(kind, rank, world, num_workers=workers))
 
             def compute_loss(self, model, inputs, *args, **kwargs):
-                seen.extend(inputs["row"].tolist())
+                rows.extend(inputs["row"].tolist())
                 return model.weight.sum()
 
-        if workers:  # the pool's processes are daemons, which may have no children
-            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        made = torch.nn.Linear(2, 1)
-        settings = trainers.arguments(
+        if workers:
+            # The processes of the pool are daemons, which may have no children.
+            process: Any = multiprocessing.current_process()
+            process._config["daemon"] = False
+        arguments = trainers.arguments(
             TrainingArguments,
             folder,
             per_device_train_batch_size=2,
@@ -178,10 +175,10 @@ def in_the_trainer(rank, world, kind, workers):
             include_num_input_tokens_seen="no",
         )
         try:
-            Reading(model=made, args=settings, train_dataset=Rows([0])).train()
+            ReadingTrainer(torch.nn.Linear(2, 1), arguments, train_dataset=Rows([0])).train()
         except InputError as error:
             return str(error)
-        return seen
+        return rows
 
 
 @pytest.mark.parametrize(
@@ -189,13 +186,12 @@ def in_the_trainer(rank, world, kind, workers):
     [("distributed sampler", 0), ("equal sampler", 0), ("stream", 0), ("noise", 1)],
 )
 def test_the_trainer_reads_every_row_once(pool, kind, workers):
-    read = pool.run(2, in_the_trainer, kind, workers)
-    assert sorted(row for rows in read for row in rows) == list(range(ROWS)), read
+    first, second = pool.run(2, read_in_the_trainer, kind, workers)
+    assert sorted(first + second) == ALL_ROWS, (first, second)
 
 
-@pytest.mark.parametrize(
-    ("kind", "workers"), [("own rows", 0), ("own rows", 1), ("own stream", 0), ("own stream", 1)]
-)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["own rows", "own stream"])
 def test_the_trainer_refuses_another_split(pool, kind, workers):
-    said = pool.run(2, in_the_trainer, kind, workers)
-    assert all("first rows differ between ranks" in words for words in said), said
+    for message in pool.run(2, read_in_the_trainer, kind, workers):
+        assert "first rows differ between ranks" in message

@@ -1,4 +1,4 @@
-"""A signal that reached one rank is known to all."""
+"""All ranks learn of a signal that one rank received."""
 
 import signal
 
@@ -8,7 +8,7 @@ from plait.train.loop import StopRequest
 
 
 def requests(rank, world_size):
-    """Return the shared request before and after rank 1 received SIGTERM. Runs in a worker."""
+    """Return the shared request before and after rank 1 received SIGTERM. Runs on every rank."""
     stop = StopRequest()
     before = stop.shared(device=torch.device("cpu"))
     if rank == 1:

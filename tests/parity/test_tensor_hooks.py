@@ -1,4 +1,7 @@
-"""Hooks and outputs under tensor and sequence parallelism: what they see is whole, or it is refused by name (defects A5, A17)."""
+"""Hooks and outputs under tensor and sequence parallelism (defects A5 and A17).
+
+Hooks receive full tensors, or are refused by name.
+"""
 
 import pytest
 import torch
@@ -14,181 +17,165 @@ from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, assert_same, plain_trace
+from tests.parity.refusals import message_of
 from tests.parity.tensor_parallel import settings
-
-
-def mix(_module, *given):
-    """A hook that mixes features: of the input (a pre-hook) or of the output."""
-    value = given[-1]
-    return tuple(entry.flip(-1) for entry in value) if isinstance(value, tuple) else value.flip(-1)
-
-
-def check(model, **settings):
-    TensorParallel(**settings).check(
-        TechniqueContext(Layout(tp=2), model=model, blocks=find_blocks(model))
-    )
-
 
 LAYER = "model.layers.1"
 
 
+def mix_features(_module, *values):
+    """Reverse the features of a hook's last argument: the output, or the inputs of a pre-hook."""
+    value = values[-1]
+    if isinstance(value, tuple):
+        return tuple(tensor.flip(-1) for tensor in value)
+    return value.flip(-1)
+
+
+def check(model, **settings):
+    context = TechniqueContext(Layout(tp=2), model=model, blocks=find_blocks(model))
+    TensorParallel(**settings).check(context)
+
+
 @pytest.mark.parametrize(
-    ("where", "kind", "said"),
+    ("name", "kind", "fragment"),
     [
-        (
-            "mlp.up_proj",
-            "forward_hook",
-            "forward hook mix would receive only this rank's part of outputs",
-        ),
+        ("mlp.up_proj", "forward_hook", "would receive only this rank's part of outputs"),
         (
             "mlp.down_proj",
             "forward_pre_hook",
-            f"hook {LAYER}.mlp, whose inputs and outputs are unsharded",
+            f"{LAYER}.mlp, whose inputs and outputs are unsharded",
         ),
         ("self_attn.v_proj", "full_backward_hook", "or use parallel.tp = 1"),
         ("self_attn.o_proj", "full_backward_hook", "part of inputs"),
         ("mlp.act_fn", "forward_hook", "part of the features"),
     ],
 )
-def test_hooks_that_see_a_part_are_refused(where, kind, said):
-    """A17: before any process group exists."""
+def test_hooks_on_shards_are_refused(name, kind, fragment):
+    """The check runs before any process group exists."""
     model = cases.build("llama", tied=False)
-    getattr(model.get_submodule(f"{LAYER}.{where}"), f"register_{kind}")(mix)
-    with pytest.raises(ModelError, match=rf"^{LAYER}.{where}: ") as error:
+    getattr(model.get_submodule(f"{LAYER}.{name}"), f"register_{kind}")(mix_features)
+    with pytest.raises(ModelError, match=rf"^{LAYER}.{name}: .*{fragment}"):
         check(model)
-    assert said in str(error.value)
 
 
-@pytest.mark.parametrize("where", [LAYER, f"{LAYER}.input_layernorm", f"{LAYER}.mlp"])
-def test_hooks_on_sequence_shards_are_refused(where):
-    """A17: on blocks and what is in them, under sequence parallelism only."""
+@pytest.mark.parametrize("name", [LAYER, f"{LAYER}.input_layernorm", f"{LAYER}.mlp"])
+def test_hooks_on_sequence_shards_are_refused(name):
+    """Hooks on blocks and on modules in them are refused only under sequence parallelism."""
     model = cases.build("llama", tied=False)
-    model.get_submodule(where).register_forward_hook(mix)
+    model.get_submodule(name).register_forward_hook(mix_features)
     check(model)
-    with pytest.raises(
-        ModelError, match="only this rank's part of the sequence.*sequence_parallel = false"
-    ):
+    message = "only this rank's part of the sequence.*sequence_parallel = false"
+    with pytest.raises(ModelError, match=message):
         check(model, sequence_parallel=True)
 
 
 def test_hooks_of_parameters_and_parametrizations_are_refused():
-    """A17: a hook on a parameter that its shard replaces; weights that are computed."""
+    """A shard replaces the parameter that has the hook, or the weight that is computed."""
+    layer = f"{LAYER}.mlp.up_proj"
     model = cases.build("llama", tied=False)
-    model.get_parameter(f"{LAYER}.mlp.up_proj.weight").register_hook(lambda grad: grad)
-    with pytest.raises(ModelError, match=f"{LAYER}.mlp.up_proj.weight has a hook"):
+    model.get_parameter(f"{layer}.weight").register_hook(lambda grad: grad)
+    with pytest.raises(ModelError, match=f"{layer}.weight has a hook"):
         check(model)
-    for change in (parametrizations.weight_norm, parametrizations.spectral_norm, weight_norm):
+    for parametrize in (parametrizations.weight_norm, parametrizations.spectral_norm, weight_norm):
         model = cases.build("llama", tied=False, device="cpu")
-        change(model.get_submodule(f"{LAYER}.mlp.up_proj"))
-        with pytest.raises(
-            ModelError, match=rf"{LAYER}.mlp.up_proj .* cannot be 'colwise'.*its weight is computed"
-        ):
+        parametrize(model.get_submodule(layer))
+        message = rf"{layer} .* cannot be 'colwise'.*its weight is computed"
+        with pytest.raises(ModelError, match=message):
             check(model)
 
 
-def hook_everywhere(model):
-    """Hooks that see full tensors."""
-    model.get_submodule(f"{LAYER}.mlp.up_proj").register_forward_pre_hook(mix)
-    model.get_submodule(f"{LAYER}.mlp.down_proj").register_forward_hook(mix)
-    model.get_submodule(f"{LAYER}.mlp").register_forward_hook(mix)
-    model.get_submodule("model.embed_tokens").register_forward_hook(mix)
-    model.get_submodule("lm_head").register_forward_hook(mix)
-
-
-def hooked(rank, world, config):
-    """Runs in a worker."""
-    model = built("llama")
-    hook_everywhere(model)
-    with keeping_float64(model):
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(engine, cases.steps_for("llama", 1))
-        said = []
-        for where in ("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn"):
-            handle = model.get_submodule(f"{LAYER}.{where}").register_forward_hook(mix)
-            try:
-                engine.train_batch(cases.steps_for("llama", 1)[0])
-            except ModelError as error:
-                said.append(str(error))
-            handle.remove()
-        engine.train_batch(cases.steps_for("llama", 1)[0])
-        parametrizations.weight_norm(model.get_submodule(f"{LAYER}.mlp.gate_proj"))
-        try:
-            engine.train_batch(cases.steps_for("llama", 1)[0])
-        except ModelError as error:
-            said.append(str(error))
-    return trace, said
-
-
-def built(kind):
-    """With weights, float64."""
+def build(kind):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    return (
-        AutoModelForCausalLM.from_config(
-            cases.transformers_config(kind, tied=False), attn_implementation="eager"
-        )
-        .double()
-        .train()
-    )
+    config = cases.transformers_config(kind, tied=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.double().train()
 
 
-def test_hooks_that_see_full_tensors_are_right(pool):
-    """A17."""
-    model = built("llama")
-    hook_everywhere(model)
-    wanted = plain_trace(model, cases.steps_for("llama", 1))
-    for trace, said in pool.run(2, hooked, settings(2, 2, 0, 1, 1)):
-        assert_same(wanted, trace)
-        for where, words in zip(
-            ("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn", "mlp.gate_proj"), said, strict=True
-        ):
-            assert words.startswith(f"{LAYER}.{where}: ")
-        assert "no longer a parameter of the layer" in said[-1]
+def build_with_hooks():
+    """Return a model with hooks on modules whose tensors are full."""
+    model = build("llama")
+    model.get_submodule(f"{LAYER}.mlp.up_proj").register_forward_pre_hook(mix_features)
+    for name in (f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp", "model.embed_tokens", "lm_head"):
+        model.get_submodule(name).register_forward_hook(mix_features)
+    return model
 
 
-def total(output, batch):
-    """A loss of everything that a model returns."""
-    hidden = sum(
-        ((index + 1) * state.sin()).sum() for index, state in enumerate(output.hidden_states)
-    )
-    attention = sum(
-        (weights * torch.arange(weights.numel(), dtype=weights.dtype).view_as(weights)).sum()
-        for weights in output.attentions
-    )
-    return output.logits.logsumexp(-1).sum() + hidden + attention / 100
+def train_with_hooks(rank, world):
+    """Return a trace, and the messages for later changes of the model. Runs on every rank."""
+    model = build_with_hooks()
+    messages = {}
+    with keeping_float64(model):
+        engine = cases.engine(model, settings(2, 2, 0, 1, 1))
+        trace = engine_trace(engine, cases.steps_for("llama", 1))
+        batch = cases.steps_for("llama", 1)[0]
+        for name in ("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn"):
+            hook = model.get_submodule(f"{LAYER}.{name}").register_forward_hook(mix_features)
+            messages[name] = message_of(engine.train_batch, batch, error=ModelError)
+            hook.remove()
+        engine.train_batch(batch)
+        parametrizations.weight_norm(model.get_submodule(f"{LAYER}.mlp.gate_proj"))
+        parametrized = message_of(engine.train_batch, batch, error=ModelError)
+    return trace, messages, parametrized
 
 
-def steps(kind):
-    more = {"output_hidden_states": True, "output_attentions": True}
-    return [[{**piece, **more} for piece in step] for step in cases.steps_for(kind, 1, steps=2)]
+def test_hooks_on_full_tensors_equal_one_process(pool):
+    """Hooks on shards that are added after the start are refused at the next step."""
+    expected = plain_trace(build_with_hooks(), cases.steps_for("llama", 1))
+    for trace, messages, parametrized in pool.run(2, train_with_hooks):
+        assert_same(expected, trace)
+        for name, message in messages.items():
+            assert message.startswith(f"{LAYER}.{name}: ")
+        assert parametrized.startswith(f"{LAYER}.mlp.gate_proj: ")
+        assert "no longer a parameter of the layer" in parametrized
 
 
-def returned(rank, world, kind):
-    """Runs in a worker."""
+def loss_of_all_outputs(output, batch):
+    total = output.logits.logsumexp(-1).sum()
+    for index, state in enumerate(output.hidden_states):
+        total = total + (index + 1) * state.sin().sum()
+    for weights in output.attentions:
+        # Each element has its own factor, so that no permutation has the same loss.
+        factors = torch.arange(weights.numel(), dtype=weights.dtype).view_as(weights) / 100
+        total = total + (weights * factors).sum()
+    return total
+
+
+def steps_with_all_outputs(kind):
+    steps = cases.steps_for(kind, 1, steps=2)
+    for (micro_batch,) in steps:
+        micro_batch |= {"output_hidden_states": True, "output_attentions": True}
+    return steps
+
+
+def train_on_all_outputs(rank, world, kind):
+    """Train with tensor and with sequence parallelism. Runs on every rank."""
     traces = []
     for sequence in (False, True):
-        model = built(kind)
+        model = build(kind)
+        config = settings(2, 2, 0, 1, 1, sequence)
         with keeping_float64(model):
-            engine = plait.initialize(
-                model, settings(2, 2, 0, 1, 1, sequence), loss_fn=plait.per_sample(total)
-            )
-            traces.append(engine_trace(engine, steps(kind)))
+            engine = plait.initialize(model, config, loss_fn=plait.per_sample(loss_of_all_outputs))
+            traces.append(engine_trace(engine, steps_with_all_outputs(kind)))
     return traces
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "openai-gpt"])
 def test_a_loss_of_hidden_states_and_attention_weights(pool, kind):
-    """A5: hidden states are sequence shards inside, attention weights the heads of a rank; OpenAI's GPT returns both in lists."""
-    model = built(kind)
+    """Inside the model, hidden states are sequence shards and attention weights a rank's heads.
+
+    OpenAI's GPT returns both in lists.
+    """
+    model = build(kind)
     with keeping_float64(model):
-        wanted = reference_trace(
+        expected = reference_trace(
             model,
-            steps(kind),
-            loss_fn=plait.per_sample(total),
+            steps_with_all_outputs(kind),
+            loss_fn=plait.per_sample(loss_of_all_outputs),
             optimizer=cases.adamw,
             clipping=CLIPPING,
         )
-    for traces in pool.run(2, returned, kind):
+    for traces in pool.run(2, train_on_all_outputs, kind):
         for trace in traces:
-            assert_same(wanted, trace)
+            assert_same(expected, trace)

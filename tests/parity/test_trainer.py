@@ -1,14 +1,16 @@
-"""The Hugging Face Trainer on Plait's layouts is Transformers' own Trainer in one process."""
+"""The Hugging Face Trainer on Plait's layouts, against Transformers' Trainer in one process."""
 
 from __future__ import annotations
 
 import os
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from plait.errors import InputError
 from tests.covers import proof_after
@@ -31,47 +33,42 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pp2-tp2": (4, 1, {"parallel": {**PP2, **TP2}}),
     "zero3-of-3": (3, 3, zero(3)),
 }
-"""Processes, data-parallel ranks, and the file."""
+"""(ranks, data-parallel ranks, configuration)."""
 
 
 @pytest.mark.parametrize("name", proof_after(4, LAYOUTS))
 def test_a_layout_is_one_process(pool, tmp_path, name):
-    """21 samples, of which the last step has too few for all ranks."""
+    """The last step of the 21 samples has too few for all ranks."""
     from transformers import AutoModelForCausalLM
 
     world, dp, config = LAYOUTS[name]
-    wanted = trainers.native(dp)
-    found = pool.run(world, trainers.on_plait, config, str(tmp_path), {})
-    close(found[0], wanted)
-    for other in found[1:]:
-        assert (other["loss"], other["grad_norm"], other["metrics"]) == (
-            found[0]["loss"],
-            found[0]["grad_norm"],
-            found[0]["metrics"],
-        )
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert type(opened).__name__ == "LlamaForCausalLM" and opened.config.architectures == [
-        "LlamaForCausalLM"
-    ]
+    expected = trainers.native(dp)
+    first, *others = pool.run(world, trainers.on_plait, config, str(tmp_path), {})
+    close(first, expected)
+    for other in others:
+        for key in ("loss", "grad_norm", "metrics"):
+            assert other[key] == first[key], key
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    head = "lm_head.weight"
     torch.testing.assert_close(
-        opened.state_dict()["lm_head.weight"],
-        wanted["weights"]["lm_head.weight"],
-        rtol=1e-5,
-        atol=1e-5,
+        model.state_dict()[head], expected["weights"][head], rtol=1e-5, atol=1e-5
     )
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["zero3", "tp2", "pp2"])
 def test_in_float64(pool, tmp_path, name):
-    """What the Trainer logs of a loss is float32 in both."""
+    """The Trainer logs losses in float32, so that they are not compared."""
     world, dp, config = LAYOUTS[name]
     settings = {"dtype": torch.float64}
-    found = pool.run(world, trainers.on_plait, config, str(tmp_path), settings)[0]
-    wanted = trainers.native(dp, **settings)
-    assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-7)
-    for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-9, atol=1e-9)
+    actual = pool.run(world, trainers.on_plait, config, str(tmp_path), settings)[0]
+    expected = trainers.native(dp, **settings)
+    assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-7)
+    for weight, tensor in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][weight], tensor, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -87,32 +84,40 @@ def test_in_float64(pool, tmp_path, name):
     ),
 )
 def test_experts_on_different_processes(pool, tmp_path, dp, config):
-    """With Transformers' balance loss; a rank that has no batch exchanges another's tokens."""
-    made = trainers.experts_alone if "pp" in config["parallel"] else trainers.experts
-    wanted = trainers.native(dp, made=made)
+    """A rank that has no batch exchanges another rank's tokens.
+
+    The model has Transformers' balance loss, except in a pipeline.
+    """
+    build = trainers.experts_alone if "pp" in config["parallel"] else trainers.experts
+    expected = trainers.native(dp, made=build)
     world = dp * config["parallel"].get("pp", 1)
-    close(pool.run(world, trainers.on_plait, config, str(tmp_path), {"made": made})[0], wanted)
+    settings = {"made": build}
+    actual = pool.run(world, trainers.on_plait, config, str(tmp_path), settings)[0]
+    close(actual, expected)
 
 
-def under_fsdp(rank, world, folder, settings):
-    """The run, and what became of the arguments. Runs in a worker."""
+def train_with_fsdp_arguments(rank, world, folder, settings):
+    """Return the run, and what the arguments became. Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
         resolved: list[Any] = []
 
-        class Kept(Trainer):
+        class RecordingTrainer(Trainer):
             def begin(self):
+                # No public name has the configuration that follows from the arguments.
                 resolved.append(self._resolved)
                 return super().begin()
 
-        found = trainers.run(Kept, TrainingArguments, folder, **settings)
-        data, offload = resolved[0].data_parallel, resolved[0].parameter_offload
-        return found, (data.stage, resolved[0].recompute.mode, offload.device)
+        run = trainers.run(RecordingTrainer, TrainingArguments, folder, **settings)
+        configuration = resolved[0]
+        stage = configuration.data_parallel.stage
+        offload = configuration.parameter_offload.device
+        return run, (stage, configuration.recompute.mode, offload)
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
+    ("settings", "expected"),
     [
         (
             {"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True}},
@@ -120,129 +125,127 @@ def under_fsdp(rank, world, folder, settings):
         ),
         ({"fsdp": "shard_grad_op"}, (2, "none", "none")),
     ],
+    ids=["full_shard", "shard_grad_op"],
 )
-def test_fsdp_of_the_arguments(pool, tmp_path, settings, wanted):
-    """In the words of Transformers, with and without a section."""
-    for found, made in pool.run(2, under_fsdp, str(tmp_path), settings):
-        close(found, trainers.native(2))
-        assert made == wanted
+def test_fsdp_of_the_arguments(pool, tmp_path, settings, expected):
+    for run, resolved in pool.run(2, train_with_fsdp_arguments, str(tmp_path), settings):
+        close(run, trainers.native(2))
+        assert resolved == expected
 
 
-def resumed(rank, world, folder):
-    """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on, and the same
-    layout. Runs in a worker. Returns (the history of the first, of those that go on, the loss of the model that is loaded at the end,
-    losses of all evaluations)."""
+def train_and_resume(rank, world, folder):
+    """Train two epochs with a checkpoint inside of the first, and resume it. Runs on every rank.
+
+    Returns the history of the first run, the histories of two runs that resume it on other
+    layouts, the losses of all evaluations, and the loss of the model that is loaded at the end.
+    """
     from accelerate.state import AcceleratorState
 
     with trainers.launched(rank, world):
 
-        def made(config, steps, **settings):
+        def new_trainer(config, accumulation, **settings):
             AcceleratorState._reset_state(reset_partial_state=True)
-            both = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **settings}
-            data = {"eval_dataset": trainers.samples(7)}
+            settings = {"num_train_epochs": 2, "save_steps": 2, **settings}
             return trainers.trainer_of(
-                folder, config, data, gradient_accumulation_steps=steps, **both
+                folder,
+                config,
+                {"eval_dataset": trainers.samples(7)},
+                gradient_accumulation_steps=accumulation,
+                **settings,
             )
 
-        best_is_worst = {
-            "metric_for_best_model": "loss",
-            "greater_is_better": True,
-        }  # the first, so that it has to be loaded
-        first = made(
+        first = new_trainer(
             zero(1),
             2,
-            load_best_model_at_end=True,
+            save_strategy="steps",
             eval_strategy="steps",
             eval_steps=2,
-            **best_is_worst,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            # The first model counts as the best, so that it has to be loaded.
+            greater_is_better=True,
         )
         first.train()
-        best = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
-        again = first.evaluate()["eval_loss"]
-        another = made(zero(0), 3)
+        losses = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
+        loss_at_end = first.evaluate()["eval_loss"]
+
+        checkpoint = f"{folder}/checkpoint-2"
+        other_batch = new_trainer(zero(0), 3)
         with pytest.raises(InputError, match=r"8 samples per step, but this run has 12"):
-            another.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-        another.engine.close()
-        others = []
-        for config, steps in (({"parallel": {"tp": 2}}, 4), (zero(1), 2)):
-            second = made(config, steps, save_strategy="no")
-            second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-            others.append(trainers.history(second))
-        return trainers.history(first), others, again, best
+            other_batch.train(resume_from_checkpoint=checkpoint)
+        other_batch.engine.close()
+
+        histories = []
+        for config, accumulation in (({"parallel": TP2}, 4), (zero(1), 2)):
+            trainer = new_trainer(config, accumulation)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            histories.append(trainers.history(trainer))
+        return trainers.history(first), histories, losses, loss_at_end
 
 
 def test_resume_on_another_layout(pool, tmp_path):
-    """In the middle of an epoch; the best model of a run is loaded at its end."""
-    wanted = trainers.native(2, num_train_epochs=2)
-    for first, others, again, best in pool.run(2, resumed, str(tmp_path)):
-        assert first["loss"] == pytest.approx(wanted["loss"], rel=1e-5) and len(first["loss"]) == 6
-        for second in others:
+    """A run resumes inside of an epoch. Its best model is loaded at its end."""
+    expected = trainers.native(2, num_train_epochs=2)
+    for first, histories, losses, loss_at_end in pool.run(2, train_and_resume, str(tmp_path)):
+        assert first["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert len(first["loss"]) == 6
+        for history in histories:
+            # The checkpoint contains the log of the steps before it.
             for key in ("loss", "grad_norm", "learning_rate"):
-                assert second[key] == pytest.approx(wanted[key], rel=1e-5), (
-                    key
-                )  # those before are in the checkpoint's own log
-        assert again == pytest.approx(best[0], rel=1e-6) and best[-1] < best[0]
-    assert {path.name for path in (tmp_path / "checkpoint-2").iterdir()} >= {
-        "plait",
-        "model.safetensors",
-        "config.json",
-        "scheduler.pt",
-    }
+                assert history[key] == pytest.approx(expected[key], rel=1e-5), key
+        assert loss_at_end == pytest.approx(losses[0], rel=1e-6) and losses[-1] < losses[0]
+    files = set(os.listdir(tmp_path / "checkpoint-2"))
+    assert files >= {"plait", "model.safetensors", "config.json", "scheduler.pt"}
 
 
-class Masking:
-    """A collator that leaves out words at random, and remembers which."""
+class MaskingCollator:
+    """A collator that masks tokens at random, and records which."""
 
     def __init__(self):
-        self.seen: list[list[int]] = []
+        self.masks: list[list[int]] = []
 
     def __call__(self, rows):
-        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-        left = torch.rand(batch["input_ids"].shape) < 0.3
-        self.seen.append(left.flatten().int().tolist())
-        return {**batch, "input_ids": batch["input_ids"].masked_fill(left, 1)}
+        batch = default_collate(rows)
+        mask = torch.rand(batch["input_ids"].shape) < 0.3
+        self.masks.append(mask.flatten().int().tolist())
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(mask, 1)}
 
 
-def masked(rank, world, config, folder):
-    """What was left out, and the lengths in the order of `group_by_length`. Runs in a worker."""
+def train_with_masks(rank, world, config, folder):
+    """Return the masks, and the order of samples by length. Runs on every rank."""
     with trainers.launched(rank, world):
-        collator = Masking()
-        given = {
+        collator = MaskingCollator()
+        arguments = {
             "model": trainers.model(attention_dropout=0.1),
             "data_collator": collator,
             "eval_dataset": trainers.samples(7),
         }
-        trainer = trainers.trainer_of(
-            folder, config, given, train_sampling_strategy="group_by_length"
-        )
+        settings = {"train_sampling_strategy": "group_by_length"}
+        trainer = trainers.trainer_of(folder, config, arguments, **settings)
         trainer.train()
         trainer.evaluate()
-        assert (
-            trainer.engine is not None
-            and len(trainer.engine.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids) == 2
-        )
-        order = [
-            int(index) for batch in trainer.get_train_dataloader().batch_sampler for index in batch
-        ]
-        return collator.seen, order
+        assert trainer.engine is not None
+        (sample,) = trainer.engine.generate([[5, 6, 7]], max_new_tokens=2)
+        assert len(sample.token_ids) == 2
+        batches = trainer.get_train_dataloader().batch_sampler
+        return collator.masks, list(map(int, chain.from_iterable(batches)))
 
 
 @pytest.mark.parametrize("name", proof_after(1, ["pp2", "tp2"]))
 def test_ranks_that_share_a_batch_draw_the_same(pool, tmp_path, name):
-    """Stages draw other numbers for dropout, and read the same batches in the same order."""
-    (seen, order), other = pool.run(2, masked, LAYOUTS[name][2], str(tmp_path))
-    assert (
-        (seen, order) == other
-        and len(seen) == 11 + 2
-        and sorted(order) == list(range(trainers.SAMPLES))
-    )
+    """Stages draw other numbers for dropout, but read the same batches in the same order."""
+    first, second = pool.run(2, train_with_masks, LAYOUTS[name][2], str(tmp_path))
+    assert first == second
+    masks, order = first
+    assert len(masks) == 11 + 2
+    assert sorted(order) == list(range(trainers.SAMPLES))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text(encoding="utf-8")
 
 
-def page(rank, world, folder):
-    """The code of docs/how-to/trainer.md. Runs in a worker."""
+def run_page(rank, world, folder):
+    """Run the code of docs/how-to/trainer.md. Runs on every rank."""
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -258,6 +261,6 @@ def page(rank, world, folder):
 def test_the_page(pool, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    assert pool.run(2, page, str(tmp_path))[0][-1] == 1.0
+    assert pool.run(2, run_page, str(tmp_path))[0][-1] == 1.0
     assert (tmp_path / "out" / "checkpoint-6" / "plait").is_dir()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")

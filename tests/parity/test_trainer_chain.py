@@ -1,133 +1,166 @@
-"""One run of the Trainer that is stopped inside of an epoch, and goes on each time on another layout and number of processes: its data
-order, losses, norms, rates, metrics and weights are those of one process that was never stopped."""
+"""A run of the Trainer that stops inside of an epoch and resumes on another layout each time.
+
+Its data order, losses, norms, rates, metrics and weights are those of one process that never
+stopped.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from tests.covers import proof_after
 from tests.parity import trainers
 from tests.parity.trainers import zero
 
-Hop = tuple[int, int, dict[str, Any], int]
-"""Processes, data-parallel ranks, file, and the step after which it is stopped."""
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a run on one layout."""
+
+    ranks: int
+    dp: int
+    config: dict[str, Any]
+    last_step: int
+
+
 TP2, PP2 = {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}
-CHAINS: dict[str, tuple[int, int, tuple[Hop, ...]]] = {
-    "zero3-tp2-zero3": (13, 2, ((2, 2, zero(3), 1), (2, 1, TP2, 3), (2, 2, zero(3), 4))),
+CHAINS: dict[str, tuple[int, int, tuple[Segment, ...]]] = {
+    "zero3-tp2-zero3": (
+        13,
+        2,
+        (Segment(2, 2, zero(3), 1), Segment(2, 1, TP2, 3), Segment(2, 2, zero(3), 4)),
+    ),
     "dp2-tp2xdp2-pp2": (
         45,
         6,
-        ((2, 2, zero(1), 2), (4, 2, {**TP2, **zero(2)}, 9), (2, 1, PP2, 12)),
+        (Segment(2, 2, zero(1), 2), Segment(4, 2, {**TP2, **zero(2)}, 9), Segment(2, 1, PP2, 12)),
     ),
 }
-"""Samples, of which 8 are a step and 5 the last one of an epoch; steps of one of the two epochs; hops."""
+"""(samples, steps per epoch, segments of two epochs). A step has 8 samples, the last 5."""
 
 
-def model():
-    """A Qwen 2, whose projections of attention have biases: parameters in two groups of the optimizer."""
+def build():
+    """Return a Qwen 2, whose biases of attention are in another parameter group."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen2", **trainers.SHAPE), dtype=torch.float64
-    )
+    config = AutoConfig.for_model("qwen2", **trainers.SHAPE)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
-class Noting:
-    """A collator that remembers which samples every micro-batch has."""
+class RecordingCollator:
+    """A collator that records the indices of the samples of each micro-batch."""
 
     def __init__(self, count):
-        rows = trainers.samples(max(count, trainers.SAMPLES))  # the evaluation has these
-        self.numbers = {tuple(row["input_ids"].tolist()): at for at, row in enumerate(rows)}
-        self.seen: list[list[int]] = []
-        assert len(self.numbers) == len(rows)
+        # The evaluation has SAMPLES samples, whatever the training has.
+        rows = trainers.samples(max(count, trainers.SAMPLES))
+        self.indices = {tuple(row["input_ids"].tolist()): i for i, row in enumerate(rows)}
+        self.micro_batches: list[list[int]] = []
+        assert len(self.indices) == len(rows)
 
     def __call__(self, rows):
-        self.seen.append([self.numbers[tuple(row["input_ids"].tolist())] for row in rows])
-        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        indices = [self.indices[tuple(row["input_ids"].tolist())] for row in rows]
+        self.micro_batches.append(indices)
+        return default_collate(rows)
 
 
-def run(
-    kinds, folder, count, steps, last, resume, **settings
-):  # fmt: skip
-    """Train until step `last`, with `steps` micro-batches of 2 in a step. Adds the samples of every micro-batch ("seen") and how many
-    parameters are in each group."""
+def run(trainer_class, arguments_class, folder, *, count, last_step, resume=None, **settings):
+    """Train two epochs until a step, and save there.
+
+    Returns the results of `trainers.result`, the micro-batches and the sizes of parameter groups.
+    """
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args, state, control, **_):
-            control.should_save = control.should_training_stop = state.global_step == last
+            is_last = state.global_step == last_step
+            control.should_save = control.should_training_stop = is_last
 
-    trainer, arguments = kinds
-    both = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100, **settings}
-    collator = Noting(count)
-    made = trainer(
-        model=model(),
-        args=trainers.arguments(arguments, folder, gradient_accumulation_steps=steps, **both),
+    settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100, **settings}
+    collator = RecordingCollator(count)
+    trainer = trainer_class(
+        model=build(),
+        args=trainers.arguments(arguments_class, folder, **settings),
         data_collator=collator,
         train_dataset=trainers.samples(count),
         eval_dataset=trainers.samples(),
         compute_metrics=trainers.metrics,
         callbacks=[Stop()],
     )
-    made.train(resume_from_checkpoint=resume)
-    seen = list(collator.seen)
-    groups = [len(group["params"]) for group in made.optimizer.param_groups]
-    evaluated = made.evaluate()
-    made.save_model(f"{folder}/model")
-    return {**trainers.result(made, evaluated, f"{folder}/model"), "seen": seen, "groups": groups}
+    trainer.train(resume_from_checkpoint=resume)
+    micro_batches = list(collator.micro_batches)
+    group_sizes = [len(group["params"]) for group in trainer.optimizer.param_groups]
+    metrics = trainer.evaluate()
+    trainer.save_model(f"{folder}/model")
+    result = trainers.result(trainer, metrics, f"{folder}/model")
+    return {**result, "micro_batches": micro_batches, "group_sizes": group_sizes}
 
 
-def hop(rank, world, config, *given):
-    """Runs in a worker."""
+def run_segment(rank, world, folder, settings):
+    """Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        return run((Trainer, TrainingArguments), *given, deepspeed=config)
-
-
-def order_of(alone, epoch_steps, dp, index, steps):
-    """The micro-batches that a data-parallel rank has to read in these steps, by what one process read in all."""
-    found = []
-    each = len(alone) // 2
-    for step in steps:
-        epoch, within = divmod(step, epoch_steps)
-        found += alone[epoch * each : (epoch + 1) * each][within * 4 : within * 4 + 4][index::dp]
-    return found
+        return run(Trainer, TrainingArguments, folder, **settings)
 
 
 @pytest.mark.parametrize("name", proof_after(1, CHAINS))
-def test_a_run_goes_on_on_other_layouts(pool, tmp_path, name):
+def test_a_run_continues_on_other_layouts(pool, tmp_path, name):
     from transformers import Trainer, TrainingArguments
 
-    count, epoch_steps, hops = CHAINS[name]
+    count, epoch_steps, segments = CHAINS[name]
     with trainers.launched_alone():
-        kinds = Trainer, TrainingArguments
-        wanted = run(kinds, str(tmp_path / "alone"), count, 4, 2 * epoch_steps, None)
-    read = wanted["seen"]
-    each = len(read) // 2
-    first_epoch, second = ([n for one in part for n in one] for part in (read[:each], read[each:]))
-    assert sorted(first_epoch) == sorted(second) == list(range(count)) and first_epoch != second
-    resume, first = None, 0
-    for number, (world, dp, config, last) in enumerate(hops):
-        folder = tmp_path / f"hop{number}"
-        ranks = pool.run(world, hop, config, str(folder), count, 4 // dp, last, resume)
-        found = ranks[0]
-        for rank, other in enumerate(ranks):
-            order = order_of(read, epoch_steps, dp, rank * dp // world, range(first, last))
-            # A rank that has no batch in the last round of an epoch collates another's, which counts for nothing.
-            seen = [one for one in other["seen"] if one in order]
-            assert seen == order and other["seen"][: len(order) // 2] == order[: len(order) // 2]
+        settings = {"count": count, "last_step": 2 * epoch_steps}
+        folder = str(tmp_path / "alone")
+        expected = run(
+            Trainer, TrainingArguments, folder, gradient_accumulation_steps=4, **settings
+        )
+    # Micro-batches of one process by step. The last step of each epoch may have fewer than four.
+    steps = []
+    half = len(expected["micro_batches"]) // 2
+    for epoch in (expected["micro_batches"][:half], expected["micro_batches"][half:]):
+        assert sorted(chain.from_iterable(epoch)) == list(range(count))
+        steps += [epoch[start : start + 4] for start in range(0, half, 4)]
+    assert steps[0] != steps[epoch_steps]
+
+    resume = None
+    first_step = 0
+    for number, segment in enumerate(segments):
+        folder = str(tmp_path / f"segment-{number}")
+        settings = {
+            "count": count,
+            "last_step": segment.last_step,
+            "resume": resume,
+            "gradient_accumulation_steps": 4 // segment.dp,
+            "deepspeed": segment.config,
+        }
+        ranks = pool.run(segment.ranks, run_segment, folder, settings)
+        for rank, actual in enumerate(ranks):
+            dp_rank = rank * segment.dp // segment.ranks
+            order = []
+            for step in steps[first_step : segment.last_step]:
+                order += step[dp_rank :: segment.dp]
+            # A rank without a batch in the last round of an epoch collates another rank's, which
+            # counts for nothing.
+            read = [indices for indices in actual["micro_batches"] if indices in order]
+            assert read == order
+            assert actual["micro_batches"][: len(order) // 2] == order[: len(order) // 2]
             # A pipeline stage has some of the parameters, but both groups.
-            assert len(other["groups"]) == 2
-            assert config is PP2 or other["groups"] == wanted["groups"]
+            assert len(actual["group_sizes"]) == 2
+            assert segment.config is PP2 or actual["group_sizes"] == expected["group_sizes"]
         for key in ("loss", "grad_norm", "learning_rate"):
-            assert found[key] == pytest.approx(wanted[key][:last], rel=1e-6), key
-            assert all(other[key] == found[key] for other in ranks), key
-        resume, first = f"{folder}/checkpoint-{last}", last
-    trainers.close(found, wanted)
-    for key, tensor in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-9, atol=1e-9)
+            expected_values = expected[key][: segment.last_step]
+            assert ranks[0][key] == pytest.approx(expected_values, rel=1e-6), key
+            assert all(actual[key] == ranks[0][key] for actual in ranks), key
+        resume = f"{folder}/checkpoint-{segment.last_step}"
+        first_step = segment.last_step
+
+    trainers.close(ranks[0], expected)
+    for weight, tensor in expected["weights"].items():
+        torch.testing.assert_close(ranks[0]["weights"][weight], tensor, rtol=1e-9, atol=1e-9)

@@ -1,9 +1,12 @@
-"""Fields of TrainingArguments that docs/how-to/trainer.md calls honoured: each changes a run, and as it does in Transformers' Trainer."""
+"""Fields of TrainingArguments change a run as they do in Transformers' Trainer.
+
+The fields are those that docs/how-to/trainer.md calls honoured.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ from tests.parity.trainers import zero
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
+BEST = {**EVALUATED, **SAVED, "load_best_model_at_end": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # field: (settings of both runs, the settings that make the difference)
     "per_device_train_batch_size": ({}, {"per_device_train_batch_size": 1}),
     "num_train_epochs": ({}, {"num_train_epochs": 2}),
     "max_steps": ({}, {"max_steps": 2}),
@@ -56,114 +59,106 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"load_best_model_at_end": True},
     ),
     "metric_for_best_model": (
-        {**EVALUATED, **SAVED, "load_best_model_at_end": True, "greater_is_better": False},
+        {**BEST, "greater_is_better": False},
         {"metric_for_best_model": "samples"},
     ),
-    "greater_is_better": (
-        {**EVALUATED, **SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss"},
-        {"greater_is_better": True},
-    ),
+    "greater_is_better": ({**BEST, "metric_for_best_model": "loss"}, {"greater_is_better": True}),
     "seed": ({}, {"seed": 7}),
     "data_seed": ({}, {"data_seed": 7}),
     "train_sampling_strategy": ({}, {"train_sampling_strategy": "sequential"}),
     "label_names": ({}, {"label_names": ["labels", "attention_mask"]}),
 }
+"""(settings of both runs, settings of the changed run) by field."""
 WITHOUT_A_CHANGE = {"eval_accumulation_steps"}
-"""It says when numbers are moved to the host, and nothing of them."""
+"""Fields that say only when numbers are moved to the host."""
 
 
 def metrics(prediction):
-    """What the function of the user's is given."""
+    """Return metrics that depend on everything that the user's function receives."""
     labels = prediction.label_ids
-    given = {name: getattr(prediction, name, None) for name in ("inputs", "losses")}
     if isinstance(labels, tuple):
         return {"samples": float(len(labels[0])), "label_names": float(len(labels))}
-    found = trainers.metrics(prediction)
-    return found | {
-        name: float(np.asarray(value).astype(np.float64).sum())
-        for name, value in given.items()
-        if value is not None
-    }
+    values = trainers.metrics(prediction)
+    for name in ("inputs", "losses"):
+        array = getattr(prediction, name, None)
+        if array is not None:
+            values[name] = float(np.asarray(array).astype(np.float64).sum())
+    return values
 
 
-def outcome(trainer_kind, arguments_kind, folder, **settings):
-    """All that a run of three steps leaves behind, but for its times."""
-    trainer = trainer_kind(
+def is_time(key):
+    return "runtime" in key or "per_second" in key
+
+
+def outcome(trainer_class, arguments_class, folder, **settings):
+    """Return everything that a run leaves behind, except for times."""
+    trainer = trainer_class(
         model=trainers.model(),
-        args=trainers.arguments(arguments_kind, folder, **settings),
+        args=trainers.arguments(arguments_class, folder, **settings),
         train_dataset=trainers.samples(),
         eval_dataset=trainers.samples(),
         compute_metrics=metrics,
     )
     trainer.train()
-    after = trainer.evaluate()
-    rows = [
-        (
-            row["step"],
-            sorted(key for key in row if "runtime" not in key and "per_second" not in key),
-        )
-        for row in trainer.state.log_history
-    ]
-    saved = {
-        path.parent.name: path for path in Path(folder).glob("checkpoint-*/trainer_state.json")
-    }
-    optimizers = {
-        name: (path.parent / "plait").exists() or (path.parent / "optimizer.pt").exists()
-        for name, path in saved.items()
-    }
-    numbers = {
-        key: value
-        for key, value in after.items()
-        if "runtime" not in key and "per_second" not in key and key != "epoch"
-    }
-    logged = {key: trainers.history(trainer)[key] for key in ("loss", "grad_norm", "learning_rate")}
-    best = Path(trainer.state.best_model_checkpoint or "").name
-    tokens = int(trainer.state.num_input_tokens_seen)
+    evaluated = trainer.evaluate()
+
+    logged = []
+    for row in trainer.state.log_history:
+        logged.append((row["step"], sorted(key for key in row if not is_time(key))))
+    has_optimizer = {}
+    for checkpoint in Path(folder).glob("checkpoint-*"):
+        if (checkpoint / "trainer_state.json").exists():
+            files = set(os.listdir(checkpoint))
+            has_optimizer[checkpoint.name] = not files.isdisjoint({"plait", "optimizer.pt"})
+    history = trainers.history(trainer)
+    del history["epoch"]
     return {
-        "rows": rows,
-        "saved": optimizers,
-        "evaluated": numbers,
-        **logged,
-        "best": best,
-        "tokens": tokens,
+        **history,
+        "logged": logged,
+        "has_optimizer": has_optimizer,
+        "metrics": {k: v for k, v in evaluated.items() if not is_time(k) and k != "epoch"},
+        "best": Path(trainer.state.best_model_checkpoint or "").name,
+        "tokens": int(trainer.state.num_input_tokens_seen),
     }
 
 
-@cache
-def _alone(items):
+NATIVE: dict[str, dict[str, Any]] = {}
+"""Outcomes of `native` by settings, which several tests use."""
+
+
+def native(settings):
+    """Run Transformers' Trainer in one process, with the micro-batches of two ranks."""
     from transformers import Trainer, TrainingArguments
 
-    settings = {name: eval(text) for name, text in items}  # of this file's own
-    steps = 2 * settings.pop("gradient_accumulation_steps", 2)
-    with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return outcome(
-            Trainer, TrainingArguments, folder, gradient_accumulation_steps=steps, **settings
-        )
-
-
-def alone(settings):
-    """One process with Transformers' Trainer."""
-    return _alone(tuple(sorted((name, repr(value)) for name, value in settings.items())))
+    key = repr(sorted(settings.items()))
+    if key not in NATIVE:
+        accumulation = 2 * settings.get("gradient_accumulation_steps", 2)
+        settings = settings | {"gradient_accumulation_steps": accumulation}
+        with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
+            NATIVE[key] = outcome(Trainer, TrainingArguments, folder, **settings)
+    return NATIVE[key]
 
 
 def on_plait(rank, world, config, folder, settings):
-    """Runs in a worker."""
+    """Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
         return outcome(Trainer, TrainingArguments, folder, deepspeed=config, **settings)
 
 
-def differs(one, other):
-    """What is not the same in both, numbers to 1e-5."""
-    return [key for key in one if not _same(one[key], other[key])]
-
-
-def _same(one, other):
-    try:
-        return bool(one == pytest.approx(other, rel=1e-5))
-    except TypeError:
-        return bool(one == other)
+def differences(actual, expected):
+    """Return the keys whose values differ, numbers by more than 1e-5."""
+    keys = []
+    for key, value in actual.items():
+        try:
+            is_equal = value == pytest.approx(expected[key], rel=1e-5)
+        except TypeError:
+            # pytest.approx refuses nested values.
+            is_equal = value == expected[key]
+        if not is_equal:
+            keys.append(key)
+    return keys
 
 
 @pytest.mark.parametrize(
@@ -176,11 +171,10 @@ def _same(one, other):
 def test_a_field_changes_what_it_changes_in_transformers(pool, tmp_path, field):
     both, change = CASES[field]
     assert FIELDS[field].effect != "noted"
-    wanted, without = alone({**both, **change}), alone(both)
-    assert bool(differs(wanted, without)) != (field in WITHOUT_A_CHANGE)
-    found = pool.run(2, on_plait, zero(1), str(tmp_path), {**both, **change})
-    for rank in found:
-        assert differs(rank, wanted) == [], (rank, wanted)
+    expected = native({**both, **change})
+    assert bool(differences(expected, native(both))) != (field in WITHOUT_A_CHANGE)
+    for actual in pool.run(2, on_plait, zero(1), str(tmp_path), {**both, **change}):
+        assert differences(actual, expected) == [], (actual, expected)
 
 
 @pytest.mark.proof
@@ -189,16 +183,16 @@ def test_a_field_changes_what_it_changes_in_transformers(pool, tmp_path, field):
     [(2, zero(0)), (2, zero(3)), (1, {"parallel": {"tp": 2}}), (1, {"parallel": {"pp": 2}})],
     ids=["dp2", "zero3", "tp2", "pp2"],
 )
-@pytest.mark.parametrize("field", ["label_smoothing_factor"])
-def test_on_every_layout(pool, tmp_path, field, dp, config):
-    """Transformers tells by the class of a model, which sharding changes, that a label is the next token."""
-    change = CASES[field][1]
-    wanted = alone(change) if dp == 2 else alone({**change, "gradient_accumulation_steps": 1})
-    assert differs(pool.run(2, on_plait, config, str(tmp_path), change)[0], wanted) == []
+def test_label_smoothing_on_every_layout(pool, tmp_path, dp, config):
+    """Transformers decides by the model's class, which sharding changes, to shift the labels."""
+    change = CASES["label_smoothing_factor"][1]
+    accumulation = {} if dp == 2 else {"gradient_accumulation_steps": 1}
+    actual = pool.run(2, on_plait, config, str(tmp_path), change)[0]
+    assert differences(actual, native(change | accumulation)) == []
 
 
 def test_a_batch_that_does_not_fill_a_round_is_dropped(pool, tmp_path):
-    """`dataloader_drop_last` with batches of 2 on two ranks: 21 samples are 5 rounds of 4."""
+    """`dataloader_drop_last` leaves 5 rounds of two batches of 2 samples out of 21 samples."""
     change = {"dataloader_drop_last": True, "gradient_accumulation_steps": 1}
-    found = pool.run(2, on_plait, zero(1), str(tmp_path), change)[0]
-    assert len(found["loss"]) == 5 and found["tokens"] == 20 * trainers.LENGTH
+    actual = pool.run(2, on_plait, zero(1), str(tmp_path), change)[0]
+    assert len(actual["loss"]) == 5 and actual["tokens"] == 20 * trainers.LENGTH

@@ -1,25 +1,27 @@
-"""`report_to` and `push_to_hub`: the first process alone reports, what a run in one process does, and pushes folders of the whole model."""
+"""`report_to` and `push_to_hub`: only the first process reports, and it pushes full models."""
 
 from __future__ import annotations
 
+import copy
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.covers import proof_after
 from tests.parity import trainers
+from tests.parity.full_tensors import assert_equal, names_of_differences, shapes_of
 from tests.parity.trainers import zero
 
 LOGGED = ("loss", "grad_norm", "learning_rate")
 PP2, TP2 = {"parallel": {"pp": 2}}, {"parallel": {"tp": 2}}
 
 
-def reported(rank, world, config, folder):
-    """(step, what was logged) that a tracker was given. Runs in a worker."""
+def train_with_a_tracker(rank, world, config, folder):
+    """Return the (step, values) that a tracker receives. Runs on every rank."""
     with trainers.launched(rank, world):
         from transformers import TrainerCallback
         from transformers.integrations import integration_utils
@@ -40,63 +42,74 @@ def reported(rank, world, config, folder):
     ("dp", "config"), proof_after(1, [(2, zero(3)), (1, PP2)], name=lambda dp, _: f"dp{dp}")
 )
 def test_the_first_process_reports_what_one_process_does(pool, tmp_path, dp, config):
-    """In a pipeline too, whose last stage has the loss."""
-    wanted = trainers.native(dp)
-    first, second = pool.run(2, reported, config, str(tmp_path))
-    assert second == [] and [step for step, _ in first] == list(range(1, len(wanted["loss"]) + 1))
-    for key in LOGGED:
-        assert [row[key] for _, row in first] == pytest.approx(wanted[key], rel=1e-5)
+    """A pipeline has the loss on the last stage."""
+    expected = trainers.native(dp)
+    rows, rows_of_the_second = pool.run(2, train_with_a_tracker, config, str(tmp_path))
+    assert rows_of_the_second == []
+    assert len(rows) == len(expected["loss"])
+    for index, (step, values) in enumerate(rows):
+        assert step == index + 1
+        for key in LOGGED:
+            assert values[key] == pytest.approx(expected[key][index], rel=1e-5), (step, key)
 
 
-Pushed = list[tuple[str, dict[str, torch.Tensor], list[str]]]
-
-
-def pushed(rank, world, config, folder):
-    """What the hub is sent: (message, weights, names of files), in the order of time. Runs in a worker."""
-    sent: Pushed = []
+def train_and_push(rank, world, config, folder):
+    """Return the (message, weights, file names) of each push, in order. Runs on every rank."""
+    pushes = []
 
     def upload(self, *, folder_path, commit_message, **others):
         assert others["repo_id"] == "me/tiny" and others["revision"] == "draft"
         path = Path(folder_path)
-        # Copies, because the file is written again.
-        weights = {k: v.clone() for k, v in load_file(path / "model.safetensors").items()}
-        sent.append((commit_message, weights, sorted(file.name for file in path.iterdir())))
+        # The file is written again, so its tensors are copied.
+        weights = copy.deepcopy(load_file(path / "model.safetensors"))
+        pushes.append((commit_message, weights, set(os.listdir(path))))
         return SimpleNamespace(done=lambda: True, is_done=lambda: True)
 
     create = mock.Mock(return_value=SimpleNamespace(repo_id="me/tiny"))
-    hub = {"hub_model_id": "me/tiny", "hub_revision": "draft", "hub_always_push": True}
-    steps = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    settings = {
+        "push_to_hub": True,
+        "hub_model_id": "me/tiny",
+        "hub_revision": "draft",
+        "hub_always_push": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 2,
+        "gradient_accumulation_steps": 1,
+    }
     with (
         trainers.launched(rank, world),
         mock.patch("huggingface_hub.HfApi.create_repo", create),
         mock.patch("huggingface_hub.HfApi.upload_folder", upload),
     ):
-        trainer = trainers.trainer_of(
-            folder, config, push_to_hub=True, gradient_accumulation_steps=1, **hub, **steps
-        )
+        trainer = trainers.trainer_of(folder, config, **settings)
         trainer.train()
         trainer.save_model()
         trainer.push_to_hub()
     assert create.call_count == (1 if rank == 0 else 0)
-    return sent
+    return pushes
 
 
 @pytest.mark.parametrize(
     "config", proof_after(1, [zero(3), PP2, TP2], name=lambda config: str([*config.values()]))
 )
-def test_the_first_process_pushes_the_whole_model(pool, tmp_path, config):
+def test_the_first_process_pushes_the_full_model(pool, tmp_path, config):
     from transformers import AutoModelForCausalLM
 
-    sent, other = pool.run(2, pushed, config, str(tmp_path))
-    assert other == []
-    progress = [f"Training in progress, step {step}" for step in (1, 2)]
-    assert [message for message, _, _ in sent] == [*progress, "Model save", "End of training"]
-    shapes = {name: tensor.shape for name, tensor in trainers.model().state_dict().items()}
-    for _, weights, names in sent:
-        assert {name: tensor.shape for name, tensor in weights.items()} == shapes
-        assert {"config.json", "training_args.bin"} <= set(names)
-    first, second, last = sent[0][1], sent[1][1], sent[3][1]
-    assert any(not torch.equal(first[name], second[name]) for name in first), "learned nothing"
-    assert all(torch.equal(second[name], last[name]) for name in last) and "README.md" in sent[3][2]
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(opened[name], tensor) for name, tensor in last.items())
+    pushes, pushes_of_the_second = pool.run(2, train_and_push, config, str(tmp_path))
+    assert pushes_of_the_second == []
+    messages, weights, files = zip(*pushes, strict=True)
+    assert messages == (
+        "Training in progress, step 1",
+        "Training in progress, step 2",
+        "Model save",
+        "End of training",
+    )
+    for of_push, names in zip(weights, files, strict=True):
+        assert shapes_of(of_push) == shapes_of(trainers.model().state_dict())
+        assert {"config.json", "training_args.bin"} <= names
+
+    first, second, _, last = weights
+    assert names_of_differences(first, second), "nothing was learned"
+    assert_equal(second, last)
+    assert "README.md" in files[-1]
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), last)

@@ -1,6 +1,10 @@
-"""What a rank publishes of its waits, through torch's record of collectives and by itself in shared memory, and what is made of it."""
+"""Published waits of a rank, and the hang that other ranks infer from them.
+
+Waits are published through torch's record of collectives, and for shared memory by Plait itself.
+"""
 
 import time
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -15,92 +19,106 @@ from plait.comm.transport import connect
 from plait.comm.watch import Watch
 
 
-def until(look, words):
-    """What it says, once that has the words: torch notes the end of a collective a moment later."""
-    ends = time.monotonic() + 10
-    while (
-        (text := look()) != words and (not words or words not in text) and time.monotonic() < ends
-    ):
+def wait_for(look, fragment):
+    """Return the first result of `look` that contains the fragment, or is empty if it is.
+
+    torch records the end of a collective a moment later.
+    """
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        text = look()
+        if text == fragment or (fragment and fragment in text):
+            break
         time.sleep(0.01)
     return text
 
 
-def late(rank, world):
-    """Runs in a worker. Rank 1 does not take part until rank 0 has looked, first at gloo's all-reduce, then at one in shared memory."""
+def description_of_the_hang(local):
+    """Return what a rank would report if all timeouts were over, or an empty text."""
+    # The interval between two looks has private names only. Without it a test would take minutes.
+    local._looked = 0.0
+    local.look(local.board)
+    readings = {}
+    for rank, peer in local._peers.items():
+        reading = read_board(peer.board)
+        if reading is not None:
+            readings[rank] = reading
+    expired = {rank: replace(reading, timeout_seconds=0.0) for rank, reading in readings.items()}
+    hung = hang.find_hang(expired, time.monotonic())
+    return "" if hung is None else hang.describe_cause(hung, readings)
+
+
+def be_late(rank, world):
+    """Return what rank 0 sees while rank 1 is late. Runs on every rank.
+
+    Rank 1 joins gloo's all-reduce, and then a wait in shared memory, after rank 0 has looked.
+    """
     mesh = build_mesh(Layout(dp_shard=world))
     group = mesh.group("dp_shard")
     assert group is not None
-    beside = dist.new_group()  # the mesh's group is the default one
-    before = timeout_of(dist.group.WORLD)
-    own, found = Watch(), {}
+    # The group of the mesh is the default one, so barriers use another.
+    barriers = dist.new_group()
+    timeout = timeout_of(dist.group.WORLD)
+    local = Watch()
+    seen = {}
+    # The intervals have no setting. With them the thread of the watch would look at its own times.
     with patch.object(watch, "_UNSEEN_SECONDS", 0.0), patch.object(watch, "LOOK_SECONDS", 3600.0):
-        own.arm()
-        assert timeout_of(dist.group.WORLD) == before + watch.LATER_ALONE_SECONDS
-        assert own.board is not None and sorted(own._peers) == list(range(world))
-        own.name_axes(mesh)
-        own.progress(4, FORWARD)
-        dist.barrier(group=beside)
-
-        def look():
-            assert own.board is not None
-            own._looked = 0.0
-            own.look(own.board)
-            readings = {
-                other: reading
-                for other, peer in own._peers.items()
-                if (reading := read_board(peer.board)) is not None
-            }
-            later = {
-                other: reading.__class__(**{**vars(reading), "timeout_seconds": 0.0})
-                for other, reading in readings.items()
-            }
-            hung = hang.find_hang(later, time.monotonic())
-            return hang.describe_cause(hung, readings) if hung is not None else ""
+        local.arm()
+        assert timeout_of(dist.group.WORLD) == timeout + watch.LATER_ALONE_SECONDS
+        assert local.board is not None and sorted(local._peers) == list(range(world))
+        local.name_axes(mesh)
+        local.progress(4, FORWARD)
+        dist.barrier(group=barriers)
 
         if rank == 0:
             work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
             assert work is not None
-            found["gloo"] = until(look, "all-reduce")
-            dist.barrier(group=beside)
+            seen["gloo"] = wait_for(lambda: description_of_the_hang(local), "all-reduce")
+            dist.barrier(group=barriers)
             work.wait()
         else:
-            dist.barrier(group=beside)
+            dist.barrier(group=barriers)
             dist.all_reduce(torch.ones(3), group=group)
-        dist.barrier(group=beside)
-        found["ended"] = until(look, "") if rank == 0 else ""
-        dist.barrier(group=beside)
-        way = connect(
+        dist.barrier(group=barriers)
+        if rank == 0:
+            seen["ended"] = wait_for(lambda: description_of_the_hang(local), "")
+        dist.barrier(group=barriers)
+
+        transport = connect(
             group, label="dp_shard", device=torch.device("cpu"), requested="shared-memory"
         )
-        assert way.host is not None
+        assert transport.host is not None
+        # Rank 1 is missing three times. A slow machine asks more often.
         answers = iter([[1], [1], [1], []])
-        with patch("plait.comm.shared_memory.host.WATCH", own):
 
-            def missing():
-                answer = next(answers, [])  # a slow machine asks more often
-                if answer and own.board is not None and own.board.waiting_since:
-                    found["memory"] = look()
-                return answer
+        def missing_ranks():
+            missing = next(answers, [])
+            if missing and local.board.waiting_since:
+                seen["shared memory"] = description_of_the_hang(local)
+            return missing
 
-            if rank == 0:  # rank 1 goes on to the barrier, late for this one
-                with patch("plait.comm.shared_memory.host._YIELDING_SECONDS", 0.0):
-                    way.host.wait(missing, operation="all-gather", sequence=7, shape="[8] float32")
-        dist.barrier(group=beside)
-        assert own.board.waiting_since == 0
-        own.disarm()
-    return found
+        # Rank 1 continues to the barrier, and is late for this wait. The wait publishes to the
+        # watch of the process, and only after a time for which it yields.
+        if rank == 0:
+            host = "plait.comm.shared_memory.host"
+            with patch(f"{host}.WATCH", local), patch(f"{host}._YIELDING_SECONDS", 0.0):
+                transport.host.wait(
+                    missing_ranks, operation="all-gather", sequence=7, shape="[8] float32"
+                )
+        dist.barrier(group=barriers)
+        assert local.board.waiting_since == 0
+        local.disarm()
+    return seen
 
 
 def test_a_rank_that_is_late_is_named_with_the_collective(pool):
-    first, _ = pool.run(2, late)
+    seen = pool.run(2, be_late)[0]
     stuck = "rank 1 is stuck in step 4, forward: rank 0 has waited "
-    assert (
-        first["gloo"].startswith(stuck)
-        and " in all-reduce over all ranks (dp_shard) (number " in first["gloo"]
-    ), first
-    assert "[3] float32) at " in first["gloo"] and "test_watch.py:" in first["gloo"], first
-    assert first["ended"] == ""
-    assert (
-        first["memory"].startswith(stuck)
-        and "in all-gather over dp_shard (number 7, [8] float32) at" in first["memory"]
-    ), first
+    gloo = seen["gloo"]
+    assert gloo.startswith(stuck), gloo
+    assert " in all-reduce over all ranks (dp_shard) (number " in gloo, gloo
+    assert "[3] float32) at " in gloo and "test_watch.py:" in gloo, gloo
+    assert seen["ended"] == ""
+    memory = seen["shared memory"]
+    assert memory.startswith(stuck), memory
+    assert "in all-gather over dp_shard (number 7, [8] float32) at" in memory, memory

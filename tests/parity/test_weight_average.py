@@ -1,8 +1,6 @@
-"""A moving average of the weights, of every rank's own shards, and weight decay by a rule: as in one process."""
+"""A moving average of each rank's shards, and weight decay by a rule, as in one process."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -11,79 +9,77 @@ import plait
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import materialised, settings
+from tests.parity.full_tensors import full_weights
 from tests.parity.mean_losses import close, mean_loss
 
 STEPS, MIX = 3, 0.3
 
 
-def without_decay_of_vectors(parameters, *, decay=0.1):
-    """As scripts write it: matrices decay, biases and norms do not. The rate is large, so that the rule is seen."""
-    parameters = list(parameters)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+def adamw_without_decay_of_vectors(parameters, *, decay=0.1):
+    """Return an optimizer in which biases and norms do not decay.
+
+    The learning rate is large, so that the rule changes the weights visibly.
+    """
+    groups = [{"params": [], "weight_decay": 0.0}, {"params": [], "weight_decay": decay}]
+    for parameter in parameters:
+        groups[parameter.ndim > 1]["params"].append(parameter)
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def averaged(average, model):
-    """One step of the average, in place."""
+def copies_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def update_average(average, model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             average[name].lerp_(parameter, MIX)
 
 
-def on_plait(rank, world, config):
-    """(weights, their average). Runs in a worker."""
-    given = {key: value for key, value in config.items() if key != "optimizer"} | {
-        "gradient_clipping": 0
-    }
-    engine = plait.initialize(
-        cases.build("plain", tied=True), given, optimizer=without_decay_of_vectors
-    )
-    average = {
-        name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()
-    }
+def train(rank, world, config):
+    """Return the weights and their average. Runs on every rank."""
+    config = config | {"gradient_clipping": 0}
+    del config["optimizer"]
+    model = cases.build("plain", tied=True)
+    engine = plait.initialize(model, config, optimizer=adamw_without_decay_of_vectors)
+    average = copies_of(engine.module)
     for step in cases.ragged_steps(engine.dp_size, steps=STEPS, keys=()):
         engine.backward(mean_loss(engine, step[engine.dp_rank])[0])
         engine.step()
-        averaged(average, engine.module)
-    weights = {
-        name: full_tensor_on_cpu(parameter) for name, parameter in engine.module.named_parameters()
-    }
-    return weights, {name: full_tensor_on_cpu(tensor) for name, tensor in average.items()}
+        update_average(average, engine.module)
+    full_average = {name: full_tensor_on_cpu(tensor) for name, tensor in average.items()}
+    return full_weights(engine.module), full_average
 
 
-def alone(batches, *, decay=0.1):
-    """One process in plain torch, with as many batches in a step."""
+def train_alone(batches, *, decay=0.1):
+    """Train in one process in plain torch, with as many batches per step."""
     model = materialised("plain", tied=True)
-    optimizer = without_decay_of_vectors(model.parameters(), decay=decay)
-    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = adamw_without_decay_of_vectors(model.parameters(), decay=decay)
+    average = copies_of(model)
     for step in cases.ragged_steps(batches, steps=STEPS, keys=()):
-        for piece in step:
-            (mean_loss(model, piece)[0] / len(step)).backward()
+        for micro_batch in step:
+            (mean_loss(model, micro_batch)[0] / len(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        averaged(average, model)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, average
+        update_average(average, model)
+    return full_weights(model), average
 
 
-CONFIGS = [
-    *(pytest.param(settings(2, stage, 1, 1), 2, id=f"zero{stage}") for stage in (0, 1, 3)),
-    pytest.param(
-        tensor_parallel.settings(2, 2, 0, 1, 1, **tensor_parallel.plan("plain")), 1, id="tp2"
-    ),
-]
-
-
-@pytest.mark.parametrize(("config", "batches"), CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "batches"),
+    [
+        *(pytest.param(settings(2, stage, 1, 1), 2, id=f"zero{stage}") for stage in (0, 1, 3)),
+        pytest.param(
+            tensor_parallel.settings(2, 2, 0, 1, 1, **tensor_parallel.plan("plain")), 1, id="tp2"
+        ),
+    ],
+)
 def test_an_average_and_decay_by_a_rule(pool, config, batches):
-    weights, average = alone(batches)
-    assert any(not torch.allclose(average[name], weights[name], atol=1e-6) for name in weights)
-    assert any(
-        not torch.allclose(alone(batches, decay=0.0)[0][name], weights[name], atol=1e-6)
-        for name in weights
-    )
-    for found, found_average in pool.run(2, on_plait, config):
-        close(found, weights)
-        close(found_average, average)
+    expected_weights, expected_average = train_alone(batches)
+    # Both change the numbers by more than rounding.
+    for other in (expected_average, train_alone(batches, decay=0.0)[0]):
+        with pytest.raises(AssertionError, match="not close"):
+            close(other, expected_weights, atol=1e-6)
+    for weights, average in pool.run(2, train, config):
+        close(weights, expected_weights)
+        close(average, expected_average)

@@ -2,7 +2,7 @@
 
 COVERED = {
     "DeepSpeed-399": "test_frozen_for_a_while.py::test_generator_first",
-    "DeepSpeed-931": "test_pipeline.py::test_every_stage_skips_what_overflowed_on_one",
+    "DeepSpeed-931": "test_pipeline.py::test_overflow_on_one_stage_skips_the_step_on_all",
     "DeepSpeed-1888": "test_skipped_blocks.py::test_ranks_skip_different_blocks",
     "DeepSpeed-3539": "test_three_calls.py::test_two_backwards_of_one_forward",
     "DeepSpeed-4777": "test_pipeline.py::test_every_schedule",
@@ -12,7 +12,7 @@ COVERED = {
     "DeepSpeed-5639": "test_frozen_for_a_while.py::test_gradual_unfreezing",
     "DeepSpeed-7170": "test_skipped_blocks.py::test_ranks_skip_different_blocks",
     "DeepSpeed-8262": "test_generate.py::test_tokens_of_two_ranks",
-    "Megatron-DeepSpeed-394": "test_tensor_models.py::test_a_loss_of_one_s_own_and_full_tensors",
+    "Megatron-DeepSpeed-394": "test_tensor_models.py::test_a_users_loss_and_full_state_dicts",
     "Megatron-LM-1256": "test_tensor_dropout.py::test_masks",
     "Megatron-LM-1517": "test_checkpoint_layouts.py::test_every_layout_loads_every_other",
     "Megatron-LM-1754": "test_tensor_parallel.py::test_families",
@@ -39,7 +39,7 @@ COVERED = {
     "torchtitan-3412": "test_chunked_loss.py::test_four_ranks_with_recompute_equal_one_process",
     "transformers-22215": "test_compile.py::test_compiled_blocks_equal_one_process",
     "transformers-26413": "test_trainer.py::test_resume_on_another_layout",
-    "transformers-46731": "test_trainer_fields.py::test_on_every_layout",
+    "transformers-46731": "test_trainer_fields.py::test_label_smoothing_on_every_layout",
     "trl-1652": "test_dpo.py::test_preferences_are_one_process",
     "trl-2882": "test_dpo.py::test_every_remainder_of_rows",
     "trl-4096": "test_sft.py::test_dynamic_fine_tuning_is_one_process",

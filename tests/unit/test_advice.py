@@ -362,9 +362,9 @@ FOLLOWED = {
     # 2: ranks that do different things
     "or use ZeRO stage 1 or 2, where ranks may skip different blocks": "parity/test_skipped_blocks.py::test_ranks_skip_different_blocks",
     # 6: what was changed after the model was wrapped
-    "PeftModel.from_pretrained(model, folder).merge_and_unload()": "parity/test_saved_weights.py::test_adapters_of_which_ranks_have_parts",
+    "PeftModel.from_pretrained(model, folder).merge_and_unload()": "parity/test_saved_weights.py::test_merging_adapters_that_are_split_is_refused",
     "merge its adapters and assign the result to trainer.model": "parity/test_saved_weights.py::test_merged_adapters",
-    "each process holds a part of the weights; call {remedy}": "parity/test_saved_weights.py::test_parts_are_no_weights",
+    "each process holds a part of the weights; call {remedy}": "parity/test_saved_weights.py::test_scripts_cannot_save_shards_as_weights",
     "load the model, resize it, and then train it": "unit/sharded/test_resized.py::test_resized_after_training",
     "resize and save it once": "unit/sharded/test_resized.py::test_more_tokens_than_a_saved_model_has",
     "delete the line, and build the model with plait.from_pretrained(name)": "unit/sharded/test_resized.py::test_configuration_of_transformers_without_deepspeed",

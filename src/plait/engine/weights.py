@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from plait._torch.modules import is_persistent
 from plait.checkpoint import states
 from plait.checkpoint.folder import candidates
 from plait.checkpoint.load import Reader
@@ -58,10 +59,13 @@ def full_weights(
             is_trained = parameter.requires_grad or not states.is_left_out(source, name)
             if is_adapters(name) or is_trained:
                 stored[name] = parameter
-        # Adapters have buffers too, such as the projections that the layers of VeRA share.
-        for name, tensor in local_tensors(source).items():
-            if is_adapters(name) and not isinstance(tensor, nn.Parameter):
-                stored[name] = tensor
+        # Adapters have buffers too, such as the projections that the layers of VeRA share. They are
+        # not read from the state dict: layers of quantisation libraries extend it with facts of
+        # their weight, which fails for the layers of other pipeline stages.
+        for name, buffer in source.named_buffers(remove_duplicate=False):
+            owner, _, leaf = name.rpartition(".")
+            if is_adapters(name) and is_persistent(source.get_submodule(owner), leaf):
+                stored[name] = buffer
         return stored
 
     with naming(
