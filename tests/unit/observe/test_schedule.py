@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plait.observe.schedule import schedule_names, timeline_json, timeline_lines, timeline_summary
 from plait.parallel.schedules.schedule import SCHEDULES, make_schedule
 from plait.parallel.schedules.timeline import even, peak_in_flight, simulate
-from tests.unit.parallel.tables import schedules, unhurried
+from tests.unit.parallel.tables import schedules
 
 
 def timeline_of(schedule, **durations):
@@ -48,7 +48,6 @@ def test_two_and_more_stages_a_rank():
     assert "0 2 .. 10" in plain(many)[1]
 
 
-@unhurried
 @given(schedules, st.integers(60, 300), st.booleans())
 def test_the_drawing_is_the_timeline(schedule, width, coloured):
     """Every action is named in its rank's order; or every column is the letter of what runs in its middle. Never wider than asked."""

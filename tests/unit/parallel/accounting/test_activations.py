@@ -91,7 +91,7 @@ def test_a_split_backward_by_hand():
     assert rank.peak_bytes(("none",) * 4) == plain_bytes + 2 * DEFERRED_BYTES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     budget=st.integers(0, 1500),
     name=st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "zbv"]),
