@@ -119,7 +119,7 @@ def test_graph_task():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_reset_failed_step(keep):
-    """After an exception in a forward all units are sharded. Earlier gradients stay on request.
+    """All units are sharded after an exception in a forward. Earlier gradients stay on request.
 
     The earlier micro-batches leave gradients of shards, and gradients that are not reduced.
     """
@@ -503,7 +503,7 @@ def test_schedule_actions():
 
 
 def test_a_forward_that_ends_early_and_a_late_reduction():
-    """The root's hooks are set on a given tensor, and unreduced gradients are reduced on request."""
+    """Hooks of the root are set on a given tensor. Unreduced gradients are reduced on request."""
     model = sharded()
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
@@ -642,7 +642,7 @@ def test_timeout_of_a_group():
 
 
 def test_shard_buffers():
-    """Buffers are replaced, and parameters and padding stay. The next forward reads the new ones."""
+    """Parameters and padding stay when buffers are replaced. The next forward reads the new ones."""
     model = sharded()
     unit = units.sharded_modules(model)[1]
     parameters = list(unit.parameters())
@@ -1201,7 +1201,7 @@ def shapes_and_dtypes(results):
     ids=str,
 )
 def test_flash_attention_has_the_shapes_of_its_reference(band):
-    """On meta, CUDA's operator has the shapes and dtypes of the reference that other tests use."""
+    """CUDA's operator has, on meta, the shapes and dtypes of the reference that other tests use."""
     shapes = ((2, 4, 10, 20), (2, 2, 13, 20), (2, 2, 13, 12))
     with fused_attention.registered("CPU"):
         meta = attention_results(attention.FLASH, shapes, torch.bfloat16, "meta", band)
@@ -1255,7 +1255,7 @@ def test_reasons_against_a_kernel(monkeypatch):
 
 
 def test_attention_of_cpus_computes_parts():
-    """The backward takes the output and log-sum-exp of a softmax over more keys than it is given."""
+    """The backward takes output and log-sum-exp of a softmax over more keys than it is given."""
     torch.manual_seed(0)
     inputs = [torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     query, key, value = inputs

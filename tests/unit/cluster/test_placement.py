@@ -106,7 +106,7 @@ def test_tensor_parallel_stays_inside_a_node_if_possible(drawn):
 
 
 def test_data_parallel_crosses_before_tensor_parallel():
-    """On two nodes of 8, replicas are on different nodes."""
+    """Replicas are on different nodes, and shards are on one node."""
     layout = Layout(dp_replicate=2, dp_shard=2, tp=4)
     assert list(crossings(layout, machines(8, 8))) == ["dp_replicate"]
 

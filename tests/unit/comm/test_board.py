@@ -77,7 +77,7 @@ def test_other_files_are_no_boards(tmp_path):
 
 
 def test_a_rank_without_a_heartbeat_holds_the_gil(board):
-    """Its watching thread has not run since the board was created."""
+    """The watching thread has not run since the board was created."""
     board.progress(3, FORWARD)
     content = read_board(board.path)
     description = condition(content, time.monotonic() + HEARTBEAT_SECONDS + 1, state="S")

@@ -45,7 +45,7 @@ def test_algorithm_of_a_cluster(group, nbytes, expected):
 
 
 def test_two_levels_halve_the_time_on_ethernet():
-    """Of S bytes, the hierarchical algorithm sends S between two machines, and a ring 15/8 S."""
+    """The hierarchical algorithm sends all bytes once between two machines, and a ring 15/8 times."""
     seconds = algorithm_seconds(100 * MIB, TWO_NODES_ON_ETHERNET)
     assert seconds["all-reduce"] / seconds["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
     assert "1/8 of the bytes" in choose_all_reduce(100 * MIB, TWO_NODES_ON_ETHERNET).reason
@@ -120,7 +120,7 @@ def test_a_second_measurement_decides_between_close_algorithms():
 
 
 def test_the_size_of_a_bucket():
-    """For messages of x bytes that take a + b x seconds, the best size of G bytes is sqrt(a G / b).
+    """The best size is sqrt(a G / b) for G bytes in messages of x bytes that take a + b x seconds.
 
     It is rounded so that the number of buckets is a power of two.
     """

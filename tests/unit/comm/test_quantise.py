@@ -110,7 +110,7 @@ def test_vectors_of_half_precision_are_summed_in_float32(dtype):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_error_feedback_corrects_the_mean_over_time(bits):
-    """Without it, numbers below half a scale never arrive."""
+    """Numbers below half a scale never arrive without error feedback."""
     packing = Packing((Segment(BLOCK, True),), bits)
     x = torch.full((1, BLOCK), 0.02)
     x[0, 0] = 1.0

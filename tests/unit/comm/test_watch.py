@@ -60,7 +60,7 @@ def test_an_overdue_rank_reports_and_ends_itself(board, monkeypatch, capfd):
 
 @pytest.mark.parametrize("change", [30.0, -30.0])
 def test_a_changed_clock_does_not_change_the_age_of_a_wait(board, monkeypatch, change):
-    """torch's recorder has times of the adjustable clock, boards have times of the monotonic one."""
+    """Times of torch's recorder are those of the adjustable clock, times of boards are not."""
 
     def collective(sequence):
         start_ns = time.time_ns() - 2 * 10**9

@@ -26,7 +26,7 @@ def test_a_shuffle_looks_random():
     count = 20_000
     order = shuffle_positions(np.arange(count), count=count, key="0 0")
     other = shuffle_positions(np.arange(count), count=count, key="0 1")
-    # A random permutation has about one fixed point, and neighbours with a mean distance of a third.
+    # A random permutation has about one fixed point. Neighbours are a third of the length apart.
     assert (order == np.arange(count)).sum() < 10
     assert (order == other).sum() < 10
     assert abs(np.abs(np.diff(order)).mean() / count - 1 / 3) < 0.02
@@ -97,9 +97,9 @@ def test_validation_is_the_same_set_on_every_layout(limit, micro, dp):
             labels += batch["labels"][:, 0].tolist()
     # A rank with fewer batches would leave the others waiting.
     assert len(counts) == 1
-    taken = min(limit, 11)
+    samples = min(limit, 11)
     scored = [label for label in labels if label != IGNORED]
-    assert sorted(scored) == [index * 11 // taken for index in range(taken)]
+    assert sorted(scored) == [index * 11 // samples for index in range(samples)]
 
 
 def test_no_validation_data_means_no_batches():

@@ -52,7 +52,7 @@ def test_held_out_documents_are_complete_and_not_trained_on(tmp_path):
 
 
 def test_a_long_document_is_tokenised_in_parts_of_lines(tmp_path, monkeypatch):
-    """Its tokens are those of one document."""
+    """The tokens are those of one document."""
     # Documents are longer than this limit, which is 10 million in use.
     monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 10)
     documents = ["one\ntwo\nthree\n", "without any end of a line", "x"]

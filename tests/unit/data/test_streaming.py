@@ -199,7 +199,7 @@ def test_unreadable_first_rows_are_refused_before_the_run(prepare_rows, rows, se
 
 
 def test_an_unreadable_later_row_is_named(prepare_rows):
-    """Its number counts from the start of the data, also in a resumed run."""
+    """Rows are counted from the start of the data, also in a resumed run."""
     data = prepare_rows([*rows_of(texts(200)), {"text": None}], streaming=True, buffer_sequences=20)
     loader = loader_of(data)
     batches(loader, 0, 10)

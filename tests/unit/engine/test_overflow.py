@@ -10,7 +10,7 @@ from plait.errors import NumbersError
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_non_finite_bf16_step_changes_nothing(skips):
-    """With check_grad_overflow the step is skipped. Otherwise the run ends."""
+    """The step is skipped with check_grad_overflow. Otherwise the run ends."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True, "check_grad_overflow": skips},

@@ -1,4 +1,4 @@
-"""Optimizer steps on states in files: torch's bits, and overlap of reading, computing and writing."""
+"""Optimizer steps on states in files: torch's bits, and reads and writes during the computation."""
 
 import threading
 

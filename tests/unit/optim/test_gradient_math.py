@@ -26,7 +26,7 @@ def test_norms_of_16_bits_are_float32(dtype, monkeypatch):
 
 
 def test_a_long_tensor_is_converted_in_chunks(monkeypatch):
-    """On a CPU the conversion to float32 copies the elements."""
+    """The conversion to float32 copies the elements on a CPU."""
     sizes = []
     vector_norm = torch.linalg.vector_norm
 

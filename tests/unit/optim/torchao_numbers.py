@@ -1,4 +1,4 @@
-"""Numbers that torchao 0.18.0 computes, in `torchao_numbers.json`, and the functions to repeat them.
+"""Numbers that torchao 0.18.0 computes (torchao_numbers.json), and functions to repeat them.
 
     python -m tests.unit.optim.torchao_numbers [--check]
 

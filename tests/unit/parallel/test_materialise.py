@@ -39,7 +39,7 @@ def test_uninitialised_tensors_are_named(buffer, name):
 
 
 class SmallGPT(nn.Module):
-    """Model that applies a method to all modules, as minGPT does, and may scale a weight after it."""
+    """Model that applies a method to all modules, as minGPT does, and may write to one later."""
 
     def __init__(self, *, scales_projection):
         super().__init__()

@@ -57,7 +57,7 @@ def test_a_configuration_lists_every_technique_in_order():
 
 
 def test_checks_return_plans():
-    """Without a model there are no plans, and only errors of the file are refused."""
+    """Checks without a model return no plans, and refuse only errors of the file."""
     with torch.device("meta"):
         model = cases.build("llama", tied=False, layers=4)
     plans = checked_model(model, resolved(4, pp=2, tp=2)).parts.plans

@@ -1,4 +1,4 @@
-"""Weights in folders of Transformers: the files that are read, their memory, and refused folders."""
+"""Weights in folders of Transformers: files that are read, their memory, and refused folders."""
 
 import json
 from pathlib import Path

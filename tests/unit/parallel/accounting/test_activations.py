@@ -54,21 +54,21 @@ def test_one_forward_one_backward_by_hand():
     first = activations_of("1f1b", 0)
     last = activations_of("1f1b", 1)
     modes = ("full", "none")
-    one = OUTSIDE_BYTES + 4 + 100
+    single = OUTSIDE_BYTES + 4 + 100
     restored = 100 - 4
 
     held_bytes = list(bytes_by_action(first, modes).values())
-    assert held_bytes == [one, 2 * one, one, 2 * one, one, 2 * one, one, 0]
-    assert list(bytes_by_action(last, modes).values()) == [one, 0] * 4
-    assert first.peak_bytes(modes) == 2 * one + restored
-    assert last.peak_bytes(modes) == one + restored
+    assert held_bytes == [single, 2 * single] * 3 + [single, 0]
+    assert list(bytes_by_action(last, modes).values()) == [single, 0] * 4
+    assert first.peak_bytes(modes) == 2 * single + restored
+    assert last.peak_bytes(modes) == single + restored
     assert first.most_in_flight() == 2
     assert last.most_in_flight() == 1
     assert first.repeated(modes) == FLOPS["full"] - FLOPS["none"]
 
 
 def test_consecutive_stages_of_a_rank_share_a_tensor():
-    """In a V the last rank has two consecutive stages: what one passes to the other counts once."""
+    """The last rank of a V has consecutive stages. A tensor that one passes to the next counts once."""
     rank = activations_of("zbv", 1, blocks=1)
     assert rank.schedule.stages_of(1) == (1, 2)
     forwards = list(bytes_by_action(rank, ("none", "none")).values())[:2]

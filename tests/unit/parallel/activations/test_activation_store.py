@@ -182,7 +182,7 @@ def test_a_tensor_modified_before_it_is_stored_is_refused(tmp_path, monkeypatch)
 
 
 def test_forward_waits_for_a_slow_disk(tmp_path, monkeypatch):
-    """At most the limit is kept in memory."""
+    """The limit of pending bytes is never exceeded."""
     gate = closed_gate(monkeypatch)
     store = DiskStore(tmp_path, CPU, pending_bytes=2500)
     group = store.open(0)

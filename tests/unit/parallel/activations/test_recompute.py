@@ -1,4 +1,4 @@
-"""Which blocks recompute, budgets for one stage, and blocks whose forward changes their state."""
+"""Modes of blocks, budgets of one stage, and blocks whose forward changes their state."""
 
 import functools
 from itertools import product
@@ -130,8 +130,8 @@ class Counting(nn.Module):
     """A block whose forward changes its state.
 
     Buffers change in place, without a change of torch's version counter, by assignment, and by the
-    power iterations of a parametrization. Attributes are a number, lists, a tensor that is assigned,
-    one that changes in place, and one that a forward adds.
+    power iterations of a parametrization. Attributes are a number, lists, a tensor that is
+    assigned, one that changes in place, and one that a forward adds.
     """
 
     def __init__(self):

@@ -9,8 +9,11 @@ from plait.parallel.context.families import why_in_tiles
 from plait.parallel.context.kernel import AttentionRule, kernel_for
 from tests.fused_attention import registered
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+FP32 = torch.float32
+FP64 = torch.float64
 
 
 def test_the_kernel_of_each_case(monkeypatch):

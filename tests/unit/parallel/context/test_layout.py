@@ -1,4 +1,4 @@
-"""Distribution of a sequence over ranks: every rank gets its chunks, and joining them restores it."""
+"""Distribution of a sequence over ranks, and its restoration from their shards."""
 
 import torch
 from hypothesis import given

@@ -117,7 +117,7 @@ def test_a_model_without_the_attention_interface_is_refused():
 
 
 def test_a_loss_per_sample_is_refused():
-    """Its weight would count each sample on every rank."""
+    """The weight of the loss would count each sample on every rank."""
     model = cases.build("llama", tied=False)
     loss = plait.per_sample(lambda output, batch: output.logits.sum())
     with pytest.raises(ConfigError, match="parallel.cp = 2: the loss is a mean over samples"):

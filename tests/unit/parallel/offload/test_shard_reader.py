@@ -1,4 +1,4 @@
-"""Shards in files: the order in which they are read, and that a block computes while another is read."""
+"""Order of reads of shards in files, and computation during a read."""
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from plait._torch.units import replace_shard_buffers, sharded_modules
 from plait.parallel.offload.arena import Arena, ShardPrefetcher
 
-BLOCKS, WIDTH = 5, 64
+BLOCKS = 5
+WIDTH = 64
 UNIT_BYTES = WIDTH * WIDTH * 4
 SECONDS = 20
 """Long enough for any machine. It is only reached if something waits for a later event."""
@@ -119,7 +120,7 @@ def blocks_in_memory(events):
 
 
 def test_the_order_of_a_step(world, tmp_path):
-    """With room for three blocks, two are requested ahead of the one that computes.
+    """Two of three blocks that have room are requested ahead of the one that computes.
 
     The last block of the forward stays for its backward, which torch gathers one block early.
     """

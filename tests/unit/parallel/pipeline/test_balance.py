@@ -73,7 +73,7 @@ def test_cuts(blocks, stages, first, last, expected):
 
 
 def test_floats_are_compared_exactly():
-    """In binary 0.1 + 0.2 is more than 0.3."""
+    """The binary 0.1 + 0.2 is more than 0.3."""
     assert balance_stages([0.1, 0.2, 0.3, 0.3], 3) == (2, 1, 1)
     assert balance_stages([1e-300, 1e300, 1e-300], 2) == (1, 2)
 

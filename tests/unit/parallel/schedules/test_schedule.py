@@ -75,7 +75,7 @@ def test_every_table_is_complete(schedule):
 
 
 def deadlocks(schedule):
-    """Whether a rank waits forever. Every rank is tried repeatedly, without `in_order`."""
+    """Return whether a rank waits forever. Every rank is tried repeatedly, without `in_order`."""
     remaining = [list(row) for row in schedule.ranks]
     sent = set()
     progress = True
@@ -146,7 +146,7 @@ def test_a_wrong_table_is_refused(data, schedule):
 @settings(max_examples=300)
 @given(st.data(), schedules)
 def test_deadlocks_are_refused(data, schedule):
-    """Two actions of a rank are exchanged. Only tables in which a rank waits forever are refused."""
+    """Exchanging two actions of a rank is refused only if a rank would wait forever."""
     rank = data.draw(st.integers(0, schedule.pp - 1))
     row = list(schedule.ranks[rank])
     first, second = (data.draw(st.integers(0, len(row) - 1)) for _ in range(2))

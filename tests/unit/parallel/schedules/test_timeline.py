@@ -1,8 +1,8 @@
 """Simulated times of a step equal the published formulas, and the earliest possible times.
 
-There are p ranks with v stages each, and m micro-batches. F, I, W and B = I + W are the times of the
-forward, both halves of the backward and the complete backward of one micro-batch, for all stages of
-a rank together. The overhead is the length of the step minus m (F + B), the work of one rank.
+There are p ranks with v stages each, and m micro-batches. F, I, W and B = I + W are the times of
+the forward, both halves of the backward and the complete backward of one micro-batch, for all stages
+of a rank together. The overhead is the length of the step minus m (F + B), the work of one rank.
 """
 
 from collections import deque
@@ -53,8 +53,8 @@ def test_bubble_of_whole_backwards(data, name, p, f, i, w):
     """The overhead is (p - 1)(F + B)/v and the bubble (p - 1)/(v m + p - 1).
 
     The formulas are from arXiv:2104.04473, sections 2.2 and 2.2.2, and arXiv:2211.05953 (looped).
-    With v > 1 they assume m >= p. With fewer micro-batches each of the v - 1 turns waits p - m slots
-    more, until the first micro-batch arrives again.
+    With v > 1 they assume m >= p. With fewer micro-batches each of the v - 1 turns waits p - m
+    slots more, until the first micro-batch arrives again.
     """
     v = data.draw(st.integers(*WAVES[name]))
     counts = st.integers(1, 3 * p)
@@ -84,7 +84,7 @@ def test_bubble_of_interleaved_zero_bubble(p, v, rounds, f, i, w):
 
 @given(st.data(), ranks, quarters, quarters, quarters)
 def test_bubble_of_zbv(data, p, f, i, w):
-    """With F = I = W no rank is idle between its first and its last action.
+    """No rank is idle between its first and its last action if F = I = W.
 
     arXiv:2401.10241, section 6, says so of ZB-V, and it is true of torch's table from 2p - 1
     micro-batches on. The overhead of the step, (p - 1) I / 2 where F <= I and W <= I <= 2W, is not
@@ -103,9 +103,9 @@ def test_bubble_of_zbv(data, p, f, i, w):
 def test_bubble_of_dualpipev(data, p, f, i, w):
     """The overhead is (p - 1)(F + I - W)/2, or (p - 1) F / 2 where W > I, for I <= F <= B.
 
-    DeepSeek's README gives (p - 1)(F&B + B - 3W)/2, which is (p - 1) I / 2 more: there a forward and
-    a backward are one unit F&B that sends both results at its end. Plait's tables run one after the
-    other, so the forward's result is sent before the backward begins.
+    DeepSeek's README gives (p - 1)(F&B + B - 3W)/2, which is (p - 1) I / 2 more: there a forward
+    and a backward are one unit F&B that sends both results at its end. Plait's tables run one after
+    the other, so the forward's result is sent before the backward begins.
     """
     assume(i <= f <= i + w)
     m = data.draw(st.integers(2 * p, 4 * p))
@@ -115,7 +115,7 @@ def test_bubble_of_dualpipev(data, p, f, i, w):
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 7), (4, 8), (8, 16), (8, 20)])
 def test_bubble_of_dualpipev_in_pairs(p, m):
-    """For torch's pairs as units DeepSeek's formula holds: p - 1 if F = I = W = 1/2."""
+    """DeepSeek's formula, p - 1 if F = I = W = 1/2, holds for torch's pairs as units."""
     stage = SimpleNamespace(num_stages=2 * p, group_size=p, group_rank=0, submod=None)
     order = ScheduleDualPipeV([stage, stage], m).pipeline_order
     units = [deque(filter(None, order[rank])) for rank in range(p)]
@@ -151,8 +151,8 @@ def test_peak_in_flight(schedule):
     """Count the stages whose activations exist at the same time.
 
     GPipe and looped schedules keep all. 1F1B keeps p - rank. Interleaved 1F1B keeps p + (p - 1)/v
-    complete stages on rank 0 (arXiv:2205.05198, section 4.2.3). Zero bubble schedules keep them until
-    W, which makes p on every rank. DualPipeV keeps 2p + 1 stages.
+    complete stages on rank 0 (arXiv:2205.05198, section 4.2.3). Zero bubble schedules keep them
+    until W, which makes p on every rank. DualPipeV keeps 2p + 1 stages.
     """
     p = schedule.pp
     m = schedule.microbatches
@@ -210,8 +210,8 @@ def durations_of(schedule, data):
 def earliest_ends(schedule, durations):
     """Return the earliest end of each action, by raising the ends until every rule holds.
 
-    The rules are the order of each rank, the results that an action needs, and one message at a time
-    per link and direction.
+    The rules are the order of each rank, the results that an action needs, and one message at a
+    time per link and direction.
     """
     ends = dict.fromkeys(chain.from_iterable(schedule.ranks), 0.0)
     source = {sent_by(action): action for action in ends}
