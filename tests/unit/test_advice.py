@@ -358,18 +358,18 @@ FOLLOWED = {
     # 1: decisions taken at first use
     "requires_grad_(True) before plait.initialize, and requires_grad_(False) after it": "parity/test_frozen_for_a_while.py::test_gradual_unfreezing",
     "call requires_grad_(False) on the other engine's model before its forward": "parity/test_frozen_for_a_while.py::test_generator_first",
-    'would change it twice; use parallel.recompute.mode = "none"': "unit/parallel/activations/test_recompute.py::test_a_tensor_that_begins_to_change_is_named",
+    'would change it twice; use parallel.recompute.mode = "none"': "unit/parallel/activations/test_recompute.py::test_a_tensor_that_changes_late_is_refused",
     # 2: ranks that do different things
     "or use ZeRO stage 1 or 2, where ranks may skip different blocks": "parity/test_skipped_blocks.py::test_ranks_skip_different_blocks",
     # 6: what was changed after the model was wrapped
     "PeftModel.from_pretrained(model, folder).merge_and_unload()": "parity/test_saved_weights.py::test_adapters_of_which_ranks_have_parts",
     "merge its adapters and assign the result to trainer.model": "parity/test_saved_weights.py::test_merged_adapters",
     "each process holds a part of the weights; call {remedy}": "parity/test_saved_weights.py::test_parts_are_no_weights",
-    "load the model, resize it, and then train it": "unit/sharded/test_resized.py::test_resized_after_training",
-    "resize and save it once": "unit/sharded/test_resized.py::test_more_tokens_than_a_saved_model_has",
-    "delete the line, and build the model with plait.from_pretrained(name)": "unit/sharded/test_resized.py::test_configuration_of_transformers_without_deepspeed",
-    "call plait.from_pretrained(name) without zero.Init()": "unit/sharded/test_resized.py::test_pretrained_inside_of_zero_init",
-    ".from_pretrained, which loads it in full in every process": "unit/sharded/test_resized.py::test_adapters_on_a_model_without_weights",
+    "load the model, resize it, and then train it": "unit/sharded/test_resized.py::test_resizing_after_training_is_refused",
+    "resize and save it once": "unit/sharded/test_resized.py::test_a_tokenizer_with_more_tokens_than_the_model_is_refused",
+    "delete the line, and build the model with plait.from_pretrained(name)": "unit/sharded/test_resized.py::test_hf_deepspeed_config_is_refused",
+    "call plait.from_pretrained(name) without zero.Init()": "unit/sharded/test_resized.py::test_from_pretrained_of_transformers_in_zero_init_is_refused",
+    ".from_pretrained, which loads it in full in every process": "unit/sharded/test_resized.py::test_adapters_on_a_model_without_weights_are_refused",
     "if it returns a mean, set loss_is_scaled_for_ga = False": "parity/test_own_steps.py::test_own_steps_are_one_process",
     "multiply the term by self.accelerator.num_processes": "parity/test_own_steps.py::test_own_steps_are_one_process",
     "for small states leave it out, and": "parity/test_trainer_mistakes.py::test_a_refused_optimizer_names_one_that_trains",
@@ -379,15 +379,15 @@ FOLLOWED = {
     # 7: data
     "and pass shuffle=True to the DataLoader to shuffle": "parity/test_split_data.py::test_a_loop_reads_every_row_once",
     "let every rank have all rows in one order": "parity/test_split_data.py::test_a_loop_reads_every_row_once",
-    "set data.append_end_of_text to true": "unit/data/test_templates.py::test_a_template_that_ends_no_turn",
+    "set data.append_end_of_text to true": "unit/data/test_templates.py::test_a_template_without_end_of_text",
     "set is_decoder to true where the architecture has it": "unit/train/test_build.py::test_causal_models_are_built",
     # 8: settings
     "leave {' or '.join(left_out) or 'both'} out": "unit/config/resolving/test_degrees.py::test_the_product_is_the_world_or_it_is_refused",
     "or change a factor": "unit/config/resolving/test_batch.py::test_the_product_holds_or_is_refused_with_a_remedy",
-    "use {below} or {above}": "unit/parallel/schedules/test_schedule.py::test_refused_numbers",
+    "use {below} or {above}": "unit/parallel/schedules/test_schedule.py::test_refused_numbers_of_micro_batches",
     "pass at least": "unit/inference/test_deployment.py::test_the_least_budget_suffices",
     "In Python, on one device: plait.generate": "unit/inference/test_quantised_folders.py::test_the_page",
-    "and set model.path to that folder": "unit/sharded/test_resized.py::test_more_tokens_than_a_saved_model_has",
+    "and set model.path to that folder": "unit/sharded/test_resized.py::test_a_tokenizer_with_more_tokens_than_the_model_is_refused",
     # commands
     "reachable from the others.": "unit/cli/launching/test_meeting.py::test_a_machine_that_does_not_come",
     "finds no address for the name": "unit/cli/launching/test_meeting.py::test_a_name_without_an_address",

@@ -642,7 +642,7 @@ def test_timeout_of_a_group():
 
 
 def test_shard_buffers():
-    """Parameters and padding stay when buffers are replaced. The next forward reads the new ones."""
+    """Parameters and padding stay when buffers are replaced. The next forward reads new buffers."""
     model = sharded()
     unit = units.sharded_modules(model)[1]
     parameters = list(unit.parameters())

@@ -45,7 +45,7 @@ def test_algorithm_of_a_cluster(group, nbytes, expected):
 
 
 def test_two_levels_halve_the_time_on_ethernet():
-    """The hierarchical algorithm sends all bytes once between two machines, and a ring 15/8 times."""
+    """The hierarchical algorithm sends all bytes once between machines, and a ring 15/8 times."""
     seconds = algorithm_seconds(100 * MIB, TWO_NODES_ON_ETHERNET)
     assert seconds["all-reduce"] / seconds["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
     assert "1/8 of the bytes" in choose_all_reduce(100 * MIB, TWO_NODES_ON_ETHERNET).reason

@@ -68,7 +68,7 @@ def test_one_forward_one_backward_by_hand():
 
 
 def test_consecutive_stages_of_a_rank_share_a_tensor():
-    """The last rank of a V has consecutive stages. A tensor that one passes to the next counts once."""
+    """The last rank of a V has consecutive stages, which share a tensor that counts once."""
     rank = activations_of("zbv", 1, blocks=1)
     assert rank.schedule.stages_of(1) == (1, 2)
     forwards = list(bytes_by_action(rank, ("none", "none")).values())[:2]

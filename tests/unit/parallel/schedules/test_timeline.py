@@ -1,8 +1,8 @@
 """Simulated times of a step equal the published formulas, and the earliest possible times.
 
 There are p ranks with v stages each, and m micro-batches. F, I, W and B = I + W are the times of
-the forward, both halves of the backward and the complete backward of one micro-batch, for all stages
-of a rank together. The overhead is the length of the step minus m (F + B), the work of one rank.
+the forward, both halves of the backward and the complete backward of one micro-batch, for all
+stages of a rank together. The overhead is the length of the step minus m (F + B), the work of one rank.
 """
 
 from collections import deque
