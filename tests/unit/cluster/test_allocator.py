@@ -67,6 +67,7 @@ def count_calls(rank, world, folder):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     model = cases.build("plain", tied=False, dtype=torch.float32)
+    # The setting of the allocator cannot be read.
     with patch.object(build, "keep_host_memory") as called:
         plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     return called.call_count

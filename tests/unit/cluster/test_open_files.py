@@ -88,6 +88,7 @@ def test_the_advised_limit_suffices(monkeypatch):
     with limit_of_files(advised):
         check_open_files(dist.HashStore(), RankInfo())
 
+    # A process cannot raise its hard limit again after the test.
     with limit_of_files(16), monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda _: (16, 1024))
         with pytest.raises(InputError, match="its hard limit is 1,024, so set nofile in "):

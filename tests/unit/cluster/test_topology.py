@@ -65,6 +65,7 @@ def _set(monkeypatch, variables):
 
 
 def _gpus(monkeypatch, count):
+    """Let this machine have a number of GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
@@ -274,6 +275,7 @@ class TestDiscover:
 class TestThreads:
     @given(cores=st.integers(1, 256), processes=st.integers(1, 300))
     def test_processes_share_the_cores(self, cores, processes):
+        # This machine has another number of cores.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "cpu_count", lambda: cores)
             threads = thread_count(processes)
@@ -314,6 +316,7 @@ def test_the_default_group_uses_the_launchers_address(monkeypatch, variables, ex
         results.append(method)
         return iter([(dist.HashStore(), 0, 2)])
 
+    # There is no other process, so neither the rendezvous nor the group can be real.
     monkeypatch.setattr(process_groups, "rendezvous", rendezvous)
     monkeypatch.setattr(process_groups, "_stores", {})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)

@@ -103,6 +103,7 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    # A full disk cannot be had otherwise.
     monkeypatch.setattr(os, "posix_fallocate", full)
     message = r": no space for .* \(No space left on device\); free some space, or set TMPDIR"
     with pytest.raises(InputError, match=message):

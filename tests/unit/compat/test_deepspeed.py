@@ -13,6 +13,8 @@ from plait.compat.deepspeed import comm
 from plait.compat.deepspeed.accelerator import get_accelerator
 from plait.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from plait.compat.deepspeed.refused import METHODS, missing
+
+# The public function, initialize, starts processes after these steps.
 from plait.compat.deepspeed.start import (
     _drop_last,
     _resolve_config,

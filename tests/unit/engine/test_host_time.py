@@ -42,6 +42,7 @@ def walks(monkeypatch):
 
         return count
 
+    # Every walk of torch's over modules, parameters or buffers goes through one of these.
     for name in ("named_modules", "_named_members"):
         monkeypatch.setattr(nn.Module, name, counting(name))
     return calls

@@ -113,9 +113,10 @@ def test_states_of_another_form_are_refused(tmp_path):
     parameters = model()
     tier = DiskTier(Arena(tmp_path), buffer_bytes=10**6)
     tier.adopt(parameters, states=1)
-    tier.drive(PackedOptimizer(parameters.parameters()))
+    optimizer = PackedOptimizer(parameters.parameters())
+    tier.drive(optimizer)
     with pytest.raises(ModelError, match="`exp_avg` of the optimizer is a Packed"):
-        train(tier._optimizer, list(parameters.parameters()), steps=1)
+        train(optimizer, list(parameters.parameters()), steps=1)
 
 
 SECONDS = 20
@@ -195,6 +196,7 @@ def adam_over_files(arena, *, slices, buffers):
 
     def step():
         for parameter in parameters:
+            # A backward would copy its gradient to this place.
             parameter.grad = tier._gradients[parameter].zero_()
         optimizer.step()
 

@@ -34,6 +34,7 @@ def test_a_long_tensor_is_converted_in_chunks(monkeypatch):
         sizes.append(x.numel())
         return vector_norm(x, *args, **kwargs)
 
+    # The chunk in use is larger than this tensor.
     monkeypatch.setattr(gradient_math, "_CHUNK", 100)
     monkeypatch.setattr(torch.linalg, "vector_norm", recorded)
     norms_of([torch.ones(1000, dtype=torch.bfloat16)])

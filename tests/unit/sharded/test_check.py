@@ -18,6 +18,8 @@ from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.sharded.assemble import checked_model
+
+# The public function compares parameters over the ranks of a process group.
 from plait.sharded.guard import _can_be_compared
 from plait.sharded.misuse import refuse_unfit_layers, warn_of_no_blocks
 from tests.parity import cases

@@ -58,6 +58,7 @@ def test_a_file_is_mapped_in_parts(tmp_path, monkeypatch):
 
     def load(limit_bytes):
         """Return the model, and the mapped bytes after each tensor."""
+        # The limit in use is larger than this file.
         monkeypatch.setattr(load_weights_module, "_MAPPED_BYTES", limit_bytes)
         model = layers()
         sizes = []

@@ -150,6 +150,7 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
 
     store = DiskStore(tmp_path, CPU)
     group = store.open(0)
+    # A full disk cannot be had otherwise.
     monkeypatch.setattr(activation_store.os, "pwrite", full)
     handle = group.put(flat(5000))
     with pytest.raises(PlaitError, match=r"No space left on device; free some space there"):
@@ -279,6 +280,7 @@ def test_host_buffers_are_reused_for_other_lengths():
             assert torch.equal(group.get(handle), flat(size, seed))
         assert torch.equal(group.get(handles[1]), flat(size, 1))
         del group
+        # Only the store knows its free buffers.
         assert sum(len(buffers) for buffers in store._free.values()) <= 6
     free = sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers)
     assert store._total_bytes == free <= store._peak_used_bytes == 3 * 8192

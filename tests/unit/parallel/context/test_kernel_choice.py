@@ -48,6 +48,7 @@ def test_the_kernel_of_each_case(monkeypatch):
 
 def test_why_a_model_is_computed_in_tiles(monkeypatch):
     """The reason follows from the model's configuration, the dtype and the documents of a batch."""
+    # This machine may have Triton.
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     llama = AutoConfig.for_model("llama", **sizes)
@@ -68,6 +69,7 @@ def test_why_a_model_is_computed_in_tiles(monkeypatch):
             reason = why_in_tiles(config, implementation, device, dtype, documents=packed)
             assert expected in reason
             assert bool(reason) == bool(expected), reason
+        # A release of torch without the efficient kernel.
         monkeypatch.setattr(attention, "EFFICIENT_DTYPES", ())
         assert "up to 256, not 464" in why_in_tiles(latent, "sdpa", CUDA, BF16, documents=False)
 

@@ -81,6 +81,7 @@ def test_a_full_disk_is_reported_before_anything_changes(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserved.append(reserve(*arguments))
 
+    # A disk that is full at the right moment cannot be had otherwise.
     monkeypatch.setattr(arena_module.os, "posix_fallocate", full)
     model = cases.build("plain", tied=True, dtype=torch.float32, device="cpu")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -219,7 +219,7 @@ def test_a_block_computes_while_the_next_is_read(world, tmp_path, direction):
     arena.fetching = fetching
     output = model(torch.ones(2, WIDTH)).sum()
     if direction == "backward":
-        # What the forward has read ahead is read before the backward begins.
+        # Only the prefetcher knows its reads. Those of the forward end before the backward begins.
         for future in prefetcher._ahead.values():
             future.result()
     turn.set()
