@@ -83,16 +83,8 @@ def check(model, *, parallel=None, **experts):
 
 
 REFUSED = [
-    (
-        "deepseek_v3",
-        {"balance": "global"},
-        "balance = .global.: DeepseekV3ForCausalLM has no balance",
-    ),
-    (
-        "mixtral",
-        {"balance": "global"},
-        "experts.balance = .global.: MixtralForCausalLM has no balance",
-    ),
+    ("deepseek_v3", {"balance": "global"}, "balance = .global.: DeepseekV3.* has no balance"),
+    ("mixtral", {"balance": "global"}, "experts.balance = .global.: Mixtral.* has no balance"),
     ("mixtral", {"balance": "globally"}, "experts.balance"),
     ("mixtral", {"z_loss": -0.1}, "experts.z_loss"),
     ("llama", {"z_loss": 0.1}, "experts.z_loss = 0.1: LlamaForCausalLM has no experts, .*; use 0"),
@@ -138,9 +130,7 @@ def test_losses_of_routers_with_a_user_loss_are_refused():
     message = "experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is UserLoss"
     with pytest.raises(ConfigError, match=message):
         with_balance_loss(UserLoss(), model, z_loss)
-    message = (
-        "experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none"
-    )
+    message = "experts.balance = .global.: it is added to plait.causal_lm_loss, .* loss is none"
     with pytest.raises(ConfigError, match=message):
         with_balance_loss(None, model, statistics(is_global=True))
     loss = with_balance_loss(plait.causal_lm_loss, model, z_loss)
