@@ -656,9 +656,9 @@ def test_shard_buffers():
         return copies[-1]
 
     units.replace_shard_buffers(unit, copy)
+    assert list(map(id, model.parameters())) == list(map(id, parameters))
     model(torch.ones(1, 4))
     unit.reshard()
-    assert list(map(id, model.parameters())) == list(map(id, parameters))
     for index, parameter in enumerate(unit.parameters()):
         assert units.shard_buffers(unit)[index] is copies[index]
         assert parameter.to_local().data_ptr() == copies[index].data_ptr()
